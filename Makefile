@@ -1,0 +1,36 @@
+# Everything a checkout needs. PYTHON chooses the interpreter that makes .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: test bench lint targets report clean
+
+test: $(INSTALLED)  ## the whole suite
+	$(BIN)/pytest $(ARGS)
+
+bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
+	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
+
+targets: $(INSTALLED)  ## compile every kernel for every target, without a GPU
+	FASTVIT_TARGETS=all $(BIN)/pytest tests/test_targets.py $(ARGS)
+
+report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
+	$(BIN)/python -m benchmarks.compile_report $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch first and pinned: without the pin pip may choose a newer build with its CUDA packages. torchvision without its
+# dependencies: only timm's import needs it, and its wheels may ask for another torch.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch triton
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,plot,lint]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,0 +1,1 @@
+"""Fused Triton kernels for Vision Transformers, as torch ops and nn.Modules."""

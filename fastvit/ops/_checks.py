@@ -1,0 +1,60 @@
+"""Argument checks that the ops share. Each names the argument, what it was, and what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., D] -> [M, D] with unit stride along D; a copy only where strides leave no other way."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def check_float(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
+
+
+def check_shape(name: str, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """meaning: the expected shape in words, such as "(D,)"."""
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def check_like(name: str, x: Tensor, like_name: str, like: Tensor, *, dtype: bool = True) -> None:
+    """Same device and, unless `dtype` is False, same dtype as another argument."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {x.device}")
+    if dtype and x.dtype != like.dtype:
+        raise TypeError(f"{name} must have {like_name}'s dtype {like.dtype}, got {x.dtype}")
+
+
+def check_eps(eps: float) -> None:
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
+
+
+def check_dropout(name: str, p: float) -> None:
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {p}")
+
+
+def rows_per_sample(x: Tensor, row_scale: Tensor | None, name: str = "x") -> int:
+    """How many rows of [..., D] -> [M, D] share one entry of row_scale (B,), after checking its shape; 1 without."""
+    if row_scale is None:
+        return 1
+    check_like("row_scale", row_scale, name, x, dtype=False)
+    if x.dim() < 2:
+        raise ValueError(f"row_scale needs {name} with a batch dimension, got shape {tuple(x.shape)}")
+    check_shape("row_scale", row_scale, (x.shape[0],), "(B,)")
+    return math.prod(x.shape[1:-1])

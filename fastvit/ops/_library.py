@@ -1,0 +1,189 @@
+"""How a fused op is registered, dispatched and differentiated: the only module that knows.
+
+An op has one schema and two implementations: `triton` (a launcher of kernels from `fastvit.kernels`) and `aten`
+(PyTorch's own fused functions). Both sit behind one entry of the `fastvit::` namespace, with a fake implementation for
+`torch.compile` and `torch.export`. Which one runs is decided per call by the first tensor's device and by
+
+    FASTVIT_BACKEND   auto (default: Triton on a GPU or under TRITON_INTERPRET=1, else ATen) | triton | aten
+    FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+BACKENDS = ("auto", "triton", "aten")
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+
+_LIB = torch.library.Library("fastvit", "DEF")
+_warned: set[tuple[str, str]] = set()
+
+
+class Unsupported(ValueError):
+    """Raised by a launcher, before it launches anything, for a shape or dtype that its kernels cannot take."""
+
+
+def _backend_from_environment() -> str:
+    name = os.environ.get("FASTVIT_BACKEND", "auto")
+    if name not in BACKENDS:
+        raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {name!r}")
+    return name
+
+
+_backend = _backend_from_environment()
+_strict = os.environ.get("FASTVIT_STRICT", "0") == "1"
+
+
+@contextlib.contextmanager
+def use_backend(name: str, *, strict: bool = True) -> Iterator[None]:
+    """Within the context every op runs on `name`: "auto", "triton" or "aten". Process-wide, not per thread."""
+    global _backend, _strict
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
+    before = _backend, _strict
+    _backend, _strict = name, strict
+    try:
+        yield
+    finally:
+        _backend, _strict = before
+
+
+def wants_triton(x: Tensor) -> bool:
+    """Whether ops on x's device run Triton kernels."""
+    if _backend == "aten" or not (HAVE_TRITON and (x.is_cuda or INTERPRET)):
+        if _backend == "triton":
+            raise RuntimeError(
+                f"FASTVIT_BACKEND=triton, but Triton cannot run on {x.device}: "
+                + ("set TRITON_INTERPRET=1 for CPU tensors" if HAVE_TRITON else "triton is not installed")
+            )
+        return False
+    return True
+
+
+def register(
+    schema: str,
+    *,
+    aten: Callable[..., Any],
+    triton: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+) -> torch._ops.OpOverload:
+    """Defines `fastvit::<schema>` and returns its overload, which is what the rest of the package calls.
+
+    schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
+        and no output aliases an input or another output.
+    aten, triton: positional arguments as in the schema. `triton` raises `Unsupported` before it launches.
+    fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
+    flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
+    """
+    name = schema[: schema.index("(")]
+
+    def run(*args: Any) -> Any:
+        if wants_triton(args[0]):
+            try:
+                if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
+                    with torch.cuda.device(args[0].device):
+                        return triton(*args)
+                return triton(*args)
+            except Unsupported as reason:
+                _fall_back(name, str(reason))
+        return aten(*args)
+
+    _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIB.impl(name, run, "CPU")
+    _LIB.impl(name, run, "CUDA")
+    torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
+    overload: torch._ops.OpOverload = getattr(torch.ops.fastvit, name).default
+    if flops is not None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
+    return overload
+
+
+def _fall_back(name: str, reason: str) -> None:
+    if _strict:
+        raise Unsupported(f"fastvit::{name}: {reason}")
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=4)
+
+
+@functools.cache
+def _cuda_arch(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def multiprocessors(index: int | None) -> int:
+    """Streaming multiprocessors of a GPU; 4 in the interpreter, so that persistent loops iterate there too."""
+    return 4 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def arch(x: Tensor) -> str:
+    """The target that launch configs are chosen for: "sm_90", "gfx942", ...; the interpreter takes Hopper's."""
+    return _cuda_arch(x.device.index) if x.is_cuda else "sm_90"
+
+
+def needs_autograd(*tensors: Tensor | None) -> bool:
+    """Whether a call must go through its `autograd.Function`. Raises where a tensor carries a forward-mode tangent,
+    which an opaque op would drop silently."""
+    if forward_ad._current_level >= 0:
+        for t in tensors:
+            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+                name = sys._getframe(1).f_code.co_name
+                raise NotImplementedError(f"fastvit.ops.{name} does not support forward-mode AD")
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class FusedFunction(torch.autograd.Function):
+    """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and call ops in
+    `backward` through `once`, so that differentiating a second time raises instead of returning a wrong gradient."""
+
+    generate_vmap_rule = True
+
+
+class _Once(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"fastvit.ops.{ctx.name} does not support double backward")
+
+
+def once(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args) inside a backward pass; a second differentiation raises and names the op."""
+    if torch.is_grad_enabled():
+        return _Once.apply(name, function, *args)
+    return function(*args)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast wants on x's device, or None outside autocast and for float64 input."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return None

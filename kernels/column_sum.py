@@ -1,0 +1,38 @@
+"""The second stage of every sum over rows (dweight, dbias, dlayer_scale): the first stage keeps one partial row a
+program, this one adds them up in a fixed order, so the result is bitwise reproducible without atomics."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_sum_kernel(
+    partial_ptr,  # [tables, P, D] f32
+    # outputs, as many as there are tables
+    out0_ptr,  # [D]
+    out1_ptr,  # [D] or None
+    out2_ptr,  # [D] or None
+    # sizes
+    P,
+    D,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out_t[:] = sum of partial[t, p, :] over p, in a fixed order. Grid: tables x column blocks, flattened."""
+    blocks = tl.cdiv(D, BLOCK_D)
+    table = tl.program_id(0) // blocks
+    cols = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        at = (table.to(tl.int64) * P + rows)[:, None] * D + cols[None, :]
+        total += tl.load(partial_ptr + at, mask=(rows < P)[:, None] & (cols < D)[None, :], other=0.0)
+    result = tl.sum(total, 0)
+    if table == 0:
+        tl.store(out0_ptr + cols, result.to(out0_ptr.dtype.element_ty), mask=cols < D)
+    if out1_ptr is not None:
+        if table == 1:
+            tl.store(out1_ptr + cols, result.to(out1_ptr.dtype.element_ty), mask=cols < D)
+    if out2_ptr is not None:
+        if table == 2:
+            tl.store(out2_ptr + cols, result.to(out2_ptr.dtype.element_ty), mask=cols < D)

@@ -1,0 +1,175 @@
+"""LayerNorm over rows, with the residual add, LayerScale and DropPath in the same pass (Ba et al. 2016).
+
+    s = residual + row_scale * layer_scale * branch        (or s = x, plain LayerNorm)
+    x^ = (s - mean) * rstd,   y = x^ * w + b
+    g = dy * w,   ds = rstd * (g - mean(g) - x^ * mean(g * x^)) + dsum
+    dw = sum(dy * x^),   db = sum(dy),   dlayer_scale = sum(row_scale * branch * ds)     over rows
+
+A program holds whole rows in registers, so every tensor is read and written once. All arithmetic is float32; the
+variance is that of centred values, masked lanes excluded. The sums over rows are kept by the programs of a
+persistent grid and added up by one more kernel in a fixed order: bitwise reproducible, no atomics.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_tile(pid, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Row and column indices of a program's tile, and which of its elements exist."""
+    rows = pid * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)  # [BLOCK_M]
+    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    mask = (rows < M)[:, None] & (cols < D)[None, :]
+    return rows, cols, mask
+
+
+@triton.jit
+def _load_rows(ptr, rows, cols, mask, stride):
+    """-> [BLOCK_M, BLOCK_D] f32, zero outside the mask."""
+    return tl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_columns(ptr, cols, D):
+    """-> [1, BLOCK_D] f32"""
+    return tl.load(ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store_rows(ptr, value, rows, cols, mask, D):
+    tl.store(ptr + rows[:, None] * D + cols[None, :], value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _branch_scale(layer_scale_ptr, row_scale_ptr, rows, cols, M, D, rows_per_sample, HAS_ROW_SCALE: tl.constexpr):
+    """row_scale and layer_scale, 1 where absent: ([BLOCK_M, 1], [1, BLOCK_D]) f32"""
+    row_scale = tl.full([rows.shape[0], 1], 1.0, tl.float32)
+    if HAS_ROW_SCALE:
+        sample = rows // rows_per_sample
+        row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    layer_scale = tl.full([1, cols.shape[0]], 1.0, tl.float32)
+    if layer_scale_ptr is not None:
+        layer_scale = _load_columns(layer_scale_ptr, cols, D)
+    return row_scale, layer_scale
+
+
+@triton.jit
+def layer_norm_fwd_kernel(
+    # inputs; s is x or, with a branch, the residual
+    s_ptr,  # [M, D] T
+    branch_ptr,  # [M, D] T or None
+    w_ptr,  # [D]
+    b_ptr,  # [D]
+    layer_scale_ptr,  # [D] or None
+    row_scale_ptr,  # [M / rows_per_sample] or None
+    # outputs
+    sum_ptr,  # [M, D] T, with a branch
+    y_ptr,  # [M, D]
+    mean_ptr,  # [M] f32
+    rstd_ptr,  # [M] f32
+    # sizes; strides in elements, the last dimension is contiguous
+    M,
+    D,
+    rows_per_sample,
+    stride_sm,
+    stride_bm,
+    eps: tl.float32,
+    HAS_ROW_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program normalises BLOCK_M rows."""
+    rows, cols, mask = _row_tile(tl.program_id(0), M, D, BLOCK_M, BLOCK_D)
+    s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
+    if branch_ptr is not None:
+        row_scale, layer_scale = _branch_scale(
+            layer_scale_ptr, row_scale_ptr, rows, cols, M, D, rows_per_sample, HAS_ROW_SCALE
+        )
+        s += row_scale * layer_scale * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
+        _store_rows(sum_ptr, s, rows, cols, mask, D)
+        s = s.to(sum_ptr.dtype.element_ty).to(tl.float32)  # what the backward pass will read
+
+    mean = tl.sum(s, 1)[:, None] / D
+    centred = tl.where(mask, s - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
+    y = centred * rstd * _load_columns(w_ptr, cols, D) + _load_columns(b_ptr, cols, D)
+
+    _store_rows(y_ptr, y, rows, cols, mask, D)
+    tl.store(mean_ptr + rows[:, None], mean, mask=(rows < M)[:, None])
+    tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
+
+
+@triton.jit
+def layer_norm_bwd_kernel(
+    # inputs
+    dy_ptr,  # [M, D]
+    dsum_ptr,  # [M, D] or None: gradient that reaches s by another way
+    s_ptr,  # [M, D]
+    mean_ptr,  # [M] f32
+    rstd_ptr,  # [M] f32
+    w_ptr,  # [D]
+    b_ptr,  # [D], to recompute y
+    branch_ptr,  # [M, D] or None, with layer_scale
+    layer_scale_ptr,  # [D] or None
+    row_scale_ptr,  # [M / rows_per_sample] or None
+    # outputs
+    ds_ptr,  # [M, D]
+    dbranch_ptr,  # [M, D] or None
+    y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the matmul behind
+    partial_ptr,  # [3, programs, D] f32: dw, db, dlayer_scale
+    # sizes; strides in elements, the last dimension is contiguous
+    M,
+    D,
+    rows_per_sample,
+    stride_dym,
+    stride_dsm,
+    stride_sm,
+    stride_bm,
+    HAS_ROW_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A persistent grid: each program takes every num_programs-th row tile and keeps its share of the column sums."""
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    cols = tl.arange(0, BLOCK_D)
+    w = _load_columns(w_ptr, cols, D)
+    dw = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    db = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dlayer_scale = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    for tile in range(pid, tl.cdiv(M, BLOCK_M), programs):
+        rows, cols, mask = _row_tile(tile, M, D, BLOCK_M, BLOCK_D)
+        s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
+        dy = _load_rows(dy_ptr, rows, cols, mask, stride_dym)
+        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+
+        normalised = (s - mean) * rstd
+        if y_ptr is not None:
+            _store_rows(y_ptr, normalised * w + _load_columns(b_ptr, cols, D), rows, cols, mask, D)
+        g = dy * w
+        mean_g = tl.sum(g, 1)[:, None] / D
+        mean_gx = tl.sum(g * normalised, 1)[:, None] / D
+        ds = rstd * (g - mean_g - normalised * mean_gx)
+        if dsum_ptr is not None:
+            ds += _load_rows(dsum_ptr, rows, cols, mask, stride_dsm)
+        _store_rows(ds_ptr, ds, rows, cols, mask, D)
+        dw += dy * normalised
+        db += dy
+
+        if dbranch_ptr is not None:
+            row_scale, layer_scale = _branch_scale(
+                layer_scale_ptr, row_scale_ptr, rows, cols, M, D, rows_per_sample, HAS_ROW_SCALE
+            )
+            ds *= row_scale
+            _store_rows(dbranch_ptr, ds * layer_scale, rows, cols, mask, D)
+            if layer_scale_ptr is not None:
+                dlayer_scale += ds * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
+
+    # dw, db and dlayer_scale lie one behind the other: [3, programs, D]
+    partial = partial_ptr + pid.to(tl.int64) * D + cols
+    tl.store(partial, tl.sum(dw, 0), mask=cols < D)
+    tl.store(partial + programs.to(tl.int64) * D, tl.sum(db, 0), mask=cols < D)
+    if layer_scale_ptr is not None:
+        tl.store(partial + 2 * programs.to(tl.int64) * D, tl.sum(dlayer_scale, 0), mask=cols < D)

@@ -1,0 +1,61 @@
+"""Fixtures of the whole suite. Without a GPU the Triton kernels run in Triton's interpreter; with one, on the GPU."""
+
+import os
+
+import torch
+
+HAVE_GPU = torch.cuda.is_available()
+if not HAVE_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # `from oracle import ...`
+
+from fastvit.ops import _library
+
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+
+if HAVE_TRITON and not HAVE_GPU:
+    import interpreter_shim
+
+    interpreter_shim.install()
+
+
+@pytest.fixture(params=["aten", "triton"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once per implementation; a fallback from Triton to ATen raises."""
+    if request.param == "triton" and not HAVE_TRITON:
+        pytest.skip("triton is not installed")
+    with _library.use_backend(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def triton_backend() -> Iterator[None]:
+    if not HAVE_TRITON:
+        pytest.skip("triton is not installed")
+    with _library.use_backend("triton"):
+        yield
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAVE_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_poisoned() -> Iterator[None]:
+    """A fixed seed, and NaN in all fresh memory, so that an output element nobody wrote is seen."""
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    with _library.use_backend("auto" if HAVE_GPU else "aten", strict=False):
+        yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,63 @@
+"""The rule that every fused op is held to, against float64 and against eager PyTorch in the same dtype.
+
+    err(fused) <= factor * err(eager) + floor        on the maximum and on the RMS; factor 2, or 3 for gradients
+
+`floor` is one ulp of the output dtype, measured on the exact result, so that a case that eager happens to get exactly
+right does not fail on a rounding. A NaN or Inf where the exact result is finite fails, and so does the reverse.
+"""
+
+import torch
+from torch import Tensor
+
+GRADIENT = 3.0
+
+
+def assert_as_accurate(got: Tensor, eager: Tensor, exact: Tensor, *, factor: float = 2.0, what: str = "") -> None:
+    """got, eager: same shape and dtype; exact: float64, same shape."""
+    assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    assert got.dtype == eager.dtype, f"{what}: dtype {got.dtype}, eager has {eager.dtype}"
+    got, eager, exact = got.detach().cpu(), eager.detach().cpu(), exact.detach().cpu()
+    if exact.numel() == 0:
+        return
+    finite = exact.isfinite()
+    wrong = got.isfinite() != finite
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are finite on one side only"
+    if not finite.any():
+        return
+    target = exact[finite].to(got.dtype)
+    ulp = (torch.nextafter(target, torch.full_like(target, torch.inf)) - target).double()
+    ulp = torch.where(ulp.isfinite(), ulp, ulp.new_zeros(()))
+    error = (got[finite].double() - exact[finite]).abs()
+    allowed = (eager[finite].double() - exact[finite]).abs()
+    for norm, bound in ((_max, _max(allowed)), (_rms, _rms(allowed))):
+        limit = factor * bound + norm(ulp)
+        measured = norm(error)
+        assert measured <= limit, (
+            f"{what}: {norm.__name__[1:]} error {measured:.3g} > {limit:.3g} "
+            f"(eager {bound:.3g}, ulp {norm(ulp):.3g}, factor {factor}); "
+            f"worst at flat index {int(error.argmax())} of {tuple(got.shape)}"
+        )
+
+
+def _max(t: Tensor) -> float:
+    return float(t.max())
+
+
+def _rms(t: Tensor) -> float:
+    return float(t.square().mean().sqrt())
+
+
+def inputs(kind: str, *shape: int, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Tensor:
+    """Random test data: "normal"; "integer" (sparse small integers, exact in every dtype); "large" (normal, times 8);
+    "offset" (mean 1000, spread 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "integer":
+        x = (x * 1.2).trunc().clamp(-2, 2)
+    elif kind == "large":
+        x = x * 8
+    elif kind == "offset":
+        x = x + 1000
+    elif kind != "normal":
+        raise ValueError(f"unknown kind of input {kind!r}")
+    return x.to(dtype).to(device)

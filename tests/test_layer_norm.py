@@ -1,0 +1,294 @@
+"""ops.layer_norm and ops.add_layer_norm against float64 and eager PyTorch, on both backends."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import GRADIENT, assert_as_accurate, inputs
+from torch.utils.checkpoint import checkpoint
+
+from fastvit import ops
+from fastvit.ops import _layer_norm as registered
+from fastvit.ops import _library
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# one row; rows that fill no tile; D below, at and above a power of two; more row tiles than programs; D of two elements
+SHAPES = [(1, 1, 192), (2, 197, 48), (3, 7, 1000), (2, 17, 768), (37, 130, 16), (4, 3, 2)]
+
+
+def eager_layer_norm(x, weight, bias, eps=1e-6):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def eager_add_layer_norm(residual, branch, weight, bias, layer_scale, row_scale, eps=1e-6):
+    if layer_scale is not None:
+        branch = branch * layer_scale
+    if row_scale is not None:
+        branch = branch * row_scale.to(branch.dtype)[:, None, None]
+    total = residual + branch
+    return total, eager_layer_norm(total, weight, bias, eps)
+
+
+def compare(function, eager, tensors, kwargs, what, out_grads=None):
+    """Outputs and gradients of `function` against eager in the same dtype and in float64."""
+    results = []
+    for fn, dtype in ((function, None), (eager, None), (eager, torch.float64)):
+        args = [None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for t in tensors]
+        outputs = fn(*args, **kwargs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = out_grads or [inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=9) for o in outputs]
+        wanted = [a for a in args if a is not None and a.requires_grad]
+        gradients = torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
+        results.append((outputs, gradients))
+    for i, (got, same, exact) in enumerate(zip(*(r[0] for r in results), strict=True)):
+        assert_as_accurate(got, same, exact, what=f"{what} output {i}")
+    for i, (got, same, exact) in enumerate(zip(*(r[1] for r in results), strict=True)):
+        assert_as_accurate(got, same, exact, factor=GRADIENT, what=f"{what} gradient {i}")
+
+
+def parameters(dim, dtype, device, kind="normal"):
+    return [inputs(kind, dim, dtype=dtype, device=device, seed=s).requires_grad_() for s in (1, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm(shape, dtype, backend, device):
+    x = inputs("normal", *shape, dtype=dtype, device=device).requires_grad_()
+    compare(ops.layer_norm, eager_layer_norm, [x, *parameters(shape[-1], dtype, device)], {}, "layer_norm")
+
+
+@pytest.mark.parametrize("kind", ["integer", "large", "offset"])
+def test_layer_norm_inputs(kind, backend, device):
+    """Rows with mean 1000 expose one-pass variance and masked lanes that enter it (D = 769)."""
+    x = inputs(kind, 2, 5, 769, dtype=torch.float32, device=device).requires_grad_()
+    compare(ops.layer_norm, eager_layer_norm, [x, *parameters(769, torch.float32, device)], {}, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row_scale", [False, True], ids=["", "row_scale"])
+@pytest.mark.parametrize("layer_scale", [False, True], ids=["", "layer_scale"])
+def test_add_layer_norm(layer_scale, row_scale, dtype, backend, device):
+    B, N, D = 5, 13, 72
+    residual, branch = (inputs("normal", B, N, D, dtype=dtype, device=device, seed=s).requires_grad_() for s in (3, 4))
+    gamma = inputs("normal", D, dtype=dtype, device=device, seed=5).requires_grad_() if layer_scale else None
+    drop = torch.tensor([0.0, 1.25, 1.25, 0.0, 1.25], dtype=dtype, device=device) if row_scale else None
+
+    def fused(residual, branch, weight, bias, layer_scale, row_scale):
+        return ops.add_layer_norm(residual, branch, weight, bias, layer_scale=layer_scale, row_scale=row_scale)
+
+    tensors = [residual, branch, *parameters(D, dtype, device), gamma, drop]
+    compare(fused, eager_add_layer_norm, tensors, {}, "add_layer_norm")
+
+
+def test_add_layer_norm_uses_one_output(backend, device):
+    """Only one of the two outputs has a gradient."""
+    residual, branch = (
+        inputs("normal", 2, 3, 8, dtype=torch.float32, device=device, seed=s).requires_grad_() for s in (0, 1)
+    )
+    weight, bias = parameters(8, torch.float32, device)
+    total, y = ops.add_layer_norm(residual, branch, weight, bias)
+    (grad,) = torch.autograd.grad(total.sum(), residual, retain_graph=True)
+    torch.testing.assert_close(grad, torch.ones_like(grad))
+    (got,) = torch.autograd.grad(y.square().sum(), branch)
+    (want,) = torch.autograd.grad(eager_layer_norm(residual + branch, weight, bias).square().sum(), branch)
+    torch.testing.assert_close(got, want)
+
+
+def test_mixed_residual_dtype(backend, device):
+    """A float32 residual stream with a bfloat16 branch, as autocast makes them."""
+    residual = inputs("normal", 2, 7, 40, dtype=torch.float32, device=device).requires_grad_()
+    branch = inputs("normal", 2, 7, 40, dtype=torch.bfloat16, device=device, seed=1).requires_grad_()
+
+    def fused(residual, branch, weight, bias):
+        return ops.add_layer_norm(residual, branch, weight, bias)
+
+    def eager(residual, branch, weight, bias):
+        return eager_add_layer_norm(residual, branch, weight, bias, None, None)
+
+    compare(fused, eager, [residual, branch, *parameters(40, torch.float32, device)], {}, "mixed")
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "row_strided": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
+    "token_slice": lambda x: torch.cat([torch.full_like(x[:, :1], torch.nan), x], 1)[:, 1:],
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "column_strided": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
+def test_layouts(layout, backend, device):
+    """Strided inputs and output gradients give bitwise what contiguous ones give."""
+    x, dy = (inputs("normal", 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (0, 1))
+    weight, bias = parameters(24, torch.float32, device)
+    results = []
+    for arrange in (LAYOUTS["contiguous"], LAYOUTS[layout]):
+        arranged = arrange(x).detach().requires_grad_()
+        y = ops.layer_norm(arranged, weight, bias)
+        results.append((y, *torch.autograd.grad(y, (arranged, weight, bias), arrange(dy))))
+    for plain, strided in zip(*results, strict=True):
+        assert torch.equal(plain, strided)
+
+
+def test_expanded_gradient(backend, device):
+    x = inputs("normal", 3, 5, 24, dtype=torch.float32, device=device).requires_grad_()
+    weight, bias = parameters(24, torch.float32, device)
+    got = torch.autograd.grad(ops.layer_norm(x, weight, bias).sum(), (x, weight, bias))
+    want = torch.autograd.grad(eager_layer_norm(x, weight, bias).sum(), (x, weight, bias))
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_empty_batch(backend, device):
+    x = torch.empty(0, 5, 24, device=device, requires_grad=True)
+    weight, bias = parameters(24, torch.float32, device)
+    y = ops.layer_norm(x, weight, bias)
+    gamma = torch.ones(24, device=device, requires_grad=True)
+    total, z = ops.add_layer_norm(x, y, weight, bias, layer_scale=gamma, row_scale=torch.ones(0, device=device))
+    assert y.shape == total.shape == z.shape == x.shape
+    for gradient in torch.autograd.grad((total.sum() + z.sum()), (weight, bias, gamma)):
+        assert torch.equal(gradient, torch.zeros(24, device=device))
+
+
+def test_nan_stays_in_its_row(backend, device):
+    x = inputs("normal", 2, 5, 24, dtype=torch.float32, device=device)
+    weight, bias = (p.detach() for p in parameters(24, torch.float32, device))
+    clean = ops.layer_norm(x, weight, bias)
+    x[1, 2, 3] = torch.nan
+    dirty = ops.layer_norm(x, weight, bias)
+    assert dirty[1, 2].isnan().all()
+    dirty[1, 2] = clean[1, 2]
+    assert torch.equal(dirty, clean)
+
+
+def test_deterministic(backend, device):
+    x = inputs("normal", 40, 30, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+    weight, bias = parameters(64, torch.bfloat16, device)
+    runs = []
+    for _ in range(3):
+        y = ops.layer_norm(x, weight, bias)
+        runs.append((y, *torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+def test_gradcheck(device):
+    with _library.use_backend("aten"):
+        double = {"dtype": torch.float64, "device": device}
+        x, branch = (inputs("normal", 2, 3, 6, seed=s, **double).requires_grad_() for s in (0, 1))
+        weight, bias = parameters(6, torch.float64, device)
+        gamma = inputs("normal", 6, seed=5, **double).requires_grad_()
+        drop = torch.tensor([0.0, 2.0], **double)
+        assert torch.autograd.gradcheck(ops.layer_norm, (x, weight, bias))
+        assert torch.autograd.gradcheck(
+            lambda *a: ops.add_layer_norm(*a[:4], layer_scale=a[4], row_scale=drop), (x, branch, weight, bias, gamma)
+        )
+
+
+def test_float64_falls_back_with_one_warning(triton_backend, device):
+    x, weight, bias = torch.randn(2, 8).double(), torch.ones(8).double(), torch.zeros(8).double()
+    with pytest.raises(_library.Unsupported, match="float64"):
+        ops.layer_norm(x.to(device), weight.to(device), bias.to(device))
+    with _library.use_backend("triton", strict=False):
+        _library._warned.clear()
+        with pytest.warns(UserWarning, match="runs on ATen instead of Triton: float64"):
+            y = ops.layer_norm(x.to(device), weight.to(device), bias.to(device))
+    torch.testing.assert_close(y, eager_layer_norm(x, weight, bias).to(device))
+
+
+@pytest.mark.parametrize("dresidual", [False, True])
+def test_opcheck(dresidual, backend, device):
+    x, dy, extra = (inputs("normal", 6, 24, dtype=torch.float32, device=device, seed=s) for s in range(3))
+    weight, bias = (p.detach() for p in parameters(24, torch.float32, device))
+    extra = extra if dresidual else None
+    gamma, drop = (weight, torch.ones(3, device=device)) if dresidual else (None, None)
+    _, mean, rstd = registered.layer_norm_fwd(x, weight, bias, 1e-6, None)
+    opcheck = torch.library.opcheck
+    opcheck(registered.layer_norm_fwd, (x, weight, bias, 1e-6, torch.bfloat16 if dresidual else None))
+    opcheck(registered.layer_norm_bwd, (dy, x, mean, rstd, weight, extra))
+    opcheck(registered.layer_norm_bwd_recompute, (dy, x, mean, rstd, weight, bias, extra))
+    opcheck(registered.add_layer_norm_fwd, (x, dy, weight, bias, gamma, drop, 2, 1e-6))
+    opcheck(registered.add_layer_norm_bwd, (dy, extra, x, mean, rstd, weight, dy, gamma, drop, 2))
+
+
+def test_recompute_returns_the_forward_output(backend, device):
+    x, dy = (inputs("normal", 9, 40, dtype=torch.bfloat16, device=device, seed=s) for s in (0, 1))
+    weight, bias = (p.detach() for p in parameters(40, torch.bfloat16, device))
+    y, mean, rstd = registered.layer_norm_fwd(x, weight, bias, 1e-6, None)
+    *_, again = registered.layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, None)
+    exact = eager_layer_norm(x.double(), weight.double(), bias.double())
+    assert_as_accurate(again, y, exact, what="recomputed y")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, backend, device):
+    weight, bias = parameters(24, torch.float32, device)
+    gamma = inputs("normal", 24, dtype=torch.float32, device=device, seed=5)
+
+    def step(x):
+        total, y = ops.add_layer_norm(x, ops.layer_norm(x, weight, bias), weight, bias, layer_scale=gamma)
+        return (total * y).sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3, 5):
+        x = inputs("normal", batch, 5, 24, dtype=torch.float32, device=device).requires_grad_()
+        got, want = (torch.autograd.grad(fn(x), (x, weight)) for fn in (compiled, step))
+        torch.testing.assert_close(got, want)
+
+
+def test_func_and_checkpoint(backend, device):
+    weight, bias = parameters(24, torch.float32, device)
+    x = inputs("normal", 2, 5, 24, dtype=torch.float32, device=device).requires_grad_()
+
+    def loss(x):
+        return ops.layer_norm(x, weight, bias).square().sum()
+
+    (want,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), want)
+    (recomputed,) = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), x)
+    assert torch.equal(recomputed, want)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), want)
+
+
+def test_other_kinds_of_differentiation_raise(device):
+    weight, bias = parameters(24, torch.float32, device)
+    x = inputs("normal", 2, 24, dtype=torch.float32, device=device).requires_grad_()
+    y = ops.layer_norm(x, weight, bias)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"ops\.layer_norm does not support double backward"):
+        dx.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"ops\.layer_norm does not support forward-mode"):
+        torch.func.jvp(lambda t: ops.layer_norm(t, weight, bias), (x.detach(),), (x.detach(),))
+
+
+def test_autocast_follows_eager(backend, device):
+    weight, bias = parameters(24, torch.float32, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = inputs("normal", 2, 5, 24, dtype=dtype, device=device).requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16):
+            got, want = ops.layer_norm(x, weight, bias), eager_layer_norm(x, weight, bias)
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=1e-2)
+        gradients = torch.autograd.grad(got.sum(), (x, weight))
+        assert [g.dtype for g in gradients] == [dtype, torch.float32]
+
+
+BAD = {
+    "x must be a tensor": (TypeError, lambda x, w, b: ops.layer_norm([1.0], w, b)),
+    "x must be float32": (TypeError, lambda x, w, b: ops.layer_norm(x.long(), w, b)),
+    "x must have a non-empty last": (ValueError, lambda x, w, b: ops.layer_norm(x[..., :0], w, b)),
+    "weight must have shape": (ValueError, lambda x, w, b: ops.layer_norm(x, w[:-1], b)),
+    "bias must have x's dtype": (TypeError, lambda x, w, b: ops.layer_norm(x, w, b.half())),
+    "weight must be on x's device": (ValueError, lambda x, w, b: ops.layer_norm(x, w.to("meta"), b)),
+    "eps must be finite and not negative": (ValueError, lambda x, w, b: ops.layer_norm(x, w, b, -1e-6)),
+    "branch must have shape": (ValueError, lambda x, w, b: ops.add_layer_norm(x, x[:, :1], w, b)),
+    "layer_scale must have shape": (ValueError, lambda x, w, b: ops.add_layer_norm(x, x, w, b, layer_scale=w[:3])),
+    "row_scale must have shape": (ValueError, lambda x, w, b: ops.add_layer_norm(x, x, w, b, row_scale=w)),
+}
+
+
+@pytest.mark.parametrize("message", BAD, ids=[m.replace(" ", "_") for m in BAD])
+def test_bad_arguments(message, device):
+    error, call = BAD[message]
+    x, w, b = (torch.randn(*shape, device=device) for shape in ((2, 5, 24), (24,), (24,)))
+    with pytest.raises(error, match=message):
+        call(x, w, b)
