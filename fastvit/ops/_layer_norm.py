@@ -28,14 +28,17 @@ def _stat_dtype(x: Tensor) -> torch.dtype:
 def _fwd_aten(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, mean, rstd = torch.native_layer_norm(x, (x.shape[1],), *_parameters_for(x, weight, bias), eps)
-    return y.to(out_dtype or x.dtype), *(t.reshape(-1).to(_stat_dtype(x)) for t in (mean, rstd))
+    weight, bias = _parameter_for(x, weight), _parameter_for(x, bias)
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, bias, eps)
+    if out_dtype is not None:
+        y = y.to(out_dtype)
+    return y, mean.view(-1), rstd.view(-1)
 
 
-def _parameters_for(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+def _parameter_for(x: Tensor, parameter: Tensor) -> Tensor:
     """In the dtype for which native_layer_norm keeps float32 statistics: on the CPU it stores them as the weight."""
     dtype = x.dtype if x.is_cuda else _stat_dtype(x)
-    return tuple(p.to(dtype) for p in parameters)
+    return parameter if parameter.dtype is dtype else parameter.to(dtype)
 
 
 def _bwd_aten(
@@ -44,7 +47,7 @@ def _bwd_aten(
     dtype, parameter_dtype = x.dtype, weight.dtype
     if dy.dtype != dtype:  # LayerNorm that also changed the dtype, under autocast
         x, dy = x.to(_stat_dtype(x)), dy.to(_stat_dtype(x))
-    (weight,) = _parameters_for(x, weight)
+    weight = _parameter_for(x, weight)
     shape = (x.shape[1],)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy, x, shape, mean[:, None], rstd[:, None], weight, weight, [True, True, True]

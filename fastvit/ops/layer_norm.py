@@ -23,7 +23,7 @@ class _LayerNorm(FusedFunction):
         x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, mean, rstd = layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)
-        return y.view(x.shape), mean, rstd
+        return y.view_as(x), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -39,7 +39,7 @@ class _LayerNorm(FusedFunction):
             return None, None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = once("layer_norm", layer_norm_bwd, as_rows(dy), as_rows(x), mean, rstd, weight, None)
-        return dx.view(x.shape), dweight, dbias, None, None
+        return dx.view_as(x), dweight, dbias, None, None
 
 
 class _AddLayerNorm(FusedFunction):
@@ -57,7 +57,7 @@ class _AddLayerNorm(FusedFunction):
         s, y, mean, rstd = add_layer_norm_fwd(
             as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps
         )
-        return s.view(residual.shape), y.view(residual.shape), mean, rstd
+        return s.view_as(residual), y.view_as(residual), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -130,7 +130,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     out_dtype = torch.float32 if cast and x.is_cuda else None
     if needs_autograd(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, out_dtype)[0]
-    return layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)[0].view(x.shape)
+    return layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)[0].view_as(x)
 
 
 def add_layer_norm(
@@ -174,4 +174,4 @@ def add_layer_norm(
         s, y, *_ = _AddLayerNorm.apply(residual, branch, weight, bias, layer_scale, row_scale, rows, eps)
         return s, y
     s, y, *_ = add_layer_norm_fwd(as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps)
-    return s.view(residual.shape), y.view(residual.shape)
+    return s.view_as(residual), y.view_as(residual)
