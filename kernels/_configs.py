@@ -23,11 +23,11 @@ MAX_ROW = 65536  # elements of a row that a program can hold in registers
 
 
 def layer_norm(dim: int, *, backward: bool = False) -> RowConfig:
-    """16 elements a thread: two 16-byte accesses of bfloat16 in flight per tensor. Narrow rows share a program, wide
-    rows get more warps. The backward holds two tensors and three sums, so it runs two large programs on an SM."""
+    """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte
+    accesses of bfloat16; the backward, with three tensors and three sums in registers, 8."""
     block_dim = max(next_power_of_2(dim), 16)
-    threads = 32 * min(max(8 if backward else 4, block_dim // 512), 32)
-    return RowConfig(max(16 * threads // block_dim, 1), block_dim, threads // 32)
+    threads = 32 * min(max(block_dim // 256, 8) if backward else max(block_dim // 512, 4), 32)
+    return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32)
 
 
 PROGRAMS_PER_SM = 2  # of a persistent grid that keeps partial sums
