@@ -1,1 +1,32 @@
 """Fused Triton kernels for Vision Transformers, as torch ops and nn.Modules."""
+
+from typing import Any
+
+from fastvit import ops, reference
+from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
+from fastvit.vit import VisionTransformer
+from fastvit.zoo import create_model, list_models
+
+__all__ = [
+    "Attention",
+    "Block",
+    "DropPath",
+    "LayerNorm",
+    "LayerScale",
+    "Mlp",
+    "PatchEmbed",
+    "VisionTransformer",
+    "__version__",
+    "create_model",
+    "list_models",
+    "ops",
+    "reference",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fastvit")
+    raise AttributeError(f"module 'fastvit' has no attribute {name!r}")

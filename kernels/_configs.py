@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 
 def next_power_of_2(n: int) -> int:
@@ -45,12 +46,175 @@ class ColumnSumConfig:
 COLUMN_SUM = ColumnSumConfig()
 
 
-@dataclass(frozen=True)
-class DropoutConfig:
-    """Four runs of `block` consecutive elements a program; part of what decides the mask, so the same for all dtypes."""
+def dropout(dim: int) -> RowConfig:
+    """A program owns block_rows x 4 * block_dim elements, 32 a thread. The mask depends on it, so the dtype must not
+    enter here."""
+    block_dim = min(max(next_power_of_2(dim) // 4, 16), 256)
+    return RowConfig(1024 // block_dim, block_dim, 4)
 
-    block: int = 1024
+
+# ---- linear ----
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Output tile [block_m, block_n]; group_m row tiles are computed side by side."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None  # a thread; NVIDIA only
+
+
+def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
+    """[m, k] @ [k, n]. 128 x 128 x 64 with 3 stages takes 96 KiB of shared memory; with 128 registers a thread two
+    programs share an SM of sm_90, one's epilogue behind the other's matmuls. Few tiles are made smaller, so that they
+    fill the GPU. Column tiles run first while B stays in the L2 cache anyway."""
+    group_m = 1 if n * k * itemsize <= 16 << 20 else 8
+    if itemsize > 2:  # float32 by FMA: operands from registers
+        return GemmConfig(64, 64, 16, group_m, 8, 3)
+    if -(-m // 128) * -(-n // 128) < 128:
+        return GemmConfig(64, 64, 64, group_m, 4, 2 if arch.startswith("gfx") else 4)
+    if arch.startswith("gfx"):  # 64 KiB of shared memory
+        return GemmConfig(128, 128, 64, group_m, 8, 2)
+    return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128 if arch == "sm_90" else None)
+
+
+def use_triton_gemm(n: int, k: int, itemsize: int) -> bool:
+    """Whether a matmul with an epilogue runs as our kernel instead of the vendor library's matmul and one elementwise
+    pass: where the epilogue saves traffic that counts (16-bit) and rows allow 16-byte accesses. Plain matmuls never do.
+    """
+    return itemsize == 2 and n % 8 == 0 and k % 8 == 0
+
+
+@dataclass(frozen=True)
+class ActivationBackwardConfig:
+    """A program takes steps x block_m rows and block_n columns, 16 elements a thread at a time."""
+
+    block_m: int = 8
+    block_n: int = 256
+    steps: int = 8
     num_warps: int = 4
 
 
-DROPOUT = DropoutConfig()
+ACTIVATION_BACKWARD = ActivationBackwardConfig()
+
+
+# ---- attention ----
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """(D0, D1), powers of two with D0 + D1 >= head_dim and little waste: 80 = 64 + 16; D1 is 0 where one part does."""
+    lower = 1 << head_dim.bit_length() - 1
+    rest = max(next_power_of_2(head_dim - lower), 16) if head_dim > lower else 0
+    return (lower, rest) if rest < lower else (2 * lower, 0)
+
+
+# ---- attention forward ----
+
+
+@dataclass(frozen=True)
+class AttentionForwardConfig:
+    """Score tile [block_m queries, block_n keys], and `chunks`: the narrower tiles behind the last full one. block_n is
+    0 for the short kernel, whose chunks cover all keys at once."""
+
+    block_m: int
+    block_n: int
+    chunks: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+
+
+def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
+    """n keys as `count` tiles: falling powers of two, at least 16, then zeros. All but the last one are full."""
+    total = -(-n // 16) * 16
+    while True:
+        chunks, rest = [], total
+        while rest:
+            chunks.append(min(largest, 1 << rest.bit_length() - 1))
+            rest -= chunks[-1]
+        if len(chunks) <= count:
+            return (*chunks, *[0] * (count - len(chunks)))
+        total += 16
+
+
+@cache
+def attention_fwd(n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str) -> AttentionForwardConfig:
+    if n <= 208 and itemsize == 2 and head_dim <= 96 and not has_dropout:
+        return AttentionForwardConfig(64, 0, key_chunks(n, 128, 3), 4, 2)
+    block_m, block_n, num_warps, num_stages = (128, 128, 8, 2) if n > 512 else (64, 128, 4, 2)
+    return AttentionForwardConfig(block_m, block_n, key_chunks(n % block_n, block_n, 2), num_warps, num_stages)
+
+
+# ---- attention backward ----
+
+
+@dataclass(frozen=True)
+class AttentionBackwardConfig:
+    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile of the loop, 0 where all are full."""
+
+    block_m: int
+    block_n: int
+    tail: int
+    num_warps: int
+    num_stages: int
+
+
+def _tail(n: int, block: int) -> int:
+    rest = n % block
+    return max(next_power_of_2(rest), 16) if rest else 0
+
+
+def attention_bwd_dq(n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str) -> AttentionBackwardConfig:
+    block_m, block_n, num_warps = 64, 64, 4
+    return AttentionBackwardConfig(block_m, block_n, _tail(n, block_n), num_warps, 2)
+
+
+def attention_bwd_dkdv(n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str) -> AttentionBackwardConfig:
+    block_m, block_n, num_warps = 64, 64, 4
+    return AttentionBackwardConfig(block_m, block_n, _tail(n, block_m), num_warps, 2)
+
+
+def attention_bwd_short(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str
+) -> AttentionBackwardConfig | None:
+    """For the kernel that takes a whole head, where its tiles fit; else None."""
+    if n > 256 or itemsize > 2:
+        return None
+    return AttentionBackwardConfig(max(next_power_of_2(n), 64), 64, 0, 8 if n > 64 else 4, 2)
+
+
+@dataclass(frozen=True)
+class PatchEmbedConfig:
+    """An output tile of block_m x block_n, summed block_k at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1  # of the sum, each with a partial result
+
+
+def patch_embed(
+    m: int, n: int, k: int, *, itemsize: int, arch: str, multiprocessors: int, split: bool = False
+) -> PatchEmbedConfig:
+    """The implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of the widest operand.
+
+    16-bit operands take tiles that keep two programs on an SM, one of which runs its epilogue under the other's
+    matmuls: 96 KB of shared memory on Hopper, 48 KB elsewhere. Results of too few such tiles for the GPU, and float32,
+    whose matmul is not one of tensor cores, take smaller ones. With `split`, k is cut until every SM has two programs,
+    but not below 256.
+    """
+    large = itemsize == 2 and min(m, n) > 64
+    longest = k // 256 if split else 1
+    if large and -(-m // 128) * -(-n // 128) * max(longest, 1) < multiprocessors:
+        large = False
+    block, num_warps = (128, 8) if large else (64, 4)
+    deep = itemsize == 2 and arch in ("sm_90", "sm_100", "sm_103")
+    tiles = -(-m // block) * -(-n // block)
+    splits = max(min(2 * multiprocessors // tiles, longest), 1)
+    return PatchEmbedConfig(block, block, 64 if deep else 32, num_warps, 2 if arch.startswith("gfx") else 3, splits)

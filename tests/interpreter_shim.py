@@ -1,5 +1,9 @@
-"""Triton's interpreter keeps bfloat16 as raw 16-bit patterns and `tl.dot` multiplies those patterns as integers.
-The shim widens bfloat16 operands to float32, which holds every bfloat16 exactly, before the dot."""
+"""Triton's interpreter keeps bfloat16 as raw 16-bit patterns. `tl.dot` multiplies those patterns as integers, and a
+cast from float32 truncates where the hardware rounds to nearest even, a bias that adds up in every sum behind it.
+The shim widens bfloat16 operands to float32, which holds every bfloat16 exactly, before the dot, and casts as the
+hardware does."""
+
+from typing import Any
 
 import numpy as np
 import triton.language as tl
@@ -23,3 +27,16 @@ def install() -> None:
 
     create_dot.widens_bfloat16 = True
     builder.create_dot = create_dot
+
+    plain_convert = interpreter._convert_float
+
+    def convert_float(x: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return x.view(np.uint16).astype(np.uint32) << 16
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return plain_convert(x, source, target, rounding_mode)
+        bits = x.view(np.uint32)
+        nearest_even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+        return np.where(np.isnan(x.view(np.float32)), (bits >> 16) | 0x40, nearest_even).astype(np.uint16)
+
+    interpreter._convert_float = convert_float

@@ -6,6 +6,9 @@
 right does not fail on a rounding. A NaN or Inf where the exact result is finite fails, and so does the reverse.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,3 +64,30 @@ def inputs(kind: str, *shape: int, dtype: torch.dtype, device: torch.device | st
     elif kind != "normal":
         raise ValueError(f"unknown kind of input {kind!r}")
     return x.to(dtype).to(device)
+
+
+def assert_op_as_accurate(
+    fused: Callable[..., Any], eager: Callable[..., Any], tensors: dict[str, Tensor | None], *, what: str = ""
+) -> None:
+    """Outputs and gradients of fused(**tensors) against eager in the same dtypes and in float64."""
+    runs = []
+    for function, dtype in ((fused, None), (eager, None), (eager, torch.float64)):
+        arguments = {
+            name: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
+            for name, t in tensors.items()
+        }
+        outputs = function(**arguments)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = {name: t for name, t in arguments.items() if t is not None and t.requires_grad}
+        dout = [inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=90 + i) for i, o in enumerate(outputs)]
+        if runs:  # the rounded gradients of the first run, exactly
+            dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
+        gradients = torch.autograd.grad(outputs, list(wanted.values()), dout)
+        runs.append((outputs, dict(zip(wanted, gradients, strict=True)), dout))
+    (got, got_gradients, _), (same, same_gradients, _), (exact, exact_gradients, _) = runs
+    for i, triple in enumerate(zip(got, same, exact, strict=True)):
+        assert_as_accurate(*triple, what=f"{what} output {i}")
+    for name in exact_gradients:
+        assert_as_accurate(
+            got_gradients[name], same_gradients[name], exact_gradients[name], factor=GRADIENT, what=f"{what} d{name}"
+        )

@@ -1,0 +1,66 @@
+"""When a fused op may stand for modules, and the names of the activations and norms that modules are built from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+ActLayer = Callable[[], nn.Module]
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), OpenAI CLIP's approximation of GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACT_LAYERS: dict[str, ActLayer] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+
+
+def named(argument: str, name: str, table: Mapping[str, Callable[..., nn.Module]]) -> Callable[..., nn.Module]:
+    """table[name], or a ValueError with the nearest names."""
+    if name in table:
+        return table[name]
+    near = difflib.get_close_matches(name, table)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {name!r}{hint}")
+
+
+def untouched(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a fused op may stand for `module`: exactly of one of these classes, with no hooks and its own forward.
+
+    Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
+    """
+    return type(module) in kinds and not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def active_p(dropout: nn.Module) -> float:
+    """The probability that an nn.Dropout applies now."""
+    return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def activation_name(act: nn.Module) -> str | None:
+    """What the ops call this activation; None for one that they do not know."""
+    if untouched(act, nn.GELU):
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    for kind, name in ((QuickGELU, "quick_gelu"), (nn.ReLU, "relu"), (nn.SiLU, "silu")):
+        if untouched(act, kind):
+            return name
+    return None

@@ -1,0 +1,367 @@
+"""The modules of a Vision Transformer: timm's names, arguments and state_dict keys, with fused ops inside.
+
+A fused op stands for several submodules at once, which remain real modules: parameters live in them, and hooks may be
+put on them. Where a submodule inside a fused span carries a hook, has another `forward`, or is of another class (LoRA,
+quantised, parametrised), that part of the block calls its submodules one by one instead, so that nothing is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import ops
+from fastvit._fusible import ACT_LAYERS, ActLayer, activation_name, active_p, named, untouched
+
+Pair = int | tuple[int, int]
+Device = torch.device | str | None
+NormLayer = Callable[..., nn.Module]
+
+
+def pair(x: Pair) -> tuple[int, int]:
+    return (x, x) if isinstance(x, int) else (x[0], x[1])
+
+
+class LayerNorm(nn.LayerNorm):
+    """(..., D) -> (..., D) by `ops.layer_norm`. eps as timm's, 1e-6; always with weight and bias."""
+
+    def __init__(
+        self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class LayerScale(nn.Module):
+    """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021)."""
+
+    def __init__(
+        self,
+        dim: int,
+        init_values: float = 1e-5,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016): in training a sample's branch is dropped with probability `drop_prob`, and
+    the others are divided by 1 - drop_prob, unless `scale_by_keep` is False."""
+
+    def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
+        super().__init__()
+        if not 0.0 <= drop_prob <= 1.0:
+            raise ValueError(f"drop_prob must be in [0, 1], got {drop_prob}")
+        self.drop_prob = drop_prob
+        self.scale_by_keep = scale_by_keep
+
+    def row_scale(self, x: Tensor) -> Tensor | None:
+        """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
+        if not self.training or self.drop_prob == 0.0:
+            return None
+        keep = 1.0 - self.drop_prob
+        mask = x.new_empty(x.shape[0]).bernoulli_(keep)
+        return mask.div_(keep) if self.scale_by_keep and keep > 0.0 else mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.row_scale(x)
+        return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob:.3g}"
+
+
+class PatchEmbed(nn.Module):
+    """Image (B, C, H, W) -> patches (B, h*w, D) by `ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
+
+    Args:
+        img_size: expected (H, W); with strict_img_size another size raises, otherwise any that patch_size divides.
+        patch_size, in_chans, embed_dim, bias: of the convolution.
+        mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
+    """
+
+    def __init__(
+        self,
+        img_size: Pair = 224,
+        patch_size: Pair = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        bias: bool = True,
+        strict_img_size: bool = True,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.patch_size = pair(patch_size)
+        self.strict_img_size = strict_img_size
+        self.mean, self.std = mean, std
+        self.set_input_size(img_size)
+        self.proj = nn.Conv2d(
+            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
+        )
+
+    def set_input_size(self, img_size: Pair) -> None:
+        self.img_size = pair(img_size)
+        self.grid_size = self.grid(self.img_size)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+
+    def grid(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """(H, W) -> (h, w); a ValueError where patch_size does not divide it."""
+        (H, W), (ph, pw) = img_size, self.patch_size
+        if H % ph or W % pw:
+            raise ValueError(f"patch_size {self.patch_size} must divide the image size, got {(H, W)}")
+        return H // ph, W // pw
+
+    def forward(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
+        if self.strict_img_size and x.shape[-2:] != self.img_size:
+            raise ValueError(f"x must have image size {self.img_size}, got {tuple(x.shape[-2:])}")
+        proj = self.proj
+        if untouched(proj, nn.Conv2d):
+            return ops.patch_embed(
+                x, proj.weight, proj.bias, pos_embed=pos_embed, prefix=prefix, mean=self.mean, std=self.std
+            )
+        return join_tokens(proj(x).flatten(2).transpose(1, 2), pos_embed, prefix)
+
+
+def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:
+    """(B, n, D) + (n, D), behind (P, D) -> (B, P + n, D): what `ops.patch_embed` does in its epilogue."""
+    if pos_embed is not None:
+        patches = patches + pos_embed
+    if prefix is None:
+        return patches
+    return torch.cat([prefix.to(patches.dtype).expand(patches.shape[0], -1, -1), patches], dim=1)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, (B, N, D) -> (B, N, D), by `ops.attention_qkvpacked`.
+
+    A hook on `attn_drop` receives the probabilities (B, H, N, N): they are materialised while it is registered.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"num_heads must be a positive divisor of dim = {dim}, got {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """The output (B, N, 3D) of the qkv layer -> (B, N, D), before the projection."""
+        B, N, _ = qkv.shape
+        qkv = qkv.reshape(B, N, 3, self.num_heads, self.head_dim)
+        if untouched(self.attn_drop, nn.Dropout):
+            return ops.attention_qkvpacked(qkv, dropout_p=active_p(self.attn_drop)).flatten(2)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+        probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
+        return (probabilities @ v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj_drop(self.proj(self.attend(self.qkv(x))))
+
+    def fusible(self) -> bool:
+        return (
+            untouched(self, Attention)
+            and untouched(self.qkv, nn.Linear)
+            and untouched(self.proj, nn.Linear)
+            and untouched(self.proj_drop, nn.Dropout)
+        )
+
+
+class Mlp(nn.Module):
+    """fc1, activation, fc2, (..., D) -> (..., D), by `ops.mlp`. act_layer: a class, or gelu, gelu_tanh, quick_gelu,
+    relu or silu; an activation that the ops do not know runs as its own module between plain linear layers."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        act_layer: str | ActLayer = "gelu",
+        bias: bool = True,
+        drop: float = 0.0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden_features = hidden_features or in_features
+        out_features = out_features or in_features
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.act = (named("act_layer", act_layer, ACT_LAYERS) if isinstance(act_layer, str) else act_layer)()
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.drop2 = nn.Dropout(drop)
+
+    def fusible(self) -> bool:
+        return (
+            untouched(self, Mlp)
+            and untouched(self.fc1, nn.Linear)
+            and untouched(self.fc2, nn.Linear)
+            and untouched(self.drop1, nn.Dropout)
+            and untouched(self.drop2, nn.Dropout)
+            and active_p(self.drop1) == active_p(self.drop2)
+            and activation_name(self.act) is not None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = activation_name(self.act)
+        if name is None or not self.fusible():
+            return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+        fc1, fc2 = self.fc1, self.fc2
+        p = active_p(self.drop1)
+        return ops.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=name, dropout_p=p)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, (B, N, D) -> (B, N, D), as two fused halves:
+
+        x + drop_path1(ls1(attn(norm1(x))))    layer_norm_linear, attention_qkvpacked, linear
+        x + drop_path2(ls2(mlp(norm2(x))))     layer_norm_mlp
+
+    In training it saves at most 10 token tensors. init_values: LayerScale's, None or 0 for none. drop_path: the
+    probability that a sample's branch is dropped. norm_layer, act_layer: classes (or partials); with classes that the
+    ops do not know, that half of the block runs its submodules one by one.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        act_layer: str | ActLayer = "gelu",
+        norm_layer: NormLayer = LayerNorm,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm1 = norm_layer(dim, device=device, dtype=dtype)
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, device, dtype)
+        self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = norm_layer(dim, device=device, dtype=dtype)
+        hidden = int(dim * mlp_ratio)
+        self.mlp = Mlp(dim, hidden, dim, act_layer, proj_bias, proj_drop, device, dtype)
+        self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._mlp_half(self._attention_half(x))
+
+    def _attention_half(self, x: Tensor) -> Tensor:
+        norm, attn, scale, drop_path = self.norm1, self.attn, self.ls1, self.drop_path1
+        if not (_fusible_ends(norm, scale, drop_path) and isinstance(attn, Attention) and attn.fusible()):
+            return x + drop_path(scale(attn(norm(x))))
+        qkv, x = ops.layer_norm_linear(
+            x, norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, eps=norm.eps, return_residual=True
+        )
+        out = attn.attend(qkv)
+        if active_p(attn.proj_drop):
+            out = ops.dropout(ops.linear(out, attn.proj.weight, attn.proj.bias), attn.proj_drop.p)
+            return x + drop_path(scale(out))
+        return ops.linear(
+            out,
+            attn.proj.weight,
+            attn.proj.bias,
+            layer_scale=_gamma(scale),
+            row_scale=_row_scale(drop_path, x),
+            residual=x,
+        )
+
+    def _mlp_half(self, x: Tensor) -> Tensor:
+        norm, mlp, scale, drop_path = self.norm2, self.mlp, self.ls2, self.drop_path2
+        if not (_fusible_ends(norm, scale, drop_path) and isinstance(mlp, Mlp) and mlp.fusible()):
+            return x + drop_path(scale(mlp(norm(x))))
+        return ops.layer_norm_mlp(
+            x,
+            norm.weight,
+            norm.bias,
+            mlp.fc1.weight,
+            mlp.fc1.bias,
+            mlp.fc2.weight,
+            mlp.fc2.bias,
+            eps=norm.eps,
+            activation=activation_name(mlp.act),
+            dropout_p=active_p(mlp.drop1),
+            layer_scale=_gamma(scale),
+            row_scale=_row_scale(drop_path, x),
+            residual=x,
+        )
+
+
+def _fusible_ends(norm: nn.Module, scale: nn.Module, drop_path: nn.Module) -> bool:
+    """Whether the norm in front of a branch and the scales behind it can go into the ops."""
+    return (
+        untouched(norm, LayerNorm, nn.LayerNorm)
+        and norm.weight is not None
+        and norm.bias is not None
+        and untouched(scale, LayerScale, nn.Identity)
+        and untouched(drop_path, DropPath, nn.Identity)
+    )
+
+
+def _gamma(scale: nn.Module) -> Tensor | None:
+    return scale.gamma if isinstance(scale, LayerScale) else None
+
+
+def _row_scale(drop_path: nn.Module, x: Tensor) -> Tensor | None:
+    return drop_path.row_scale(x) if isinstance(drop_path, DropPath) else None
+
+
+class ResPostBlock(Block):
+    """Block with the norm at the end of each branch: x + drop_path1(norm1(attn(x))), and the same with the MLP.
+
+    No LayerScale: init_values, if not None, initialises the norms' weights instead (Liu et al. 2021, arXiv:2111.09883).
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, init_values: float | None = None, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        del self.ls1, self.ls2
+        self.init_values = init_values
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        if self.init_values is not None:
+            for norm in (self.norm1, self.norm2):
+                nn.init.constant_(norm.get_parameter("weight"), self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.norm1(self.attn(x)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))

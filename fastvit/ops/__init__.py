@@ -1,0 +1,20 @@
+"""The fused ops as functions."""
+
+from fastvit.ops.attention import attention, attention_qkvpacked
+from fastvit.ops.dropout import dropout
+from fastvit.ops.layer_norm import add_layer_norm, layer_norm
+from fastvit.ops.layer_norm_linear import layer_norm_linear
+from fastvit.ops.linear import linear
+from fastvit.ops.mlp import layer_norm_mlp, mlp
+from fastvit.ops.patch_embed import patch_embed
+
+__all__ = [
+    "add_layer_norm",
+    "dropout",
+    "layer_norm",
+    "layer_norm_linear",
+    "layer_norm_mlp",
+    "linear",
+    "mlp",
+    "patch_embed",
+]

@@ -1,0 +1,128 @@
+"""Softmax attention, non-causal: checks, gradients, public functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.ops._attention import attention_bwd, attention_fwd, attention_qkvpacked_bwd, attention_qkvpacked_fwd
+from fastvit.ops._checks import check_dropout, check_float, check_like
+from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
+from fastvit.ops.dropout import draw_seeds
+
+
+class _Attention(FusedFunction):
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    ) -> tuple[Tensor, Tensor]:
+        return attention_fwd(q, k, v, seed, scale, dropout_p)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, seed, ctx.scale, ctx.dropout_p = inputs
+        ctx.save_for_backward(q, k, v, *output, seed)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if do is None:
+            return (None,) * 6
+        grads = once("attention", attention_bwd, do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p)
+        return *grads, None, None, None
+
+
+class _AttentionQkvPacked(FusedFunction):
+    @staticmethod
+    def forward(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
+        return attention_qkvpacked_fwd(qkv, seed, scale, dropout_p)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        qkv, seed, ctx.scale, ctx.dropout_p = inputs
+        ctx.save_for_backward(qkv, *output, seed)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if do is None:
+            return (None,) * 4
+        dqkv = once("attention_qkvpacked", attention_qkvpacked_bwd, do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p)
+        return dqkv, None, None, None
+
+
+def _check(head_dim: int, scale: float | None, dropout_p: float) -> float:
+    """-> the scale"""
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim}")
+    check_dropout("dropout_p", dropout_p)
+    if scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+    """dropout(softmax(scale * q k^T)) v per batch and head, non-causal, in O(N) memory (Dao et al. 2022).
+
+    Args:
+        q, k, v: (B, N, H, d) each, one dtype: float32, float16, bfloat16 or float64; any strides, read in place if the
+            last dimension is contiguous. d is a multiple of 8 from 16 to 256.
+        scale: of the scores; d^-0.5 if None.
+        dropout_p: probability of dropping an attention weight, in [0, 1). The mask follows torch.manual_seed, is not
+            stored, and is drawn again in the backward pass; the Triton and the ATen path draw different ones.
+
+    Returns:
+        (B, N, H, d), contiguous, q's dtype; under autocast its dtype. float64, and dropout on the CPU, need O(N^2)
+        memory. A NaN in one row of q makes that row NaN and no other.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
+    """
+    check_float("q", q)
+    cast = autocast_dtype(q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
+    for name, t in (("k", k), ("v", v)):
+        check_like(name, t, "q", q, dtype=cast is None)
+        if t.shape != q.shape:
+            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(t.shape)}")
+    scale = _check(q.shape[3], scale, dropout_p)
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
+    if needs_autograd(q, k, v):
+        return _Attention.apply(q, k, v, seed, scale, dropout_p)[0]
+    return attention_fwd(q, k, v, seed, scale, dropout_p)[0]
+
+
+def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+    """`attention` of q, k, v = qkv.unbind(2), read in place; the gradient is one packed tensor.
+
+    Args:
+        qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `attention`.
+        scale, dropout_p: as in `attention`.
+
+    Returns:
+        (B, N, H, d), contiguous, as `attention`; view it as (B, N, H * d) for the output projection.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    check_float("qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
+    scale = _check(qkv.shape[4], scale, dropout_p)
+    cast = autocast_dtype(qkv)
+    if cast is not None:
+        qkv = qkv.to(cast)
+    seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
+    if needs_autograd(qkv):
+        return _AttentionQkvPacked.apply(qkv, seed, scale, dropout_p)[0]
+    return attention_qkvpacked_fwd(qkv, seed, scale, dropout_p)[0]

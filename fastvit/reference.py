@@ -1,0 +1,377 @@
+"""The Vision Transformer of Dosovitskiy et al. (2021, arXiv:2010.11929) in one file of plain PyTorch.
+
+Read it beside the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
+every step is its own line. The tests hold the fused model against it, and the benchmarks measure from it. It takes the
+same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it.
+
+Later additions to the paper's model, each off by default:
+    LayerScale (init_values)          Touvron et al. 2021, arXiv:2103.17239
+    stochastic depth (drop_path_rate) Huang et al. 2016, arXiv:1603.09382
+    registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
+    norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
+
+Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": partial(nn.LayerNorm, eps=1e-6)}
+
+
+class PatchEmbed(nn.Module):
+    """Equation 1: an image is a sequence of patches, each flattened and projected to D. As a convolution whose stride
+    is its kernel size. (B, C, H, W) -> (B, h*w, D)."""
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.proj = nn.Conv2d(
+            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Appendix A: softmax(q k^T / sqrt(d)) v for every head, then a projection. (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"num_heads must divide dim = {dim}, got {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
+        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
+        probabilities = self.attn_drop(scores.softmax(dim=-1))
+        out = (probabilities @ v).transpose(1, 2).reshape(B, N, D)
+        return self.proj_drop(self.proj(out))
+
+
+class Mlp(nn.Module):
+    """Two layers with a non-linearity between them. (..., D) -> (..., D)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        act_layer: Callable[[], nn.Module] = nn.GELU,
+        bias: bool = True,
+        drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.act = act_layer()
+        self.drop1 = nn.Dropout(drop)
+        self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, device=device, dtype=dtype)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+
+
+class LayerScale(nn.Module):
+    """A learnt factor for every channel of a branch."""
+
+    def __init__(
+        self,
+        dim: int,
+        init_values: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), init_values, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, drops a sample's whole branch with probability p, scales the others by 1/(1-p)."""
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.drop_prob == 0.0:
+            return x
+        keep = 1.0 - self.drop_prob
+        mask = x.new_empty((x.shape[0], *[1] * (x.dim() - 1))).bernoulli_(keep)
+        return x * (mask / keep if keep else mask)
+
+
+class Block(nn.Module):
+    """Equations 2 and 3: x + Attention(LN(x)), then x + Mlp(LN(x)). (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        attn_drop: float = 0.0,
+        init_values: float | None = None,
+        drop_path: float = 0.0,
+        act_layer: Callable[[], nn.Module] = nn.GELU,
+        norm_layer: Callable[..., nn.Module] = NORMS["layernorm"],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.norm1 = norm_layer(dim, **factory)
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, **factory)
+        self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = norm_layer(dim, **factory)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop, **factory)
+        self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class ResPostBlock(Block):
+    """The norm at the end of each branch; init_values then initialises the norms' weights instead of a LayerScale."""
+
+    def __init__(self, dim: int, num_heads: int, *, init_values: float | None = None, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        del self.ls1, self.ls2
+        self.init_values = init_values
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        if self.init_values is not None:
+            for norm in (self.norm1, self.norm2):
+                nn.init.constant_(norm.get_parameter("weight"), self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.norm1(self.attn(x)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+BLOCKS: dict[str, type[nn.Module]] = {"block": Block, "res_post": ResPostBlock}
+
+
+class VisionTransformer(nn.Module):
+    """Image (B, C, H, W) -> logits (B, num_classes). For the arguments see `fastvit.VisionTransformer`."""
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        *,
+        proj_bias: bool = True,
+        init_values: float | None = None,
+        class_token: bool = True,
+        pos_embed: str = "learn",
+        no_embed_class: bool = False,
+        reg_tokens: int = 0,
+        pre_norm: bool = False,
+        final_norm: bool = True,
+        fc_norm: bool | None = None,
+        pool_include_prefix: bool = False,
+        dynamic_img_size: bool = False,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        weight_init: str = "",
+        norm_layer: str | Callable[..., nn.Module] = "layernorm",
+        act_layer: str | Callable[[], nn.Module] = "gelu",
+        block_fn: str | type[nn.Module] = "block",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer
+        act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
+        block = BLOCKS[block_fn] if isinstance(block_fn, str) else block_fn
+        if fc_norm is None:
+            fc_norm = global_pool in ("avg", "avgmax", "max")
+
+        self.num_classes, self.global_pool, self.embed_dim = num_classes, global_pool, embed_dim
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
+        self.pool_include_prefix = pool_include_prefix
+        self.mean, self.std = mean, std
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=not pre_norm, **factory)
+        n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
+        self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
+        self.blocks = nn.Sequential(
+            *(
+                block(
+                    embed_dim,
+                    num_heads,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                    proj_bias=proj_bias,
+                    proj_drop=proj_drop_rate,
+                    attn_drop=attn_drop_rate,
+                    init_values=init_values,
+                    drop_path=drop_path_rate * i / max(depth - 1, 1),
+                    act_layer=act,
+                    norm_layer=norm,
+                    **factory,
+                )
+                for i in range(depth)
+            )
+        )
+        self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()
+        self.fc_norm = norm(embed_dim, **factory) if final_norm and fc_norm else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
+        self.init_weights(linears=weight_init != "skip")
+
+    @torch.no_grad()
+    def init_weights(self, linears: bool = True) -> None:
+        if self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+        for module in self.modules():
+            if linears and isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, P + h*w, D): patches, CLS and registers in front, positions added."""
+        B, _, H, W = x.shape
+        patch_h, patch_w = self.patch_embed.patch_size
+        if not self.dynamic_img_size and self.patch_embed.img_size != (H, W):
+            raise ValueError(f"x must have image size {self.patch_embed.img_size}, got {(H, W)}")
+        if H % patch_h or W % patch_w:
+            raise ValueError(f"patch_size {(patch_h, patch_w)} must divide the image size, got {(H, W)}")
+        if x.dtype is torch.uint8:
+            x = x.to(self.patch_embed.proj.weight.dtype) / 255
+            if self.mean is not None and self.std is not None:
+                x = (x - x.new_tensor(self.mean).view(1, -1, 1, 1)) / x.new_tensor(self.std).view(1, -1, 1, 1)
+        x = self.patch_embed(x)
+        prefix = [t.expand(B, -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        if self.pos_embed is None:
+            return torch.cat([*prefix, x], dim=1)
+        pos = self.positions((H // patch_h, W // patch_w))
+        if self.no_embed_class:
+            return self.pos_drop(torch.cat([*prefix, x + pos], dim=1))
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos)
+
+    def positions(self, grid: tuple[int, int]) -> Tensor:
+        """pos_embed, its grid interpolated bicubically to another image size (section 3.2)."""
+        assert self.pos_embed is not None
+        if grid == self.patch_embed.grid_size:
+            return self.pos_embed
+        P = 0 if self.no_embed_class else self.num_prefix_tokens
+        prefix, patches = self.pos_embed[:, :P], self.pos_embed[:, P:]
+        image = patches.float().unflatten(1, self.patch_embed.grid_size).permute(0, 3, 1, 2)
+        image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+        return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.norm_pre(self.embed(x))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
+        return self.norm(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        if self.global_pool == "":
+            return x
+        if self.global_pool == "token":
+            return x[:, 0]
+        patches = x if self.pool_include_prefix else x[:, self.num_prefix_tokens :]
+        if self.global_pool == "avg":
+            return patches.mean(dim=1)
+        if self.global_pool == "max":
+            return patches.amax(dim=1)
+        return 0.5 * (patches.amax(dim=1) + patches.mean(dim=1))  # avgmax
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.head_drop(self.fc_norm(self.pool(x)))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable

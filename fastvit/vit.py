@@ -1,0 +1,298 @@
+"""The Vision Transformer built from the fused layers: timm's argument names, attributes and state_dict keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastvit._fusible import ACT_LAYERS, ActLayer, named, untouched
+from fastvit.layers import Block, Device, LayerNorm, NormLayer, Pair, PatchEmbed, ResPostBlock, join_tokens, pair
+
+POOLS = ("", "avg", "avgmax", "max", "token")
+NORM_LAYERS = {"layernorm": LayerNorm}
+BLOCKS = {"block": Block, "res_post": ResPostBlock}
+
+
+class VisionTransformer(nn.Module):
+    """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes).
+
+    Args:
+        img_size, patch_size: int or (height, width); patch_size divides img_size.
+        in_chans, num_classes: num_classes 0 leaves out the head: forward returns the pooled features (B, D).
+        global_pool: "token" (CLS), "avg", "max", "avgmax" over the patches, or "" for all tokens (B, N, D).
+        embed_dim, depth, num_heads, mlp_ratio: D, number of blocks, H (divides D), MLP width as a multiple of D.
+        qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
+        init_values: LayerScale's initial value; None for no LayerScale.
+        class_token, reg_tokens: CLS or not, and the number of registers behind it.
+        pos_embed: "learn", or "" / "none" for no position.
+        no_embed_class: positions for the patches only, none for CLS and registers.
+        pre_norm: LayerNorm before the blocks and no bias in the patch embedding, as CLIP.
+        final_norm, fc_norm: a last LayerNorm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
+        pool_include_prefix: whether avg, max and avgmax pool CLS and registers too.
+        dynamic_img_size: accept any image size that patch_size divides, positions interpolated on the fly.
+        drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, behind the position, behind
+            the projection and both MLP layers, on attention probabilities; in [0, 1).
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
+        weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
+        norm_layer, act_layer: a class, or "layernorm"; a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
+        block_fn: "block" (pre-norm), "res_post" (norm behind the branch), or a class with Block's arguments.
+        mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: naming the argument, for a combination or a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        img_size: Pair = 224,
+        patch_size: Pair = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        *,
+        proj_bias: bool = True,
+        init_values: float | None = None,
+        class_token: bool = True,
+        pos_embed: str = "learn",
+        no_embed_class: bool = False,
+        reg_tokens: int = 0,
+        pre_norm: bool = False,
+        final_norm: bool = True,
+        fc_norm: bool | None = None,
+        pool_include_prefix: bool = False,
+        dynamic_img_size: bool = False,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        weight_init: str = "",
+        norm_layer: str | NormLayer = "layernorm",
+        act_layer: str | ActLayer = "gelu",
+        block_fn: str | type[nn.Module] = "block",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, rate in (
+            ("drop_rate", drop_rate),
+            ("pos_drop_rate", pos_drop_rate),
+            ("proj_drop_rate", proj_drop_rate),
+            ("attn_drop_rate", attn_drop_rate),
+            ("drop_path_rate", drop_path_rate),
+        ):
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {rate}")
+        _check_choice("pos_embed", pos_embed, ("learn", "", "none"))
+        _check_choice("weight_init", weight_init, ("", "skip"))
+        _check_pool(global_pool, class_token)
+        if fc_norm is None:
+            fc_norm = global_pool in ("avg", "avgmax", "max")
+        norm = named("norm_layer", norm_layer, NORM_LAYERS) if isinstance(norm_layer, str) else norm_layer
+        act = named("act_layer", act_layer, ACT_LAYERS) if isinstance(act_layer, str) else act_layer
+        block = named("block_fn", block_fn, BLOCKS) if isinstance(block_fn, str) else block_fn
+        norm = partial(norm, device=device, dtype=dtype)
+
+        self.num_classes = num_classes
+        self.global_pool = global_pool
+        self.num_features = self.embed_dim = embed_dim
+        self.has_class_token = class_token
+        self.num_reg_tokens = reg_tokens
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.no_embed_class = no_embed_class
+        self.pool_include_prefix = pool_include_prefix
+        self.dynamic_img_size = dynamic_img_size
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            bias=not pre_norm,
+            strict_img_size=not dynamic_img_size,
+            mean=mean,
+            std=std,
+            device=device,
+            dtype=dtype,
+        )
+        n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
+
+        def tokens(count: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(1, count, embed_dim, device=device, dtype=dtype)) if count else None
+
+        self.cls_token = tokens(int(class_token))
+        self.reg_token = tokens(reg_tokens)
+        self.pos_embed = tokens(n if pos_embed == "learn" else 0)
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
+        self.blocks = nn.Sequential(
+            *(
+                block(
+                    embed_dim,
+                    num_heads,
+                    mlp_ratio=mlp_ratio,
+                    qkv_bias=qkv_bias,
+                    proj_bias=proj_bias,
+                    proj_drop=proj_drop_rate,
+                    attn_drop=attn_drop_rate,
+                    init_values=init_values,
+                    drop_path=drop_path_rate * i / max(depth - 1, 1),
+                    act_layer=act,
+                    norm_layer=norm,
+                    device=device,
+                    dtype=dtype,
+                )
+                for i in range(depth)
+            )
+        )
+        self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
+        self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head: nn.Module
+        self.reset_classifier(num_classes)
+        self.init_weights(weight_init)
+
+    @torch.no_grad()
+    def init_weights(self, mode: str = "") -> None:
+        """mode "": timm's initialisation of tokens and linear layers; "skip": of the tokens only."""
+        if self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+        if mode == "skip":
+            return
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    # ---- tokens ----
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
+        prefix = None
+        if self.num_prefix_tokens:
+            prefix = torch.cat([t[0] for t in (self.cls_token, self.reg_token) if t is not None])
+        pos = None
+        if self.pos_embed is not None:
+            pos = self._positions(self.pos_embed, self.patch_embed.grid((x.shape[-2], x.shape[-1])))[0]
+            if prefix is not None and not self.no_embed_class:
+                prefix = prefix + pos[: self.num_prefix_tokens]
+                pos = pos[self.num_prefix_tokens :]
+        if untouched(self.patch_embed, PatchEmbed):
+            return self.patch_embed(x, pos, prefix)
+        return join_tokens(self.patch_embed(x), pos, prefix)
+
+    def _positions(self, pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
+        """pos_embed (1, P + n, D), or (1, n, D) with no_embed_class, for another patch grid."""
+        P = 0 if self.no_embed_class else self.num_prefix_tokens
+        return resample_abs_pos_embed(pos_embed, grid, self.patch_embed.grid_size, num_prefix_tokens=P)
+
+    def set_input_size(self, img_size: Pair) -> None:
+        """Makes img_size the model's input size, and interpolates `pos_embed` to it in place of the old parameter."""
+        grid = self.patch_embed.grid(pair(img_size))
+        if self.pos_embed is not None and grid != self.patch_embed.grid_size:
+            pos = self._positions(self.pos_embed.detach(), grid)
+            self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
+        self.patch_embed.set_input_size(img_size)
+
+    # ---- features and head ----
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""
+        x = self.norm_pre(self.pos_drop(self._tokens(x)))
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+        else:
+            x = self.blocks(x)
+        return self.norm(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """(B, N, D) -> (B, D), or unchanged for global_pool ""."""
+        if self.global_pool == "":
+            return x
+        if self.global_pool == "token":
+            return x[:, 0]
+        if not self.pool_include_prefix:
+            x = x[:, self.num_prefix_tokens :]
+        if self.global_pool == "avg":
+            return x.mean(dim=1)
+        if self.global_pool == "max":
+            return x.amax(dim=1)
+        return 0.5 * (x.amax(dim=1) + x.mean(dim=1))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens (B, N, D) -> logits, or the pooled and normalised features with pre_logits."""
+        x = self.head_drop(self.fc_norm(self.pool(x)))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    # ---- timm's interface ----
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh head for num_classes (0: none), and optionally another pooling; the norms stay where they are."""
+        if global_pool is not None:
+            _check_pool(global_pool, self.has_class_token)
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        like = self.patch_embed.proj.weight
+        self.head = (
+            nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
+            if num_classes
+            else nn.Identity()
+        )
+        self.head.train(self.training)
+
+    def no_weight_decay(self) -> set[str]:
+        """The parameters that an optimizer should not decay, beside norms and biases."""
+        return {"pos_embed", "cls_token", "reg_token"}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of saving its activations."""
+        self.grad_checkpointing = enable
+
+
+def resample_abs_pos_embed(
+    pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int], num_prefix_tokens: int = 1
+) -> Tensor:
+    """Positions (1, P + h*w, D) of one patch grid -> (1, P + h'*w', D) of another: bicubic, antialiased, in float32,
+    the P prefix rows unchanged (as timm's; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
+    if grid == old_grid:
+        return pos_embed
+    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
+    image = patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2)
+    image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+    return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
+
+
+def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
+
+
+def _check_pool(global_pool: str, class_token: bool) -> None:
+    _check_choice("global_pool", global_pool, POOLS)
+    if global_pool == "token" and not class_token:
+        raise ValueError("global_pool 'token' needs class_token=True; 'avg', 'max', 'avgmax' and '' do not")

@@ -1,0 +1,128 @@
+"""Model names and the constructor arguments that they stand for, under timm's names and with timm's defaults.
+
+ViT       Dosovitskiy et al. 2021, arXiv:2010.11929; g and G: Zhai et al. 2022, arXiv:2106.04560
+DeiT      Touvron et al. 2021, arXiv:2012.12877; DeiT-III: Touvron et al. 2022, arXiv:2204.07118
+DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
+CIFAR     ViTs for 32 px images, our own
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from typing import Any
+
+from fastvit.vit import VisionTransformer
+
+Config = dict[str, Any]
+
+_SIZES: dict[str, Config] = {
+    "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
+    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "medium": {"embed_dim": 512, "depth": 12, "num_heads": 8},
+    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "huge": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
+    "giant": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
+    "gigantic": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
+}
+
+
+def _vit(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
+    return {"img_size": img_size, "patch_size": patch_size, "num_classes": num_classes, **_SIZES[size], **more}
+
+
+def _deit3(size: str, patch_size: int, img_size: int) -> Config:
+    return _vit(size, patch_size, img_size, no_embed_class=True, init_values=1e-6)
+
+
+def _dinov2(size: str, **more: Any) -> Config:
+    return _vit(size, 14, 518, num_classes=0, init_values=1e-5, **more)
+
+
+def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
+    return {
+        "img_size": 32,
+        "patch_size": 4,
+        "num_classes": 10,
+        "embed_dim": embed_dim,
+        "depth": depth,
+        "num_heads": num_heads,
+        "pos_drop_rate": 0.1,
+        "proj_drop_rate": 0.1,
+    }
+
+
+CONFIGS: dict[str, Config] = {
+    "vit_tiny_patch16_224": _vit("tiny", 16, 224),
+    "vit_tiny_patch16_384": _vit("tiny", 16, 384),
+    "vit_small_patch8_224": _vit("small", 8, 224, num_classes=0),
+    "vit_small_patch16_224": _vit("small", 16, 224),
+    "vit_small_patch16_384": _vit("small", 16, 384),
+    "vit_small_patch32_224": _vit("small", 32, 224),
+    "vit_small_patch32_384": _vit("small", 32, 384),
+    "vit_base_patch8_224": _vit("base", 8, 224),
+    "vit_base_patch16_224": _vit("base", 16, 224),
+    "vit_base_patch16_384": _vit("base", 16, 384),
+    "vit_base_patch32_224": _vit("base", 32, 224),
+    "vit_base_patch32_384": _vit("base", 32, 384),
+    "vit_large_patch14_224": _vit("large", 14, 224),
+    "vit_large_patch16_224": _vit("large", 16, 224),
+    "vit_large_patch16_384": _vit("large", 16, 384),
+    "vit_large_patch32_224": _vit("large", 32, 224, num_classes=0),
+    "vit_large_patch32_384": _vit("large", 32, 384),
+    "vit_huge_patch14_224": _vit("huge", 14, 224, num_classes=0),
+    "vit_giant_patch14_224": _vit("giant", 14, 224),
+    "vit_gigantic_patch14_224": _vit("gigantic", 14, 224),
+    "deit_tiny_patch16_224": _vit("tiny", 16, 224),
+    "deit_small_patch16_224": _vit("small", 16, 224),
+    "deit_base_patch16_224": _vit("base", 16, 224),
+    "deit_base_patch16_384": _vit("base", 16, 384),
+    "deit3_small_patch16_224": _deit3("small", 16, 224),
+    "deit3_small_patch16_384": _deit3("small", 16, 384),
+    "deit3_medium_patch16_224": _deit3("medium", 16, 224),
+    "deit3_base_patch16_224": _deit3("base", 16, 224),
+    "deit3_base_patch16_384": _deit3("base", 16, 384),
+    "deit3_large_patch16_224": _deit3("large", 16, 224),
+    "deit3_large_patch16_384": _deit3("large", 16, 384),
+    "deit3_huge_patch14_224": _deit3("huge", 14, 224),
+    "vit_small_patch14_dinov2": _dinov2("small"),
+    "vit_base_patch14_dinov2": _dinov2("base"),
+    "vit_large_patch14_dinov2": _dinov2("large"),
+    "vit_small_patch14_reg4_dinov2": _dinov2("small", reg_tokens=4, no_embed_class=True),
+    "vit_base_patch14_reg4_dinov2": _dinov2("base", reg_tokens=4, no_embed_class=True),
+    "vit_large_patch14_reg4_dinov2": _dinov2("large", reg_tokens=4, no_embed_class=True),
+    "vit_cifar_small": _cifar(192, 12, 3),
+    "vit_cifar_base": _cifar(384, 12, 6),
+    "vit_cifar_large": _cifar(512, 24, 8),
+}
+
+
+def config(name: str) -> Config:
+    """The constructor arguments that a model's name stands for, as a fresh dict.
+
+    Raises:
+        ValueError: unknown name; the message has the nearest ones.
+    """
+    if name not in CONFIGS:
+        near = difflib.get_close_matches(name, CONFIGS)
+        hint = f"; nearest: {', '.join(near)}" if near else "; list_models() has them all"
+        raise ValueError(f"name is not a known model, got {name!r}{hint}")
+    return dict(CONFIGS[name])
+
+
+def create_model(name: str, **overrides: Any) -> VisionTransformer:
+    """The model of that name, with random weights; overrides: any argument of `VisionTransformer`.
+
+    create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
+
+    Raises:
+        ValueError: unknown name; the message has the nearest ones.
+        TypeError: an override that `VisionTransformer` does not take.
+    """
+    return VisionTransformer(**{**config(name), **overrides})
+
+
+def list_models(filter: str = "*") -> list[str]:
+    """The names that match a shell-style pattern, sorted: list_models("deit3_*_384")."""
+    return sorted(fnmatch.filter(CONFIGS, filter))

@@ -1,0 +1,227 @@
+"""Matmuls with an epilogue: the output tile is finished while it is still in registers.
+
+    linear:       out = residual + row_scale * layer_scale * act(x @ w.T + b)        and, in training, pre = x @ w.T + b
+    linear_dact:  dpre = (dy @ w) * act'(pre),   h = act(pre),   dbias = sum(dpre)   over rows
+    act_bwd:      dpre = dy * act'(pre),   dbias = sum(dpre)
+
+The second is the backward pass of fc2 and of the activation before it, with the activation recomputed for fc2's
+weight gradient. Accumulation and epilogues are float32. Sums over rows are kept per row tile and added up by one more
+kernel in a fixed order: bitwise reproducible, no atomics.
+"""
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels._math import activate, activate_with_grad
+
+
+@triton.jit
+def _program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """This program's row tile and column tile. Programs that run together share GROUP_M row tiles of A and all
+    columns of B, so that both stay in the L2 cache."""
+    pid = tl.program_id(0)
+    group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first = pid // group * GROUP_M
+    height = min(tl.cdiv(M, BLOCK_M) - first, GROUP_M)
+    return (first + pid % group % height).to(tl.int64), pid % group // height
+
+
+@triton.jit
+def _rows_of(tile_m, BLOCK_M: tl.constexpr):
+    return tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1] int64
+
+
+@triton.jit
+def _cols_of(tile_n, BLOCK_N: tl.constexpr):
+    return tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
+
+
+@triton.jit
+def _matmul_tile(
+    a_ptr,  # [M, K], unit stride along K
+    b_ptr,  # [K, N] by strides
+    rows,
+    cols,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_bk,
+    stride_bn,
+    EVEN_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """-> (A @ B)[rows, cols] f32, zero outside M x N. EVEN_K: BLOCK_K divides K, so that K needs no mask."""
+    ks = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows * stride_am + ks[None, :]
+    b_ptrs = b_ptr + ks[:, None].to(tl.int64) * stride_bk + cols.to(tl.int64) * stride_bn
+    acc = tl.zeros([rows.shape[0], cols.shape[1]], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=rows < M, other=0.0)
+            b = tl.load(b_ptrs, mask=cols < N, other=0.0)
+        else:
+            a = tl.load(a_ptrs, mask=(rows < M) & (ks[None, :] < K - k), other=0.0)
+            b = tl.load(b_ptrs, mask=(cols < N) & (ks[:, None] < K - k), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * stride_bk
+    return acc
+
+
+@triton.jit
+def _quarter(acc, i: tl.constexpr):
+    """The i-th quarter of a tile's columns, where it is in registers. Epilogues take one after the other: what they
+    load and compute for a whole tile would leave no room for a second program on the SM, whose matmul they hide behind.
+    """
+    half = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()[i // 2]
+    return half.reshape(half.shape[0], 2, half.shape[1] // 2).permute(0, 2, 1).split()[i % 2]
+
+
+@triton.jit
+def _load_columns(ptr, cols, N):
+    """-> [1, BLOCK_N] f32"""
+    return tl.load(ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, value, rows, cols, mask, N):
+    tl.store(ptr + rows * N + cols, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def linear_fwd_kernel(
+    # inputs
+    x_ptr,  # [M, K] T
+    w_ptr,  # [N, K] T
+    bias_ptr,  # [N] or None
+    layer_scale_ptr,  # [N] or None
+    row_scale_ptr,  # [M / rows_per_sample] or None
+    residual_ptr,  # [M, N] or None
+    # outputs
+    out_ptr,  # [M, N]
+    pre_ptr,  # [M, N] or None: the activation's input
+    # sizes; strides in elements, the last dimension is contiguous
+    M,
+    N,
+    K,
+    rows_per_sample,
+    stride_xm,
+    stride_wn,
+    stride_rm,
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One program computes a BLOCK_M x BLOCK_N tile of the output; grid: row tiles x column tiles, flattened."""
+    tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = _rows_of(tile_m, BLOCK_M)
+    acc = _matmul_tile(
+        x_ptr, w_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, 1, stride_wn, EVEN_K, BLOCK_K, PRECISION
+    )
+    if row_scale_ptr is not None:
+        # of the tile's rows, counted from the first sample in it so that the division is one of small numbers
+        start = tile_m * BLOCK_M
+        sample = (rows - start + start % rows_per_sample).to(tl.int32) // rows_per_sample + start // rows_per_sample
+        row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)
+    for i in tl.static_range(4):
+        y = _quarter(acc, i)
+        cols = _cols_of(tile_n * 4 + i, BLOCK_N // 4)
+        mask = (rows < M) & (cols < N)
+        if bias_ptr is not None:
+            y += _load_columns(bias_ptr, cols, N)
+        if pre_ptr is not None:
+            _store(pre_ptr, y, rows, cols, mask, N)
+        y = activate(y, ACTIVATION, out_ptr.dtype.element_ty == tl.float32)
+        if layer_scale_ptr is not None:
+            y *= _load_columns(layer_scale_ptr, cols, N)
+        if row_scale_ptr is not None:
+            y *= row_scale
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+        _store(out_ptr, y, rows, cols, mask, N)
+
+
+@triton.jit
+def linear_dact_kernel(
+    # inputs
+    dy_ptr,  # [M, K] T
+    w_ptr,  # [K, N] T
+    pre_ptr,  # [M, N] T
+    # outputs
+    dpre_ptr,  # [M, N] T
+    h_ptr,  # [M, N] T
+    partial_ptr,  # [row tiles, N] f32: dbias
+    # sizes; strides in elements, the last dimension is contiguous
+    M,
+    N,
+    K,
+    stride_dym,
+    stride_wk,
+    stride_pm,
+    ACTIVATION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Tiles and grid as linear_fwd_kernel's."""
+    tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = _rows_of(tile_m, BLOCK_M)
+    acc = _matmul_tile(
+        dy_ptr, w_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_dym, stride_wk, 1, EVEN_K, BLOCK_K, PRECISION
+    )
+    for i in tl.static_range(4):
+        cols = _cols_of(tile_n * 4 + i, BLOCK_N // 4)
+        mask = (rows < M) & (cols < N)
+        pre = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
+        h, grad = activate_with_grad(pre, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
+        dpre = _quarter(acc, i) * grad
+        _store(h_ptr, h, rows, cols, mask, N)
+        _store(dpre_ptr, dpre, rows, cols, mask, N)
+        tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)
+
+
+@triton.jit
+def act_bwd_kernel(
+    # inputs
+    dy_ptr,  # [M, N]
+    pre_ptr,  # [M, N]
+    # outputs
+    dpre_ptr,  # [M, N]
+    h_ptr,  # [M, N] or None: act(pre)
+    partial_ptr,  # [row tiles, N] f32: dbias
+    # sizes; strides in elements, the last dimension is contiguous
+    M,
+    N,
+    stride_dym,
+    stride_pm,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """One program takes STEPS x BLOCK_M rows and BLOCK_N columns; grid: row tiles x column tiles, flattened."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
+    cols = _cols_of(tl.program_id(0) % tiles_n, BLOCK_N)
+    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(STEPS):
+        rows = _rows_of(tile_m * STEPS + step, BLOCK_M)
+        mask = (rows < M) & (cols < N)
+        dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
+        pre = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
+        h, grad = activate_with_grad(pre, ACTIVATION, dpre_ptr.dtype.element_ty == tl.float32)
+        dpre = dy * grad
+        _store(dpre_ptr, dpre, rows, cols, mask, N)
+        if h_ptr is not None:
+            _store(h_ptr, h, rows, cols, mask, N)
+        dbias += dpre
+    tl.store(partial_ptr + tile_m * N + cols, tl.sum(dbias, 0)[None, :], mask=cols < N)

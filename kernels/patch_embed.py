@@ -1,0 +1,278 @@
+"""Patch embedding of NCHW images as an implicit GEMM (Dosovitskiy et al. 2021), and its gradients.
+
+    out[b, P + t, :] = W x(b, t) + bias + pos[t],   out[b, :P, :] = prefix
+    dW = sum over b, t of dout x^T,   dx = W^T dout        x(b, t): the C * PH * PW pixels of patch t, k = (c, i, j)
+
+No matrix of patches exists in memory: tiles are gathered from the image, and scattered to its gradient, by address.
+A GEMM row is a token, prefix tokens included: these have no pixels and take their value in the epilogue, so one
+launch writes whole rows of the token buffer. Patches do not overlap, so no two programs write one pixel.
+
+PH and PW are compile-time, so the compiler sees the runs of PW contiguous pixels: with PW a multiple of 8, 16-bit
+images are read 16 bytes at a time; rows of 14 pixels (28 bytes) allow 4. A tile of many patches reads the adjacent
+runs of neighbouring patches together. Matmuls accumulate in float32. The weight gradient is split over rows into
+float32 partials, which are then added up in a fixed order: bitwise reproducible.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _reciprocal(d):
+    return (tl.full([], 0xFFFFFFFF, tl.int64) // d).to(tl.uint32)
+
+
+@triton.jit
+def _divide(x, d, reciprocal):
+    """x // d and x % d for x >= 0: the estimate by the reciprocal is at most one too small. A third of the
+    instructions of a division, which would outweigh the matmul where every step of a loop divides."""
+    q = tl.umulhi(x.to(tl.uint32), reciprocal).to(tl.int32)
+    r = x - q * d
+    return tl.where(r >= d, q + 1, q), tl.where(r >= d, r - d, r)
+
+
+@triton.jit
+def _token(row, M, N, P, reciprocal):
+    """Token `row` of [B, N]: image, patch (negative for a prefix token), and whether it is a patch that exists."""
+    b, n = _divide(row, N, reciprocal)
+    return b, n - P, (row < M) & (n >= P)
+
+
+@triton.jit
+def _origin(
+    b, t, exists, grid_w, reciprocal, stride_b, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr
+):
+    """Offset of the first pixel of patch t of image b, in int64; 0 for no patch. Strides come in UNITs of elements: a
+    power of two that divides all of them, so that the compiler knows the alignment of rows it would not specialise on."""
+    ty, tx = _divide(t, grid_w, reciprocal)
+    origin = (b.to(tl.int64) * stride_b + ty.to(tl.int64) * (PH * stride_h)) * UNIT + tx * PW
+    return tl.where(exists, origin, 0)
+
+
+@triton.jit
+def _pixel(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr):
+    """Offset of pixel k = (c, i, j) from its patch's first. In int32, which the launcher checks to suffice: int64
+    would make the compiler divide in 64 bits."""
+    c = k // (PH * PW)
+    i = k // PW % PH
+    return (c * stride_c + i * stride_h) * UNIT + k % PW
+
+
+@triton.jit
+def _load_pixels(
+    image_ptr,
+    normalize_ptr,
+    origin,
+    k,
+    in_patch,  # whether k < K
+    stride_c,
+    stride_h,
+    C: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    UNIT: tl.constexpr,
+    T: tl.constexpr,
+):
+    """-> [rows, k] in T, normalised if wanted; 0 where not in the patch."""
+    at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
+    x = tl.load(image_ptr + at, mask=in_patch[None, :], other=0)
+    if normalize_ptr is not None:
+        c = k // (PH * PW)
+        scale = tl.load(normalize_ptr + c, mask=in_patch, other=0.0)
+        shift = tl.load(normalize_ptr + C + c, mask=in_patch, other=0.0)
+        x = x.to(tl.float32) * scale[None, :] + shift[None, :]
+    return x.to(T)
+
+
+@triton.jit
+def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, col, M, P, D):
+    """Bias and position for patches, the given value for prefix tokens, and the store."""
+    in_m = (row < M)[:, None]
+    in_d = (col < D)[None, :]
+    is_patch = (t >= 0)[:, None]
+    extra = tl.zeros_like(acc)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+        extra += tl.where(is_patch, bias, 0.0)
+    if pos_ptr is not None:
+        source = pos_ptr + t[:, None].to(tl.int64) * D
+        wanted = in_m & is_patch
+    if prefix_ptr is not None:
+        acc = tl.where(is_patch, acc, 0.0)
+        prefix = prefix_ptr + (t + P)[:, None].to(tl.int64) * D
+        if pos_ptr is not None:
+            # one load for both: two would hold twice the registers
+            source = tl.where(is_patch, source, prefix)
+            wanted = in_m
+        else:
+            source = prefix
+            wanted = in_m & (t < 0)[:, None]
+    if pos_ptr is not None or prefix_ptr is not None:
+        extra += tl.load(source + col[None, :], mask=wanted & in_d, other=0.0).to(tl.float32)
+    acc += extra
+    at = row[:, None].to(tl.int64) * D + col[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_d)
+
+
+@triton.jit
+def patch_embed_fwd_kernel(
+    # inputs
+    image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous
+    weight_ptr,  # [D, K] T, K = C * PH * PW
+    bias_ptr,  # [D] or None
+    pos_ptr,  # [N - P, D] or None
+    prefix_ptr,  # [P, D] or None, pos's dtype
+    normalize_ptr,  # [2, C] f32: scale and shift of a channel, or None
+    # output
+    out_ptr,  # [B, N, D]
+    # sizes; image strides in UNITs of elements
+    M,  # B * N
+    N,
+    P,
+    D,
+    grid_w,  # patches in a row of the image
+    stride_b,
+    stride_c,
+    stride_h,
+    C: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program computes BLOCK_M tokens x BLOCK_D features. Neighbours share the tokens: the image is read from
+    memory once, the weight stays in the L2 cache."""
+    K: tl.constexpr = C * PH * PW
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    row = tl.program_id(0) // tiles_d * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    b, t, exists = _token(row, M, N, P, _reciprocal(N))
+    # what comes of rows and columns that do not exist is not stored: they load others' values, without a mask
+    origin = _origin(b, t, exists, grid_w, _reciprocal(grid_w), stride_b, stride_h, PH, PW, UNIT)
+    weight = weight_ptr + tl.where(col < D, col, 0)[None, :].to(tl.int64) * K
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_patch = (k < K) | (K % BLOCK_K == 0)
+        w = tl.load(weight + k[:, None], mask=in_patch[:, None], other=0.0)  # [BLOCK_K, BLOCK_D]
+        x = _load_pixels(
+            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, w.dtype
+        )  # fmt: skip
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+
+    # the epilogue in two halves: fewer registers, so that two programs fit an SM and one's epilogue hides in the
+    # other's matmuls
+    left, right = acc.reshape(BLOCK_M, 2, BLOCK_D // 2).permute(0, 2, 1).split()
+    col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D // 2)
+    _store_tokens(left, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, col, M, P, D)
+    _store_tokens(right, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, col + BLOCK_D // 2, M, P, D)
+
+
+@triton.jit
+def patch_embed_bwd_weight_kernel(
+    # inputs
+    dout_ptr,  # [M, D], M = B * N
+    image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous
+    normalize_ptr,  # [2, C] f32 or None
+    # output
+    partial_ptr,  # [splits, D, K] f32, or T for one split
+    # sizes; image strides in UNITs of elements
+    M,
+    N,
+    P,
+    D,
+    grid_w,
+    rows_per_split,  # a multiple of BLOCK_M
+    stride_dm,
+    stride_b,
+    stride_c,
+    stride_h,
+    C: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    UNIT: tl.constexpr,
+    T: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program sums a BLOCK_D x BLOCK_K tile of dW over the rows of one split. Neighbours share the rows."""
+    K: tl.constexpr = C * PH * PW
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    tiles = tl.cdiv(D, BLOCK_D) * tiles_k
+    split = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    col = tile // tiles_k * BLOCK_D + tl.arange(0, BLOCK_D)
+    k = tile % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+
+    in_patch = (k < K) | (K % BLOCK_K == 0)
+    reciprocal_n, reciprocal_w = _reciprocal(N), _reciprocal(grid_w)
+
+    acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
+    first = split * rows_per_split
+    for start in range(first, tl.minimum(first + rows_per_split, M), BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        b, t, exists = _token(row, M, N, P, reciprocal_n)
+        at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
+        dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0).to(T)
+        origin = _origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
+        x = _load_pixels(
+            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, T
+        )  # fmt: skip
+        acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
+
+    at = (split.to(tl.int64) * D + col)[:, None] * K + k[None, :]
+    tl.store(partial_ptr + at, acc.to(partial_ptr.dtype.element_ty), mask=(col < D)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def patch_embed_bwd_image_kernel(
+    # inputs
+    dout_ptr,  # [M, D], M = B * N
+    weight_ptr,  # [D, K] T
+    # output
+    dimage_ptr,  # [B, C, H, W] float, pixels of a row contiguous
+    # sizes; image strides in UNITs of elements
+    M,  # B * N
+    N,
+    P,
+    D,
+    grid_w,
+    stride_dm,
+    stride_b,
+    stride_c,
+    stride_h,
+    C: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program computes BLOCK_K pixels of each of BLOCK_M patches."""
+    K: tl.constexpr = C * PH * PW
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, t, exists = _token(row, M, N, P, _reciprocal(N))
+    k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    dout_row = dout_ptr + row[:, None].to(tl.int64) * stride_dm
+    weight = weight_ptr + k[None, :]
+
+    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        col = start + tl.arange(0, BLOCK_D)
+        dout = tl.load(dout_row + col[None, :], mask=exists[:, None] & (col < D)[None, :], other=0.0)
+        at = col[:, None].to(tl.int64) * K
+        w = tl.load(weight + at, mask=(col < D)[:, None] & (k < K)[None, :], other=0.0)  # [BLOCK_D, BLOCK_K]
+        acc = tl.dot(dout.to(w.dtype), w, acc, input_precision=PRECISION)
+
+    origin = _origin(b, t, exists, grid_w, _reciprocal(grid_w), stride_b, stride_h, PH, PW, UNIT)
+    at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
+    tl.store(dimage_ptr + at, acc.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < K)[None, :])

@@ -1,0 +1,101 @@
+"""The zoo: names, defaults, parameter counts and keys, against timm where it is installed."""
+
+import pytest
+import torch
+from timm_shim import import_timm
+
+import fastvit
+from fastvit import reference, zoo
+
+PARAMETERS = {
+    "vit_tiny_patch16_224": 5_717_416,
+    "vit_small_patch16_224": 22_050_664,
+    "vit_base_patch16_224": 86_567_656,
+    "vit_base_patch32_224": 88_224_232,
+    "vit_base_patch8_224": 86_576_872,
+    "vit_large_patch16_224": 304_326_632,
+    "vit_gigantic_patch14_224": 1_844_440_680,
+    "vit_base_patch14_dinov2": 86_579_712,
+    "vit_small_patch14_reg4_dinov2": 22_057_344,
+    "vit_cifar_small": 5_362_762,
+    "vit_cifar_base": 21_342_346,
+    "vit_cifar_large": 75_722_250,
+}
+IN_TIMM = [name for name in fastvit.list_models() if "cifar" not in name]
+
+
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_exact_parameter_count(name: str, count: int) -> None:
+    assert sum(p.numel() for p in fastvit.create_model(name, device="meta").parameters()) == count
+
+
+@pytest.mark.parametrize("name", fastvit.list_models())
+def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
+    ours = fastvit.create_model(name, device="meta")
+    assert shapes(ours) == shapes(reference.VisionTransformer(**zoo.config(name), device="meta"))
+
+
+@pytest.mark.parametrize("name", IN_TIMM)
+def test_names_keys_and_defaults_are_timms(name: str) -> None:
+    timm = import_timm()
+    theirs = timm.create_model(name, device="meta")
+    ours = fastvit.create_model(name, device="meta")
+    assert shapes(ours) == shapes(theirs)
+    for attribute in (
+        "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
+        "has_class_token", "no_embed_class", "dynamic_img_size",
+    ):  # fmt: skip
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
+        assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
+    assert ours.norm.eps == theirs.norm.eps
+    assert len(ours.blocks) == len(theirs.blocks)
+    assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
+    assert ours.blocks[0].attn.scale == theirs.blocks[0].attn.scale
+    assert getattr(ours.blocks[0].ls1, "init_values", None) == getattr(theirs.blocks[0].ls1, "init_values", None)
+    assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
+
+
+def test_cifar_models_drop_out_a_tenth() -> None:
+    for name in fastvit.list_models("vit_cifar_*"):
+        model = fastvit.create_model(name, device="meta")
+        assert model.patch_embed.img_size == (32, 32)
+        assert model.patch_embed.patch_size == (4, 4)
+        assert model.num_classes == 10
+        assert model.pos_drop.p == 0.1
+        assert {model.blocks[0].attn.proj_drop.p, model.blocks[0].mlp.drop1.p, model.blocks[0].mlp.drop2.p} == {0.1}
+
+
+def test_overrides_reach_the_constructor() -> None:
+    model = fastvit.create_model(
+        "vit_base_patch16_224", img_size=(64, 96), num_classes=7, depth=2, qkv_bias=False, device="meta"
+    )
+    assert model.patch_embed.grid_size == (4, 6)
+    assert model.pos_embed.shape == (1, 25, 768)
+    assert model.head.weight.shape == (7, 768)
+    assert len(model.blocks) == 2
+    assert "blocks.0.attn.qkv.bias" not in model.state_dict()
+    assert fastvit.create_model("vit_base_patch16_224", device="meta").num_classes == 1000  # the table is unchanged
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"name .*'vit_base_patch16_244'.*vit_base_patch16_224"):
+        fastvit.create_model("vit_base_patch16_244")
+    with pytest.raises(ValueError, match="list_models"):
+        fastvit.create_model("resnet50")
+    with pytest.raises(TypeError, match="qk_norm"):
+        fastvit.create_model("vit_base_patch16_224", qk_norm=True)
+
+
+def test_list_models_filters() -> None:
+    assert fastvit.list_models("deit3_*_384") == [
+        "deit3_base_patch16_384",
+        "deit3_large_patch16_384",
+        "deit3_small_patch16_384",
+    ]
+    assert fastvit.list_models("nothing*") == []
+    assert fastvit.list_models() == sorted(zoo.CONFIGS)
