@@ -135,9 +135,8 @@ class PatchEmbed(nn.Module):
             raise ValueError(f"x must have image size {self.img_size}, got {tuple(x.shape[-2:])}")
         proj = self.proj
         if untouched(proj, nn.Conv2d):
-            return ops.patch_embed(
-                x, proj.weight, proj.bias, pos_embed=pos_embed, prefix=prefix, mean=self.mean, std=self.std
-            )
+            mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
+            return ops.patch_embed(x, proj.weight, proj.bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
         return join_tokens(proj(x).flatten(2).transpose(1, 2), pos_embed, prefix)
 
 

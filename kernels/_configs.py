@@ -71,8 +71,9 @@ class GemmConfig:
 
 def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     """[m, k] @ [k, n]. 128 x 128 x 64 with 3 stages takes 96 KiB of shared memory; with 128 registers a thread two
-    programs share an SM of sm_90, one's epilogue behind the other's matmuls. Few tiles are made smaller, so that they
-    fill the GPU. Column tiles run first while B stays in the L2 cache anyway."""
+    programs share an SM of sm_90, one's epilogue behind the other's matmuls. It needs 64 bytes of L2 a clock, though,
+    and twice the width 48: where a long k makes the epilogue small beside it, one wide program is faster. Few tiles are
+    made smaller, so that they fill the GPU. Column tiles run first while B stays in the L2 cache anyway."""
     group_m = 1 if n * k * itemsize <= 16 << 20 else 8
     if itemsize > 2:  # float32 by FMA: operands from registers
         return GemmConfig(64, 64, 16, group_m, 8, 3)
@@ -80,7 +81,11 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
         return GemmConfig(64, 64, 64, group_m, 4, 2 if arch.startswith("gfx") else 4)
     if arch.startswith("gfx"):  # 64 KiB of shared memory
         return GemmConfig(128, 128, 64, group_m, 8, 2)
-    return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128 if arch == "sm_90" else None)
+    if arch != "sm_90":
+        return GemmConfig(128, 128, 64, group_m, 8, 3)
+    if k >= 1536 and n % 256 == 0:
+        return GemmConfig(128, 256, 64, group_m, 8, 4)
+    return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128)
 
 
 def use_triton_gemm(n: int, k: int, itemsize: int) -> bool:
@@ -200,21 +205,22 @@ class PatchEmbedConfig:
 
 
 def patch_embed(
-    m: int, n: int, k: int, *, itemsize: int, arch: str, multiprocessors: int, split: bool = False
+    m: int, n: int, k: int, *, itemsize: int, loaded: int, arch: str, multiprocessors: int, split: bool = False
 ) -> PatchEmbedConfig:
-    """The implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of the widest operand.
+    """The implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of what is multiplied;
+    loaded: of the widest tensor that it is converted from.
 
-    16-bit operands take tiles that keep two programs on an SM, one of which runs its epilogue under the other's
-    matmuls: 96 KB of shared memory on Hopper, 48 KB elsewhere. Results of too few such tiles for the GPU, and float32,
-    whose matmul is not one of tensor cores, take smaller ones. With `split`, k is cut until every SM has two programs,
-    but not below 256.
+    16-bit operands take tiles that leave room for two programs on an SM, one of which runs its epilogue under the
+    other's matmuls: at most 96 KB of shared memory on Hopper, 64 KB elsewhere. Results of too few such tiles for the
+    GPU, and float32, whose matmul is not one of tensor cores, take smaller ones. With `split`, k is cut until every SM
+    has two programs, but not below 256.
     """
-    large = itemsize == 2 and min(m, n) > 64
-    longest = k // 256 if split else 1
-    if large and -(-m // 128) * -(-n // 128) * max(longest, 1) < multiprocessors:
-        large = False
+    longest = max(k // 256, 1) if split else 1
+    large = itemsize == 2 and min(m, n) > 64 and -(-m // 128) * -(-n // 128) * longest >= multiprocessors
     block, num_warps = (128, 8) if large else (64, 4)
-    deep = itemsize == 2 and arch in ("sm_90", "sm_100", "sm_103")
-    tiles = -(-m // block) * -(-n // block)
-    splits = max(min(2 * multiprocessors // tiles, longest), 1)
-    return PatchEmbedConfig(block, block, 64 if deep else 32, num_warps, 2 if arch.startswith("gfx") else 3, splits)
+    deep = loaded <= 2 and arch in ("sm_90", "sm_100", "sm_103") and (split or k % 64 == 0)
+    stages = 2 if arch.startswith("gfx") else 3 if deep or loaded > 2 else 4
+    splits = max(min(2 * multiprocessors // (-(-m // block) * -(-n // block)), longest), 1)
+    # the conversion of bytes to float32 in the weight's gradient spills with more than 16
+    block_k = 64 if deep else 16 if itemsize == 4 and split else 32
+    return PatchEmbedConfig(block, block, block_k, num_warps, stages, splits)

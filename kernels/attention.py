@@ -120,12 +120,12 @@ def add_values(
 
 @triton.jit
 def _online_step(
-    acc0, acc1, m, l, q0, q1, k_ptr, v_ptr, first_col, stride_kn, stride_vn, N,
+    acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, first_col, stride_kn, stride_vn, N,
     scale2, seed_ptr, rows, head, dropout_p,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m (scaled, base 2), the running sum l [M] and
+    """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m (scaled, base 2), the running sum [M] and
     the accumulators [M, d]. first_col: the first key's index."""
     cols = tl.arange(0, WIDTH)
     limit = N - first_col
@@ -133,7 +133,7 @@ def _online_step(
     m_new = tl.maximum(m, tl.max(s, 1) * scale2)
     p = tl.exp2(s * scale2 - m_new[:, None])
     rescale = tl.exp2(m - m_new)
-    l = l * rescale + tl.sum(p, 1)
+    total = total * rescale + tl.sum(p, 1)
     acc0 *= rescale[:, None]
     if D1 > 0:
         acc1 *= rescale[:, None]
@@ -141,16 +141,16 @@ def _online_step(
         acc0, acc1, p, v_ptr, cols, stride_vn, limit, seed_ptr, rows, first_col, head, dropout_p,
         D0, D1, HEAD_DIM, MASKED, PRECISION
     )  # fmt: skip
-    return acc0, acc1, m_new, l
+    return acc0, acc1, m_new, total
 
 
 @triton.jit
 def finish(
-    acc0, acc1, m, l, o_ptr, lse_ptr, first_row, rows, N, H, head, has_dropout: tl.constexpr, dropout_p,
+    acc0, acc1, m, total, o_ptr, lse_ptr, first_row, rows, N, H, head, has_dropout: tl.constexpr, dropout_p,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """o = acc / l into [B, N, H, d], and LSE into [B, H, N]."""
-    scale = 1.0 / l
+    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]."""
+    scale = 1.0 / total
     if has_dropout:
         scale = scale / (1.0 - dropout_p)
     batch_row = (head // H).to(tl.int64) * N + first_row
@@ -160,7 +160,7 @@ def finish(
     store_tile(o_ptr, acc0 * scale[:, None], rows, stride, limit, 0, D0, HEAD_DIM)
     if D1 > 0:
         store_tile(o_ptr, acc1 * scale[:, None], rows, stride, limit, D0, D1, HEAD_DIM)
-    tl.store(lse_ptr + head.to(tl.int64) * N + first_row + rows, (m + tl.log2(l)) * LN2, mask=rows < limit)
+    tl.store(lse_ptr + head.to(tl.int64) * N + first_row + rows, (m + tl.log2(total)) * LN2, mask=rows < limit)
 
 
 @triton.jit(do_not_specialize=["N", "H"])
@@ -213,29 +213,29 @@ def attention_fwd_kernel(
     acc0 = tl.zeros([BLOCK_M, D0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     scale2 = scale * LOG2E
     for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N):
-        acc0, acc1, m, l = _online_step(
-            acc0, acc1, m, l, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
+        acc0, acc1, m, total = _online_step(
+            acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
             scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, PRECISION
         )  # fmt: skip
-        k_ptr += BLOCK_N * stride_kn.to(tl.int64)
-        v_ptr += BLOCK_N * stride_vn.to(tl.int64)
+        k_ptr += BLOCK_N * stride_kn
+        v_ptr += BLOCK_N * stride_vn
     full = N // BLOCK_N * BLOCK_N
     if TAIL_0 > 0:
-        acc0, acc1, m, l = _online_step(
-            acc0, acc1, m, l, q0, q1, k_ptr, v_ptr, full, stride_kn, stride_vn, N,
+        acc0, acc1, m, total = _online_step(
+            acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, full, stride_kn, stride_vn, N,
             scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_0, D0, D1, HEAD_DIM, TAIL_1 == 0, PRECISION
         )  # fmt: skip
     if TAIL_1 > 0:
-        k_ptr += TAIL_0 * stride_kn.to(tl.int64)
-        v_ptr += TAIL_0 * stride_vn.to(tl.int64)
-        acc0, acc1, m, l = _online_step(
-            acc0, acc1, m, l, q0, q1, k_ptr, v_ptr, full + TAIL_0, stride_kn, stride_vn, N,
+        k_ptr += TAIL_0 * stride_kn
+        v_ptr += TAIL_0 * stride_vn
+        acc0, acc1, m, total = _online_step(
+            acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, full + TAIL_0, stride_kn, stride_vn, N,
             scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, PRECISION
         )  # fmt: skip
     finish(
-        acc0, acc1, m, l, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
+        acc0, acc1, m, total, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
         D0, D1, HEAD_DIM
     )  # fmt: skip

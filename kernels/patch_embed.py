@@ -43,7 +43,7 @@ def _origin(
     b, t, exists, grid_w, reciprocal, stride_b, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr
 ):
     """Offset of the first pixel of patch t of image b, in int64; 0 for no patch. Strides come in UNITs of elements: a
-    power of two that divides all of them, so that the compiler knows the alignment of rows it would not specialise on."""
+    power of two that divides all of them, so that the compiler knows alignments that it would not specialise on."""
     ty, tx = _divide(t, grid_w, reciprocal)
     origin = (b.to(tl.int64) * stride_b + ty.to(tl.int64) * (PH * stride_h)) * UNIT + tx * PW
     return tl.where(exists, origin, 0)
@@ -85,33 +85,21 @@ def _load_pixels(
 
 
 @triton.jit
-def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, col, M, P, D):
-    """Bias and position for patches, the given value for prefix tokens, and the store."""
-    in_m = (row < M)[:, None]
+def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col, M, P, D):
+    """Patches: bias and position added. Prefix tokens: copied."""
     in_d = (col < D)[None, :]
-    is_patch = (t >= 0)[:, None]
-    extra = tl.zeros_like(acc)
+    out = out_ptr + row[:, None].to(tl.int64) * D + col[None, :]
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
-        extra += tl.where(is_patch, bias, 0.0)
+        acc += tl.load(bias_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
     if pos_ptr is not None:
-        source = pos_ptr + t[:, None].to(tl.int64) * D
-        wanted = in_m & is_patch
+        at = t[:, None].to(tl.int64) * D + col[None, :]
+        acc += tl.load(pos_ptr + at, mask=exists[:, None] & in_d, other=0.0).to(tl.float32)
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None] & in_d)
     if prefix_ptr is not None:
-        acc = tl.where(is_patch, acc, 0.0)
-        prefix = prefix_ptr + (t + P)[:, None].to(tl.int64) * D
-        if pos_ptr is not None:
-            # one load for both: two would hold twice the registers
-            source = tl.where(is_patch, source, prefix)
-            wanted = in_m
-        else:
-            source = prefix
-            wanted = in_m & (t < 0)[:, None]
-    if pos_ptr is not None or prefix_ptr is not None:
-        extra += tl.load(source + col[None, :], mask=wanted & in_d, other=0.0).to(tl.float32)
-    acc += extra
-    at = row[:, None].to(tl.int64) * D + col[None, :]
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=in_m & in_d)
+        at = (t + P)[:, None].to(tl.int64) * D + col[None, :]
+        wanted = ((row < M) & (t < 0))[:, None] & in_d
+        prefix = tl.load(prefix_ptr + at, mask=wanted, other=0.0)
+        tl.store(out, prefix.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
@@ -121,7 +109,7 @@ def patch_embed_fwd_kernel(
     weight_ptr,  # [D, K] T, K = C * PH * PW
     bias_ptr,  # [D] or None
     pos_ptr,  # [N - P, D] or None
-    prefix_ptr,  # [P, D] or None, pos's dtype
+    prefix_ptr,  # [P, D] or None
     normalize_ptr,  # [2, C] f32: scale and shift of a channel, or None
     # output
     out_ptr,  # [B, N, D]
@@ -168,15 +156,15 @@ def patch_embed_fwd_kernel(
     # other's matmuls
     left, right = acc.reshape(BLOCK_M, 2, BLOCK_D // 2).permute(0, 2, 1).split()
     col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D // 2)
-    _store_tokens(left, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, col, M, P, D)
-    _store_tokens(right, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, col + BLOCK_D // 2, M, P, D)
+    _store_tokens(left, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col, M, P, D)
+    _store_tokens(right, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col + BLOCK_D // 2, M, P, D)
 
 
 @triton.jit
 def patch_embed_bwd_weight_kernel(
     # inputs
-    dout_ptr,  # [M, D], M = B * N
-    image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous
+    dout_ptr,  # [M, D] T, M = B * N
+    image_ptr,  # [B, C, H, W] T or uint8, pixels of a row contiguous
     normalize_ptr,  # [2, C] f32 or None
     # output
     partial_ptr,  # [splits, D, K] f32, or T for one split
@@ -195,7 +183,6 @@ def patch_embed_bwd_weight_kernel(
     PH: tl.constexpr,
     PW: tl.constexpr,
     UNIT: tl.constexpr,
-    T: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -219,10 +206,10 @@ def patch_embed_bwd_weight_kernel(
         row = start + tl.arange(0, BLOCK_M)
         b, t, exists = _token(row, M, N, P, reciprocal_n)
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
-        dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0).to(T)
+        dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
         origin = _origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
         x = _load_pixels(
-            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, T
+            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, dout.dtype
         )  # fmt: skip
         acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
 
@@ -271,7 +258,7 @@ def patch_embed_bwd_image_kernel(
         dout = tl.load(dout_row + col[None, :], mask=exists[:, None] & (col < D)[None, :], other=0.0)
         at = col[:, None].to(tl.int64) * K
         w = tl.load(weight + at, mask=(col < D)[:, None] & (k < K)[None, :], other=0.0)  # [BLOCK_D, BLOCK_K]
-        acc = tl.dot(dout.to(w.dtype), w, acc, input_precision=PRECISION)
+        acc = tl.dot(dout, w, acc, input_precision=PRECISION)
 
     origin = _origin(b, t, exists, grid_w, _reciprocal(grid_w), stride_b, stride_h, PH, PW, UNIT)
     at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]

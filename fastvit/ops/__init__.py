@@ -10,6 +10,8 @@ from fastvit.ops.patch_embed import patch_embed
 
 __all__ = [
     "add_layer_norm",
+    "attention",
+    "attention_qkvpacked",
     "dropout",
     "layer_norm",
     "layer_norm_linear",

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
+_gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]  # what F.gelu is made of; F has no form in place
+
+
+def _silu_(x: Tensor) -> Tensor:
+    return F.silu(x, inplace=True)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -30,15 +35,15 @@ def _relu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 # name -> (act(x), act in place, act'(x) * dy)
 _ATEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "gelu": (F.gelu, torch._C._nn.gelu_, aten.gelu_backward.default),
+    "gelu": (F.gelu, _gelu_, aten.gelu_backward.default),
     "gelu_tanh": (
         lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: torch._C._nn.gelu_(x, approximate="tanh"),
+        lambda x: _gelu_(x, approximate="tanh"),
         lambda dy, x: aten.gelu_backward(dy, x, approximate="tanh"),
     ),
     "quick_gelu": (_quick_gelu, _quick_gelu_, _quick_gelu_backward),
     "relu": (torch.relu, torch.relu_, _relu_backward),
-    "silu": (F.silu, torch._C._nn.silu_, aten.silu_backward.default),
+    "silu": (F.silu, _silu_, aten.silu_backward.default),
 }
 
 ACTIVATIONS = tuple(_ATEN)

@@ -164,7 +164,7 @@ class FusedFunction(torch.autograd.Function):
         op here needs, since all arguments are given."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 
 class _Once(torch.autograd.Function):

@@ -45,16 +45,13 @@ def _fwd_aten(
     y = F.linear(x, weight, bias)  # fresh, so the epilogue works in place
     if activation != "none":
         activate_(y, activation)
-    dtype = out_dtype(x, layer_scale, residual)
-    if y.dtype is not dtype:
-        y = y.to(dtype)
     if row_scale is not None:
         y.view(row_scale.shape[0], rows, y.shape[1]).mul_(row_scale[:, None, None])
     if layer_scale is not None:
-        if residual is not None:
-            return torch.addcmul(residual.to(dtype), y, layer_scale.to(dtype), out=y)
-        y.mul_(layer_scale)
-    return y if residual is None else y.add_(residual)
+        y = y.mul_(layer_scale) if layer_scale.dtype is y.dtype else y * layer_scale
+    if residual is None:
+        return y
+    return y.add_(residual) if residual.dtype is y.dtype else residual + y
 
 
 def _act_fwd_aten(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
@@ -110,8 +107,9 @@ def _launch_fwd(
     rows: int = 1,
 ) -> None:
     """Writes out and pre."""
-    M, K = x.shape
-    N = weight.shape[0]
+    (M, K), N = x.shape, weight.shape[0]
+    weight = _unit_columns(weight)
+    bias, layer_scale, row_scale = (None if t is None else t.contiguous() for t in (bias, layer_scale, row_scale))
     if M:
         args = (
             x, weight, bias, layer_scale, row_scale, residual, out, pre, M, N, K, rows,
@@ -131,7 +129,6 @@ def _fwd_triton(
     rows: int,
 ) -> Tensor:
     plain = activation == "none" and layer_scale is None and row_scale is None and residual is None
-    weight = _unit_columns(weight)
     if not _uses_kernel(x, weight.shape[0], has_epilogue=not plain):
         return _fwd_aten(x, weight, bias, activation, layer_scale, row_scale, residual, rows)
     out = _fwd_fake(x, weight, bias, activation, layer_scale, row_scale, residual, rows)
@@ -140,7 +137,6 @@ def _fwd_triton(
 
 
 def _act_fwd_triton(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    weight = _unit_columns(weight)
     if not _uses_kernel(x, weight.shape[0]):
         return _act_fwd_aten(x, weight, bias, activation)
     h, pre = _act_fwd_fake(x, weight, bias, activation)
@@ -150,7 +146,6 @@ def _act_fwd_triton(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
 
 def _dact_triton(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     (M, K), N = dy.shape, pre.shape[1]
-    weight = _unit_columns(weight)
     if not _uses_kernel(dy, N):
         h = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
         dpre, dbias = _launch_act_bwd(dy @ weight, pre, activation, h)
@@ -158,11 +153,13 @@ def _dact_triton(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tu
     dpre, h, dbias = _dact_fake(dy, weight, pre, activation)
     if M == 0:
         return dpre, h, dbias.zero_()
+    weight = _unit_columns(weight)
     block_m = _configs.gemm(M, N, K, dy.element_size(), _library.arch(dy)).block_m
     partial = torch.empty(1, triton.cdiv(M, block_m), N, dtype=torch.float32, device=dy.device)
     args = (dy, weight, pre, dpre, h, partial, M, N, K, dy.stride(0), weight.stride(0), pre.stride(0))
     _launch_gemm(linear_dact_kernel, dy, N, activation, args)
-    return dpre, h, *column_sums(partial, dbias)
+    (dbias,) = column_sums(partial, dbias)
+    return dpre, h, dbias
 
 
 def _act_bwd_triton(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -184,7 +181,8 @@ def _launch_act_bwd(dy: Tensor, pre: Tensor, activation: str, h: Tensor | None) 
         dy, pre, dpre, h, partial, M, N, dy.stride(0), pre.stride(0),
         ACTIVATION=activation, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, STEPS=cfg.steps, num_warps=cfg.num_warps,
     )  # fmt: skip
-    return dpre, *column_sums(partial, dbias)
+    (dbias,) = column_sums(partial, dbias)
+    return dpre, dbias
 
 
 def _unit_columns(weight: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from fastvit.ops._library import Unsupported, register
 
 if _library.HAVE_TRITON:
     import triton
-    import triton.language as tl
 
     from fastvit.kernels import _configs
     from fastvit.kernels.patch_embed import (
@@ -24,8 +23,6 @@ if _library.HAVE_TRITON:
         patch_embed_bwd_weight_kernel,
         patch_embed_fwd_kernel,
     )
-
-    _TRITON_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def _grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
@@ -125,12 +122,15 @@ def _precision(weight: Tensor) -> str:
     return "tf32" if tf32 else "ieee"
 
 
-def _config(m: int, n: int, k: int, x: Tensor, *others: Tensor, split: bool = False) -> _configs.PatchEmbedConfig:
-    itemsize = max(t.dtype.itemsize for t in (x, *others))
-    multiprocessors = _library.multiprocessors(x.device.index)
+def _config(
+    m: int, n: int, k: int, weight: Tensor, image: Tensor | None = None, split: bool = False
+) -> _configs.PatchEmbedConfig:
+    itemsize = weight.dtype.itemsize
     return _configs.patch_embed(
-        m, n, k, itemsize=itemsize, arch=_library.arch(x), multiprocessors=multiprocessors, split=split
-    )
+        m, n, k,
+        itemsize=itemsize, loaded=itemsize if image is None else max(itemsize, image.dtype.itemsize),
+        arch=_library.arch(weight), multiprocessors=_library.multiprocessors(weight.device.index), split=split,
+    )  # fmt: skip
 
 
 def _rows_contiguous(image: Tensor) -> Tensor:
@@ -142,8 +142,10 @@ def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], di
     """grid_w and the strides in UNITs, and the constants that describe the patch."""
     # the stride of a dimension of one element is arbitrary and would only spoil the alignment
     strides = [s if size > 1 else 0 for s, size in zip(image.stride()[:3], image.shape[:3], strict=True)]
-    unit = math.gcd(16, *strides)
     _, C, ph, pw = weight.shape
+    if (C - 1) * strides[1] + (ph - 1) * strides[2] + pw >= 1 << 31:
+        raise Unsupported("a patch that spans 2**31 or more elements of the image runs on ATen only")
+    unit = math.gcd(16, *strides)
     constants = {"C": C, "PH": ph, "PW": pw, "UNIT": unit}
     return (image.shape[3] // pw, *(s // unit for s in strides)), constants
 
@@ -160,15 +162,16 @@ def _fwd_triton(
     out = _fwd_fake(image, weight, bias, pos_embed, prefix, normalize)
     if out.numel() == 0:
         return out
+    B, N, D = out.shape
+    P = 0 if prefix is None else prefix.shape[0]
+    prefix = prefix if P else None
     if pos_embed is not None and prefix is not None:
         dtype = torch.promote_types(pos_embed.dtype, prefix.dtype)
         pos_embed, prefix = pos_embed.to(dtype), prefix.to(dtype)
     pos_embed, prefix = (None if t is None else t.contiguous() for t in (pos_embed, prefix))
     image, weight = _rows_contiguous(image), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    B, N, D = out.shape
-    P = 0 if prefix is None else prefix.shape[0]
-    cfg = _config(B * N, D, weight[0].numel(), image, weight)
+    cfg = _config(B * N, D, weight[0].numel(), weight, image)
     (grid_w, *strides), constants = _image_arguments(image, weight)
     patch_embed_fwd_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(D, cfg.block_n),)](
         image, weight, bias, pos_embed, prefix, normalize, out,
@@ -189,8 +192,11 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
     K = weight[0].numel()
     if B == 0:
         return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    rows, image = as_rows(dout), _rows_contiguous(image)
-    cfg = _config(D, K, B * N, image, weight, split=True)
+    # under autocast: cast once, not in every tile that a matmul reads through shared memory
+    if image.dtype is not torch.uint8:
+        image = image.to(weight.dtype)
+    rows, image = as_rows(dout.to(weight.dtype)), _rows_contiguous(image)
+    cfg = _config(D, K, B * N, weight, split=True)
     rows_per_split = triton.cdiv(triton.cdiv(B * N, cfg.splits), cfg.block_k) * cfg.block_k
     splits = triton.cdiv(B * N, rows_per_split)
     partial = torch.empty(
@@ -200,7 +206,7 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
     patch_embed_bwd_weight_kernel[(splits * triton.cdiv(D, cfg.block_m) * triton.cdiv(K, cfg.block_n),)](
         rows, image, normalize, partial,
         B * N, N, N - math.prod(_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split, rows.stride(0), *strides,
-        **constants, T=_TRITON_DTYPE[weight.dtype], PRECISION=_precision(weight),
+        **constants, PRECISION=_precision(weight),
         BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
@@ -212,10 +218,10 @@ def _bwd_image_triton(dout: Tensor, weight: Tensor, height: int, width: int, dty
     dimage = _bwd_image_fake(dout, weight, height, width, dtype)
     if dimage.numel() == 0:
         return dimage
-    rows, weight = as_rows(dout), weight.contiguous()
+    rows, weight = as_rows(dout.to(weight.dtype)), weight.contiguous()
     B, N, D = dout.shape
     K = weight[0].numel()
-    cfg = _config(B * N, K, D, dout, weight)
+    cfg = _config(B * N, K, D, weight)
     (grid_w, *strides), constants = _image_arguments(dimage, weight)
     patch_embed_bwd_image_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(K, cfg.block_n),)](
         rows, weight, dimage,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastvit.ops._attention import attention_bwd, attention_fwd, attention_qkvpacked_bwd, attention_qkvpacked_fwd

@@ -194,6 +194,7 @@ def linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and activations that do not fit.
     """
+    check_float("x", x)
     cast = autocast_dtype(x)
     check_linear(x, weight, bias, dtype=cast is None)
     rows = check_branch(x, weight.shape[0], layer_scale, row_scale, residual, dtype=cast is None)

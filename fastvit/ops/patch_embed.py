@@ -126,7 +126,7 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
     mean, std = tuple(map(float, mean)), tuple(map(float, std))
     if not all(0 < s < math.inf for s in std):
         raise ValueError(f"std must be positive and finite, got {std}")
-    if not all(map(math.isfinite, mean)):
+    if not all(-math.inf < m < math.inf for m in mean):
         raise ValueError(f"mean must be finite, got {mean}")
     values = [[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]]
     if torch.compiler.is_compiling():

@@ -1,0 +1,1 @@
+"""Benchmarks, ahead-of-time compilation and the kernel report; not part of the installed package."""

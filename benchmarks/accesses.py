@@ -1,0 +1,99 @@
+"""Widths of a kernel's global loads and stores by source line, from PTX or AMD assembly with `.loc` comments."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Access:
+    """`count` loads or stores of `width` bytes a thread at one place in the source."""
+
+    kind: str  # "load" or "store"
+    width: int
+    count: int
+    location: str  # "layer_norm.py:31:11 < layer_norm.py:79:8": line and column, then those of the callers
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.kind}{'s' * (self.count > 1)} of {self.width} bytes at {self.location}"
+
+
+def narrow(accesses: Iterable[Access], tiles: Mapping[str, int], threads: int, granule: int = 16) -> list[Access]:
+    """Accesses of less than `granule` bytes at places whose tile has 16 bytes or more for every thread: a tile moved
+    element by element. Vectors such as a bias or the statistics of rows are too short for that and not meant.
+    tiles: from `tile_bytes`."""
+    return [a for a in accesses if a.width < granule and tiles.get(a.location, 16 * threads) >= 16 * threads]
+
+
+_TILE = re.compile(r"\btt\.(?:load|store) .*: (?:tensor<([\dx]+)x)?!tt\.ptr<\w*?(\d+)[^>]*>+ loc\((#loc\d*)\)")
+_PLAIN = re.compile(r"^(#loc\d*) = loc\(\"(\S+)\":(\d+):(\d+)\)")
+_NAMED = re.compile(r"^(#loc\d*) = loc\(\"[^\"]*\"\((#loc\d*)\)\)")
+_CALLED = re.compile(r"^(#loc\d*) = loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
+
+
+def tile_bytes(ttir: str) -> dict[str, int]:
+    """Bytes of the largest tile that is loaded or stored at each place, from Triton's own IR."""
+    places: dict[str, list[str]] = {}
+    pending = []
+    for line in ttir.splitlines():
+        if found := _PLAIN.match(line):
+            name, path, row, column = found.groups()
+            places[name] = [f"{path.rsplit('/', 1)[-1]}:{row}:{column}"]
+        elif found := _NAMED.match(line) or _CALLED.match(line):
+            pending.append((found.group(1), found.groups()[1:]))
+    while ready := [(name, parts) for name, parts in pending if all(part in places for part in parts)]:
+        for name, parts in ready:
+            places[name] = [step for part in parts for step in places[part]]
+        pending = [item for item in pending if item[0] not in places]
+    tiles: Counter[str] = Counter()
+    for shape, bits, place in _TILE.findall(ttir):
+        size = math.prod(map(int, (shape or "1").split("x"))) * int(bits) // 8
+        tiles |= Counter({" < ".join(dict.fromkeys(places.get(place, ["?"]))): size})
+    return dict(tiles)
+
+
+_LOCATION = re.compile(r"^\s*\.loc\s.*(?://|;)\s*(\S+:\d+:\d+)(.*)$")
+_CALL = re.compile(r"\S+:\d+:\d+")
+_PTX = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[bsuf](\d+)\b")
+_PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global.*\],\s*\[.*?\],\s*(0x[0-9a-f]+|\d+)")
+_AMD = re.compile(r"^\s+(?:global|buffer)_(load|store)_(?:lds_)?(dword(?:x(\d))?|[us]?(?:short|byte)|[biu](\d+))")
+
+
+def global_accesses(text: str) -> list[Access]:
+    """In order of source lines. A place counts as often as in the basic block that has it most often, so that a
+    prologue and its loop do not add up. TMA copies whole tiles and is not counted."""
+    counts: Counter[tuple[str, int, str]] = Counter()
+    block: Counter[tuple[str, int, str]] = Counter()
+    place = "?"
+    for line in text.splitlines():
+        if found := _LOCATION.match(line):
+            place = " < ".join(dict.fromkeys([found.group(1), *_CALL.findall(found.group(2))]))
+        elif line.startswith(("$L__BB", ".LBB")):
+            counts |= block
+            block.clear()
+        elif access := _access(line):
+            block[(*access, place)] += 1
+    counts |= block
+    return sorted(
+        (Access(kind, width, n, where) for (kind, width, where), n in counts.items()),
+        key=lambda a: (a.location, a.kind, a.width),
+    )
+
+
+def _access(line: str) -> tuple[str, int] | None:
+    """("load" or "store", bytes a thread) of a global access, None for any other line."""
+    if found := _PTX.search(line):
+        kind = "load" if found.group(1) == "ld" else "store"
+        return kind, int(found.group(2) or 1) * int(found.group(3)) // 8
+    if found := _PTX_COPY.search(line):
+        return "load", int(found.group(1), 0)
+    if found := _AMD.match(line):
+        kind, unit, dwords, bits = found.groups()
+        if bits:
+            return kind, int(bits) // 8
+        return kind, 4 * int(dwords or 1) if unit.startswith("dword") else 2 if "short" in unit else 1
+    return None

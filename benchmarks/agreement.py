@@ -1,0 +1,76 @@
+"""Numerical agreement, asserted before anything is timed: against float64, and against eager in the same dtype.
+
+    err(provider) <= factor * err(eager) + ulp          factor 2 for outputs, 3 for gradients; maximum and RMS
+
+which is `error_ratio <= factor` for the ratio below. 1.0 reads "as accurate as eager".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case, Draw
+
+FACTOR = {"inference": 2.0, "training": 3.0}
+
+
+def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> float:
+    """err(got) / (err(eager) + ulp / factor), the worse of maximum and RMS; infinite where got is not finite.
+
+    got, eager: one shape and dtype; exact: float64. `ulp` is the spacing of got's dtype at the exact values.
+    """
+    if got.shape != exact.shape or got.dtype != eager.dtype:
+        raise ValueError(f"got {tuple(got.shape)} {got.dtype}, exact {tuple(exact.shape)}, eager {eager.dtype}")
+    if not got.isfinite().all():
+        return float("inf")
+    target = exact.to(got.dtype)
+    ulp = (torch.nextafter(target, torch.full_like(target, torch.inf)) - target).double()
+    worst = 0.0
+    for norm in (_max, _rms):
+        worst = max(worst, norm(got.double() - exact) / (norm(eager.double() - exact) + norm(ulp) / factor))
+    return worst
+
+
+def _max(t: Tensor) -> float:
+    return float(t.abs().max())
+
+
+def _rms(t: Tensor) -> float:
+    return float(t.square().mean().sqrt())
+
+
+def results(case: Case, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
+    """The outputs, or for training the gradients; dropout off, since providers draw different masks."""
+    runner = case.runner(provider, draw, check=True).train(False)
+    if mode == "inference":
+        return runner.infer()
+    outputs = runner.outputs()
+    return torch.autograd.grad(outputs, runner.leaves, cotangents(outputs, draw))
+
+
+def cotangents(outputs: Sequence[Tensor], draw: Draw) -> tuple[Tensor, ...]:
+    """Random gradients of the outputs."""
+    return tuple(draw.normal(*out.shape).detach() for out in outputs)
+
+
+def agreement(
+    case: Case, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    """Each provider's error ratio, over all outputs or all gradients. AssertionError if fused breaks the rule."""
+    exact = results(case, "eager", mode, Draw(dtype, device, torch.float64))
+    eager = results(case, "eager", mode, Draw(dtype, device))
+    factor = FACTOR[mode]
+    ratios = {}
+    for provider in providers:
+        got = eager if provider == "eager" else results(case, provider, mode, Draw(dtype, device))
+        pairs = zip(got, eager, exact, strict=True)
+        ratios[provider] = max(error_ratio(*triple, factor) for triple in pairs)
+    fused = ratios.get("fused", 0.0)
+    assert fused <= factor, (
+        f"{case}, {mode}: fused is not timed, its error ratio {fused:.2f} is over {factor}: "
+        "error / (error of eager + ulp), against float64"
+    )
+    return ratios

@@ -1,0 +1,259 @@
+"""Compiles one kernel for a real GPU on a machine without one, and reads off what it costs there.
+
+    from benchmarks.aot import compile_kernel
+    from fastvit.kernels.column_sum import column_sum_kernel
+
+    c = compile_kernel(
+        column_sum_kernel,
+        {"partial_ptr": "*fp32", "out_ptr": "*bf16", "P": "i32", "D": "i32"},
+        {"BLOCK_P": 32, "BLOCK_D": 32},
+        target="sm_90", num_warps=4, aligned=("partial_ptr", "out_ptr", "D"),
+    )
+    print(c.summary())
+    c.registers, c.spill_bytes, c.shared
+    c.hot_loop.pipes, c.hot_loop.slots, c.hot_loop.slots_per(32 * 32 / 128)
+    c.accesses                   # every kind of global load and store with its width and source line
+    print(c.assembly)            # SASS, or AMD assembly
+
+Needs triton and a process without TRITON_INTERPRET=1. Scalars equal to 1 are passed as constants by a launch:
+give them in `constexprs`, like absent pointers (None).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from benchmarks import sass
+from benchmarks.accesses import Access, global_accesses, narrow, tile_bytes
+
+if os.environ.get("TRITON_INTERPRET", "0") == "1":
+    raise RuntimeError("benchmarks.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as far as occupancy and limits go. Memory in bytes."""
+
+    gpu: GPUTarget
+    shared_per_program: int
+    shared_per_sm: int
+    sms: int
+    registers_per_sm: int = 65536
+    threads_per_sm: int = 2048
+
+    @property
+    def nvidia(self) -> bool:
+        return self.gpu.backend == "cuda"
+
+
+Specialisation = dict[tuple[int, ...], Any]  # by argument index, as Triton keys it
+
+_KB = 1024
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * _KB, 164 * _KB, 108),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * _KB, 228 * _KB, 132),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * _KB, 228 * _KB, 148),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * _KB, 100 * _KB, 170, threads_per_sm=1536),
+    # registers: 4 SIMDs of 512 x 64 lanes, architectural and accumulation registers together
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * _KB, 64 * _KB, 304, registers_per_sm=4 * 512 * 64),
+}
+
+
+@dataclass
+class Compiled:
+    name: str
+    target: str
+    num_warps: int
+    shared: int  # bytes of one program, static and dynamic
+    registers: int  # per thread
+    spill_bytes: int  # of local memory per thread
+    tensor_dots: int  # matmuls in the source whose operands tensor cores take: 16-bit, or float32 as tf32
+    tiles: dict[str, int] = field(repr=False)  # bytes of the tiles that the source loads and stores, by place
+    assembly: str = field(repr=False)
+    virtual: str = field(repr=False)  # PTX, or the same AMD assembly: it has the source line of every access
+    granule: int = 16  # bytes that lie together and aligned in the tensors; less than 16 for some patch sizes
+
+    @cached_property
+    def listing(self) -> sass.Listing:
+        return sass.parse(self.assembly)
+
+    @property
+    def whole(self) -> sass.Region:
+        return self.listing.whole
+
+    @property
+    def hot_loop(self) -> sass.Region:
+        return self.listing.hot_loop
+
+    @property
+    def tensor_instructions(self) -> dict[str, int]:
+        """Tensor-core mnemonics of the whole kernel with their counts."""
+        return dict(Counter(i.opcode for i in self.whole.instructions if i.pipe == "tensor"))
+
+    @cached_property
+    def accesses(self) -> list[Access]:
+        """Every kind of global load and store with its width and source line; TMA's tile copies are not in it."""
+        return global_accesses(self.virtual)
+
+    @property
+    def narrow_accesses(self) -> list[Access]:
+        """Tiles that threads read or write element by element though they could move 16 bytes at once."""
+        threads = self.num_warps * TARGETS[self.target].gpu.warp_size
+        return narrow(self.accesses, self.tiles, threads, self.granule)
+
+    @property
+    def programs_per_sm(self) -> int:
+        """Resident programs that registers, shared memory and threads allow."""
+        t = TARGETS[self.target]
+        lanes = t.gpu.warp_size
+        per_warp = -(-max(self.registers, 16) // 8) * 8 * lanes
+        limits = [
+            t.registers_per_sm // 4 // per_warp * 4 // self.num_warps,
+            t.threads_per_sm // (self.num_warps * lanes),
+            t.shared_per_sm // (self.shared + 1024 if t.nvidia else self.shared) if self.shared else 32,
+            32,
+        ]
+        return min(limits)
+
+    @property
+    def problems(self) -> list[str]:
+        """What makes this binary unfit to ship."""
+        limit = TARGETS[self.target].shared_per_program
+        found = []
+        if self.spill_bytes:
+            found.append(f"{self.spill_bytes} bytes of spills per thread")
+        if self.shared > limit:
+            found.append(f"{self.shared} bytes of shared memory, limit {limit}")
+        if self.tensor_dots and not self.tensor_instructions:
+            found.append("a matmul without tensor-core instructions")
+        if self.target == "sm_90" and self.tensor_dots and self.whole.count("HMMA"):
+            found.append("HMMA instead of wgmma")
+        found.extend(str(access) for access in self.narrow_accesses)
+        return found
+
+    def summary(self) -> str:
+        loop = self.hot_loop
+        mix = " ".join(f"{pipe} {n}" for pipe, n in loop.pipes.items() if n)
+        lines = [
+            f"{self.name} on {self.target}: {self.registers} registers, {self.spill_bytes} bytes spilled, "
+            f"{self.shared} bytes shared, {self.num_warps} warps, {self.programs_per_sm} programs an SM",
+            f"  {self.whole.slots} slots in all; hot {'loop' if self.listing.loops else 'path'} {loop.slots}: {mix}",
+            f"  tensor: {self.tensor_instructions or 'none'}",
+        ]
+        lines += [f"  {access}" for access in self.accesses]
+        return "\n".join(lines)
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    *,
+    target: str = "sm_90",
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aligned: Collection[str] | None = None,
+    **options: Any,
+) -> Compiled:
+    """Compiles `kernel` (a `triton.jit` function) ahead of time.
+
+    signature: type of each runtime argument: "*bf16", "i32", "i64", "fp32", ...
+    constexprs: value of every other argument.
+    aligned: runtime arguments divisible by 16; by default every pointer and integer, which is the best case.
+    options: further compiler options, such as maxnreg.
+    """
+    if aligned is None:
+        aligned = [name for name, kind in signature.items() if kind.startswith(("*", "i"))]
+    missing = [n for n in kernel.arg_names if n not in signature and n not in constexprs]
+    unknown = [n for n in (*signature, *constexprs, *aligned) if n not in kernel.arg_names]
+    if missing or unknown:
+        raise ValueError(f"{kernel.__name__}: missing arguments {missing}, unknown arguments {unknown}")
+    kinds = {n: "constexpr" if n in constexprs else signature[n] for n in kernel.arg_names}
+    attrs: Specialisation = {
+        (kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned if kinds[n] != "constexpr"
+    }
+    constants: Specialisation = {(kernel.arg_names.index(n),): value for n, value in constexprs.items()}
+    return compile_source(
+        kernel, kinds, constants, attrs, target, {"num_warps": num_warps, "num_stages": num_stages, **options}
+    )
+
+
+def compile_source(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Specialisation,
+    attrs: Specialisation,
+    target: str,
+    options: Mapping[str, Any],
+    granule: int = 16,
+) -> Compiled:
+    """The same from what Triton's own launcher makes of the arguments (benchmarks/kernel_cases.py records that)."""
+    source = triton.compiler.ASTSource(kernel, dict(signature), dict(constants), dict(attrs))
+    binary = triton.compile(source, target=TARGETS[target].gpu, options=dict(options))
+    facts: dict[str, Any] = {
+        "name": kernel.__name__,
+        "target": target,
+        "granule": granule,
+        "num_warps": binary.metadata.num_warps,
+        "tiles": tile_bytes(binary.asm["ttir"]),
+        "tensor_dots": len(_TENSOR_DOT.findall(binary.asm["ttir"])),
+    }
+    if TARGETS[target].nvidia:
+        return _read_cubin(binary, facts)
+    return _read_amdgcn(binary, facts)
+
+
+_TENSOR_DOT = re.compile(r"tt\.dot .*(?:inputPrecision = tf32|: tensor<\d+x\d+x(?:bf16|f16)>)")
+
+
+def _read_cubin(binary: Any, facts: dict[str, Any]) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        usage = _run_tool("cuobjdump", "--dump-resource-usage", str(path))
+        assembly = _run_tool("nvdisasm", "-c", str(path))
+    used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(
+        **facts,
+        shared=binary.metadata.shared,
+        registers=used["REG"],
+        spill_bytes=used["STACK"] + used["LOCAL"],
+        assembly=assembly,
+        virtual=binary.asm["ptx"],
+    )
+
+
+def _run_tool(name: str, *arguments: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([str(tool), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _read_amdgcn(binary: Any, facts: dict[str, Any]) -> Compiled:
+    text = binary.asm["amdgcn"]
+
+    def fact(name: str) -> int:
+        found = re.search(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE)
+        if found is None:
+            raise ValueError(f"no .{name} in the assembly of {facts['name']}")
+        return int(found.group(1))
+
+    return Compiled(
+        **facts,
+        shared=binary.metadata.shared,
+        registers=fact("vgpr_count"),
+        spill_bytes=max(fact("private_segment_fixed_size"), 4 * fact("vgpr_spill_count")),
+        assembly=text,
+        virtual=text,
+    )

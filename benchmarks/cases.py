@@ -1,0 +1,128 @@
+"""What a benchmark case is: one op on one shape, buildable for every provider from the same random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+PROVIDERS = ("eager", "sdpa", "compile", "fused")
+MODES = ("inference", "training")
+GRIDS = ("quick", "cpu", "gpu")
+
+
+class Draw:
+    """Deterministic data: the same calls give the same numbers for every provider and precision.
+
+    Numbers are rounded to `dtype`, the precision under test, and then held in `compute`, so that a float64 run is the
+    exact answer for the very inputs that the others get. On the "meta" device nothing is computed.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str, compute: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.compute = compute or dtype
+        self._seeds: Iterator[int] = iter(range(1 << 30))
+
+    def _random(self, shape: tuple[int, ...], std: float, mean: float) -> Tensor:
+        seed = next(self._seeds)
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=self.compute, device="meta")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        x = torch.randn(shape, generator=generator, device=self.device)
+        return (x * std + mean).to(self.dtype).to(self.compute)
+
+    def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+        """A leaf that wants a gradient."""
+        return self._random(shape, std, mean).requires_grad_()
+
+    def constant(self, x: Tensor) -> Tensor:
+        """Given data, such as a photograph, in this draw's precision; without a gradient."""
+        return x.to(self.device).to(self.dtype).to(self.compute)
+
+    def module(self, factory: Callable[[], nn.Module]) -> nn.Module:
+        """A module whose parameters are random, by name, and away from the degenerate values of an initialisation."""
+        with torch.device(self.device):
+            module = factory().to(self.compute)
+        with torch.no_grad():
+            for name, parameter in sorted(module.named_parameters()):
+                mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+                parameter.copy_(self._random(tuple(parameter.shape), 0.02, mean))
+        return module
+
+
+Output = Tensor | tuple[Tensor, ...]
+
+
+@dataclass
+class Runner:
+    """One provider, ready to run: `forward()` computes from tensors that it already holds."""
+
+    forward: Callable[[], Output]
+    inputs: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...] = ()
+    module: nn.Module | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(t for t in (*self.inputs, *self.parameters) if t.requires_grad)
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        out = self.forward()
+        return out if isinstance(out, tuple) else (out,)
+
+    def gradients(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Forward and backward: the leaves' gradients, fresh, added to nothing."""
+        return torch.autograd.grad(self.outputs(), self.leaves, gradients)
+
+    def infer(self) -> tuple[Tensor, ...]:
+        with torch.inference_mode():
+            return self.outputs()
+
+    def train(self, training: bool) -> Runner:
+        if self.module is not None:
+            self.module.train(training)
+        return self
+
+    @staticmethod
+    def of(module: nn.Module, *inputs: Tensor) -> Runner:
+        return Runner(lambda: module(*inputs), inputs, tuple(module.parameters()), module)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`build(provider, draw, **shape)` gives the runner of "eager", "sdpa" or "fused".
+
+    check: sizes that replace those of `shape` where providers are compared with float64, for shapes where eager in
+        float64 would take too long or not fit.
+    max_rounds: where one round is enough, as in a study of memory.
+    """
+
+    op: str
+    shape: dict[str, int]
+    build: Callable[..., Runner]
+    providers: tuple[str, ...] = PROVIDERS
+    name: str = ""
+    check: dict[str, int] = field(default_factory=dict)
+    max_rounds: int = 200
+    note: str = ""  # printed under the table
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{key}{value}" for key, value in self.shape.items())
+        return f"{self.name} {sizes}".strip()
+
+    @property
+    def id(self) -> str:
+        return f"{self.op} {self}".replace(",", "").replace(" ", "-")
+
+    def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
+        shape = {**self.shape, **self.check} if check else self.shape
+        if provider != "compile":
+            return self.build(provider, draw, **shape)
+        # the best plain PyTorch that there is for this op
+        runner = self.build("sdpa" if "sdpa" in self.providers else "eager", draw, **shape)
+        torch.compiler.reset()
+        runner.forward = torch.compile(runner.forward, dynamic=False)
+        return runner

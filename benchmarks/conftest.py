@@ -1,0 +1,112 @@
+"""Options, the `measure` fixture that every benchmark is one call of, and the table at the end.
+
+pytest benchmarks --benchmark-only                      CPU path in minutes, or the full grid on a GPU
+pytest benchmarks --benchmark-only --quick              one tiny case per op, under a minute
+pytest benchmarks --benchmark-only --providers eager,sdpa,compile,fused --dtype bfloat16 --plot out
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks import table
+from benchmarks.cases import MODES, PROVIDERS, Case
+from benchmarks.measure import Session
+from benchmarks.measure import measure as measure_case
+from benchmarks.plot import plot_growth
+from benchmarks.record import Record, environment
+from benchmarks.timing import Clock
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SESSION = pytest.StashKey[Session]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fastvit")
+    group.addoption("--quick", action="store_true", help="one tiny case per op")
+    group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
+    group.addoption(
+        "--providers",
+        type=_providers,
+        help=f"of {','.join(PROVIDERS)}; default all, without compile on a CPU",
+    )
+    group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
+    group.addoption("--bench-minutes", type=float, help="after this a case gets only its fewest rounds")
+    group.addoption("--plot", metavar="DIR", type=Path, help="writes the memory study's plot there")
+
+
+def _providers(text: str) -> tuple[str, ...]:
+    unknown = set(text.split(",")) - set(PROVIDERS)
+    if unknown:
+        raise pytest.UsageError(f"--providers: unknown {sorted(unknown)}, allowed are {PROVIDERS}")
+    return tuple(name for name in PROVIDERS if name in text.split(","))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise pytest.UsageError("TRITON_INTERPRET=1: Triton's interpreter is for tests; its time means nothing")
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    quick = config.option.quick
+    dtype = DTYPES[config.option.dtype or ("bfloat16" if gpu else "float32")]
+    minutes = config.option.bench_minutes or (120.0 if gpu else 4.0)
+    config.stash[SESSION] = Session(
+        device=device,
+        dtype=dtype,
+        grid="quick" if quick else "gpu" if gpu else "cpu",
+        providers=config.option.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fused")),
+        case_seconds=config.option.bench_seconds or (0.2 if quick else 1.5),
+        deadline=time.perf_counter() + minutes * 60,
+        clock=Clock(device),
+    )
+    if config.option.benchmark_columns is None:
+        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each bench module's `cases(grid)` gives its cases; each runs forward only, and forward + backward."""
+    if "case" in metafunc.fixturenames:
+        cases: list[Case] = metafunc.module.cases(metafunc.config.stash[SESSION].grid)
+        metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+    if "mode" in metafunc.fixturenames:
+        metafunc.parametrize("mode", MODES)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].clock))
+
+
+@pytest.fixture
+def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Callable[[Case, str], Record]:
+    return lambda case, mode: measure_case(benchmark, request.config.stash[SESSION], case, mode)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    session = config.stash[SESSION]
+    if not session.records:
+        return
+    write = terminalreporter.write_line
+    terminalreporter.section("fused against PyTorch")
+    for line in table.header(environment(session.device, session.dtype), session.ceilings):
+        write(line)
+    write("")
+    for line in table.render(session.records, session.ceilings):
+        write(line)
+    for line in table.notes(session.records):
+        write(line)
+    study = [r for r in session.records if r.op.startswith("memory")]
+    for line in table.growth_lines(study):
+        write(line)
+    if config.option.plot is not None and study:
+        write(f"plot: {plot_growth(table.growth(study), config.option.plot)}")

@@ -1,0 +1,206 @@
+"""Which kernels, with which launch parameters, the package launches: found by running its ops, so nothing can drift.
+
+The public ops run forward and backward on meta tensors (no memory, no arithmetic) at the shapes of real models. Their
+registered ops are sent to the Triton launchers, and Triton's own binder turns each launch into types, alignments,
+constants and options for the target GPU; then, instead of compiling and launching, the launch is recorded.
+
+    from benchmarks.kernel_cases import record
+    from benchmarks.workloads import workloads
+    for launch in record(workloads("layer_norm"), target="sm_90", dtypes=["bf16"]):
+        print(launch.label, launch.compile().summary())
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.driver import DriverBase
+
+from benchmarks.aot import TARGETS, Compiled, compile_source
+from fastvit.ops import _library
+
+# "tf32" and "amp" are float32 tensors: with matmul precision "high", and under autocast to bfloat16.
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "amp": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as one workload launches it on one target."""
+
+    kernel: Any  # triton.JITFunction
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: str
+    dtype: str
+    workload: str  # of the first workload that launches it so
+    granule: int  # bytes that lie together and aligned in its tensors, at most 16
+    key: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        """By name: compile-time parameters, absent pointers, scalars equal to 1."""
+        return {self.kernel.arg_names[i]: value for (i,), value in self.constants.items()}
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}[{self.workload}, {self.dtype}, {self.target}]"
+
+    def compile(self) -> Compiled:
+        return compile_source(
+            self.kernel, self.signature, self.constants, self.attrs, self.target, self.options, self.granule
+        )
+
+
+class _Recorder(DriverBase):
+    """Stands in for a GPU driver: names the target, so that Triton's launch code runs as it would there."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = target
+        self.dtype = self.workload = ""
+        self.granule = 16
+        self.launches: dict[str, Launch] = {}
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return TARGETS[self.target].gpu
+
+    def get_current_device(self) -> str:
+        return self.target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched here")
+
+    get_active_torch_device = get_benchmarker = map_python_to_cpp_type
+
+    def hook(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton's jit_cache_hook: called where a kernel would be compiled; True means: do not."""
+        options = json.loads(compile["specialization_data"])["options"]
+        options = {name: value for name, value in options.items() if not isinstance(value, list)}
+        full_key = f"{fn.module}:{fn.name}:{key}"
+        if full_key not in self.launches:
+            self.launches[full_key] = Launch(
+                fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options,
+                self.target, self.dtype, self.workload, self.granule, full_key,
+            )  # fmt: skip
+        return True
+
+
+class _ToLaunchers(TorchDispatchMode):
+    """Sends registered ops on meta tensors to the implementation that real tensors get, not to the fake one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fastvit":
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _recording(target: str) -> Iterator[_Recorder]:
+    recorder = _Recorder(target)
+    substitutes = {
+        "wants_triton": lambda x: True,
+        "arch": lambda x: target,
+        "multiprocessors": lambda index: TARGETS[target].sms,
+        "autocast_dtype": lambda x: torch.bfloat16 if recorder.dtype == "amp" else None,  # refuses the meta device
+    }
+    with contextlib.ExitStack() as stack:
+        for name, substitute in substitutes.items():
+            original = getattr(_library, name)
+            for module in [m for n, m in sys.modules.items() if n.startswith("fastvit.ops")]:
+                if getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, substitute))
+        stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.hook))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", recorder))
+        stack.enter_context(_library.use_backend("auto"))
+        stack.enter_context(_ToLaunchers())
+        yield recorder
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One op at one shape, forward and backward."""
+
+    op: str
+    label: str
+    run: Callable[[torch.dtype], None]
+    quick: bool = False
+    contiguous: int = 8  # elements that lie together and aligned: a multiple of 8, or a patch's width
+    itemsize: int | None = None  # of the tensor with that width, if it is not of the workload's dtype
+
+
+def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:
+    """Every distinct launch of the workloads: kernel, types, alignments, constants and options."""
+    before = torch.get_float32_matmul_precision()
+    with _recording(target) as recorder:
+        try:
+            for dtype in dtypes:
+                recorder.dtype = dtype
+                torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+                for workload in workloads:
+                    recorder.workload = f"{workload.op} {workload.label}"
+                    itemsize = workload.itemsize or DTYPES[dtype].itemsize
+                    recorder.granule = math.gcd(workload.contiguous * itemsize, 16)
+                    workload.run(DTYPES[dtype])
+        finally:
+            torch.set_float32_matmul_precision(before)
+    return list(recorder.launches.values())
+
+
+def compile_all(launches: list[Launch], jobs: int | None = None) -> Iterator[tuple[Launch, Compiled | str]]:
+    """Compiles in `jobs` processes, in order; a string says why a kernel did not compile."""
+    global _pending
+    _pending = launches
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs or os.cpu_count(), context) as pool:
+        yield from zip(launches, pool.map(_compile_pending, range(len(launches))), strict=True)
+
+
+_pending: list[Launch] = []  # reaches the workers by fork: a kernel cannot be pickled
+
+
+def _compile_pending(index: int) -> Compiled | str:
+    with tempfile.TemporaryFile("w+") as messages:  # of the compiler's C++ part: some pages of IR and one reason
+        stderr = os.dup(2)
+        os.dup2(messages.fileno(), 2)
+        try:
+            return _pending[index].compile()
+        except Exception as error:
+            messages.seek(0)
+            reasons = [line.strip() for line in messages if "Assertion" in line or "error:" in line]
+            return " | ".join([f"{type(error).__name__}: {error}", *reasons])
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)

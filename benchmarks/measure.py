@@ -1,0 +1,140 @@
+"""Measures one case in one mode: agreement, then memory, then interleaved time; the result is a Record."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.agreement import agreement, cotangents
+from benchmarks.cases import Case, Draw, Runner
+from benchmarks.eager import SdpaBackend
+from benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks.record import Provider, Record, environment, gpu_state
+from benchmarks.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, speedups, warm
+
+
+@dataclass
+class Session:
+    """The choices of a run, and what it has measured so far."""
+
+    device: torch.device
+    dtype: torch.dtype
+    grid: str
+    providers: tuple[str, ...]
+    case_seconds: float  # of timed rounds, for each case and mode
+    deadline: float  # perf_counter() at which rounds shrink to the fewest
+    clock: Clock
+    ceilings: Ceilings | None = None  # measured with the first case
+    records: list[Record] = field(default_factory=list)
+
+
+def cost(case: Case, mode: str, dtype: torch.dtype) -> tuple[int, int]:
+    """FLOPs that eager needs, and the bytes that must move: both from shapes alone, on the meta device."""
+    draw = Draw(dtype, "meta")
+    runner = case.runner("eager", draw)
+    with FlopCounterMode(display=False) as counter:
+        outputs = runner.outputs()
+        if mode == "training":
+            torch.autograd.backward(outputs, cotangents(outputs, draw))  # the counter's hooks refuse grad()
+    into, out, leaves = (
+        sum(t.nbytes for t in tensors) for tensors in ((*runner.inputs, *runner.parameters), outputs, runner.leaves)
+    )
+    # backward reads inputs and parameters again and the outputs' gradients, and writes the leaves'
+    moved = into + out if mode == "inference" else 2 * into + 2 * out + leaves
+    return counter.get_total_flops(), moved
+
+
+def _step(case: Case, provider: str, mode: str, session: Session) -> tuple[Callable[[], object], Runner]:
+    draw = Draw(session.dtype, session.device)
+    runner = case.runner(provider, draw).train(mode == "training")
+    if mode == "inference":
+        return runner.infer, runner
+    gradients = cotangents(runner.outputs(), draw)
+    return (lambda: runner.gradients(gradients)), runner
+
+
+def measure(benchmark: BenchmarkFixture, session: Session, case: Case, mode: str) -> Record:
+    """Fills `benchmark` with fused's samples (or the last provider's, if fused was not asked for), records everybody's.
+
+    Raises AssertionError before any timing if fused is less accurate than the rule allows.
+    """
+    if session.ceilings is None:
+        session.ceilings = measure_ceilings(session.clock, session.dtype)
+    names = [name for name in session.providers if name in case.providers]
+    flops, moved = cost(case, mode, session.dtype)
+    record = Record(case.op, str(case), mode, case.shape, case.check, flops, moved, note=case.note)
+    ratios = agreement(case, mode, names, session.dtype, session.device)
+
+    steps: dict[str, Callable[[], object]] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        provider = record.providers[name] = Provider(error_ratio=ratios[name])
+        try:
+            steps[name], runner = _step(case, name, mode, session)
+            if name == "compile":
+                steps[name]()  # compiles: no estimate of a round
+            seconds[name] = warm(steps[name], session.clock)
+            provider.peak_bytes = peak_bytes(steps[name], session.device)
+            if mode == "training":
+                provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
+            if name == "sdpa":
+                with SdpaBackend() as backend:
+                    runner.outputs()
+                record.sdpa_backend = backend.name
+        except torch.OutOfMemoryError as error:
+            if name == "fused":
+                raise
+            steps.pop(name, None)
+            provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
+
+    budget = min(session.case_seconds, max(0.0, session.deadline - time.perf_counter()))
+    samples = interleave(benchmark, session.clock, steps, seconds, budget=budget, most=case.max_rounds)
+    for name, values in samples.items():
+        record.providers[name].time = Quantiles.of(values)
+    record.speedups = speedups(samples, "fused") if "fused" in samples else {}
+    where = environment(session.device, session.dtype)
+    if session.device.type == "cuda":
+        where |= gpu_state()
+    benchmark.group = f"{case.op}, {mode}"
+    benchmark.extra_info.update(record.as_dict(where, session.ceilings))
+    session.records.append(record)
+    return record
+
+
+def interleave(
+    benchmark: BenchmarkFixture,
+    clock: Clock,
+    steps: dict[str, Callable[[], object]],
+    seconds: dict[str, float],
+    *,
+    budget: float,
+    most: int,
+) -> dict[str, list[float]]:
+    """Rounds of every provider in turn, A B C A B C, as many as the budget of seconds allows; the last provider is
+    pytest-benchmark's, which owns the loop. seconds: an estimate for each; the result: every sample of each."""
+    *others, subject = steps
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+
+    def the_others() -> None:
+        for name in others:
+            samples[name].append(clock.time(steps[name]))
+        clock.prepare()
+
+    rounds = plan_rounds(sum(seconds[name] for name in steps), budget, most=most)
+    gc.collect()
+    gc.disable()  # for all alike
+    try:
+        benchmark.pedantic(steps[subject], setup=the_others, rounds=rounds)
+    finally:
+        gc.enable()
+    if benchmark.stats is None:  # --benchmark-disable: one run, not timed by the plugin
+        samples[subject].append(clock.time(steps[subject]))
+    else:
+        samples[subject].extend(benchmark.stats.stats.data)
+    return samples

@@ -1,0 +1,77 @@
+"""Memory of a step: peak bytes, bytes saved for backward, and how a peak grows with N."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """The most that `function` has allocated at one time, over what was allocated before: activations, temporaries,
+    and what it returns. Run `function` once before, so that caches and lazy initialisation do not count."""
+    gc.collect()
+    return _cuda_peak(function, device) if device.type == "cuda" else _cpu_peak(function)
+
+
+def _cuda_peak(function: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = function()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del result
+    return peak
+
+
+def _cpu_peak(function: Callable[[], object]) -> int:
+    """Every allocation and release of PyTorch's CPU allocator, in order. Scratch memory that a library such as oneDNN
+    takes from the system by itself is not seen."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = function()
+    del result
+    assert recorded.profiler is not None
+    # events() of the public interface leaves out the allocations inside an op
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return running_peak(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+
+
+def running_peak(changes: Iterable[int]) -> int:
+    """The maximum of the running sum of allocations (positive) and releases (negative), from 0."""
+    total = peak = 0
+    for change in changes:
+        total += change
+        peak = max(peak, total)
+    return peak
+
+
+def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) -> int:
+    """Bytes that autograd keeps from `function` for backward: every storage once, without the parameters'."""
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()  # alive until the count is done: a freed address could come back as another storage
+    del result
+    return sum(kept.values())
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """p of the least-squares fit values = c * sizes**p, in logarithms."""
+    if len(sizes) < 2 or len(sizes) != len(values):
+        raise ValueError(f"exponent needs two or more points, got {len(sizes)} sizes and {len(values)} values")
+    slope, _ = np.polyfit(np.log(sizes), np.log(values), 1)
+    return float(slope)

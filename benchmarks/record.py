@@ -1,0 +1,126 @@
+"""What one benchmark measured, as it stands in the table and in `extra_info`, and where it was measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.timing import Ceilings, Quantiles
+from fastvit.ops._library import wants_triton
+
+
+@dataclass
+class Provider:
+    """One provider's figures; `skipped` says why there are none."""
+
+    time: Quantiles | None = None
+    peak_bytes: int | None = None
+    saved_bytes: int | None = None  # for backward; training only
+    error_ratio: float | None = None
+    skipped: str = ""
+
+
+@dataclass
+class Record:
+    op: str
+    case: str
+    mode: str
+    shape: dict[str, int]
+    check: dict[str, int]  # sizes that differed where agreement with float64 was checked
+    flops: int  # what eager needs, nothing recomputed
+    moved_bytes: int  # every input, parameter, output and gradient once a pass
+    providers: dict[str, Provider] = field(default_factory=dict)
+    speedups: dict[str, float] = field(default_factory=dict)  # fused over each, median of the rounds' ratios
+    sdpa_backend: str = ""
+    note: str = ""
+
+    def memory_ratios(self) -> dict[str, float]:
+        """Peak of each provider / peak of fused."""
+        own = self.providers.get("fused", Provider()).peak_bytes
+        if not own:
+            return {}
+        return {
+            name: p.peak_bytes / own
+            for name, p in self.providers.items()
+            if name != "fused" and p.peak_bytes is not None
+        }
+
+    def rates(self, ceilings: Ceilings) -> dict[str, dict[str, float]]:
+        """Achieved rates by provider, and the share of the ceiling that binds: 1.0 would be the machine's limit."""
+        least = ceilings.least_seconds(self.flops, self.moved_bytes)
+        return {
+            name: {
+                "tflops_per_second": self.flops / p.time.median * 1e-12,
+                "tbytes_per_second": self.moved_bytes / p.time.median * 1e-12,
+                "share_of_ceiling": least / p.time.median,
+            }
+            for name, p in self.providers.items()
+            if p.time is not None
+        }
+
+    def as_dict(self, environment: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            **asdict(self),
+            "memory_ratios": self.memory_ratios(),
+            "rates": self.rates(ceilings),
+            "ceilings": asdict(ceilings),
+            "environment": environment,
+        }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Device, versions, threads and dtype of a run."""
+    gpu = device.type == "cuda"
+    path = "CPU path (ATen), no GPU measured"
+    if gpu:
+        triton = wants_triton(torch.empty(0, device=device))
+        path = "Triton kernels" if triton else "ATen on a GPU, no Triton kernel measured"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else _cpu_name(),
+        "path": path,
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "fastvit": _version("fastvit"),
+        "python": platform.python_version(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **(gpu_state() if gpu else {}),
+    }
+
+
+def gpu_state() -> dict[str, str]:
+    """Clocks, power and the reason for throttling as the driver's own tool reports them; empty without the tool."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if answer.returncode != 0:
+        return {}
+    values = answer.stdout.splitlines()[0].split(",")
+    return {name: value.strip() for name, value in zip(fields, values, strict=False)}

@@ -1,0 +1,162 @@
+"""The backward kernels of attention by themselves, against float64 autograd of the formula. Needs triton."""
+
+import pytest
+import torch
+from oracle import GRADIENT, assert_as_accurate, inputs
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels import _configs
+from fastvit.kernels._math import keep_mask
+from fastvit.ops._attention_backward import launch_backward
+from fastvit.ops._attention_forward import launch_forward
+from fastvit.ops._library import Unsupported
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+MARGIN = 8  # elements of NaN around every gradient
+
+pytestmark = pytest.mark.usefixtures("triton_backend")
+
+
+@pytest.fixture(params=["short", "split"])
+def kernels(request, monkeypatch):
+    """Both ways for short sequences: one program per head, and separate dQ and dK/dV kernels."""
+    if request.param == "split":
+        monkeypatch.setattr(_configs, "attention_bwd_short", lambda *args: None)
+    return request.param
+
+
+@triton.jit
+def _mask_kernel(out_ptr, seed_ptr, dropout_p: tl.float32, N: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.arange(0, BLOCK)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    keep = keep_mask(tl.load(seed_ptr), rows, cols, tl.program_id(0), dropout_p)
+    at = out_ptr + tl.program_id(0) * N * N + rows * N + cols
+    tl.store(at, keep.to(tl.float32), mask=(rows < N) & (cols < N))
+
+
+def dropout_mask(B, H, N, seed, dropout_p):
+    """What the forward multiplies P with: (B, H, N, N) float32 of 0 and 1 / (1 - p)."""
+    keep = torch.empty(B, H, N, N, device=seed.device)
+    _mask_kernel[(B * H,)](keep, seed, dropout_p, N, triton.next_power_of_2(N))
+    return keep / (1 - dropout_p)
+
+
+def attention(q, k, v, scale, mask):
+    """The plain formula on (B, N, H, d), in the inputs' dtype."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    p = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
+    return (p * mask.to(p.dtype) @ v).transpose(1, 2) if mask is not None else (p @ v).transpose(1, 2)
+
+
+def autograd(q, k, v, do, scale, mask, dtype):
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(attention(*leaves, scale, mask), leaves, do.to(dtype))
+
+
+def fused(q, k, v, do, scale, seed=None, dropout_p=0.0):
+    """dq, dk, dv of the kernels, behind the forward kernel."""
+    o, lse = launch_forward(q, k, v, seed, scale, dropout_p)
+    B, N, H, d = q.shape
+    frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
+    packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)
+    launch_backward(do, q, k, v, o, lse, seed, scale, dropout_p, *packed.unbind(2))
+    assert frame[:MARGIN].isnan().all(), "written before the gradients"
+    assert frame[-MARGIN:].isnan().all(), "written behind the gradients"
+    return packed.unbind(2)
+
+
+def check(q, k, v, do, *, scale=None, seed=None, dropout_p=0.0):
+    B, N, H, d = q.shape
+    scale = d**-0.5 if scale is None else scale
+    mask = None if seed is None else dropout_mask(B, H, N, seed, dropout_p)
+    got = fused(q, k, v, do, scale, seed, dropout_p)
+    eager = autograd(q, k, v, do, scale, mask, q.dtype)
+    exact = autograd(q, k, v, do, scale, mask, torch.float64)
+    for name, *triple in zip(("dq", "dk", "dv"), got, eager, exact, strict=True):
+        assert_as_accurate(*triple, factor=GRADIENT, what=name)
+
+
+def packed_inputs(kind, B, N, H, d, dtype, device):
+    """q, k, v as views of one packed tensor, and the output's gradient."""
+    qkv = inputs(kind, B, N, 3, H, d, dtype=dtype, device=device)
+    return *qkv.unbind(2), inputs("integer" if kind == "integer" else "normal", B, N, H, d, dtype=dtype, device=device, seed=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("B", "N", "H", "d"), [(2, 1, 1, 16), (1, 17, 3, 88), (2, 50, 2, 64), (1, 197, 1, 72)])
+def test_short_sequences(B, N, H, d, dtype, kernels, device):
+    check(*packed_inputs("normal", B, N, H, d, dtype, device))
+
+
+@pytest.mark.parametrize(
+    ("N", "d", "dtype"),
+    [(257, 64, torch.bfloat16), (256, 16, torch.float32), (333, 128, torch.float16)],
+    ids=str,
+)
+def test_long_sequences(N, d, dtype, device):
+    check(*packed_inputs("normal", 1, N, 1, d, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["integer", "large"])
+def test_inputs(kind, dtype, kernels, device):
+    # scale 0.5 keeps integer scores exact; large ones are hundreds apart
+    check(*packed_inputs(kind, 1, 69, 2, 32, dtype, device), scale=0.5)
+
+
+def test_negative_scores_beyond_the_range_of_exp(kernels, device):
+    """exp(-LSE) overflows where all scores are far below 0: padded keys, whose score is 0, must not matter."""
+    q = inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device).abs() * 20
+    k = -inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device, seed=1).abs() * 20
+    v, do = (inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device, seed=s) for s in (2, 3))
+    check(q, k, v, do, scale=1.0)
+
+
+def test_strided_and_expanded_gradients_of_the_output(kernels, device):
+    q, k, v, do = packed_inputs("normal", 2, 21, 2, 16, torch.float32, device)
+    check(q, k, v, do.transpose(1, 2).contiguous().transpose(1, 2))
+    check(q, k, v, do[..., :1].expand_as(do))
+    check(q, k, v, torch.ones((), device=device).expand_as(do))
+    check(q, k, v, do[:1, :, :1].expand_as(do))
+
+
+def test_strides_of_no_vector_and_of_dimensions_of_one_element(kernels, device):
+    wide = inputs("normal", 1, 18, 1, 3 * 25, dtype=torch.float16, device=device)  # rows 75 apart
+    q, k, v = (wide[..., 25 * i : 25 * i + 24] for i in range(3))
+    do = inputs("normal", 1, 18, 1, 24, dtype=torch.float16, device=device, seed=1)
+    check(q, k, v, do)
+    check(*(t.as_strided(t.shape, (3331333, t.stride(1), 99990001, 1)) for t in (q, k, v)), do)
+
+
+@pytest.mark.parametrize("N", [20, 70])
+def test_dropout_uses_the_mask_of_the_forward(N, kernels, device):
+    seed = torch.tensor([1234567890123], device=device)
+    check(*packed_inputs("normal", 2, N, 2, 16, torch.float32, device), seed=seed, dropout_p=0.3)
+
+
+def test_bitwise_repeatable(kernels, device):
+    q, k, v, do = packed_inputs("normal", 1, 67, 2, 40, torch.float16, device)
+    first = fused(q, k, v, do, 0.2)
+    again = fused(q, k, v, do, 0.2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_nan_query_stays_out_of_other_queries_gradients(kernels, device):
+    q, k, v, do = packed_inputs("normal", 1, 20, 1, 16, torch.float32, device)
+    q = q.clone()
+    q[0, 7] = torch.nan
+    dq, _, _ = fused(q, k, v, do, 0.25)
+    assert dq[0, 7].isnan().all()
+    assert dq[0, [i for i in range(20) if i != 7]].isfinite().all()
+
+
+def test_empty_batch_and_unsupported_dtype(device):
+    empty = torch.empty(0, 5, 2, 16, device=device)
+    launch_backward(*(empty,) * 5, torch.empty(0, 2, 5, device=device), None, 1.0, 0.0, *(empty,) * 3)
+    x = torch.zeros(1, 5, 2, 16, dtype=torch.float64, device=device)
+    with pytest.raises(Unsupported, match="float64"):
+        launch_backward(*(x,) * 5, torch.zeros(1, 2, 5, device=device), None, 1.0, 0.0, *(x,) * 3)

@@ -1,0 +1,225 @@
+"""ops.layer_norm_linear against float64 and eager PyTorch, on both backends. ops.layer_norm_mlp: test_mlp.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_as_accurate, assert_op_as_accurate, inputs
+from torch.utils.checkpoint import checkpoint
+
+from fastvit import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# one row; rows and columns that fill no tile; more tokens than features
+SHAPES = [(1, 1, 13, 27), (2, 17, 72, 40), (5, 33, 16, 48)]
+
+
+def eager(x, norm_weight, norm_bias, weight, bias=None):
+    return F.linear(F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, 1e-6), weight, bias)
+
+
+def with_residual(x, **kwargs):
+    return ops.layer_norm_linear(x, **kwargs, return_residual=True)
+
+
+def eager_with_residual(x, **kwargs):
+    return eager(x, **kwargs), x * 1
+
+
+def tensors(*shape, dtype, device, out=40, kind="normal"):
+    D = shape[-1]
+    shapes = {"x": shape, "norm_weight": (D,), "norm_bias": (D,), "weight": (out, D), "bias": (out,)}
+    result = {}
+    for seed, (name, s) in enumerate(shapes.items()):
+        t = inputs(kind if name == "x" else "normal", *s, dtype=torch.float64, device=device, seed=seed)
+        result[name] = (t / D**0.5 if name == "weight" else t).to(dtype).requires_grad_()
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm_linear(shape, dtype, backend, device):
+    args = tensors(*shape[:-1], dtype=dtype, device=device, out=shape[-1])
+    assert_op_as_accurate(ops.layer_norm_linear, eager, args, what="out")
+    assert_op_as_accurate(with_residual, eager_with_residual, args, what="out and residual")
+    assert_op_as_accurate(ops.layer_norm_linear, eager, args | {"bias": None}, what="no bias")
+
+
+@pytest.mark.parametrize("kind", ["integer", "large", "offset"])
+def test_inputs(kind, backend, device):
+    args = tensors(2, 5, 72, dtype=torch.float32, device=device, kind=kind)
+    assert_op_as_accurate(with_residual, eager_with_residual, args, what=kind)
+
+
+def test_residual_is_passed_through(backend, device):
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    out, residual = with_residual(**args)
+    assert residual.data_ptr() == args["x"].data_ptr()
+    assert torch.equal(residual, args["x"])
+    # each output alone
+    (dx,) = torch.autograd.grad(residual.square().sum(), args["x"], retain_graph=True)
+    assert torch.equal(dx, 2 * args["x"])
+    (dx,) = torch.autograd.grad(out.square().sum(), args["x"])
+    (want,) = torch.autograd.grad(ops.layer_norm_linear(**args).square().sum(), args["x"])
+    assert torch.equal(dx, want)
+    with torch.no_grad():
+        assert with_residual(**args)[1] is args["x"]
+
+
+def gradients_of(args, function=with_residual):
+    wanted = [t for t in args.values() if t.requires_grad]
+    out, residual = function(**args)
+    douts = [inputs("normal", *t.shape, dtype=t.dtype, device=t.device, seed=i) for i, t in enumerate((out, residual))]
+    if not residual.requires_grad:
+        return [out, *torch.autograd.grad(out, wanted, douts[0])]
+    return [out, *torch.autograd.grad((out, residual), wanted, douts)]
+
+
+def saved_numel(args):
+    saved = {}
+    parameters = {t.untyped_storage().data_ptr() for n, t in args.items() if n != "x"}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.update({t.untyped_storage().data_ptr(): t.numel()}), lambda t: t
+    ):
+        with_residual(**args)
+    return sum(n for pointer, n in saved.items() if pointer not in parameters)
+
+
+def test_frozen_parameters(backend, device):
+    """Whatever is frozen, the other gradients are the same."""
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    everything = dict(zip(args, gradients_of(args)[1:], strict=True))
+    norm = ("norm_weight", "norm_bias")
+    for frozen in [(n,) for n in args] + [("weight", "bias"), norm, ("x", *norm), ("x", *norm, "weight")]:
+        partly = {n: t.detach().requires_grad_(n not in frozen) for n, t in args.items()}
+        for name, got in zip((n for n in args if n not in frozen), gradients_of(partly)[1:], strict=True):
+            torch.testing.assert_close(got, everything[name], atol=1e-6, rtol=1e-5, msg=f"{name} with {frozen} frozen")
+
+
+def test_saves_x_and_statistics_only(backend, device):
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    assert saved_numel(args) == 2 * 5 * 16 + 2 * 10
+    only_bias = {n: t.detach().requires_grad_(n == "bias") for n, t in args.items()}
+    assert saved_numel(only_bias) == 2 * 10
+
+
+def test_layouts(backend, device):
+    """Strided x and output gradients give bitwise what contiguous ones give; a stride-0 gradient works."""
+    args = tensors(4, 6, 16, dtype=torch.float32, device=device, out=16)
+    dy = inputs("normal", 4, 6, 16, dtype=torch.float32, device=device, seed=50)
+    layouts = {
+        "contiguous": lambda t: t,
+        "row_strided": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
+        "token_slice": lambda t: torch.cat([torch.full_like(t[:, :1], torch.nan), t], 1)[:, 1:],
+        "transposed": lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    }
+    results = {}
+    for name, arrange in layouts.items():
+        arranged = args | {"x": arrange(args["x"].detach()).requires_grad_()}
+        outputs = with_residual(**arranged)
+        gradients = torch.autograd.grad(outputs, list(arranged.values()), (arrange(dy), arrange(dy)))
+        results[name] = (*outputs, *gradients)
+        assert all(torch.equal(a, b) for a, b in zip(results["contiguous"], results[name], strict=True)), name
+    got, want = (
+        torch.autograd.grad(sum(o.sum() for o in f(**args)), list(args.values()))
+        for f in (with_residual, eager_with_residual)
+    )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_empty_batch(backend, device):
+    args = tensors(0, 5, 16, dtype=torch.float32, device=device)
+    out, *gradients = gradients_of(args)
+    assert out.shape == (0, 5, 40)
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
+
+
+def test_nan_stays_in_its_row(backend, device):
+    args = {n: t.detach() for n, t in tensors(2, 5, 16, dtype=torch.float32, device=device).items()}
+    clean = ops.layer_norm_linear(**args)
+    args["x"][1, 2, 3] = torch.nan
+    dirty = ops.layer_norm_linear(**args)
+    assert dirty[1, 2].isnan().all()
+    dirty[1, 2] = clean[1, 2]
+    assert torch.equal(dirty, clean)
+
+
+def test_gradcheck(device):
+    args = tensors(2, 3, 4, dtype=torch.float64, device=device, out=5)
+    names = tuple(args)
+    assert torch.autograd.gradcheck(
+        lambda *values: with_residual(**dict(zip(names, values, strict=True))), tuple(args.values())
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, backend, device):
+    compiled = torch.compile(with_residual, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3):
+        args = tensors(batch, 5, 16, dtype=torch.float32, device=device)
+        torch.testing.assert_close(gradients_of(args, compiled), gradients_of(args))
+
+
+def test_func_and_checkpoint(backend, device):
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    x = args.pop("x")
+
+    def loss(x):
+        out, residual = with_residual(x, **args)
+        return out.square().sum() + (residual**3).sum()
+
+    (want,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), want)
+    (recomputed,) = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), x)
+    assert torch.equal(recomputed, want)
+
+
+def test_other_kinds_of_differentiation_raise(device):
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    (dx,) = torch.autograd.grad(ops.layer_norm_linear(**args).square().sum(), args["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"ops\.layer_norm_linear does not support double backward"):
+        dx.sum().backward()
+    x = args.pop("x").detach()
+    with pytest.raises(NotImplementedError, match=r"ops\.layer_norm_linear does not support forward-mode"):
+        torch.func.jvp(lambda t: ops.layer_norm_linear(t, **args), (x,), (x,))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_follows_eager(x_dtype, backend, device):
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    args["x"] = args["x"].detach().to(x_dtype).requires_grad_()
+    results = []
+    for function in (with_residual, eager_with_residual):
+        with torch.autocast(device.type, torch.bfloat16):
+            out, residual = function(**args)
+        assert residual.dtype == x_dtype
+        loss = out.float().square().sum() + residual.float().square().sum()
+        results.append([out, *torch.autograd.grad(loss, list(args.values()))])
+    exact = eager(**{n: t.double() for n, t in args.items()})
+    assert_as_accurate(results[0][0], results[1][0], exact, what="autocast")
+    for name, got, want in zip(args, *(r[1:] for r in results), strict=True):
+        assert got.dtype == want.dtype == args[name].dtype, name
+        assert (got - want).norm() < 0.03 * want.norm(), name
+
+
+BAD = {
+    "x must be float32": (TypeError, {"x": torch.ones(2, 5, 16).long()}),
+    "x must have shape (..., in)": (ValueError, {"x": torch.ones(2, 5, 15)}),
+    "weight must have x's dtype": (TypeError, {"weight": torch.ones(40, 16).half()}),
+    "weight must be (out, in)": (ValueError, {"weight": torch.ones(16)}),
+    "bias must have shape": (ValueError, {"bias": torch.ones(16)}),
+    "norm_weight must have shape (in,)": (ValueError, {"norm_weight": torch.ones(40)}),
+    "norm_weight must be a tensor": (TypeError, {"norm_weight": None}),
+    "norm_bias must have x's dtype": (TypeError, {"norm_bias": torch.ones(16).double()}),
+    "norm_bias must be on x's device": (ValueError, {"norm_bias": torch.ones(16, device="meta")}),
+    "eps must be finite and not negative, got -1.0": (ValueError, {"eps": -1.0}),
+}
+
+
+@pytest.mark.parametrize("message", BAD, ids=[m.replace(" ", "_") for m in BAD])
+def test_bad_arguments(message, device):
+    error, wrong = BAD[message]
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
+    wrong = {n: t.to(device) if isinstance(t, torch.Tensor) and not t.is_meta else t for n, t in wrong.items()}
+    with pytest.raises(error) as raised:
+        ops.layer_norm_linear(**(args | wrong))
+    assert str(raised.value).startswith(message)

@@ -1,0 +1,401 @@
+"""ops.linear and the registered ops under it, against float64 and eager PyTorch, on both backends."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import ops
+from fastvit.kernels import _configs
+from fastvit.ops import _library
+from fastvit.ops import _linear as registered
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+EPILOGUES = {  # what of layer_scale, row_scale, residual is present
+    "plain": (),
+    "layer_scale": ("layer_scale",),
+    "row_scale": ("row_scale",),
+    "residual": ("residual",),
+    "branch": ("layer_scale", "row_scale", "residual"),
+}
+
+
+def eager(x, weight, bias=None, layer_scale=None, row_scale=None, residual=None, activation=None):
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if layer_scale is not None:
+        y = y * layer_scale
+    if row_scale is not None:
+        y = y * row_scale.to(y.dtype).view(-1, *(1,) * (y.dim() - 1))
+    return y if residual is None else residual + y
+
+
+def tensors(*shape, out, dtype, device, bias=True, epilogue=(), kind="normal"):
+    """x (*shape), weight, bias and what the epilogue names; all but row_scale with requires_grad."""
+    shapes = {"x": shape, "weight": (out, shape[-1]), "bias": (out,) if bias else None}
+    optional = {"layer_scale": (out,), "row_scale": shape[:1], "residual": (*shape[:-1], out)}
+    shapes |= {name: optional[name] for name in epilogue}
+    made = {}
+    for seed, (name, size) in enumerate(shapes.items()):
+        t = None if size is None else inputs(kind, *size, dtype=dtype, device=device, seed=seed)
+        if name == "weight" and kind == "normal":
+            t = t / shape[-1] ** 0.5
+        if name == "row_scale":
+            t = (t > 0).to(dtype) * 1.25
+        made[name] = t if t is None or name == "row_scale" else t.requires_grad_()
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=list(EPILOGUES))
+def test_linear(epilogue, dtype, backend, device):
+    """M = 102, N = 90 and K = 100 fill no tile; rows of a sample cross tiles."""
+    arguments = tensors(3, 34, 100, out=90, dtype=dtype, device=device, epilogue=EPILOGUES[epilogue])
+    assert_op_as_accurate(ops.linear, eager, arguments, what=epilogue)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation(activation, dtype, backend, device):
+    arguments = tensors(2, 37, 72, out=88, dtype=dtype, device=device)
+    fused, same = (functools.partial(fn, activation=activation) for fn in (ops.linear, eager))
+    assert_op_as_accurate(fused, same, arguments, what=activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
+def test_activation_inside_a_branch(inference, dtype, backend, device):
+    """Out of training the activation and all that scales it run in one kernel."""
+    arguments = tensors(5, 13, 40, out=24, dtype=dtype, device=device, epilogue=EPILOGUES["branch"])
+    fused, same = (functools.partial(fn, activation="gelu") for fn in (ops.linear, eager))
+    if not inference:
+        assert_op_as_accurate(fused, same, arguments)
+        return
+    with torch.inference_mode():
+        exact = same(**{name: t.double() for name, t in arguments.items()})
+        assert_as_accurate(fused(**arguments), same(**arguments), exact)
+
+
+# one row and one column; K of 588 = 9 * 64 + 12 (patches of 14 x 14 x 3); exact tiles; several tiles in a group
+SHAPES = {"single": (1, 1, 1, 1), "patch": (1, 5, 588, 24), "exact": (2, 64, 64, 128), "tiles": (1, 300, 40, 200)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_integers_are_exact(name, backend, device):
+    """Sums of products of small integers have no rounding: any difference is an indexing error."""
+    *shape, out = SHAPES[name]
+    arguments = tensors(*shape, out=out, dtype=torch.float32, device=device, epilogue=("residual",), kind="integer")
+    got, want = ops.linear(**arguments), eager(**arguments)
+    assert torch.equal(got, want)
+    dy = inputs("integer", *got.shape, dtype=torch.float32, device=device, seed=7)
+    wanted = list(arguments.values())
+    for a, b in zip(torch.autograd.grad(got, wanted, dy), torch.autograd.grad(want, wanted, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_grouped_tiles(triton_backend, device, monkeypatch):
+    """With weights larger than the cache, row tiles are computed in groups, the last of them smaller."""
+    config = _configs.GemmConfig(32, 32, 32, 4, 4, 2)
+    monkeypatch.setattr(_configs, "gemm", lambda *_: config)
+    arguments = tensors(1, 180, 40, out=70, dtype=torch.float32, device=device, kind="integer")
+    assert torch.equal(ops.linear(**arguments), eager(**arguments))
+
+
+@pytest.mark.parametrize("m", [1, 100, 50_432])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("n", "k"), [(3072, 768), (768, 3072)])
+def test_configs_fit(n, k, m, arch, itemsize):
+    config = _configs.gemm(m, n, k, itemsize, arch)
+    assert config.block_m >= 64, "wgmma takes 64 rows"
+    assert config.block_k * itemsize <= 128
+    stage = (config.block_m + config.block_n) * config.block_k * itemsize
+    limit = {"sm_80": 163, "sm_90": 227, "gfx942": 64}[arch] * 1024
+    assert stage * (config.num_stages if arch.startswith("sm") else 1) <= limit
+    assert not _configs.use_triton_gemm(n, 588, 2), "rows of 1176 bytes have no 16-byte accesses"
+    assert _configs.use_triton_gemm(n, k, itemsize) == (itemsize == 2)
+
+
+def test_residual_of_wider_dtype(backend, device):
+    """A bfloat16 matmul on a float32 residual stream."""
+    arguments = tensors(2, 17, 40, out=24, dtype=torch.bfloat16, device=device, epilogue=EPILOGUES["branch"])
+    arguments["residual"] = arguments["residual"].detach().float().requires_grad_()
+    assert ops.linear(**arguments).dtype is torch.float32
+    assert_op_as_accurate(ops.linear, eager, arguments)
+
+
+LAYOUTS = {
+    "row_strided": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
+    "token_slice": lambda x: torch.cat([torch.full_like(x[:, :1], torch.nan), x], 1)[:, 1:],
+    "column_strided": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_layouts(activation, layout, backend, device):
+    """Strided x, residual and output gradients give what contiguous ones give."""
+    epilogue = () if activation else ("residual",)
+    arguments = tensors(3, 5, 24, out=16, dtype=torch.float32, device=device, epilogue=epilogue)
+    dy = inputs("normal", 3, 5, 16, dtype=torch.float32, device=device, seed=8)
+    results = []
+    for arrange in (torch.clone, LAYOUTS[layout]):
+        arranged = {n: arrange(t).detach().requires_grad_() if t.dim() == 3 else t for n, t in arguments.items()}
+        y = ops.linear(**arranged, activation=activation)
+        assert y.is_contiguous()
+        results.append((y, *torch.autograd.grad(y, list(arranged.values()), arrange(dy))))
+    for plain, strided in zip(*results, strict=True):
+        torch.testing.assert_close(strided, plain, atol=2e-6, rtol=1e-5)
+
+
+def test_strided_parameters(backend, device):
+    arguments = tensors(4, 5, 24, out=24, dtype=torch.float32, device=device, epilogue=EPILOGUES["branch"])
+    arguments = {n: t.detach() for n, t in arguments.items()}
+    want = ops.linear(**arguments)
+    arguments["weight"] = arguments["weight"].t().contiguous().t()
+    for name in ("bias", "layer_scale", "row_scale"):
+        t = arguments[name]
+        arguments[name] = torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0]
+    torch.testing.assert_close(ops.linear(**arguments), want)
+    arguments["row_scale"] = torch.ones(1, device=device).expand(4)
+    torch.testing.assert_close(ops.linear(**arguments), eager(**arguments))
+
+
+def test_expanded_input_and_gradient(backend, device):
+    arguments = tensors(1, 1, 24, out=16, dtype=torch.float32, device=device)
+    for activation in (None, "gelu"):
+        results = []
+        for function in (ops.linear, eager):
+            y = function(arguments["x"].expand(3, 5, 24), arguments["weight"], arguments["bias"], activation=activation)
+            results.append((y, *torch.autograd.grad(y.sum(), list(arguments.values()))))
+        torch.testing.assert_close(*results, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_only_wanted_gradients_are_computed(activation, backend, device):
+    """A frozen weight keeps no x for the backward pass and runs no matmul for itself."""
+    arguments = tensors(4, 8, 64, out=32, dtype=torch.float32, device=device, bias=False)
+    matmul = 2 * 32 * 64 * 32
+    for frozen, matmuls, keeps_x in (("weight", 1, False), ("x", 1, True), (None, 2, True)):
+        x, weight = (arguments[n].detach().clone().requires_grad_(n != frozen) for n in ("x", "weight"))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape) or t, lambda t: t):
+            y = ops.linear(x, weight, activation=activation)
+        assert (x.shape in kept) == keeps_x
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        assert counter.get_total_flops() == matmuls * matmul
+        assert (x.grad is None) == (frozen == "x")
+        assert (weight.grad is None) == (frozen == "weight")
+
+
+def test_flop_formulas(backend, device):
+    arguments = tensors(4, 8, 64, out=32, dtype=torch.float32, device=device)
+    rows = arguments["x"].detach().view(32, 64)
+    pre = torch.randn(32, 16, device=device)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        ops.linear(**arguments)
+        registered.linear_act_fwd(rows, arguments["weight"], None, "gelu")
+        registered.linear_dact(rows, torch.randn(64, 16, device=device), pre, "gelu")
+    assert counter.get_total_flops() == 2 * 32 * 64 * (32 + 32 + 16)
+
+
+@pytest.mark.parametrize("epilogue", ["plain", "branch"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_empty_batch(activation, epilogue, backend, device):
+    arguments = tensors(0, 5, 24, out=16, dtype=torch.float32, device=device, epilogue=EPILOGUES[epilogue])
+    y = ops.linear(**arguments, activation=activation)
+    assert y.shape == (0, 5, 16)
+    parameters = [arguments[n] for n in ("weight", "bias", "layer_scale") if n in arguments]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(y.sum(), parameters), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(parameter))
+
+
+def test_nan_stays_in_its_row(backend, device):
+    arguments = {n: t.detach() for n, t in tensors(2, 5, 24, out=16, dtype=torch.float32, device=device).items()}
+    clean = ops.linear(**arguments, activation="gelu")
+    arguments["x"][1, 2, 3] = torch.nan
+    dirty = ops.linear(**arguments, activation="gelu")
+    assert dirty[1, 2].isnan().all()
+    dirty[1, 2] = clean[1, 2]
+    assert torch.equal(dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_dact(activation, dtype, backend, device):
+    """dpre, h and dbias, with more than one row tile."""
+    dy = inputs("normal", 150, 40, dtype=dtype, device=device, seed=1)
+    weight = inputs("normal", 40, 72, dtype=dtype, device=device, seed=2) / 40**0.5
+    pre = inputs("normal", 150, 72, dtype=dtype, device=device, seed=3) * 2
+
+    def step(dy, weight, pre):
+        leaf = pre.detach().requires_grad_()
+        h = ACTIVATIONS[activation](leaf)
+        (dpre,) = torch.autograd.grad(h, leaf, dy @ weight)
+        return dpre, h.detach(), dpre.sum(0)
+
+    got = registered.linear_dact(dy, weight, pre, activation)
+    rest = step(dy, weight, pre), step(dy.double(), weight.double(), pre.double())
+    for name, *triple in zip(("dpre", "h", "dbias"), got, *rest, strict=True):
+        assert_as_accurate(*triple, factor=GRADIENT, what=f"{activation} {name}")
+    unfused = registered.act_bwd(dy @ weight, pre, activation)
+    for name, *triple in zip(("dpre", "dbias"), unfused, *(r[::2] for r in rest), strict=True):
+        assert_as_accurate(*triple, factor=GRADIENT, what=f"act_bwd {activation} {name}")
+
+
+def test_dact_without_our_matmul(triton_backend, device, monkeypatch):
+    """float32 on a GPU: the vendor's matmul, then one elementwise pass that also recomputes h."""
+    monkeypatch.setattr(registered, "_uses_kernel", lambda *_, **__: False)
+    dy, weight, pre = (torch.randn(*s, device=device) for s in ((70, 24), (24, 40), (70, 40)))
+    got = registered.linear_dact(dy, weight, pre, "gelu")
+    with _library.use_backend("aten"):
+        want = registered.linear_dact(dy, weight, pre, "gelu")
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    x = torch.randn(2, 5, 24, device=device)
+    torch.testing.assert_close(ops.linear(x, weight.t(), activation="gelu"), eager(x, weight.t(), activation="gelu"))
+
+
+def test_deterministic(backend, device):
+    arguments = tensors(5, 31, 40, out=24, dtype=torch.bfloat16, device=device)
+    runs = []
+    for _ in range(3):
+        y = ops.linear(**arguments, activation="gelu")
+        runs.append((y, *torch.autograd.grad(y, list(arguments.values()), torch.ones_like(y))))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "quick_gelu", "silu", "gelu_tanh"])
+def test_gradcheck(activation, device):
+    with _library.use_backend("aten"):
+        arguments = tensors(2, 3, 6, out=4, dtype=torch.float64, device=device, epilogue=EPILOGUES["branch"])
+        assert torch.autograd.gradcheck(
+            lambda *values: ops.linear(**dict(zip(arguments, values, strict=True)), activation=activation),
+            tuple(arguments.values()),
+        )
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
+def test_opcheck(full, backend, device):
+    x, dy = (inputs("normal", 6, 24, dtype=torch.float32, device=device, seed=s) for s in (0, 1))
+    weight, vector = (inputs("normal", *s, dtype=torch.float32, device=device) for s in ((16, 24), (16,)))
+    pre = inputs("normal", 6, 16, dtype=torch.float32, device=device, seed=3)
+    branch = (vector, torch.ones(3, device=device), pre.double() if backend == "aten" else pre) if full else (None,) * 3
+    opcheck = torch.library.opcheck
+    opcheck(registered.linear_fwd, (x, weight, vector if full else None, "gelu" if full else "none", *branch, 2))
+    opcheck(registered.linear_act_fwd, (x, weight, vector if full else None, "silu"))
+    opcheck(registered.linear_dact, (dy, weight.t().contiguous(), pre, "gelu"))
+    opcheck(registered.act_bwd, (pre, pre, "relu"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, backend, device):
+    p = tensors(1, 1, 24, out=24, dtype=torch.float32, device=device, epilogue=("layer_scale",))
+    del p["x"]
+    weight, bias, layer_scale = p.values()
+
+    def step(x, row_scale):
+        h = ops.linear(x, weight, bias, activation="gelu")
+        return ops.linear(h, weight, bias, layer_scale=layer_scale, row_scale=row_scale, residual=x).square().sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3, 5):
+        x = inputs("normal", batch, 5, 24, dtype=torch.float32, device=device).requires_grad_()
+        row_scale = torch.arange(batch, device=device) / 2
+        got, want = (torch.autograd.grad(fn(x, row_scale), (x, weight, layer_scale)) for fn in (compiled, step))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_func_and_checkpoint(activation, backend, device):
+    x, weight, bias = tensors(2, 5, 24, out=16, dtype=torch.float32, device=device).values()
+
+    def loss(x):
+        return ops.linear(x, weight, bias, activation=activation).square().sum()
+
+    (want,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), want)
+    (recomputed,) = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), x)
+    assert torch.equal(recomputed, want)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), want)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_other_kinds_of_differentiation_raise(activation, device):
+    x, weight, bias = tensors(2, 5, 24, out=16, dtype=torch.float32, device=device).values()
+    y = ops.linear(x, weight, bias, activation=activation)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"ops\.linear does not support double backward"):
+        dx.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"ops\.linear does not support forward-mode"):
+        torch.func.jvp(lambda t: ops.linear(t, weight, bias, activation=activation), (x.detach(),), (x.detach(),))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_autocast_follows_eager(activation, backend, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = tensors(2, 5, 24, out=16, dtype=torch.float32, device=device, epilogue=("layer_scale", "residual"))
+        arguments["x"] = arguments["x"].detach().to(dtype).requires_grad_()
+        for names in (("x", "weight", "bias"), tuple(arguments)):
+            some = {n: arguments[n] for n in names}
+            with torch.autocast(device.type, torch.bfloat16):
+                got, want = ops.linear(**some, activation=activation), eager(**some, activation=activation)
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, atol=3e-2, rtol=2e-2)
+            gradients = torch.autograd.grad(got.sum(), list(some.values()))
+            assert [g.dtype for g in gradients] == [t.dtype for t in some.values()]
+
+
+def test_float64_falls_back_with_one_warning(triton_backend, device):
+    x, weight = torch.randn(3, 8).double().to(device), torch.randn(4, 8).double().to(device)
+    with pytest.raises(_library.Unsupported, match="float64"):
+        ops.linear(x, weight)
+    with _library.use_backend("triton", strict=False):
+        _library._warned.clear()
+        with pytest.warns(UserWarning, match="runs on ATen instead of Triton: float64"):
+            y = ops.linear(x, weight, activation="gelu")
+    torch.testing.assert_close(y, eager(x, weight, activation="gelu"))
+
+
+BAD = {
+    "x must be a tensor": (TypeError, {"x": [1.0]}),
+    "x must be float32": (TypeError, {"x": torch.ones(2, 5, 24, dtype=torch.long)}),
+    "x must have shape (..., in) with weight's in = 24": (ValueError, {"x": torch.ones(2, 5, 23)}),
+    "weight must be (out, in)": (ValueError, {"weight": torch.ones(24)}),
+    "weight must have x's dtype": (TypeError, {"weight": torch.ones(16, 24).half()}),
+    "weight must be on x's device": (ValueError, {"weight": torch.ones(16, 24, device="meta")}),
+    "bias must have shape (out,) = (16,), got (24,)": (ValueError, {"bias": torch.ones(24)}),
+    "bias must have x's dtype": (TypeError, {"bias": torch.ones(16).double()}),
+    "layer_scale must have shape": (ValueError, {"layer_scale": torch.ones(24)}),
+    "layer_scale must have x's dtype": (TypeError, {"layer_scale": torch.ones(16).half()}),
+    "row_scale must have shape (B,) = (2,), got (5,)": (ValueError, {"row_scale": torch.ones(5)}),
+    "row_scale needs x with a batch dimension": (ValueError, {"x": torch.ones(24), "row_scale": torch.ones(1)}),
+    "residual must have shape (..., out) = (2, 5, 16)": (ValueError, {"residual": torch.ones(2, 5, 24)}),
+    "residual must be float32": (TypeError, {"residual": torch.ones(2, 5, 16, dtype=torch.int)}),
+    "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, got 'glu'": (
+        ValueError,
+        {"activation": "glu"},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD, ids=[m.replace(" ", "_") for m in BAD])
+def test_bad_arguments(message):
+    error, arguments = BAD[message]
+    arguments = {"x": torch.ones(2, 5, 24), "weight": torch.ones(16, 24)} | arguments
+    with pytest.raises(error) as raised:
+        ops.linear(**arguments)
+    assert message in str(raised.value)

@@ -1,0 +1,369 @@
+"""The whole model: against the reference, against timm, and as a citizen of PyTorch."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from oracle import GRADIENT, assert_as_accurate, inputs
+from timm_shim import import_timm
+from torch import Tensor, nn
+
+import fastvit
+from fastvit import VisionTransformer, layers, reference
+
+TINY: dict[str, Any] = {
+    "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 96, "mlp_ratio": 2.0,
+}  # fmt: skip
+CLIP = {"pre_norm": True, "act_layer": "quick_gelu"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cls": {},
+    "registers": {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1},
+    "registers_embedded": {"reg_tokens": 2, "qkv_bias": False},
+    "avg": {"global_pool": "avg", "class_token": False},
+    "avg_with_cls_norm_first": {"global_pool": "avg", "fc_norm": False, "pool_include_prefix": True},
+    "max": {"global_pool": "max"},
+    "avgmax": {"global_pool": "avgmax", "reg_tokens": 1},
+    "all_tokens_no_norm": {"global_pool": "", "final_norm": False, "num_classes": 0},
+    "clip": CLIP,
+    "post_norm": {"block_fn": "res_post", "init_values": 0.5},
+    "no_position": {"pos_embed": "none"},
+    "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
+    "dynamic": {"dynamic_img_size": True, "img_size": 12},
+}
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
+            parameter.copy_((parameter.cpu().double() + noise).to(parameter))
+    return model
+
+
+def image(model: VisionTransformer, batch: int = 2, **arguments: Any) -> Tensor:
+    size = (16, 16) if model.dynamic_img_size else model.patch_embed.img_size
+    shape = (batch, model.patch_embed.proj.in_channels, *size)
+    return inputs("normal", *shape, **{"dtype": torch.float64, "device": "cpu", **arguments})
+
+
+def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Logits and the gradient of every parameter, for a fixed direction of the logits."""
+    y = model(x)
+    dy = inputs("normal", *y.shape, dtype=torch.float64, device=x.device, seed=2)
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(y, list(parameters.values()), dy.to(y.dtype))
+    return {"logits": y.detach(), **dict(zip(parameters, grads, strict=True))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model_is_as_accurate_as_the_reference(
+    variant: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    arguments = {**TINY, **VARIANTS[variant], "device": device, "dtype": dtype}
+    ours = randomised(VisionTransformer(**arguments))
+    eager = reference.VisionTransformer(**arguments)
+    eager.load_state_dict(ours.state_dict())
+    x = image(ours, device=device).to(dtype)
+    exact = step(copy.deepcopy(eager).double(), x.double())
+    low = step(eager, x)
+    for name, got in step(ours, x).items():
+        factor = 2.0 if name == "logits" else GRADIENT
+        assert_as_accurate(got, low[name], exact[name], factor=factor, what=name)
+
+
+def test_seventeen_tokens_without_gradients(backend: str, device: torch.device) -> None:
+    model = randomised(VisionTransformer(**TINY, device=device)).eval()
+    eager = reference.VisionTransformer(**TINY, device=device)
+    eager.load_state_dict(model.state_dict())
+    x = image(model, dtype=torch.float32, device=device)
+    with torch.inference_mode():
+        assert model.forward_features(x).shape == (2, 17, 32)
+        assert model(x[:0]).shape == (0, 96)
+        torch.testing.assert_close(model(x), eager(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model.forward_head(model.forward_features(x), pre_logits=True), model.norm(model.forward_features(x))[:, 0]
+            if isinstance(model.norm, nn.Identity) else model.forward_features(x)[:, 0],
+        )  # fmt: skip
+
+
+# ---- timm ----
+
+FEW = {"depth": 2, "img_size": 56}
+WITH_TIMM: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
+    "vit_tiny": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "num_classes": 5}, {}, (64, 64)),
+    "deit3": ("deit3_small_patch16_224", {"depth": 2, "img_size": 64, "init_values": 0.1}, {}, (64, 64)),
+    "dinov2_reg4": ("vit_small_patch14_reg4_dinov2", {**FEW, "init_values": 0.1, "num_classes": 5}, {}, (56, 56)),
+    "dinov2": ("vit_small_patch14_dinov2", {**FEW, "init_values": 0.1}, {}, (56, 56)),
+    "avg_pool": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "global_pool": "avg", "class_token": False}, {},
+                 (64, 64)),
+    "avgmax": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "global_pool": "avgmax", "reg_tokens": 2}, {},
+               (64, 64)),
+    "clip": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, **CLIP}, {}, (64, 64)),
+    "post_norm": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "init_values": 0.5, "block_fn": "res_post"},
+                  {"block_fn": "ResPostBlock"}, (64, 64)),
+    "non_square": ("vit_tiny_patch16_224", {"depth": 2, "img_size": (32, 80)}, {}, (32, 80)),
+    "dynamic": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "dynamic_img_size": True}, {}, (48, 96)),
+    "dynamic_reg4": ("vit_small_patch14_reg4_dinov2", {**FEW, "dynamic_img_size": True}, {}, (70, 42)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WITH_TIMM)
+def test_logits_and_gradients_agree_with_timm(case: str) -> None:
+    timm = import_timm()
+    name, arguments, differently, size = WITH_TIMM[case]
+    theirs_only = {k: getattr(timm.models.vision_transformer, v) for k, v in differently.items()}
+    theirs = randomised(timm.create_model(name, **{**arguments, **theirs_only}))
+    ours = fastvit.create_model(name, **arguments)
+    ours.load_state_dict(theirs.state_dict())
+    x = inputs("normal", 2, 3, *size, dtype=torch.float32, device="cpu")
+    expected = step(theirs, x)
+    for key, got in step(ours, x).items():
+        scale = expected[key].abs().max().item()
+        torch.testing.assert_close(got, expected[key], rtol=1e-4, atol=3e-5 * scale, msg=lambda m, k=key: f"{k}: {m}")
+    ours.eval(), theirs.eval()
+    with torch.inference_mode():
+        expected_features = theirs.forward_features(x)
+        torch.testing.assert_close(ours.forward_features(x), expected_features, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            ours.forward_head(expected_features, pre_logits=True),
+            theirs.forward_head(expected_features, pre_logits=True),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+def test_drop_path_agrees_with_timm_under_one_seed() -> None:
+    timm = import_timm()
+    arguments = {"depth": 3, "img_size": 32, "drop_path_rate": 0.5}
+    theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
+    ours = fastvit.create_model("vit_tiny_patch16_224", **arguments)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(8, 3, 32, 32)
+    outputs = []
+    for model in (ours, theirs):
+        torch.manual_seed(7)
+        outputs.append(model(x))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_new_input_size_agrees_with_timm() -> None:
+    timm = import_timm()
+    for extra in ({}, {"reg_tokens": 2, "no_embed_class": True}, {"dtype": torch.bfloat16}):
+        arguments = {"depth": 1, "img_size": 64, **extra}
+        theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
+        ours = fastvit.create_model("vit_tiny_patch16_224", **arguments)
+        ours.load_state_dict(theirs.state_dict())
+        for model in (ours, theirs):
+            model.set_input_size(img_size=(96, 48))
+        torch.testing.assert_close(ours.pos_embed, theirs.pos_embed, rtol=0, atol=0)
+        assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size == (6, 3)
+        assert isinstance(ours.pos_embed, nn.Parameter)
+        assert ours(torch.randn(1, 3, 96, 48, dtype=ours.pos_embed.dtype)).shape == (1, 1000)
+
+
+def test_initialisation_has_timms_statistics() -> None:
+    timm = import_timm()
+    arguments = {"depth": 2, "init_values": 1e-5, "reg_tokens": 4}
+    ours = fastvit.create_model("vit_small_patch16_224", **arguments)
+    theirs = timm.create_model("vit_small_patch16_224", **arguments)
+    for (key, a), (_, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        b = theirs.state_dict()[key]
+        assert a.mean().item() == pytest.approx(b.mean().item(), abs=4 * a.std().item() / a.numel() ** 0.5 + 1e-12), key
+        if b.std() > 0:
+            assert a.std().item() == pytest.approx(b.std().item(), rel=6 / a.numel() ** 0.5 + 0.02), key
+        assert a.abs().max() <= 2, key
+    assert ours.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
+    assert ours.blocks[1].mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not ours.head.bias.any()
+    skipped = VisionTransformer(**TINY, weight_init="skip")
+    assert skipped.blocks[0].mlp.fc1.bias.any()
+    assert skipped.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+# ---- a citizen of PyTorch ----
+
+
+def test_compile_fullgraph() -> None:
+    model = randomised(VisionTransformer(**TINY, init_values=0.1, drop_path_rate=0.1))
+    x = image(model, dtype=torch.float32)
+    torch._dynamo.reset()
+    for mode in (model.train, model.eval):
+        mode()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.manual_seed(0)
+        expected = step(model, x)
+        torch.manual_seed(0)
+        for name, got in step(compiled, x).items():
+            torch.testing.assert_close(got, expected[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-5)
+
+
+def test_compile_takes_another_batch_size_without_a_graph_break() -> None:
+    model = randomised(VisionTransformer(**TINY)).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (2, 3, 5):
+        x = image(model, batch, dtype=torch.float32)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_export() -> None:
+    model = randomised(VisionTransformer(**TINY)).eval()
+    x = image(model, dtype=torch.float32)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    for batch in (2, 5):
+        x = image(model, batch, dtype=torch.float32)
+        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    arguments = {**TINY, "init_values": 0.1, "device": device}
+    ours = randomised(VisionTransformer(**arguments))
+    eager = reference.VisionTransformer(**arguments)
+    eager.load_state_dict(ours.state_dict())
+    x = image(ours, dtype=torch.float32, device=device)
+    exact = step(copy.deepcopy(eager).double(), x.double())
+    results = []
+    for model in (eager, ours):
+        with torch.autocast(device.type, dtype):
+            y = model(x)
+        dy = inputs("normal", *y.shape, dtype=torch.float64, device=device, seed=2).to(y.dtype)
+        grads = torch.autograd.grad(y, list(model.parameters()), dy)
+        names = [name for name, _ in model.named_parameters()]
+        results.append({"logits": y.detach(), **dict(zip(names, grads, strict=True))})
+    for name, got in results[1].items():
+        factor = 2.0 if name == "logits" else GRADIENT
+        assert_as_accurate(got, results[0][name], exact[name], factor=factor, what=name)
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    model = randomised(VisionTransformer(**TINY, drop_path_rate=0.3, attn_drop_rate=0.2, proj_drop_rate=0.2))
+    x = image(model, dtype=torch.float32)
+    results = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(4)
+        results.append(step(model, x))
+    for name, got in results[1].items():
+        assert torch.equal(got, results[0][name]), name
+
+
+def test_deepcopy_pickle_state_dict_and_dtype() -> None:
+    model = randomised(VisionTransformer(**TINY, act_layer="gelu_tanh", reg_tokens=1)).eval()
+    x = image(model, dtype=torch.float32)
+    fresh = VisionTransformer(**TINY, act_layer="gelu_tanh", reg_tokens=1).eval()
+    fresh.load_state_dict(model.state_dict())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
+        assert torch.equal(twin(x), model(x))
+    assert model.to(torch.bfloat16)(x.bfloat16()).dtype is torch.bfloat16
+
+
+def test_train_and_eval() -> None:
+    """Each rate takes effect in training, is off in evaluation, and is reproducible under a seed."""
+    for rate in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
+        model = randomised(VisionTransformer(**TINY, **{rate: 0.5}))
+        x = image(model, dtype=torch.float32)
+
+        def run(seed: int, model: nn.Module = model, x: Tensor = x) -> Tensor:
+            torch.manual_seed(seed)
+            return model(x)
+
+        assert torch.equal(run(0), run(0)), rate
+        assert not torch.equal(run(0), run(1)), rate
+        model.eval()
+        assert torch.equal(run(0), run(1)), rate
+        assert model.train().training
+
+
+def test_uint8_images() -> None:
+    normalised = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    model = randomised(VisionTransformer(**TINY, **normalised))
+    eager = reference.VisionTransformer(**TINY, **normalised)
+    eager.load_state_dict(model.state_dict())
+    x = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    mean, std = (torch.tensor(t).view(1, 3, 1, 1) for t in normalised.values())
+    expected = model((x / 255 - mean) / std)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(eager(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_on_the_patch_embedding_are_honoured() -> None:
+    def double(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    for path in ("patch_embed", "patch_embed.proj"):
+        model = randomised(VisionTransformer(**TINY, reg_tokens=2))
+        eager = reference.VisionTransformer(**TINY, reg_tokens=2)
+        eager.load_state_dict(model.state_dict())
+        for twin in (model, eager):
+            twin.get_submodule(path).register_forward_hook(double)
+        x = image(model, dtype=torch.float32)
+        torch.testing.assert_close(model(x), eager(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_replaced_patch_embedding_is_honoured() -> None:
+    class Stem(nn.Module):
+        def __init__(self, of: layers.PatchEmbed) -> None:
+            super().__init__()
+            self.proj, self.grid_size, self.grid = of.proj, of.grid_size, of.grid
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.proj(x).flatten(2).transpose(1, 2).relu()
+
+    model = randomised(VisionTransformer(**TINY))
+    x = image(model, dtype=torch.float32)
+    before = model(x)
+    model.patch_embed = Stem(model.patch_embed)
+    tokens = model._tokens(x)
+    patches = model.patch_embed(x) + model.pos_embed[:, 1:]
+    torch.testing.assert_close(
+        tokens, torch.cat([(model.cls_token + model.pos_embed[:, :1]).expand(2, -1, -1), patches], 1)
+    )
+    assert not torch.allclose(model(x), before)
+
+
+def test_classifier() -> None:
+    model = VisionTransformer(**TINY, dtype=torch.bfloat16)
+    assert model.get_classifier() is model.head
+    model.reset_classifier(7, "avg")
+    x = image(model, dtype=torch.bfloat16)
+    assert model(x).shape == (2, 7)
+    assert model.head.weight.dtype is torch.bfloat16
+    model.reset_classifier(0, "")
+    assert model(x).shape == (2, 17, 32)
+    assert model.no_weight_decay() == {"pos_embed", "cls_token", "reg_token"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 5}, "num_heads"),
+        ({"img_size": 18}, "patch_size"),
+        ({"global_pool": "mean"}, "global_pool"),
+        ({"class_token": False}, "class_token"),
+        ({"pos_embed": "sincos"}, "pos_embed"),
+        ({"weight_init": "jax"}, "weight_init"),
+        ({"proj_drop_rate": 1.0}, "proj_drop_rate"),
+        ({"drop_path_rate": -0.1}, "drop_path_rate"),
+        ({"act_layer": "gleu"}, "act_layer.*gelu"),
+        ({"norm_layer": "batchnorm"}, "norm_layer"),
+        ({"block_fn": "post"}, "block_fn"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VisionTransformer(**{**TINY, **arguments})
+
+
+def test_bad_images() -> None:
+    model = VisionTransformer(**TINY)
+    with pytest.raises(ValueError, match=r"image size \(16, 16\), got \(16, 20\)"):
+        model(torch.randn(1, 3, 16, 20))
+    with pytest.raises(ValueError, match="patch_size"):
+        VisionTransformer(**TINY, dynamic_img_size=True)(torch.randn(1, 3, 16, 18))
+    with pytest.raises(ValueError, match="global_pool"):
+        VisionTransformer(**{**TINY, "class_token": False, "global_pool": "avg"}).reset_classifier(3, "token")
