@@ -3,7 +3,8 @@
 
     python -m benchmarks.activation_probes [--target sm_90] [--dtype bf16]
 
-The derivative's probe loads a second tensor, as a backward epilogue does, and stores both results.
+The derivative's probe multiplies it by a second tensor that it loads, as a backward epilogue does; "both" also stores
+the recomputed value.
 """
 
 from __future__ import annotations
@@ -34,16 +35,21 @@ def _derivative_probe(
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     h, grad = activate_with_grad(tl.load(x_ptr + at).to(tl.float32), ACTIVATION, EXACT)
-    tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty))
+    if h_ptr is not None:
+        tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty))
     tl.store(out_ptr + at, (tl.load(dy_ptr + at).to(tl.float32) * grad).to(out_ptr.dtype.element_ty))
 
 
 def slots(activation: str, *, target: str = "sm_90", dtype: str = "bf16") -> dict[str, float]:
     """Per element of a tensor of `dtype` ("bf16", "fp16" or "fp32")."""
-    constexprs = {"ACTIVATION": activation, "EXACT": dtype == "fp32", "BLOCK": _BLOCK}
     count = {}
-    for name, kernel in (("value", _value_probe), ("value and derivative", _derivative_probe)):
-        signature = {n: f"*{dtype}" for n in kernel.arg_names if n.endswith("_ptr")}
+    for name, kernel, absent in (
+        ("value", _value_probe, {}),
+        ("derivative", _derivative_probe, {"h_ptr": None}),
+        ("both", _derivative_probe, {}),
+    ):
+        constexprs = {"ACTIVATION": activation, "EXACT": dtype == "fp32", "BLOCK": _BLOCK, **absent}
+        signature = {n: f"*{dtype}" for n in kernel.arg_names if n.endswith("_ptr") and n not in absent}
         compiled = compile_kernel(kernel, signature, constexprs, target=target, num_warps=_WARPS)
         count[name] = compiled.whole.slots_per(_BLOCK / (32 * _WARPS))
     return count

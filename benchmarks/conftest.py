@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"of {','.join(PROVIDERS)}; default all, without compile on a CPU",
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
-    group.addoption("--bench-minutes", type=float, help="after this a case gets only its fewest rounds")
+    group.addoption("--bench-minutes", type=float, help="after this no further case begins; default 5, on a GPU 120")
     group.addoption("--plot", metavar="DIR", type=Path, help="writes the memory study's plot there")
 
 
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     device = torch.device("cuda" if gpu else "cpu")
     quick = config.option.quick
     dtype = DTYPES[config.option.dtype or ("bfloat16" if gpu else "float32")]
-    minutes = config.option.bench_minutes or (120.0 if gpu else 4.0)
+    minutes = config.option.bench_minutes or (120.0 if gpu else 5.0)
     config.stash[SESSION] = Session(
         device=device,
         dtype=dtype,
@@ -86,9 +86,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].clock))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[SESSION].remaining = len(session.items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    session = item.config.stash[SESSION]
+    if time.perf_counter() > session.deadline:
+        session.left_out += 1
+        pytest.skip("the time of --bench-minutes is over")
+
+
 @pytest.fixture
-def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Callable[[Case, str], Record]:
-    return lambda case, mode: measure_case(benchmark, request.config.stash[SESSION], case, mode)
+def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iterator[Callable[[Case, str], Record]]:
+    session = request.config.stash[SESSION]
+    yield lambda case, mode: measure_case(benchmark, session, case, mode)
+    session.remaining -= 1
 
 
 @pytest.hookimpl(trylast=True)
@@ -105,6 +118,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         write(line)
     for line in table.notes(session.records):
         write(line)
+    if session.left_out:
+        write(f"left out: {session.left_out} benchmarks, because the time of --bench-minutes was over")
     study = [r for r in session.records if r.op.startswith("memory")]
     for line in table.growth_lines(study):
         write(line)

@@ -28,10 +28,18 @@ class Session:
     grid: str
     providers: tuple[str, ...]
     case_seconds: float  # of timed rounds, for each case and mode
-    deadline: float  # perf_counter() at which rounds shrink to the fewest
+    deadline: float  # perf_counter() after which no further case begins
     clock: Clock
+    remaining: int = 0  # benchmarks to come, this one included
+    left_out: int = 0  # benchmarks that the deadline cut off
     ceilings: Ceilings | None = None  # measured with the first case
     records: list[Record] = field(default_factory=list)
+
+    def budget(self) -> float:
+        """Seconds of timed rounds for the next case: half of what is left, spread evenly; the other half goes into
+        agreement and memory."""
+        left = max(0.0, self.deadline - time.perf_counter())
+        return min(self.case_seconds, left / (2 * max(1, self.remaining)))
 
 
 def cost(case: Case, mode: str, dtype: torch.dtype) -> tuple[int, int]:
@@ -59,6 +67,13 @@ def _step(case: Case, provider: str, mode: str, session: Session) -> tuple[Calla
     return (lambda: runner.gradients(gradients)), runner
 
 
+def _sdpa_backend(case: Case, session: Session) -> str:
+    runner = case.runner("sdpa", Draw(session.dtype, session.device), check=True)
+    with SdpaBackend() as backend:
+        runner.outputs()
+    return backend.name
+
+
 def measure(benchmark: BenchmarkFixture, session: Session, case: Case, mode: str) -> Record:
     """Fills `benchmark` with fused's samples (or the last provider's, if fused was not asked for), records everybody's.
 
@@ -84,17 +99,14 @@ def measure(benchmark: BenchmarkFixture, session: Session, case: Case, mode: str
             if mode == "training":
                 provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
             if name == "sdpa":
-                with SdpaBackend() as backend:
-                    runner.outputs()
-                record.sdpa_backend = backend.name
+                record.sdpa_backend = _sdpa_backend(case, session)
         except torch.OutOfMemoryError as error:
             if name == "fused":
                 raise
             steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
 
-    budget = min(session.case_seconds, max(0.0, session.deadline - time.perf_counter()))
-    samples = interleave(benchmark, session.clock, steps, seconds, budget=budget, most=case.max_rounds)
+    samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=case.max_rounds)
     for name, values in samples.items():
         record.providers[name].time = Quantiles.of(values)
     record.speedups = speedups(samples, "fused") if "fused" in samples else {}

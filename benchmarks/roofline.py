@@ -104,7 +104,8 @@ def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str
         macs = compiled.hot_loop.macs_per_thread
         if macs:
             return macs / depth, "score"
-        return constexprs["BLOCK_M"] * constexprs["BLOCK_N"] / threads, "score"
+        keys = sum(value for name, value in constexprs.items() if name == "BLOCK_N" or name.startswith("KEYS_"))
+        return constexprs["BLOCK_M"] * keys / threads, "score"
     blocks = [value for name, value in constexprs.items() if name.startswith("BLOCK") and name != "BLOCK_K"]
     if not blocks:
         return None

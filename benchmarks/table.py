@@ -137,10 +137,11 @@ def growth_lines(records: Sequence[Record]) -> list[str]:
     lines = []
     for op, by_provider in growth(records).items():
         for name, (tokens, peaks) in by_provider.items():
-            if len(tokens) >= 3:
-                lines.append(
-                    f"{op}, training step, {name}: "
-                    f"peak ~ N^{exponent(tokens, peaks):.2f} over N = {tokens[0]}..{tokens[-1]}, "
-                    f"N^{exponent(tokens[-3:], peaks[-3:]):.2f} over N = {tokens[-3]}..{tokens[-1]}"
-                )
+            fits = [slice(None)] if len(tokens) >= 3 else []
+            fits += [slice(-3, None)] if len(tokens) > 3 else []
+            text = [
+                f"N^{exponent(tokens[part], peaks[part]):.2f} over N = {tokens[part][0]}..{tokens[-1]}" for part in fits
+            ]
+            if text:
+                lines.append(f"{op}, training step, {name}: peak ~ {', '.join(text)}")
     return lines

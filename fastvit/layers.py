@@ -191,11 +191,9 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(self.attend(self.qkv(x))))
 
     def fusible(self) -> bool:
+        """Whether the layers around the attention can go into fused ops."""
         return (
-            untouched(self, Attention)
-            and untouched(self.qkv, nn.Linear)
-            and untouched(self.proj, nn.Linear)
-            and untouched(self.proj_drop, nn.Dropout)
+            untouched(self.qkv, nn.Linear) and untouched(self.proj, nn.Linear) and untouched(self.proj_drop, nn.Dropout)
         )
 
 
@@ -223,23 +221,23 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
-    def fusible(self) -> bool:
-        return (
-            untouched(self, Mlp)
-            and untouched(self.fc1, nn.Linear)
+    def fused_activation(self) -> str | None:
+        """What `ops.mlp` calls the activation, or None where the submodules have to run one by one."""
+        if (
+            untouched(self.fc1, nn.Linear)
             and untouched(self.fc2, nn.Linear)
             and untouched(self.drop1, nn.Dropout)
             and untouched(self.drop2, nn.Dropout)
             and active_p(self.drop1) == active_p(self.drop2)
-            and activation_name(self.act) is not None
-        )
+        ):
+            return activation_name(self.act)
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
-        name = activation_name(self.act)
-        if name is None or not self.fusible():
+        name = self.fused_activation()
+        if name is None:
             return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
-        fc1, fc2 = self.fc1, self.fc2
-        p = active_p(self.drop1)
+        fc1, fc2, p = self.fc1, self.fc2, active_p(self.drop1)
         return ops.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=name, dropout_p=p)
 
 
@@ -285,44 +283,32 @@ class Block(nn.Module):
         return self._mlp_half(self._attention_half(x))
 
     def _attention_half(self, x: Tensor) -> Tensor:
-        norm, attn, scale, drop_path = self.norm1, self.attn, self.ls1, self.drop_path1
-        if not (_fusible_ends(norm, scale, drop_path) and isinstance(attn, Attention) and attn.fusible()):
+        norm: Any = self.norm1
+        attn, scale, drop_path = self.attn, self.ls1, self.drop_path1
+        if not (untouched(attn, Attention) and attn.fusible() and _fusible_ends(norm, scale, drop_path)):
             return x + drop_path(scale(attn(norm(x))))
         qkv, x = ops.layer_norm_linear(
             x, norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, eps=norm.eps, return_residual=True
         )
-        out = attn.attend(qkv)
-        if active_p(attn.proj_drop):
-            out = ops.dropout(ops.linear(out, attn.proj.weight, attn.proj.bias), attn.proj_drop.p)
-            return x + drop_path(scale(out))
+        out, proj = attn.attend(qkv), attn.proj
+        if p := active_p(attn.proj_drop):
+            return x + drop_path(scale(ops.dropout(ops.linear(out, proj.weight, proj.bias), p)))
         return ops.linear(
-            out,
-            attn.proj.weight,
-            attn.proj.bias,
-            layer_scale=_gamma(scale),
-            row_scale=_row_scale(drop_path, x),
-            residual=x,
-        )
+            out, proj.weight, proj.bias,
+            layer_scale=_gamma(scale), row_scale=_row_scale(drop_path, x), residual=x,
+        )  # fmt: skip
 
     def _mlp_half(self, x: Tensor) -> Tensor:
-        norm, mlp, scale, drop_path = self.norm2, self.mlp, self.ls2, self.drop_path2
-        if not (_fusible_ends(norm, scale, drop_path) and isinstance(mlp, Mlp) and mlp.fusible()):
+        norm: Any = self.norm2
+        mlp, scale, drop_path = self.mlp, self.ls2, self.drop_path2
+        name = mlp.fused_activation() if untouched(mlp, Mlp) else None
+        if name is None or not _fusible_ends(norm, scale, drop_path):
             return x + drop_path(scale(mlp(norm(x))))
         return ops.layer_norm_mlp(
-            x,
-            norm.weight,
-            norm.bias,
-            mlp.fc1.weight,
-            mlp.fc1.bias,
-            mlp.fc2.weight,
-            mlp.fc2.bias,
-            eps=norm.eps,
-            activation=activation_name(mlp.act),
-            dropout_p=active_p(mlp.drop1),
-            layer_scale=_gamma(scale),
-            row_scale=_row_scale(drop_path, x),
-            residual=x,
-        )
+            x, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
+            eps=norm.eps, activation=name, dropout_p=active_p(mlp.drop1),
+            layer_scale=_gamma(scale), row_scale=_row_scale(drop_path, x), residual=x,
+        )  # fmt: skip
 
 
 def _fusible_ends(norm: nn.Module, scale: nn.Module, drop_path: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels.attention import LN2, LOG2E, dot_parts, head_offset, load_parts, store_tile
+from fastvit.kernels.attention import LOG2E, dot_parts, head_offset, load_parts, store_tile
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def attention_bwd_dq_kernel(
     do0, do1 = load_parts(do_ptr, tile, do_stride, left, D0, D1, HEAD_DIM, True)
     o0, o1 = load_parts(o_ptr, tile, o_stride, left, D0, D1, HEAD_DIM, True)
     delta = row_delta(do0, do1, o0, o1, D1)
-    lse2 = tl.load(lse_ptr + row + tile, mask=tile < left, other=float("inf")) / LN2
+    lse2 = tl.load(lse_ptr + row + tile, mask=tile < left, other=float("inf")) * LOG2E
     tl.store(delta_ptr + row + tile, delta, mask=tile < left)
     tl.store(lse2_ptr + row + tile, lse2, mask=tile < left)
 

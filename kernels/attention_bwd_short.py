@@ -7,7 +7,7 @@ pass by in tiles, and each tile's dK and dV are complete when it leaves. Every t
 import triton
 import triton.language as tl
 
-from fastvit.kernels.attention import LN2, LOG2E, dot_parts, head_offset, load_parts
+from fastvit.kernels.attention import LOG2E, dot_parts, head_offset, load_parts
 from fastvit.kernels.attention_bwd import add_dot, dropout_factor, row_delta, store_parts, zero_parts
 
 
@@ -84,7 +84,7 @@ def attention_bwd_short_kernel(
     o0, o1 = load_parts(o_ptr, rows, o_stride, N, D0, D1, HEAD_DIM, True)
     delta = row_delta(do0, do1, o0, o1, D1)
     q0, q1 = load_parts(q_ptr, rows, q_stride, N, D0, D1, HEAD_DIM, True)
-    lse2 = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) / LN2
+    lse2 = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) * LOG2E
     dq0, dq1 = zero_parts(BLOCK_M, D0, D1)
     for start in range(0, N, BLOCK_N):
         dq0, dq1 = _key_tile(

@@ -96,6 +96,23 @@ def test_every_activation(act: str | type[nn.Module], device: torch.device) -> N
     assert_parity(ours.to(device), theirs.to(device), x, dy, torch.float32)
 
 
+@pytest.mark.parametrize("tokens", [5, 17])
+def test_block_under_autocast(tokens: int, device: torch.device) -> None:
+    """With sharp attention: scores that the op itself rounded to bfloat16 once more would show."""
+    ours, theirs = blocks(init_values=0.5)
+    with torch.no_grad():
+        ours.attn.qkv.weight.mul_(4)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy = (inputs("normal", 16, tokens, D, dtype=torch.float64, device=device, seed=s) for s in (0, 1))
+    exact = step(copy.deepcopy(theirs).double().to(device), x, dy)
+    results = []
+    for module in (theirs, ours):
+        module.forward = torch.autocast(device.type, torch.bfloat16)(module.forward)
+        results.append(step(module.to(device), x.float(), dy.float()))
+    for name, got in results[1].items():
+        assert_as_accurate(got, results[0][name], exact[name], factor=2.0 if name == "output" else GRADIENT, what=name)
+
+
 def test_activation_names() -> None:
     for name, make in _fusible.ACT_LAYERS.items():
         assert _fusible.activation_name(make()) == name

@@ -200,6 +200,18 @@ def test_expanded_and_arbitrary_strides(backend, device):
     assert torch.equal(fused(odd, weight), fused(one, weight))
 
 
+def test_offsets_beyond_int32(triton_backend, device):
+    """The third image starts 2.2e9 bytes behind the first; memory that nobody touches is never committed. A wrapped
+    offset would read in front of the first image, which the storage covers: the result would be wrong, not a crash."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    stride, front = 1_100_000_001, 2_100_000_000
+    storage = torch.empty(front + 2 * stride + 64, dtype=torch.uint8, device=device)
+    images = storage.as_strided((3, 1, 8, 8), (stride, 64, 8, 1), front)
+    images.copy_(torch.randint(0, 256, images.shape, dtype=torch.uint8))
+    weight = inputs("normal", 16, 1, 4, 4, dtype=torch.float32, device=device)
+    assert torch.equal(fused(images, weight), fused(images.contiguous(), weight))
+
+
 def test_weight_layouts(backend, device):
     tensors = {k: v.detach() for k, v in arguments(2, 3, (2, 2), (4, 4), 24, 2, torch.float32, device).items()}
     want = fused(**tensors)

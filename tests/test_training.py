@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import GRADIENT
 from torch import Tensor, nn
 
 import fastvit
@@ -95,12 +96,13 @@ def test_float32_training_is_the_reference_step_by_step(trained: Trained, device
 
 
 def test_bf16_training_is_as_close_to_float64_as_the_references(trained: Trained, device: torch.device) -> None:
-    """Every step's loss, and all final parameters, by the oracle's rule; rounding differs, so no step can be equal."""
+    """Every step's loss, and all final parameters; rounding differs, so no step can be equal. The largest of so many
+    correlated deviations is one draw from a heavy tail and gets the oracle's wider factor."""
     fused = train(copy.deepcopy(trained.start), device, torch.bfloat16)
     eager, exact = trained.eager[torch.bfloat16], trained.eager[torch.float64]
     for name in ("losses", "parameters"):
-        deviation = [(getattr(run, name) - getattr(exact, name)).abs() for run in (fused, eager)]
-        for norm in (Tensor.amax, lambda t: t.square().mean().sqrt()):
-            ours, theirs = (norm(d).item() for d in deviation)
-            assert ours <= 2 * theirs, f"{name}: {ours:.3g} from float64, the reference {theirs:.3g}"
+        ours, theirs = ((getattr(run, name) - getattr(exact, name)).abs() for run in (fused, eager))
+        rms, largest = (norm(ours) / norm(theirs) for norm in (torch.linalg.vector_norm, torch.amax))
+        assert rms <= 2, f"{name}: {rms:.2f} times as far from float64 as the reference"
+        assert largest <= GRADIENT, f"{name}: at worst {largest:.2f} times as far from float64 as the reference"
     assert fused.accuracy > 0.95

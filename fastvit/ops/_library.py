@@ -92,6 +92,18 @@ def register(
     name = schema[: schema.index("(")]
 
     def run(*args: Any) -> Any:
+        # An op works in the dtypes that it chose, and its gradient is its FusedFunction's: no autocast inside (which
+        # refuses meta tensors) and no autograd, which is on where an exported program calls the op itself.
+        kind = args[0].device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False), torch.no_grad():
+                return choose(*args)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return choose(*args)
+        return choose(*args)
+
+    def choose(*args: Any) -> Any:
         if wants_triton(args[0]):
             try:
                 if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
@@ -119,7 +131,7 @@ def _fall_back(name: str, reason: str) -> None:
         raise Unsupported(f"fastvit::{name}: {reason}")
     if (name, reason) not in _warned:
         _warned.add((name, reason))
-        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=4)
+        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=5)
 
 
 @functools.cache

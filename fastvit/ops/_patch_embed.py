@@ -40,7 +40,7 @@ def _out_dtype(weight: Tensor, *added: Tensor | None) -> torch.dtype:
 
 # ---- ATen ----
 
-_CHUNK = 1 << 18  # pixels of the matrix of patches that exist at a time: one 224 px image, which stays in the cache
+_CHUNK = 1 << 19  # pixels that exist as a matrix of patches at a time: 2 MB, which stays in the cache
 
 
 def _chunks(image: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -74,10 +74,16 @@ def _fwd_aten(
     P = 0 if prefix is None else prefix.shape[0]
     if prefix is not None:
         out[:, :P] = prefix
-    matrix = weight.reshape(weight.shape[0], -1)
     bias = None if bias is None else bias.to(weight.dtype)
-    for pixels, tokens in _chunks(image, out[:, P:]):
-        patches = F.linear(_gather(pixels, weight, normalize), matrix, bias).view(tokens.shape)
+    D, K = weight.shape[0], weight[0].numel()
+    # measured on float32: a matrix of patches costs less than the convolution's own reordering, except for a narrow
+    # result of many images, where gathering it is a large part (ViT-S/16 and smaller)
+    convolve = normalize is None and D < 512 and K >= 256 and image.shape[0] > 1
+    for pixels, tokens in [(image, out[:, P:])] if convolve else _chunks(image, out[:, P:]):
+        if convolve:
+            patches = F.conv2d(pixels.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
+        else:
+            patches = F.linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view(tokens.shape)
         if pos_embed is None:
             tokens.copy_(patches)
         else:

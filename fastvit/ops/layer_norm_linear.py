@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows, check_eps, check_like, check_shape
+from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, check_shape
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
 from fastvit.ops.linear import check_linear
@@ -149,6 +149,7 @@ def layer_norm_linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
+    check_float("x", x)
     cast = autocast_dtype(x)
     check_linear(x, weight, bias, dtype=cast is None)
     check_norm(x, norm_weight, norm_bias, eps, dtype=cast is None)

@@ -58,7 +58,9 @@ class _Linear(FusedFunction):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         wants = ctx.needs_input_grad
-        dx, *rest = once("linear", _backward, dy, *ctx.saved_tensors, ctx.rows, wants[:4])
+        dx, *rest = (None,) * 4
+        if any(wants[:4]):
+            dx, *rest = once("linear", _backward, dy, *ctx.saved_tensors, ctx.rows, wants[:4])
         dresidual = dy.to(ctx.residual_dtype) if wants[5] else None
         return None if dx is None else dx.view(ctx.shape), *rest, None, dresidual, None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops._activations import check_activation
-from fastvit.ops._checks import check_dropout, check_like, check_shape
+from fastvit.ops._checks import check_dropout, check_float, check_like, check_shape
 from fastvit.ops._library import autocast_dtype, needs_autograd
 from fastvit.ops._mlp import Mlp, MlpOptions, mlp_forward
 from fastvit.ops.dropout import draw_seeds
@@ -113,6 +113,7 @@ def mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
+    check_float("x", x)
     cast = autocast_dtype(x)
     rows = _check(
         x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, dropout_p, layer_scale, row_scale, residual,
@@ -158,6 +159,7 @@ def layer_norm_mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
+    check_float("x", x)
     cast = autocast_dtype(x)
     rows = _check(
         x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, dropout_p, layer_scale, row_scale, residual,

@@ -1,0 +1,406 @@
+"""ops.attention and ops.attention_qkvpacked against float64 and eager PyTorch, on both backends."""
+
+import math
+
+import pytest
+import torch
+from oracle import assert_op_as_accurate, inputs
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import ops
+from fastvit.kernels import _configs
+from fastvit.ops import _attention as registered
+from fastvit.ops import _library
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# one key; less than a SIMD vector; one chunk of keys; three; the loop over key tiles with one and two tail tiles.
+# Heads of a power of two, of one that is cut in two exactly, and of two parts that need masking.
+SHAPES = [(2, 1, 1, 16), (1, 7, 2, 80), (1, 17, 2, 72), (2, 50, 2, 64), (1, 197, 1, 64), (1, 257, 1, 16)]
+LONG = [(1, 346, 1, 64), (1, 337, 1, 88), (1, 256, 1, 128)]
+
+
+def eager(q, k, v, scale=None, mask=None):
+    """The formula, materialised; mask: factors of the attention weights, (B, H, N, N)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    p = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
+    return ((p if mask is None else p * mask.to(p.dtype)) @ v).transpose(1, 2)
+
+
+def eager_packed(qkv, **options):
+    return eager(*qkv.unbind(2), **options)
+
+
+def packed(*shape, dtype=torch.float32, device, kind="normal"):
+    B, N, H, d = shape
+    return inputs(kind, B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
+
+
+def separate(*shape, dtype=torch.float32, device, kind="normal"):
+    return {
+        name: inputs(kind, *shape, dtype=dtype, device=device, seed=s).requires_grad_() for s, name in enumerate("qkv")
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed(shape, dtype, backend, device):
+    qkv = packed(*shape, dtype=dtype, device=device)
+    assert_op_as_accurate(ops.attention_qkvpacked, eager_packed, {"qkv": qkv})
+
+
+@pytest.mark.parametrize(("shape", "dtype"), zip(LONG, DTYPES, strict=True), ids=str)
+def test_separate_and_long(shape, dtype, backend, device):
+    assert_op_as_accurate(ops.attention, eager, separate(*shape, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["integer", "large"])
+def test_inputs(kind, dtype, backend, device):
+    """Integer scores are exact at scale 0.5; large ones lie hundreds apart."""
+    tensors = separate(1, 145, 2, 32, dtype=dtype, device=device, kind=kind)
+    assert_op_as_accurate(
+        lambda **t: ops.attention(**t, scale=0.5), lambda **t: eager(**t, scale=0.5), tensors, what=kind
+    )
+
+
+def test_lse_and_output_of_the_registered_op(backend, device):
+    """The same layout and meaning on both paths: (B, H, N) float32, natural logarithm."""
+    for N in (9, 50):
+        q, k, v = (t.detach() for t in separate(2, N, 3, 16, device=device).values())
+        o, lse = registered.attention_fwd(q, k, v, None, 0.3, 0.0)
+        exact = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.3).logsumexp(-1)
+        torch.testing.assert_close(lse, exact.float())
+        assert o.is_contiguous()
+        assert lse.is_contiguous()
+
+
+LAYOUTS = {
+    "packed": lambda q, k, v: torch.stack([q, k, v], 2).unbind(2),
+    "heads_first": lambda *qkv: [t.transpose(1, 2).contiguous().transpose(1, 2) for t in qkv],
+    "batch_inside": lambda *qkv: [t.transpose(0, 1).contiguous().transpose(0, 1) for t in qkv],
+    # rows 3 elements longer, filled with NaN: no 16-byte alignment
+    "row_strided": lambda *qkv: [torch.cat([t, torch.full_like(t[..., :3], torch.nan)], -1)[..., :24] for t in qkv],
+    "offset": lambda *qkv: [torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view_as(t) for t in qkv],
+    "head_dim_strided": lambda *qkv: [t.transpose(1, 3).contiguous().transpose(1, 3) for t in qkv],
+    "expanded": lambda q, k, v: (q, k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)),
+    "unlike": lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([v, v], 2)[:, :, 1]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
+def test_layouts(layout, backend, device):
+    """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise."""
+    q, k, v, do = (inputs("normal", 2, 21, 2, 24, dtype=torch.float32, device=device, seed=s) for s in range(4))
+    strided = LAYOUTS[layout](q, k, v)
+    do_strided = LAYOUTS[layout](do, do, do)[1]
+    results = []
+    for tensors, gradient in ([t.contiguous() for t in strided], do_strided.contiguous()), (strided, do_strided):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        o = ops.attention(*leaves)
+        assert o.is_contiguous()
+        results.append((o, *torch.autograd.grad(o, leaves, gradient)))
+    for plain, other in zip(*results, strict=True):
+        if backend == "triton":
+            assert torch.equal(plain, other)
+        torch.testing.assert_close(plain, other, atol=1e-5, rtol=1e-5)
+
+
+def test_token_slice_of_a_packed_tensor(backend, device):
+    """Views with a storage offset; what is around them is NaN. dqkv is one contiguous tensor."""
+    qkv = inputs("normal", 2, 19, 3, 2, 16, dtype=torch.float32, device=device)
+    frame = torch.full((2, 21, 3, 2, 16), torch.nan, device=device)
+    frame[:, 1:-1] = qkv
+    view, plain = (t.detach().requires_grad_() for t in (frame[:, 1:-1], qkv))
+    o, want = ops.attention_qkvpacked(view), ops.attention_qkvpacked(plain)
+    torch.testing.assert_close(o, want)
+    (dqkv,) = torch.autograd.grad(o.sum(), view)
+    torch.testing.assert_close(dqkv, torch.autograd.grad(want.sum(), plain)[0])
+    assert dqkv.is_contiguous()
+
+
+def test_packed_equals_separate(backend, device):
+    qkv = packed(1, 37, 2, 40, device=device)
+    o, other = ops.attention_qkvpacked(qkv), ops.attention(*qkv.unbind(2))
+    do = inputs("normal", 1, 37, 2, 40, dtype=torch.float32, device=device, seed=9)
+    assert torch.equal(o, other)
+    (want,), (got,) = (torch.autograd.grad(t, qkv, do) for t in (other, o))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dropout(dtype, backend, device):
+    """v = identity shows the mask; the backward pass applies the same one."""
+    N, p = 40, 0.3
+    tensors = separate(2, N, 3, N, dtype=dtype, device=device)
+    tensors["v"] = torch.eye(N, dtype=dtype, device=device)[None, :, None].expand(2, N, 3, N).detach().requires_grad_()
+    torch.manual_seed(7)
+    keep = ops.attention(**tensors, dropout_p=p).detach().transpose(1, 2) != 0
+    mask = keep / (1 - p)
+
+    def fused(q, k, v):
+        torch.manual_seed(7)
+        return ops.attention(q, k, v, dropout_p=p)
+
+    assert_op_as_accurate(fused, lambda q, k, v: eager(q, k, v, mask=mask), tensors)
+
+    n = keep.numel()
+    for share, count in (
+        (keep, n),
+        (keep.float().mean(-1), N),
+        (keep.float().mean(-2), N),
+        (keep.float().mean((2, 3)), N * N),
+    ):
+        assert ((share.float().mean() if count == n else share) - (1 - p)).abs().max() < 5 * math.sqrt(
+            p * (1 - p) / count
+        )
+    planes = keep.flatten(0, 1)
+    assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
+    torch.manual_seed(8)
+    other = ops.attention(**tensors, dropout_p=p).transpose(1, 2) != 0
+    agreement = (other == keep).float().mean() - (p * p + (1 - p) ** 2)
+    assert agreement.abs() < 5 * 0.5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("N", [190, 300])
+def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkeypatch):
+    """Over several key chunks and tiles: every tiling draws the mask of its elements."""
+    qkv = packed(1, N, 1, 16, dtype=torch.float16, device=device).detach()
+    outputs = []
+    for config in (
+        _configs.attention_fwd(N, 16, 2, True, "sm_90"),
+        _configs.AttentionForwardConfig(64, 64, _configs.key_chunks(N % 64, 64, 2), 4, 2),
+    ):
+        monkeypatch.setattr(_configs, "attention_fwd", lambda *_, config=config: config)
+        torch.manual_seed(3)
+        outputs.append(ops.attention_qkvpacked(qkv, dropout_p=0.5))
+    torch.testing.assert_close(*outputs, atol=2e-3, rtol=2e-3)
+
+
+def test_dropout_under_checkpoint(backend, device):
+    qkv = packed(1, 33, 2, 16, device=device)
+
+    def loss(x):
+        return ops.attention_qkvpacked(x, dropout_p=0.4).square().sum()
+
+    gradients = []
+    for run in (loss, lambda x: checkpoint(loss, x, use_reentrant=False)):
+        torch.manual_seed(5)
+        gradients.append(torch.autograd.grad(run(qkv), qkv)[0])
+    assert torch.equal(*gradients)
+
+
+def test_nan_stays_in_its_row(backend, device):
+    for N in (5, 16, 34, 290):
+        qkv = packed(1, N, 2, 16, device=device).detach()
+        clean = ops.attention_qkvpacked(qkv)
+        qkv[0, 2, 0, 1, 3] = torch.nan
+        dirty = ops.attention_qkvpacked(qkv)
+        assert dirty[0, 2, 1].isnan().all()
+        dirty[0, 2, 1] = clean[0, 2, 1]
+        assert torch.equal(dirty, clean)
+        qkv[0, 1, 1, 0, 0] = torch.nan  # in a key: all rows of that head
+        assert ops.attention_qkvpacked(qkv)[0, :, 0].isnan().all()
+
+
+def test_scores_out_of_the_range_of_exp(backend, device):
+    """All scores far below zero: a padded key, whose score is zero, must not enter the maximum."""
+    tensors = separate(1, 70, 1, 16, device=device)
+    tensors["q"] = tensors["q"].detach().abs().mul(20).requires_grad_()
+    tensors["k"] = tensors["k"].detach().abs().mul(-20).requires_grad_()
+    assert_op_as_accurate(lambda **t: ops.attention(**t, scale=1.0), lambda **t: eager(**t, scale=1.0), tensors)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)], ids=str)
+def test_empty(shape, backend, device):
+    B, N, H, d = shape
+    qkv = torch.empty(B, N, 3, H, d, device=device, requires_grad=True)
+    weight = torch.ones(d, device=device, requires_grad=True)
+    for o in (ops.attention_qkvpacked(qkv * weight), ops.attention(*(qkv * weight).unbind(2), dropout_p=0.5)):
+        assert o.shape == shape
+        dqkv, dweight = torch.autograd.grad(o.sum(), (qkv, weight))
+        assert dqkv.shape == qkv.shape
+        assert torch.equal(dweight, torch.zeros(d, device=device))
+
+
+def test_deterministic(backend, device):
+    qkv = packed(2, 145, 2, 16, dtype=torch.bfloat16, device=device)
+    runs = []
+    for _ in range(2):
+        o = ops.attention_qkvpacked(qkv)
+        runs.append((o, *torch.autograd.grad(o, qkv, torch.ones_like(o))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_output_without_gradient(backend, device):
+    tensors = separate(1, 18, 1, 16, device=device)
+    k = tensors["k"].detach()
+    o = ops.attention(tensors["q"], k, tensors["v"].detach())
+    (dq,) = torch.autograd.grad(o.square().sum(), tensors["q"])
+    want = eager(tensors["q"], k, tensors["v"].detach())
+    torch.testing.assert_close(dq, torch.autograd.grad(want.square().sum(), tensors["q"])[0])
+
+
+@pytest.mark.parametrize("N", [5, 20])
+def test_gradcheck(N, device):
+    with _library.use_backend("aten"):
+        double = {"dtype": torch.float64, "device": device}
+        q, k, v = separate(1, N, 2, 16, **double).values()
+        qkv = packed(1, N, 1, 16, **double)
+
+        def dropped(x):
+            torch.manual_seed(1)
+            return ops.attention_qkvpacked(x, dropout_p=0.4)
+
+        assert torch.autograd.gradcheck(lambda *t: ops.attention(*t, scale=0.7), (q, k, v), fast_mode=True)
+        assert torch.autograd.gradcheck(ops.attention_qkvpacked, (qkv,), fast_mode=True)
+        assert torch.autograd.gradcheck(dropped, (qkv,), fast_mode=True)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scale_that_is_not_positive(scale, backend, device):
+    """The forward kernels refuse it; ATen takes it."""
+    tensors = separate(1, 20, 2, 16, device=device)
+    with _library.use_backend(backend, strict=False):
+        assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
+    if backend == "triton":
+        with pytest.raises(_library.Unsupported, match="positive scale"):
+            ops.attention(**tensors, scale=scale)
+
+
+def test_float64_is_not_for_triton(triton_backend, device):
+    qkv = packed(1, 17, 1, 16, dtype=torch.float64, device=device)
+    with pytest.raises(_library.Unsupported, match="float64"):
+        ops.attention_qkvpacked(qkv)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_opcheck(dropout_p, backend, device):
+    opcheck = torch.library.opcheck
+    seed = torch.tensor([3], device=device) if dropout_p else None
+    last = (seed, 0.25, dropout_p)
+    qkv = packed(2, 18, 2, 24, device=device).detach()
+    q, k, v = (t.detach() for t in separate(2, 18, 2, 24, device=device).values())
+    do = inputs("normal", 2, 18, 2, 24, dtype=torch.float32, device=device, seed=7)
+    o, lse = registered.attention_fwd(q, k, v, *last)
+    opcheck(registered.attention_fwd, (q, k, v, *last))
+    opcheck(registered.attention_fwd, (*qkv.unbind(2), *last))
+    opcheck(registered.attention_bwd, (do, q, k, v, o, lse, *last))
+    opcheck(registered.attention_qkvpacked_fwd, (qkv, *last))
+    o, lse = registered.attention_qkvpacked_fwd(qkv, *last)
+    opcheck(registered.attention_qkvpacked_bwd, (do, qkv, o, lse, *last))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compile(dynamic, backend, device):
+    def step(x):
+        return (ops.attention_qkvpacked(x) * ops.attention(*x.unbind(2), scale=0.5)).sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for B, N in ((2, 18), (3, 18), (2, 23)):
+        qkv = packed(B, N, 2, 16, device=device)
+        got, want = (torch.autograd.grad(f(qkv), qkv) for f in (compiled, step))
+        torch.testing.assert_close(got, want)
+
+
+class Module(torch.nn.Module):
+    def forward(self, qkv):
+        return ops.attention_qkvpacked(qkv, dropout_p=0.1 if self.training else 0.0).flatten(2)
+
+
+def test_export(backend, device):
+    tokens = torch.export.Dim("tokens", min=2, max=100)
+    qkv = packed(2, 18, 2, 16, device=device).detach()
+    program = torch.export.export(Module().eval(), (qkv,), dynamic_shapes={"qkv": {1: tokens}})
+    longer = packed(2, 31, 2, 16, device=device).detach()
+    assert torch.equal(program.module()(longer), Module().eval()(longer))
+
+
+def test_func(backend, device):
+    qkv = packed(2, 18, 1, 16, device=device)
+
+    def loss(x):
+        return ops.attention_qkvpacked(x).square().sum()
+
+    (want,) = torch.autograd.grad(loss(qkv), qkv)
+    torch.testing.assert_close(torch.func.grad(loss)(qkv), want)
+    each = torch.func.vmap(torch.func.grad(loss))(qkv[:, None])
+    torch.testing.assert_close(each[:, 0], want)
+
+
+def test_other_kinds_of_differentiation_raise(device):
+    qkv = packed(1, 18, 1, 16, device=device)
+    for name, function in (
+        ("attention", lambda x: ops.attention(*x.unbind(2))),
+        ("attention_qkvpacked", ops.attention_qkvpacked),
+    ):
+        (dqkv,) = torch.autograd.grad(function(qkv).square().sum(), qkv, create_graph=True)
+        with pytest.raises(NotImplementedError, match=rf"ops\.{name} does not support double backward"):
+            dqkv.sum().backward()
+        with pytest.raises(NotImplementedError, match=rf"ops\.{name} does not support forward-mode"):
+            torch.func.jvp(function, (qkv.detach(),), (qkv.detach(),))
+
+
+def test_autocast_follows_eager(backend, device):
+    tensors = separate(1, 20, 2, 16, device=device)
+    tensors["k"] = tensors["k"].detach().bfloat16().requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        got = ops.attention(**tensors)
+        want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors.values()))
+        both = ops.attention_qkvpacked(packed(1, 20, 2, 16, device=device))
+    assert got.dtype == want.dtype == both.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want.transpose(1, 2), atol=2e-2, rtol=2e-2)
+    gradients = torch.autograd.grad(got.sum(), tensors.values())
+    assert [g.dtype for g in gradients] == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def test_flops(device):
+    qkv = packed(2, 18, 3, 16, device=device)
+    with FlopCounterMode(display=False) as counter:
+        (ops.attention_qkvpacked(qkv).sum() + ops.attention(*qkv.unbind(2)).sum()).backward()
+    assert counter.get_total_flops() == 2 * 3.5 * 4 * 2 * 3 * 18 * 18 * 16
+
+
+@pytest.mark.parametrize("largest", [16, 64, 128])
+def test_key_chunks(largest):
+    for n in range(3 * largest + 1):
+        chunks = _configs.key_chunks(n, largest, 3)
+        used = [c for c in chunks if c]
+        assert all(c & (c - 1) == 0 and 16 <= c <= largest for c in used)
+        assert used == sorted(used, reverse=True)
+        assert chunks == (*used, *[0] * (3 - len(used)))
+        assert sum(used) >= n
+        assert sum(used[:-1]) < max(n, 1), "only the last chunk is masked"
+
+
+BAD = {
+    "q must be a tensor": (TypeError, lambda q, k, v: ops.attention([1.0], k, v)),
+    "q must be float32": (TypeError, lambda q, k, v: ops.attention(q.long(), k, v)),
+    r"q must have shape \(B, N, H, d\)": (ValueError, lambda q, k, v: ops.attention(q[0], k, v)),
+    "k must be a tensor": (TypeError, lambda q, k, v: ops.attention(q, None, v)),
+    "k must have q's dtype": (TypeError, lambda q, k, v: ops.attention(q, k.half(), v)),
+    "v must be on q's device": (ValueError, lambda q, k, v: ops.attention(q, k, v.to("meta"))),
+    "v must have q's shape": (ValueError, lambda q, k, v: ops.attention(q, k, v[:, :4])),
+    "head_dim must be a multiple of 8 from 16 to 256, got 12": (
+        ValueError,
+        lambda q, k, v: ops.attention(q[..., :12], k[..., :12], v[..., :12]),
+    ),
+    "head_dim must be a multiple of 8 from 16 to 256, got 264": (
+        ValueError,
+        lambda q, k, v: ops.attention_qkvpacked(q.new_empty(1, 2, 3, 1, 264)),
+    ),
+    r"dropout_p must be in \[0, 1\), got 1": (ValueError, lambda q, k, v: ops.attention(q, k, v, dropout_p=1.0)),
+    r"dropout_p must be in \[0, 1\), got -0.1": (ValueError, lambda q, k, v: ops.attention(q, k, v, dropout_p=-0.1)),
+    "scale must be finite": (ValueError, lambda q, k, v: ops.attention(q, k, v, scale=math.inf)),
+    r"qkv must have shape \(B, N, 3, H, d\)": (ValueError, lambda q, k, v: ops.attention_qkvpacked(q)),
+    "qkv must be float32": (TypeError, lambda q, k, v: ops.attention_qkvpacked(q.bool())),
+}
+
+
+@pytest.mark.parametrize("message", BAD, ids=[m.replace(" ", "_") for m in BAD])
+def test_bad_arguments(message, device):
+    error, call = BAD[message]
+    q, k, v = (torch.randn(2, 5, 3, 16, device=device) for _ in range(3))
+    with pytest.raises(error, match=message):
+        call(q, k, v)

@@ -1,0 +1,133 @@
+"""A tiny ViT worked by hand (worked_example.json): a 6 x 6 grey image, 2 x 2 patches, D = 4, one attention head with
+identity Q, K, V and scale 1, a ReLU MLP on the attended tokens, and LayerNorm of tokens + MLP with eps 0."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastvit import ops, reference
+
+EXAMPLE = json.loads((Path(__file__).parent / "worked_example.json").read_text())
+PATCH_E = 5  # token index: CLS, then A, B, C, D, E, ...
+
+
+def example(section: str, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(values, dtype=dtype, device=device)
+        for name, values in EXAMPLE[section].items()
+        if name != "classes"
+    }
+
+
+def check(got: dict[str, Tensor]) -> None:
+    """Every expected value, to 1e-6."""
+    assert got.keys() == EXAMPLE["expected"].keys()
+    for name, values in EXAMPLE["expected"].items():
+        want = torch.tensor(values, dtype=torch.float64)
+        torch.testing.assert_close(
+            got[name].cpu().double(), want, atol=1e-6, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def conv_weight(projection: Tensor) -> Tensor:
+    """Pixels -> D, as a convolution over one channel has it."""
+    return projection.t().reshape(-1, 1, 2, 2)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(N, d) each through `ops.attention`, whose heads are at least 16 wide: padding by zeros changes nothing."""
+    q, k, v = (F.pad(t, (0, 16 - t.shape[1]))[None, :, None] for t in (q, k, v))
+    return ops.attention(q, k, v, scale=1.0)[0, :, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fused_ops(dtype, backend, device):
+    if dtype is torch.float64 and backend == "triton":
+        pytest.skip("the kernels have no float64")
+    inputs = example("inputs", dtype, device)
+    image, position = inputs["image"][None, None], inputs["position"]
+    weight = conv_weight(inputs["projection"])
+    pixels = torch.eye(4, dtype=dtype, device=device).view(4, 1, 2, 2)
+    prefix = (inputs["cls"] + position[0])[None]
+    tokens = ops.patch_embed(image, weight, None, pos_embed=position[1:], prefix=prefix)[0]
+    N, D = tokens.shape
+    attended = fused_attention(tokens, tokens, tokens)[:, :D]
+    mlp = ops.mlp(
+        attended, inputs["w1"].t(), inputs["b1"], inputs["w2"].t(), inputs["b2"], activation="relu"
+    )  # fmt: skip
+    ones, zeros = torch.ones_like(tokens[0]), torch.zeros_like(tokens[0])
+    residual = tokens, mlp
+    if dtype is torch.float32:
+        # The rows have a spread of down to 0.06 around 0.3, which enlarges what float32 has rounded so far to 1.4e-6:
+        # this stage starts from the given values. In float64 the whole chain is tested.
+        residual = (example("expected", dtype, device)[name] for name in ("tokens", "mlp"))
+    _, normalised = ops.add_layer_norm(*residual, ones, zeros, eps=0.0)
+    logits = ops.linear(inputs["final_cls"][None], inputs["w_head"].t(), inputs["b_head"])[0]
+    check(
+        {
+            "patches": ops.patch_embed(image, pixels, None)[0],
+            "patch_embeddings": ops.patch_embed(image, weight, None)[0],
+            "tokens": tokens,
+            "scores_of_patch_E": ops.linear(tokens, tokens)[PATCH_E],
+            # with the unit matrix for V, attention returns its probabilities
+            "attention_of_patch_E": fused_attention(tokens, tokens, torch.eye(N, dtype=dtype, device=device))[
+                PATCH_E, :N
+            ],
+            "attended": attended,
+            "mlp": mlp,
+            "normalised_residual": normalised,
+            "logits": logits,
+            "probabilities": logits.softmax(-1),
+        }
+    )
+
+
+def test_reference(device):
+    factory = {"dtype": torch.float64, "device": device}
+    inputs = example("inputs", **factory)
+    model = reference.VisionTransformer(
+        img_size=6, patch_size=2, in_chans=1, num_classes=3, embed_dim=4, depth=0, num_heads=1, **factory
+    )
+    attention = reference.Attention(4, 1, **factory)
+    attention.scale = 1.0
+    mlp = reference.Mlp(4, 8, nn.ReLU, **factory)
+    identity = torch.eye(4, **factory)
+    values = {
+        model.patch_embed.proj: (conv_weight(inputs["projection"]), torch.zeros(4)),
+        model.head: (inputs["w_head"].t(), inputs["b_head"]),
+        attention.proj: (identity, torch.zeros(4)),
+        mlp.fc1: (inputs["w1"].t(), inputs["b1"]),
+        mlp.fc2: (inputs["w2"].t(), inputs["b2"]),
+    }
+    with torch.no_grad():
+        for layer, (weight, bias) in values.items():
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
+        attention.qkv.weight.copy_(identity.repeat(3, 1))
+        model.cls_token.copy_(inputs["cls"].view(1, 1, 4))
+        model.pos_embed.copy_(inputs["position"][None])
+
+        image = inputs["image"][None, None]
+        tokens = model.embed(image)
+        attended = attention(tokens)
+        scores = tokens[0] @ tokens[0].t()
+        branch = mlp(attended)
+        logits = model.head(inputs["final_cls"])
+    check(
+        {
+            "patches": F.unfold(image, 2, stride=2)[0].t(),
+            "patch_embeddings": model.patch_embed(image)[0].detach(),
+            "tokens": tokens[0],
+            "scores_of_patch_E": scores[PATCH_E],
+            "attention_of_patch_E": scores.softmax(-1)[PATCH_E],
+            "attended": attended[0],
+            "mlp": branch[0],
+            "normalised_residual": F.layer_norm(tokens + branch, (4,), eps=0.0)[0],
+            "logits": logits,
+            "probabilities": logits.softmax(-1),
+        }
+    )
