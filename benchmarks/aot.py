@@ -61,6 +61,7 @@ class Target:
 Specialisation = dict[tuple[int, ...], Any]  # by argument index, as Triton keys it
 
 _KB = 1024
+_TENSOR_MEMORY = 512  # columns an SM has
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * _KB, 164 * _KB, 108),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * _KB, 228 * _KB, 132),
@@ -79,6 +80,7 @@ class Compiled:
     shared: int  # bytes of one program, static and dynamic
     registers: int  # per thread
     spill_bytes: int  # of local memory per thread
+    tensor_memory: int  # columns of Blackwell's tensor memory, 0 elsewhere
     tensor_dots: int  # matmuls in the source whose operands tensor cores take: 16-bit, or float32 as tf32
     tiles: dict[str, int] = field(repr=False)  # bytes of the tiles that the source loads and stores, by place
     assembly: str = field(repr=False)
@@ -136,6 +138,10 @@ class Compiled:
             found.append(f"{self.spill_bytes} bytes of spills per thread")
         if self.shared > limit:
             found.append(f"{self.shared} bytes of shared memory, limit {limit}")
+        if not any(access.kind == "store" for access in self.accesses):
+            found.append("nothing is stored: the compiler found the kernel's work impossible")
+        if self.tensor_memory > _TENSOR_MEMORY:
+            found.append(f"{self.tensor_memory} columns of tensor memory, limit {_TENSOR_MEMORY}")
         if self.tensor_dots and not self.tensor_instructions:
             found.append("a matmul without tensor-core instructions")
         if self.target == "sm_90" and self.tensor_dots and self.whole.count("HMMA"):
@@ -207,6 +213,7 @@ def compile_source(
         "target": target,
         "granule": granule,
         "num_warps": binary.metadata.num_warps,
+        "tensor_memory": getattr(binary.metadata, "tmem_size", None) or 0,
         "tiles": tile_bytes(binary.asm["ttir"]),
         "tensor_dots": len(_TENSOR_DOT.findall(binary.asm["ttir"])),
     }

@@ -55,7 +55,7 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
     }
     if unit is not None:
         count, what = unit
-        slots = compiled.whole.slots - loop.slots if what == "output" and compiled.listing.loops else loop.slots
+        slots = compiled.whole.slots - loop.slots if what == "output" and loop is not compiled.whole else loop.slots
         row |= {"slots_per": slots / count, "unit": what}
     if limit is not None:
         row |= {"cycles": limit.cycles, "bound": limit.pipe, "tensor_share": limit.share("tensor")}

@@ -142,9 +142,12 @@ class Listing:
 
     @property
     def hot_loop(self) -> Region:
-        """The loop that does the work: with the most tensor-core work, else the longest innermost one, else all."""
+        """The part that does the work: the loop with the most tensor-core work; all of a matmul without such a loop;
+        else the longest innermost loop, or all of a kernel without loops."""
         if self.hot_loops:
             return max(self.hot_loops, key=lambda loop: (loop.macs_per_thread, loop.pipes["tensor"]))
+        if self.whole.pipes["tensor"]:
+            return self.whole
         return max(self.innermost, key=lambda loop: loop.slots, default=self.whole)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,11 @@ def untouched(module: nn.Module, *kinds: type[nn.Module]) -> bool:
         or module._backward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def submodules(module: nn.Module) -> dict[str, Any]:
+    """Its submodules by name: a dict costs a tenth of an nn.Module's attribute look-up, and a block checks twenty."""
+    return module._modules
 
 
 def active_p(dropout: nn.Module) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit._fusible import ACT_LAYERS, ActLayer, activation_name, active_p, named, untouched
+from fastvit._fusible import ACT_LAYERS, ActLayer, activation_name, active_p, named, submodules, untouched
 
 Pair = int | tuple[int, int]
 Device = torch.device | str | None
@@ -192,8 +192,11 @@ class Attention(nn.Module):
 
     def fusible(self) -> bool:
         """Whether the layers around the attention can go into fused ops."""
+        part = submodules(self)
         return (
-            untouched(self.qkv, nn.Linear) and untouched(self.proj, nn.Linear) and untouched(self.proj_drop, nn.Dropout)
+            untouched(part["qkv"], nn.Linear)
+            and untouched(part["proj"], nn.Linear)
+            and untouched(part["proj_drop"], nn.Dropout)
         )
 
 
@@ -223,14 +226,15 @@ class Mlp(nn.Module):
 
     def fused_activation(self) -> str | None:
         """What `ops.mlp` calls the activation, or None where the submodules have to run one by one."""
+        part = submodules(self)
         if (
-            untouched(self.fc1, nn.Linear)
-            and untouched(self.fc2, nn.Linear)
-            and untouched(self.drop1, nn.Dropout)
-            and untouched(self.drop2, nn.Dropout)
-            and active_p(self.drop1) == active_p(self.drop2)
+            untouched(part["fc1"], nn.Linear)
+            and untouched(part["fc2"], nn.Linear)
+            and untouched(part["drop1"], nn.Dropout)
+            and untouched(part["drop2"], nn.Dropout)
+            and active_p(part["drop1"]) == active_p(part["drop2"])
         ):
-            return activation_name(self.act)
+            return activation_name(part["act"])
         return None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,30 +287,32 @@ class Block(nn.Module):
         return self._mlp_half(self._attention_half(x))
 
     def _attention_half(self, x: Tensor) -> Tensor:
-        norm: Any = self.norm1
-        attn, scale, drop_path = self.attn, self.ls1, self.drop_path1
+        part = submodules(self)
+        norm, attn, scale, drop_path = part["norm1"], part["attn"], part["ls1"], part["drop_path1"]
         if not (untouched(attn, Attention) and attn.fusible() and _fusible_ends(norm, scale, drop_path)):
             return x + drop_path(scale(attn(norm(x))))
-        qkv, x = ops.layer_norm_linear(
-            x, norm.weight, norm.bias, attn.qkv.weight, attn.qkv.bias, eps=norm.eps, return_residual=True
+        qkv, proj, p = attn.qkv, attn.proj, active_p(attn.proj_drop)
+        y, x = ops.layer_norm_linear(
+            x, norm.weight, norm.bias, qkv.weight, qkv.bias, eps=norm.eps, return_residual=True
         )
-        out, proj = attn.attend(qkv), attn.proj
-        if p := active_p(attn.proj_drop):
-            return x + drop_path(scale(ops.dropout(ops.linear(out, proj.weight, proj.bias), p)))
+        y = attn.attend(y)
+        if p:
+            return x + drop_path(scale(ops.dropout(ops.linear(y, proj.weight, proj.bias), p)))
         return ops.linear(
-            out, proj.weight, proj.bias,
+            y, proj.weight, proj.bias,
             layer_scale=_gamma(scale), row_scale=_row_scale(drop_path, x), residual=x,
         )  # fmt: skip
 
     def _mlp_half(self, x: Tensor) -> Tensor:
-        norm: Any = self.norm2
-        mlp, scale, drop_path = self.mlp, self.ls2, self.drop_path2
+        part = submodules(self)
+        norm, mlp, scale, drop_path = part["norm2"], part["mlp"], part["ls2"], part["drop_path2"]
         name = mlp.fused_activation() if untouched(mlp, Mlp) else None
         if name is None or not _fusible_ends(norm, scale, drop_path):
             return x + drop_path(scale(mlp(norm(x))))
+        fc1, fc2, p = mlp.fc1, mlp.fc2, active_p(mlp.drop1)
         return ops.layer_norm_mlp(
-            x, norm.weight, norm.bias, mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight, mlp.fc2.bias,
-            eps=norm.eps, activation=name, dropout_p=active_p(mlp.drop1),
+            x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
+            eps=norm.eps, activation=name, dropout_p=p,
             layer_scale=_gamma(scale), row_scale=_row_scale(drop_path, x), residual=x,
         )  # fmt: skip
 

@@ -206,6 +206,7 @@ def patch_embed_bwd_weight_kernel(
         row = start + tl.arange(0, BLOCK_M)
         b, t, exists = _token(row, M, N, P, reciprocal_n)
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
+        # rows without a patch count nothing: zero times the pixels of the first patch
         dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
         origin = _origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
         x = _load_pixels(

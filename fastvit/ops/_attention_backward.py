@@ -47,8 +47,9 @@ def launch_backward(
     do, q, k, v = readable(do), readable(q), readable(k), readable(v)
     D0, D1 = _configs.split_head_dim(d)
     unit, strides = unit_strides((q, k, v, o, do, dq, dk, dv))
-    shape = N, d, q.element_size(), seed is not None, _library.arch(q)
-    common = {"D0": D0, "D1": D1, "HEAD_DIM": d, "UNIT": unit, "PRECISION": dot_precision(q)}
+    precision = dot_precision(q)
+    shape = N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
+    common = {"D0": D0, "D1": D1, "HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
 
     config = _configs.attention_bwd_short(*shape)
     if config is not None:
