@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: test bench lint targets report clean
 
-test: $(INSTALLED)  ## the whole suite
+test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
 	$(BIN)/pytest $(ARGS)
 
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
@@ -23,13 +23,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# torch first and pinned: without the pin pip may choose a newer build with its CUDA packages. torchvision without its
-# dependencies: only timm's import needs it, and its wheels may ask for another torch.
+# torch first and pinned: without the pin pip may choose a newer build with its CUDA packages. timm, which the tests
+# compare with, and torchvision, which it imports, come without their dependencies, which would bring another torch.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch triton
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,plot,lint]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	touch $@
 
 clean:

@@ -111,9 +111,11 @@ class Compiled:
 
     @property
     def narrow_accesses(self) -> list[Access]:
-        """Tiles that threads read or write element by element though they could move 16 bytes at once."""
+        """Tiles that threads read or write element by element though they could move 16 bytes at once. On AMD loads
+        only: that backend stores a matmul's result straight from registers, in pieces of 8 bytes, on purpose."""
         threads = self.num_warps * TARGETS[self.target].gpu.warp_size
-        return narrow(self.accesses, self.tiles, threads, self.granule)
+        found = narrow(self.accesses, self.tiles, threads, self.granule)
+        return [a for a in found if a.kind == "load" or TARGETS[self.target].nvidia]
 
     @property
     def programs_per_sm(self) -> int:
@@ -144,8 +146,8 @@ class Compiled:
             found.append(f"{self.tensor_memory} columns of tensor memory, limit {_TENSOR_MEMORY}")
         if self.tensor_dots and not self.tensor_instructions:
             found.append("a matmul without tensor-core instructions")
-        if self.target == "sm_90" and self.tensor_dots and self.whole.count("HMMA"):
-            found.append("HMMA instead of wgmma")
+        if self.target == "sm_90" and any("HMMA" in op and "TF32" not in op for op in self.tensor_instructions):
+            found.append("HMMA instead of wgmma")  # which takes transposed 16-bit operands, but no such tf32 ones
         found.extend(str(access) for access in self.narrow_accesses)
         return found
 

@@ -118,17 +118,31 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (lower, rest) if rest < lower else (2 * lower, 0)
 
 
+_Tiles = tuple[tuple[int, tuple[int, int, int]], ...]  # up to which D0 + D1 -> block_m, block_n, num_warps
+
+
+def _instructions(itemsize: int, has_dropout: bool, arch: str, tf32: bool) -> str:
+    if itemsize > 2:
+        return "tf32" if tf32 else "fma"
+    if arch.startswith("gfx"):
+        return "amd"
+    if arch not in ("sm_90", "sm_100", "sm_103"):
+        return "mma"
+    return "wgmma dropout" if has_dropout else "wgmma"
+
+
 # ---- attention forward ----
 
 
 @dataclass(frozen=True)
 class AttentionForwardConfig:
     """Score tile [block_m queries, block_n keys], and `chunks`: the narrower tiles behind the last full one. block_n is
-    0 for the short kernel, whose chunks cover all keys at once."""
+    0 for the short kernel, whose chunks cover all keys at once. parts: the head dimension's, (D0, D1)."""
 
     block_m: int
     block_n: int
     chunks: tuple[int, ...]
+    parts: tuple[int, int]
     num_warps: int
     num_stages: int
 
@@ -146,12 +160,39 @@ def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
         total += 16
 
 
+# By instructions: the widest tiles that do not spill (but "fma" above 128).
+_FWD: dict[str, _Tiles] = {
+    "wgmma": ((128, (128, 128, 8)), (256, (128, 64, 8))),
+    "wgmma dropout": ((64, (128, 128, 8)), (256, (128, 64, 8))),
+    "mma": ((64, (128, 128, 8)), (96, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
+    "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
+    "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
+    "tf32": ((128, (128, 32, 8)), (256, (32, 32, 8))),
+    "fma": ((64, (64, 32, 8)), (256, (32, 32, 8))),
+}
+# By instructions: up to which D0 + D1 -> the longest sequence whose scores fit into registers, 64 rows to 4 warps.
+_FWD_SHORT: dict[str, tuple[tuple[int, int], ...]] = {
+    "wgmma": ((64, 288), (96, 208)),
+    "mma": ((64, 208),),
+    "amd": ((64, 288), (96, 208)),
+}
+
+
 @cache
-def attention_fwd(n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str) -> AttentionForwardConfig:
-    if n <= 208 and itemsize == 2 and head_dim <= 96 and not has_dropout:
-        return AttentionForwardConfig(64, 0, key_chunks(n, 128, 3), 4, 2)
-    block_m, block_n, num_warps, num_stages = (128, 128, 8, 2) if n > 512 else (64, 128, 4, 2)
-    return AttentionForwardConfig(block_m, block_n, key_chunks(n % block_n, block_n, 2), num_warps, num_stages)
+def attention_fwd(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
+) -> AttentionForwardConfig:
+    instructions = _instructions(itemsize, False, arch, tf32)
+    parts = split_head_dim(head_dim)
+    width = sum(parts)
+    if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
+        return AttentionForwardConfig(64, 0, key_chunks(n, 128, 3), parts, 4, 2)
+    tiles = _FWD.get(f"{instructions} dropout", ()) if has_dropout else ()
+    block_m, block_n, num_warps = next(tile for limit, tile in tiles or _FWD[instructions] if width <= limit)
+    if parts[0] > 64 and parts[1] == 0 and instructions in ("mma", "tf32", "fma"):
+        parts = (width // 2, width // 2)  # operands that come from registers: one half at a time
+    stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
+    return AttentionForwardConfig(block_m, block_n, key_chunks(n % block_n, block_n, 2), parts, num_warps, stages)
 
 
 # ---- attention backward ----
@@ -170,7 +211,6 @@ class AttentionBackwardConfig:
 
 # By instructions: up to which D0 + D1 -> block_m, block_n, num_warps. The largest tiles that do not spill, or spill least
 # (above 192; "fma" above 64, "mma" and "tf32" above 96). Two stages of them fit into shared memory.
-_Tiles = tuple[tuple[int, tuple[int, int, int]], ...]
 _BWD_DQ: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 64, 4)), (192, (128, 64, 8)), (256, (128, 32, 8))),
     "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
@@ -189,21 +229,11 @@ _BWD_DKDV: dict[str, _Tiles] = {
         (256, (16, 64, 8)),
     ),
     "wgmma dropout": ((96, (32, 64, 4)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (16, 64, 8))),
-    "mma": ((32, (64, 64, 4)), (64, (32, 64, 4)), (96, (32, 128, 8)), (128, (16, 128, 8)), (256, (16, 64, 4))),
+    "mma": ((32, (64, 64, 4)), (64, (32, 64, 4)), (80, (32, 128, 8)), (128, (16, 128, 8)), (256, (16, 64, 4))),
     "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
     "tf32": ((64, (32, 64, 4)), (256, (16, 32, 4))),
     "fma": ((16, (32, 32, 4)), (32, (16, 32, 8)), (256, (16, 16, 8))),
 }
-
-
-def _instructions(itemsize: int, has_dropout: bool, arch: str, tf32: bool) -> str:
-    if itemsize > 2:
-        return "tf32" if tf32 else "fma"
-    if arch.startswith("gfx"):
-        return "amd"
-    if arch not in ("sm_90", "sm_100", "sm_103"):
-        return "mma"
-    return "wgmma dropout" if has_dropout else "wgmma"
 
 
 def _attention_bwd(
@@ -234,17 +264,17 @@ def attention_bwd_dkdv(
 def attention_bwd_short(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
 ) -> AttentionBackwardConfig | None:
-    """For the kernel that takes a whole head, where its tiles fit; else None. A quarter fewer instructions and a third
-    less traffic than the split kernels; 255 registers, so only where operands need none."""
+    """For the kernel that takes a whole head, where its tiles fit; else None. It takes a quarter fewer instructions and
+    a third less traffic than the split kernels, but all registers: other targets and dtypes than these spill."""
     width = sum(split_head_dim(head_dim))
-    if not _instructions(itemsize, has_dropout, arch, tf32).startswith("wgmma"):
+    if itemsize > 2 or arch != "sm_90":
         return None
     if n <= 64 and width <= 64:
         return AttentionBackwardConfig(64, 64, 0, 4, 2)
     if n <= 128 and width <= (64 if has_dropout else 128):
         return AttentionBackwardConfig(128, 64, 0, 8, 2)
-    if n <= 256 and width <= 64:
-        return AttentionBackwardConfig(256, 32 if has_dropout else 64, 0, 8, 2)
+    if n <= 256 and width <= 64 and not has_dropout:
+        return AttentionBackwardConfig(256, 64, 0, 8, 2)
     return None
 
 

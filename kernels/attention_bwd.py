@@ -40,9 +40,7 @@ def add_dot(acc0, acc1, a, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def store_parts(
-    ptr, value0, value1, rows, stride, limit, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr
-):
+def store_parts(ptr, value0, value1, rows, stride, limit, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr):
     store_tile(ptr, value0, rows, stride, limit, 0, D0, HEAD_DIM)
     if D1 > 0:
         store_tile(ptr, value1, rows, stride, limit, D0, D1, HEAD_DIM)

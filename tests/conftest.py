@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from oracle import ...`
 
 from fastvit.ops import _library
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 if HAVE_TRITON and not HAVE_GPU:

@@ -83,7 +83,9 @@ def check(q, k, v, do, *, scale=None, seed=None, dropout_p=0.0):
 def packed_inputs(kind, B, N, H, d, dtype, device):
     """q, k, v as views of one packed tensor, and the output's gradient."""
     qkv = inputs(kind, B, N, 3, H, d, dtype=dtype, device=device)
-    return *qkv.unbind(2), inputs("integer" if kind == "integer" else "normal", B, N, H, d, dtype=dtype, device=device, seed=1)
+    return *qkv.unbind(2), inputs(
+        "integer" if kind == "integer" else "normal", B, N, H, d, dtype=dtype, device=device, seed=1
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

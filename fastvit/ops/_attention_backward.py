@@ -15,6 +15,7 @@ if _library.HAVE_TRITON:
     from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
     from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 
+
 def launch_backward(
     do: Tensor,
     q: Tensor,

@@ -61,17 +61,17 @@ def launch_forward(
         return o, lse
     q, k, v = readable(q), readable(k), readable(v)
     unit, strides = unit_strides((q, k, v))
-    D0, D1 = _configs.split_head_dim(d)
-    config = _configs.attention_fwd(N, d, q.element_size(), seed is not None, _library.arch(q))
+    precision = dot_precision(q)
+    config = _configs.attention_fwd(N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32")
     grid = (B * H * triton.cdiv(N, config.block_m),)
     tensors = (q, k, v, seed, o, lse)
     common = {
         "UNIT": unit,
         "HEAD_DIM": d,
-        "D0": D0,
-        "D1": D1,
+        "D0": config.parts[0],
+        "D1": config.parts[1],
         "BLOCK_M": config.block_m,
-        "PRECISION": dot_precision(q),
+        "PRECISION": precision,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -250,8 +250,8 @@ def _add_bwd_triton(
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
-    return y, *(x.new_empty(x.shape[0], dtype=_stat_dtype(x)) for _ in range(2))
+    mean, rstd = (x.new_empty(x.shape[0], dtype=_stat_dtype(x)) for _ in range(2))
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 
 def _bwd_fake(
