@@ -16,7 +16,7 @@ class Access:
     kind: str  # "load" or "store"
     width: int
     count: int
-    location: str  # "layer_norm.py:31:11 < layer_norm.py:79:8": line and column, then those of the callers
+    location: str  # "layer_norm.py:31:11 < layer_norm.py:79:8": line and column, then those of the caller or callers
 
     def __str__(self) -> str:
         return f"{self.count} {self.kind}{'s' * (self.count > 1)} of {self.width} bytes at {self.location}"
@@ -25,8 +25,15 @@ class Access:
 def narrow(accesses: Iterable[Access], tiles: Mapping[str, int], threads: int, granule: int = 16) -> list[Access]:
     """Accesses of less than `granule` bytes at places whose tile has 16 bytes or more for every thread: a tile moved
     element by element. Vectors such as a bias or the statistics of rows are too short for that and not meant.
-    tiles: from `tile_bytes`."""
-    return [a for a in accesses if a.width < granule and tiles.get(a.location, 16 * threads) >= 16 * threads]
+    tiles: from `tile_bytes`. A place without all of its callers stands for the smallest tile that it may mean; one that
+    the compiler renamed counts by what a thread moves there, from 32 bytes on."""
+
+    def tile(access: Access) -> int:
+        place = access.location
+        known = [size for key, size in tiles.items() if f"{key} <".startswith(f"{place} <")]
+        return min(known) if known else access.width * access.count * threads // 2
+
+    return [a for a in accesses if a.width < granule and tile(a) >= 16 * threads]
 
 
 _TILE = re.compile(r"\btt\.(?:load|store) .*: (?:tensor<([\dx]+)x)?!tt\.ptr<\w*?(\d+)[^>]*>+ loc\((#loc\d*)\)")
@@ -56,7 +63,7 @@ def tile_bytes(ttir: str) -> dict[str, int]:
     return dict(tiles)
 
 
-_LOCATION = re.compile(r"^\s*\.loc\s.*(?://|;)\s*(\S+:\d+:\d+)(.*)$")
+_LOCATION = re.compile(r"^\s*\.loc\s+(\d+)\s(?:.*inlined_at (\d+) (\d+) (\d+) )?.*(?://|;)\s*(\S+):(\d+:\d+)(.*)$")
 _CALL = re.compile(r"\S+:\d+:\d+")
 _PTX = re.compile(r"\b(ld|st)\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[bsuf](\d+)\b")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global.*\],\s*\[.*?\],\s*(0x[0-9a-f]+|\d+)")
@@ -68,10 +75,14 @@ def global_accesses(text: str) -> list[Access]:
     prologue and its loop do not add up. TMA copies whole tiles and is not counted."""
     counts: Counter[tuple[str, int, str]] = Counter()
     block: Counter[tuple[str, int, str]] = Counter()
+    names: dict[str, str] = {}  # of source files
     place = "?"
     for line in text.splitlines():
         if found := _LOCATION.match(line):
-            place = " < ".join(dict.fromkeys([found.group(1), *_CALL.findall(found.group(2))]))
+            index, caller, row, column, name, position, callers = found.groups()
+            names[index] = name
+            calls = [f"{names.get(caller, '?')}:{row}:{column}"] if caller else _CALL.findall(callers)
+            place = " < ".join(dict.fromkeys([f"{name}:{position}", *calls]))
         elif line.startswith(("$L__BB", ".LBB")):
             counts |= block
             block.clear()

@@ -200,24 +200,27 @@ def attention_fwd(
 
 @dataclass(frozen=True)
 class AttentionBackwardConfig:
-    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile of the loop, 0 where all are full."""
+    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile of the loop, 0 where all are full.
+    parts: the head dimension's, (D0, D1)."""
 
     block_m: int
     block_n: int
     tail: int
+    parts: tuple[int, int]
     num_warps: int
     num_stages: int
+    reload: bool = False  # the tile that stays is loaded again in every step instead of kept in registers
 
 
-# By instructions: up to which D0 + D1 -> block_m, block_n, num_warps. The largest tiles that do not spill, or spill least
-# (above 192; "fma" above 64, "mma" and "tf32" above 96). Two stages of them fit into shared memory.
+# By instructions: up to which D0 + D1 -> block_m, block_n, num_warps. The largest tiles that spill no registers.
+_Tiles = tuple[tuple[int, tuple[int, int, int]], ...]
 _BWD_DQ: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 64, 4)), (192, (128, 64, 8)), (256, (128, 32, 8))),
     "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
-    "mma": ((32, (64, 64, 4)), (128, (128, 32, 8)), (256, (64, 16, 4))),
+    "mma": ((32, (64, 64, 4)), (128, (128, 32, 8)), (256, (16, 16, 4))),
     "amd": ((128, (64, 32, 4)), (256, (32, 16, 4))),
-    "tf32": ((96, (64, 32, 4)), (256, (32, 16, 4))),
-    "fma": ((16, (32, 32, 4)), (256, (16, 16, 8))),
+    "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
+    "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": (
@@ -226,55 +229,66 @@ _BWD_DKDV: dict[str, _Tiles] = {
         (96, (32, 64, 4)),
         (128, (32, 128, 8)),
         (192, (16, 128, 8)),
-        (256, (16, 64, 8)),
+        (256, (32, 64, 8)),
     ),
     "wgmma dropout": ((96, (32, 64, 4)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (16, 64, 8))),
-    "mma": ((32, (64, 64, 4)), (64, (32, 64, 4)), (80, (32, 128, 8)), (128, (16, 128, 8)), (256, (16, 64, 4))),
+    "mma": ((32, (64, 64, 4)), (64, (32, 64, 4)), (80, (32, 128, 8)), (128, (16, 128, 8)), (256, (16, 16, 4))),
     "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
-    "tf32": ((64, (32, 64, 4)), (256, (16, 32, 4))),
-    "fma": ((16, (32, 32, 4)), (32, (16, 32, 8)), (256, (16, 16, 8))),
+    "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
+    "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
 }
 
 
 def _attention_bwd(
-    tiles: dict[str, _Tiles], loop: int, n: int, head_dim: int, instructions: str, arch: str
+    tables: dict[str, _Tiles], loop: int, n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    width = sum(split_head_dim(head_dim))
-    tile = next(tile for limit, tile in tiles[instructions] if width <= limit)
+    if itemsize > 2:
+        instructions = "tf32" if tf32 else "fma"
+    elif arch.startswith("gfx"):
+        instructions = "amd"
+    elif arch.startswith(("sm_90", "sm_10")):  # operands from shared memory; the others' come from registers
+        instructions = "wgmma dropout" if has_dropout else "wgmma"
+    else:
+        instructions = "mma"
+    parts = split_head_dim(head_dim)
+    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
+        parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
+    tile = next(tile for limit, tile in tables[instructions] if sum(parts) <= limit)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    return AttentionBackwardConfig(tile[0], tile[1], tail, tile[2], 1 if arch.startswith("gfx") else 2)
+    stages = 1 if arch.startswith("gfx") else 2
+    return AttentionBackwardConfig(*tile[:2], tail, parts, tile[2], stages, reload=itemsize > 2)
 
 
 @cache
 def attention_bwd_dq(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd(_BWD_DQ, 1, n, head_dim, _instructions(itemsize, has_dropout, arch, tf32), arch)
+    return _attention_bwd(_BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32)
 
 
 @cache
 def attention_bwd_dkdv(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd(_BWD_DKDV, 0, n, head_dim, _instructions(itemsize, has_dropout, arch, tf32), arch)
+    return _attention_bwd(_BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32)
 
 
 @cache
 def attention_bwd_short(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig | None:
     """For the kernel that takes a whole head, where its tiles fit; else None. It takes a quarter fewer instructions and
     a third less traffic than the split kernels, but all registers: other targets and dtypes than these spill."""
-    width = sum(split_head_dim(head_dim))
+    parts = split_head_dim(head_dim)
     if itemsize > 2 or arch != "sm_90":
         return None
-    if n <= 64 and width <= 64:
-        return AttentionBackwardConfig(64, 64, 0, 4, 2)
-    if n <= 128 and width <= (64 if has_dropout else 128):
-        return AttentionBackwardConfig(128, 64, 0, 8, 2)
-    if n <= 256 and width <= 64 and not has_dropout:
-        return AttentionBackwardConfig(256, 64, 0, 8, 2)
+    if n <= 64 and sum(parts) <= 64:
+        return AttentionBackwardConfig(64, 64, 0, parts, 4, 2)
+    if n <= 128 and sum(parts) <= (64 if has_dropout else 128):
+        return AttentionBackwardConfig(128, 64, 0, parts, 8, 2)
+    if n <= 256 and sum(parts) <= 64 and not has_dropout:
+        return AttentionBackwardConfig(256, 64, 0, parts, 8, 2)
     return None
 
 

@@ -89,6 +89,25 @@ def load_parts(
 
 
 @triton.jit
+def log_unit(dtype: tl.constexpr):
+    """What the backward kernels multiply exponents with before `exponential`. Base 2 is one FMA and one instruction a
+    score. At scores of hundreds, though, its rounding of LSE * log2 e shows in float32, which stays natural."""
+    if dtype == tl.float32:
+        return 1.0
+    else:
+        return LOG2E
+
+
+@triton.jit
+def exponential(x, dtype: tl.constexpr):
+    """exp(x / log_unit(dtype))"""
+    if dtype == tl.float32:
+        return tl.exp(x)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
 def scores(
     q0, q1, k_ptr, cols, stride_kn, limit,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
@@ -125,14 +144,14 @@ def _online_step(
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m (scaled, base 2), the running sum [M] and
-    the accumulators [M, d]. first_col: the first key's index."""
+    """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m of the unscaled scores and the running sum
+    [M], and the accumulators [M, d]. first_col: the first key's index."""
     cols = tl.arange(0, WIDTH)
     limit = N - first_col
     s = scores(q0, q1, k_ptr, cols, stride_kn, limit, D0, D1, HEAD_DIM, MASKED, PRECISION)
-    m_new = tl.maximum(m, tl.max(s, 1) * scale2)
-    p = tl.exp2(s * scale2 - m_new[:, None])
-    rescale = tl.exp2(m - m_new)
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s * scale2 - (m_new * scale2)[:, None])
+    rescale = tl.exp2((m - m_new) * scale2)
     total = total * rescale + tl.sum(p, 1)
     acc0 *= rescale[:, None]
     if D1 > 0:
@@ -146,21 +165,21 @@ def _online_step(
 
 @triton.jit
 def finish(
-    acc0, acc1, m, total, o_ptr, lse_ptr, first_row, rows, N, H, head, has_dropout: tl.constexpr, dropout_p,
+    acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, has_dropout: tl.constexpr, dropout_p,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr
 ):  # fmt: skip
-    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]."""
-    scale = 1.0 / total
+    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]. m: the maximum of the unscaled scores."""
+    norm = 1.0 / total
     if has_dropout:
-        scale = scale / (1.0 - dropout_p)
+        norm = norm / (1.0 - dropout_p)
     batch_row = (head // H).to(tl.int64) * N + first_row
     o_ptr += (batch_row * H + head % H) * HEAD_DIM
     stride = H * HEAD_DIM
     limit = N - first_row
-    store_tile(o_ptr, acc0 * scale[:, None], rows, stride, limit, 0, D0, HEAD_DIM)
+    store_tile(o_ptr, acc0 * norm[:, None], rows, stride, limit, 0, D0, HEAD_DIM)
     if D1 > 0:
-        store_tile(o_ptr, acc1 * scale[:, None], rows, stride, limit, D0, D1, HEAD_DIM)
-    tl.store(lse_ptr + head.to(tl.int64) * N + first_row + rows, (m + tl.log2(total)) * LN2, mask=rows < limit)
+        store_tile(o_ptr, acc1 * norm[:, None], rows, stride, limit, D0, D1, HEAD_DIM)
+    tl.store(lse_ptr + head.to(tl.int64) * N + first_row + rows, m * scale + tl.log2(total) * LN2, mask=rows < limit)
 
 
 @triton.jit(do_not_specialize=["N", "H"])
@@ -236,6 +255,6 @@ def attention_fwd_kernel(
             scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, PRECISION
         )  # fmt: skip
     finish(
-        acc0, acc1, m, total, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
+        acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
         D0, D1, HEAD_DIM
     )  # fmt: skip

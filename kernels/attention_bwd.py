@@ -1,4 +1,4 @@
-"""Backward of softmax attention in two kernels, without the N x N matrix in memory and without atomics (Dao et al. 2022).
+"""Backward of softmax attention in two kernels, without the N x N matrix in memory or atomics (Dao et al. 2022).
 
     S = scale * Q K^T,   P = exp(S - LSE),   P~ = dropout(P),   O = P~ V          recomputed tile by tile
     dV = P~^T dO,   dP = dropout(dO V^T),   dS = P * (dP - delta),   delta = rowsum(dO * O)
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels.attention import LOG2E, dot_parts, head_offset, load_parts, store_tile
+from fastvit.kernels.attention import dot_parts, exponential, head_offset, load_parts, log_unit, store_tile
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _dq_step(
     v0, v1 = load_parts(v_ptr, keys, v_stride, N - start, D0, D1, HEAD_DIM, MASKED)
     s = dot_parts(q0, q1, k0, k1, D1, PRECISION)
     dp = dot_parts(do0, do1, v0, v1, D1, PRECISION)
-    p = tl.exp2(s * scale2 - lse2[:, None])
+    p = exponential(s * scale2 - lse2[:, None], q0.dtype)
     if MASKED:
         p = tl.where((keys < N - start)[None, :], p, 0.0)
     factor = dropout_factor(seed_ptr, rows[:, None], (start + keys)[None, :], head, dropout_p)
@@ -96,7 +96,7 @@ def attention_bwd_dq_kernel(
     seed_ptr,  # [1] i64, or None without dropout
     # outputs
     dq_ptr,  # [B, N, H, d] T
-    lse2_ptr, delta_ptr,  # [B, H, N] f32: LSE * log2(e), rowsum(dO * O)
+    lse2_ptr, delta_ptr,  # [B, H, N] f32: LSE * log_unit, rowsum(dO * O)
     N, H,
     q_stride_b, q_stride_n, q_stride_h,
     k_stride_b, k_stride_n, k_stride_h,
@@ -107,9 +107,10 @@ def attention_bwd_dq_kernel(
     scale: tl.float32, dropout_p: tl.float32,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RELOAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_M),). Strides in units of UNIT elements; TAIL >= N % BLOCK_N."""
+    """Grid (B * H * cdiv(N, BLOCK_M),). Strides in units of UNIT elements; TAIL >= N % BLOCK_N; RELOAD reads q and do
+    in every step: for matmuls that take operands from registers, which would not hold the tiles."""
     tiles = tl.cdiv(N, BLOCK_M)
     head = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -128,16 +129,19 @@ def attention_bwd_dq_kernel(
     do0, do1 = load_parts(do_ptr, tile, do_stride, left, D0, D1, HEAD_DIM, True)
     o0, o1 = load_parts(o_ptr, tile, o_stride, left, D0, D1, HEAD_DIM, True)
     delta = row_delta(do0, do1, o0, o1, D1)
-    lse2 = tl.load(lse_ptr + row + tile, mask=tile < left, other=float("inf")) * LOG2E
+    lse2 = tl.load(lse_ptr + row + tile, mask=tile < left, other=float("inf")) * log_unit(q_ptr.dtype.element_ty)
     tl.store(delta_ptr + row + tile, delta, mask=tile < left)
     tl.store(lse2_ptr + row + tile, lse2, mask=tile < left)
 
     q0, q1 = load_parts(q_ptr, tile, q_stride, left, D0, D1, HEAD_DIM, True)
     dq0, dq1 = zero_parts(BLOCK_M, D0, D1)
     rows = first + tile
-    scale2 = scale * LOG2E
+    scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_N * BLOCK_N
     for start in range(0, full, BLOCK_N):
+        if RELOAD:
+            q0, q1 = load_parts(q_ptr, tile, q_stride, left, D0, D1, HEAD_DIM, True)
+            do0, do1 = load_parts(do_ptr, tile, do_stride, left, D0, D1, HEAD_DIM, True)
         dq0, dq1 = _dq_step(
             q0, q1, do0, do1, lse2, delta, dq0, dq1,
             k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, start, head, scale2, dropout_p, N,
@@ -172,7 +176,7 @@ def _dkdv_step(
         lse2 = tl.load(lse2_ptr + rows)
         delta = tl.load(delta_ptr + rows)
     s = dot_parts(k0, k1, q0, q1, D1, PRECISION)  # [BLOCK_N, BLOCK_M], transposed
-    p = tl.exp2(s * scale2 - lse2[None, :])
+    p = exponential(s * scale2 - lse2[None, :], q0.dtype)
     dp = dot_parts(v0, v1, do0, do1, D1, PRECISION)
     factor = dropout_factor(seed_ptr, (start + rows)[None, :], keys[:, None], head, dropout_p)
     dv0, dv1 = add_dot(dv0, dv1, (p * factor).to(do0.dtype), do0, do1, D1, PRECISION)
@@ -200,10 +204,10 @@ def attention_bwd_dkdv_kernel(
     scale: tl.float32, dropout_p: tl.float32,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    RELOAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_N),). Strides in units of UNIT elements; TAIL >= N % BLOCK_M. Keys beyond N need no
-    mask: each has its own row of dK and dV, which is not stored."""
+    """Grid (B * H * cdiv(N, BLOCK_N),). Strides in units of UNIT elements; TAIL >= N % BLOCK_M; RELOAD as above, of k
+    and v. Keys beyond N need no mask: each has its own row of dK and dV, which is not stored."""
     tiles = tl.cdiv(N, BLOCK_N)
     head = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_N
@@ -225,9 +229,12 @@ def attention_bwd_dkdv_kernel(
     dk0, dk1 = zero_parts(BLOCK_N, D0, D1)
     dv0, dv1 = zero_parts(BLOCK_N, D0, D1)
     keys = first + tile
-    scale2 = scale * LOG2E
+    scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
     for start in range(0, full, BLOCK_M):
+        if RELOAD:
+            k0, k1 = load_parts(k_ptr, tile, k_stride, left, D0, D1, HEAD_DIM, True)
+            v0, v1 = load_parts(v_ptr, tile, v_stride, left, D0, D1, HEAD_DIM, True)
         dk0, dk1, dv0, dv1 = _dkdv_step(
             k0, k1, v0, v1, dk0, dk1, dv0, dv1,
             q_ptr, do_ptr, lse2_ptr, delta_ptr, q_stride, do_stride, seed_ptr, start, keys, head, scale2, dropout_p, N,

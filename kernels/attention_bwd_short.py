@@ -7,7 +7,7 @@ pass by in tiles, and each tile's dK and dV are complete when it leaves. Every t
 import triton
 import triton.language as tl
 
-from fastvit.kernels.attention import LOG2E, dot_parts, head_offset, load_parts
+from fastvit.kernels.attention import dot_parts, exponential, head_offset, load_parts, log_unit
 from fastvit.kernels.attention_bwd import add_dot, dropout_factor, row_delta, store_parts, zero_parts
 
 
@@ -26,7 +26,7 @@ def _key_tile(
     k0, k1 = load_parts(k_ptr + start * k_stride, keys, k_stride, left, D0, D1, HEAD_DIM, True)
     v0, v1 = load_parts(v_ptr + start * v_stride, keys, v_stride, left, D0, D1, HEAD_DIM, True)
     s = dot_parts(q0, q1, k0, k1, D1, PRECISION)
-    p = tl.exp2(s * (scale * LOG2E) - lse2[:, None])
+    p = exponential(s * (scale * log_unit(q0.dtype)) - lse2[:, None], q0.dtype)
     p = tl.where((keys < left)[None, :], p, 0.0)
     factor = dropout_factor(seed_ptr, rows[:, None], (start + keys)[None, :], head, dropout_p)
     p_t = tl.trans((p * factor).to(do0.dtype))
@@ -84,7 +84,9 @@ def attention_bwd_short_kernel(
     o0, o1 = load_parts(o_ptr, rows, o_stride, N, D0, D1, HEAD_DIM, True)
     delta = row_delta(do0, do1, o0, o1, D1)
     q0, q1 = load_parts(q_ptr, rows, q_stride, N, D0, D1, HEAD_DIM, True)
-    lse2 = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) * LOG2E
+    lse2 = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) * log_unit(
+        q_ptr.dtype.element_ty
+    )
     dq0, dq1 = zero_parts(BLOCK_M, D0, D1)
     for start in range(0, N, BLOCK_N):
         dq0, dq1 = _key_tile(

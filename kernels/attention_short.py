@@ -71,30 +71,30 @@ def attention_short_fwd_kernel(
         m = tl.maximum(m, tl.max(s2, 1))
 
     scale2 = scale * LOG2E
-    m = m * scale2
+    shift = (m * scale2)[:, None]
     acc0 = tl.zeros([BLOCK_M, D0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
-    p0 = tl.exp2(s0 * scale2 - m[:, None])
+    p0 = tl.exp2(s0 * scale2 - shift)
     total = tl.sum(p0, 1)
     acc0, acc1 = add_values(
         acc0, acc1, p0, v_ptr, cols0, stride_vn, N, seed_ptr, first_row + rows, 0, head, dropout_p,
         D0, D1, HEAD_DIM, KEYS_1 == 0, PRECISION
     )  # fmt: skip
     if KEYS_1 > 0:
-        p1 = tl.exp2(s1 * scale2 - m[:, None])
+        p1 = tl.exp2(s1 * scale2 - shift)
         total += tl.sum(p1, 1)
         acc0, acc1 = add_values(
             acc0, acc1, p1, v_ptr, cols1, stride_vn, N, seed_ptr, first_row + rows, 0, head, dropout_p,
             D0, D1, HEAD_DIM, KEYS_2 == 0, PRECISION
         )  # fmt: skip
     if KEYS_2 > 0:
-        p2 = tl.exp2(s2 * scale2 - m[:, None])
+        p2 = tl.exp2(s2 * scale2 - shift)
         total += tl.sum(p2, 1)
         acc0, acc1 = add_values(
             acc0, acc1, p2, v_ptr, cols2, stride_vn, N, seed_ptr, first_row + rows, 0, head, dropout_p,
             D0, D1, HEAD_DIM, True, PRECISION
         )  # fmt: skip
     finish(
-        acc0, acc1, m, total, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
+        acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
         D0, D1, HEAD_DIM
     )  # fmt: skip

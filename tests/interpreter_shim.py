@@ -1,7 +1,8 @@
 """Triton's interpreter keeps bfloat16 as raw 16-bit patterns. `tl.dot` multiplies those patterns as integers, and a
 cast from float32 truncates where the hardware rounds to nearest even, a bias that adds up in every sum behind it.
-The shim widens bfloat16 operands to float32, which holds every bfloat16 exactly, before the dot, and casts as the
-hardware does."""
+Its `tl.dot` on float32 is numpy's, whose order of summation depends on the tile's shape, while hardware sums in that
+of k whatever the tile: scores recomputed in other tiles would differ. The shim widens the operands to float64, which
+holds every float exactly, and rounds the sum once; it casts as the hardware does."""
 
 from typing import Any
 
@@ -16,14 +17,17 @@ def install() -> None:
         return
     plain = builder.create_dot
 
-    def widen(handle: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(data, tl.float32)
+    def widen(handle: interpreter.TensorHandle) -> np.ndarray:
+        data = handle.data
+        if handle.dtype.scalar == tl.bfloat16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        return data.astype(np.float64)
 
-    def create_dot(self, a, b, *rest):
-        return plain(self, widen(a), widen(b), *rest)
+    def create_dot(self, a, b, acc, *rest):
+        if not acc.dtype.scalar.is_floating():
+            return plain(self, a, b, acc, *rest)
+        total = np.matmul(widen(a), widen(b)) + acc.data
+        return interpreter.TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
     create_dot.widens_bfloat16 = True
     builder.create_dot = create_dot

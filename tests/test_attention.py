@@ -14,10 +14,17 @@ from fastvit.ops import _attention as registered
 from fastvit.ops import _library
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one key; less than a SIMD vector; one chunk of keys; three; the loop over key tiles with one and two tail tiles.
-# Heads of a power of two, of one that is cut in two exactly, and of two parts that need masking.
-SHAPES = [(2, 1, 1, 16), (1, 7, 2, 80), (1, 17, 2, 72), (2, 50, 2, 64), (1, 197, 1, 64), (1, 257, 1, 16)]
-LONG = [(1, 346, 1, 64), (1, 337, 1, 88), (1, 256, 1, 128)]
+# One key; fewer than a SIMD vector; one chunk of keys, three; tiles of keys with one and two tail tiles. A head of one
+# part, of two that fit exactly, of two with masked columns. float32 has no short kernel, and tiles of 32 keys.
+SHAPES = [(2, 1, 1, 16), (1, 7, 2, 80), (1, 17, 2, 72), (2, 50, 2, 64)]
+LONG = [
+    ((1, 70, 1, 96), torch.float32),
+    ((1, 197, 1, 64), torch.bfloat16),
+    ((1, 257, 1, 16), torch.float16),
+    ((1, 346, 1, 64), torch.bfloat16),
+    ((1, 337, 1, 88), torch.float16),
+    ((1, 256, 1, 128), torch.bfloat16),
+]
 
 
 def eager(q, k, v, scale=None, mask=None):
@@ -50,7 +57,7 @@ def test_packed(shape, dtype, backend, device):
     assert_op_as_accurate(ops.attention_qkvpacked, eager_packed, {"qkv": qkv})
 
 
-@pytest.mark.parametrize(("shape", "dtype"), zip(LONG, DTYPES, strict=True), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), LONG, ids=str)
 def test_separate_and_long(shape, dtype, backend, device):
     assert_op_as_accurate(ops.attention, eager, separate(*shape, dtype=dtype, device=device))
 
@@ -59,7 +66,7 @@ def test_separate_and_long(shape, dtype, backend, device):
 @pytest.mark.parametrize("kind", ["integer", "large"])
 def test_inputs(kind, dtype, backend, device):
     """Integer scores are exact at scale 0.5; large ones lie hundreds apart."""
-    tensors = separate(1, 145, 2, 32, dtype=dtype, device=device, kind=kind)
+    tensors = separate(1, 69, 2, 32, dtype=dtype, device=device, kind=kind)
     assert_op_as_accurate(
         lambda **t: ops.attention(**t, scale=0.5), lambda **t: eager(**t, scale=0.5), tensors, what=kind
     )
@@ -192,7 +199,7 @@ def test_dropout_under_checkpoint(backend, device):
 
 
 def test_nan_stays_in_its_row(backend, device):
-    for N in (5, 16, 34, 290):
+    for N in (5, 16, 34, 130):
         qkv = packed(1, N, 2, 16, device=device).detach()
         clean = ops.attention_qkvpacked(qkv)
         qkv[0, 2, 0, 1, 3] = torch.nan
@@ -281,15 +288,16 @@ def test_opcheck(dropout_p, backend, device):
     seed = torch.tensor([3], device=device) if dropout_p else None
     last = (seed, 0.25, dropout_p)
     qkv = packed(2, 18, 2, 24, device=device).detach()
-    q, k, v = (t.detach() for t in separate(2, 18, 2, 24, device=device).values())
     do = inputs("normal", 2, 18, 2, 24, dtype=torch.float32, device=device, seed=7)
-    o, lse = registered.attention_fwd(q, k, v, *last)
-    opcheck(registered.attention_fwd, (q, k, v, *last))
-    opcheck(registered.attention_fwd, (*qkv.unbind(2), *last))
-    opcheck(registered.attention_bwd, (do, q, k, v, o, lse, *last))
-    opcheck(registered.attention_qkvpacked_fwd, (qkv, *last))
-    o, lse = registered.attention_qkvpacked_fwd(qkv, *last)
-    opcheck(registered.attention_qkvpacked_bwd, (do, qkv, o, lse, *last))
+    if dropout_p:
+        o, lse = registered.attention_qkvpacked_fwd(qkv, *last)
+        opcheck(registered.attention_qkvpacked_fwd, (qkv, *last))
+        opcheck(registered.attention_qkvpacked_bwd, (do, qkv, o, lse, *last))
+    else:
+        q, k, v = qkv.unbind(2)
+        o, lse = registered.attention_fwd(q, k, v, *last)
+        opcheck(registered.attention_fwd, (q, k, v, *last))
+        opcheck(registered.attention_bwd, (do, q, k, v, o, lse, *last))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -298,7 +306,7 @@ def test_compile(dynamic, backend, device):
         return (ops.attention_qkvpacked(x) * ops.attention(*x.unbind(2), scale=0.5)).sum()
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for B, N in ((2, 18), (3, 18), (2, 23)):
+    for B, N in ((2, 18), (3, 23)):
         qkv = packed(B, N, 2, 16, device=device)
         got, want = (torch.autograd.grad(f(qkv), qkv) for f in (compiled, step))
         torch.testing.assert_close(got, want)

@@ -46,11 +46,10 @@ def launch_backward(
         dv.copy_(do)
         return
     do, q, k, v = readable(do), readable(q), readable(k), readable(v)
-    D0, D1 = _configs.split_head_dim(d)
     unit, strides = unit_strides((q, k, v, o, do, dq, dk, dv))
     precision = dot_precision(q)
     shape = N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
-    common = {"D0": D0, "D1": D1, "HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
+    common = {"HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
 
     config = _configs.attention_bwd_short(*shape)
     if config is not None:
@@ -62,17 +61,19 @@ def launch_backward(
     config = _configs.attention_bwd_dq(*shape)
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
         q, k, v, o, do, lse, seed, dq, lse2, delta, N, H, *strides[:18],
-        scale, dropout_p, **common, **_tiles(config), TAIL=config.tail,
+        scale, dropout_p, **common, **_tiles(config), TAIL=config.tail, RELOAD=config.reload,
     )  # fmt: skip
     config = _configs.attention_bwd_dkdv(*shape)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
         q, k, v, do, lse2, delta, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:],
-        scale, dropout_p, **common, **_tiles(config), TAIL=config.tail,
+        scale, dropout_p, **common, **_tiles(config), TAIL=config.tail, RELOAD=config.reload,
     )  # fmt: skip
 
 
 def _tiles(config: _configs.AttentionBackwardConfig) -> dict[str, int]:
     return {
+        "D0": config.parts[0],
+        "D1": config.parts[1],
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
