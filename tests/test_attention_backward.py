@@ -1,5 +1,7 @@
 """The backward kernels of attention by themselves, against float64 autograd of the formula. Needs triton."""
 
+import math
+
 import pytest
 import torch
 from oracle import GRADIENT, assert_as_accurate, inputs
@@ -23,9 +25,15 @@ pytestmark = pytest.mark.usefixtures("triton_backend")
 
 @pytest.fixture(params=["short", "split"])
 def kernels(request, monkeypatch):
-    """Both ways for short sequences: one program per head, and separate dQ and dK/dV kernels."""
-    if request.param == "split":
-        monkeypatch.setattr(_configs, "attention_bwd_short", lambda *args: None)
+    """Both ways for short sequences, whatever the dtype: one program per head, and separate dQ and dK/dV kernels."""
+
+    def short(n, head_dim, itemsize, *_):
+        rows = max(_configs.next_power_of_2(n), 64)
+        parts = _configs.split_head_dim(head_dim)
+        return _configs.AttentionBackwardConfig(rows, 64 if itemsize == 2 else 16, 0, parts, 8, 2)
+
+    forced = short if request.param == "short" else lambda *_: None
+    monkeypatch.setattr(_configs, "attention_bwd_short", forced)
     return request.param
 
 
@@ -89,14 +97,14 @@ def packed_inputs(kind, B, N, H, d, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("B", "N", "H", "d"), [(2, 1, 1, 16), (1, 17, 3, 88), (2, 50, 2, 64), (1, 197, 1, 72)])
+@pytest.mark.parametrize(("B", "N", "H", "d"), [(2, 1, 1, 16), (1, 17, 3, 88), (2, 50, 2, 64), (1, 197, 1, 32)])
 def test_short_sequences(B, N, H, d, dtype, kernels, device):
     check(*packed_inputs("normal", B, N, H, d, dtype, device))
 
 
 @pytest.mark.parametrize(
     ("N", "d", "dtype"),
-    [(257, 64, torch.bfloat16), (256, 16, torch.float32), (333, 128, torch.float16)],
+    [(257, 64, torch.bfloat16), (129, 72, torch.float32), (258, 128, torch.float16), (130, 256, torch.float16)],
     ids=str,
 )
 def test_long_sequences(N, d, dtype, device):
@@ -104,12 +112,31 @@ def test_long_sequences(N, d, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["integer", "large"])
-def test_inputs(kind, dtype, kernels, device):
-    # scale 0.5 keeps integer scores exact; large ones are hundreds apart
-    check(*packed_inputs(kind, 1, 69, 2, 32, dtype, device), scale=0.5)
+def test_integers(dtype, kernels, device):
+    check(*packed_inputs("integer", 1, 69, 2, 32, dtype, device), scale=0.5)  # which keeps the scores exact
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_large_scores(dtype, kernels, device):
+    check(*packed_inputs("large", 1, 69, 2, 32, dtype, device), scale=0.5)  # hundreds apart
+
+
+def test_large_scores_in_float32(kernels, device):
+    """P = exp(S - LSE) is as exact as a float32 LSE is: 4 roundings of its magnitude, where softmax itself would have
+    none in rows that one key dominates. PyTorch's own flash attention has the same property."""
+    q, k, v, do = packed_inputs("large", 1, 69, 2, 32, torch.float32, device)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.5
+    relative = 4 * 2.0**-24 * float(scores.abs().max()) / math.log(2)
+    exact = autograd(q, k, v, do, 0.5, None, torch.float64)
+    terms = autograd(q, k, v.abs(), do.abs(), 0.5, None, torch.float64)[2].amax()  # of |P^T| |dO|
+    got = fused(q, k, v, do, 0.5)
+    assert float((got[2] - exact[2]).abs().max()) <= relative * float(terms)
+    eager = autograd(q, k, v, do, 0.5, None, torch.float32)
+    for name, *triple in zip(("dq", "dk"), got[:2], eager[:2], exact[:2], strict=True):
+        assert_as_accurate(*triple, factor=GRADIENT, what=name)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # numpy, in lanes that are masked
 def test_negative_scores_beyond_the_range_of_exp(kernels, device):
     """exp(-LSE) overflows where all scores are far below 0: padded keys, whose score is 0, must not matter."""
     q = inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device).abs() * 20
@@ -134,7 +161,7 @@ def test_strides_of_no_vector_and_of_dimensions_of_one_element(kernels, device):
     check(*(t.as_strided(t.shape, (3331333, t.stride(1), 99990001, 1)) for t in (q, k, v)), do)
 
 
-@pytest.mark.parametrize("N", [20, 70])
+@pytest.mark.parametrize("N", [20, 66])
 def test_dropout_uses_the_mask_of_the_forward(N, kernels, device):
     seed = torch.tensor([1234567890123], device=device)
     check(*packed_inputs("normal", 2, N, 2, 16, torch.float32, device), seed=seed, dropout_p=0.3)
@@ -147,6 +174,7 @@ def test_bitwise_repeatable(kernels, device):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_nan_query_stays_out_of_other_queries_gradients(kernels, device):
     q, k, v, do = packed_inputs("normal", 1, 20, 1, 16, torch.float32, device)
     q = q.clone()
