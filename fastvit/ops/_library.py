@@ -164,6 +164,18 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def distinct(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The arguments with repeats replaced by views while torch.compile traces, which refuses to see one tensor twice
+    among a Function's inputs, as in linear(x, weight, residual=x)."""
+    if not torch.compiler.is_compiling():
+        return tensors
+    seen: list[Tensor | None] = []
+    for t in tensors:
+        repeated = t is not None and any(t is other for other in seen)
+        seen.append(t.view_as(t) if t is not None and repeated else t)
+    return tuple(seen)
+
+
 class FusedFunction(torch.autograd.Function):
     """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and call ops in
     `backward` through `once`, so that differentiating a second time raises instead of returning a wrong gradient."""

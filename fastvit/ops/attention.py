@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops._attention import attention_bwd, attention_fwd, attention_qkvpacked_bwd, attention_qkvpacked_fwd
 from fastvit.ops._checks import check_dropout, check_float, check_like
-from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
+from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
 from fastvit.ops.dropout import draw_seeds
 
 
@@ -97,7 +97,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dr
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
     if needs_autograd(q, k, v):
-        return _Attention.apply(q, k, v, seed, scale, dropout_p)[0]
+        return _Attention.apply(*distinct(q, k, v), seed, scale, dropout_p)[0]
     return attention_fwd(q, k, v, seed, scale, dropout_p)[0]
 
 

@@ -14,7 +14,7 @@ from fastvit.ops._layer_norm import (
     layer_norm_bwd,
     layer_norm_fwd,
 )
-from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
+from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
 
 
 class _LayerNorm(FusedFunction):
@@ -171,7 +171,7 @@ def add_layer_norm(
         check_shape("layer_scale", layer_scale, residual.shape[-1:], "(D,)")
     rows = rows_per_sample(residual, row_scale, "residual")
     if needs_autograd(residual, branch, weight, bias, layer_scale):
-        s, y, *_ = _AddLayerNorm.apply(residual, branch, weight, bias, layer_scale, row_scale, rows, eps)
+        s, y, *_ = _AddLayerNorm.apply(*distinct(residual, branch, weight, bias, layer_scale, row_scale), rows, eps)
         return s, y
     s, y, *_ = add_layer_norm_fwd(as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps)
     return s.view_as(residual), y.view_as(residual)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastvit.ops._activations import check_activation
 from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._checks import as_rows, check_float, check_like, check_shape, rows_per_sample
-from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
+from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_fwd
 
 
@@ -207,6 +207,6 @@ def linear(
     if not needs_autograd(x, weight, bias, layer_scale, residual):
         return _run(x, weight, bias, activation or "none", layer_scale, row_scale, residual, rows)
     if activation is None:
-        return _Linear.apply(x, weight, bias, layer_scale, row_scale, residual, rows)
+        return _Linear.apply(*distinct(x, weight, bias, layer_scale, row_scale, residual), rows)
     h = _LinearAct.apply(x, weight, bias, activation)[0]
     return _scale_and_add(h, layer_scale, row_scale, residual)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops._activations import check_activation
 from fastvit.ops._checks import check_dropout, check_float, check_like, check_shape
-from fastvit.ops._library import autocast_dtype, needs_autograd
+from fastvit.ops._library import autocast_dtype, distinct, needs_autograd
 from fastvit.ops._mlp import Mlp, MlpOptions, mlp_forward
 from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm_linear import check_norm
@@ -75,7 +75,7 @@ def _run(
     seeds = draw_seeds(2, x.device) if dropout_p else None
     residual = None if residual_is_x else residual
     run: Any = Mlp.apply if autograd else mlp_forward
-    return run(x, *parameters, row_scale, residual, seeds, options)[0]
+    return run(*distinct(x, *parameters, row_scale, residual), seeds, options)[0]
 
 
 def mlp(

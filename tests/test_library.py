@@ -1,0 +1,40 @@
+"""What every op owes to fastvit/ops/_library.py: dispatch, fallback and tracing."""
+
+import pytest
+import torch
+
+from fastvit import ops
+from fastvit.ops import _library
+
+WEIGHT = torch.linspace(-1, 1, 256).view(16, 16)
+
+REPEATS = {
+    "linear": lambda x, w: ops.linear(x, w, residual=x),
+    "mlp": lambda x, w: ops.mlp(x, w, None, w, None, residual=x),
+    "attention": lambda x, w: ops.attention(*(x.view(2, 5, 1, 16),) * 3),
+    "add_layer_norm": lambda x, w: ops.add_layer_norm(x, x, w[0], w[0])[1],
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_one_tensor_twice_compiles(name):
+    x, weight = torch.randn(2, 5, 16, requires_grad=True), WEIGHT.clone().requires_grad_()
+    function = REPEATS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    got, want = (torch.autograd.grad(f(x, weight).square().sum(), x)[0] for f in (compiled, function))
+    torch.testing.assert_close(got, want)
+
+
+def test_backend_is_restored_and_checked():
+    before = _library._backend, _library._strict
+    with pytest.raises(ValueError, match="backend must be one of"), _library.use_backend("cuda"):
+        pass
+    with pytest.raises(KeyError), _library.use_backend("triton"):
+        raise KeyError
+    assert (_library._backend, _library._strict) == before
+
+
+def test_triton_without_a_device_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(_library, "INTERPRET", False)
+    with _library.use_backend("triton"), pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
+        ops.layer_norm(torch.randn(2, 16), WEIGHT[0], WEIGHT[0])
