@@ -212,12 +212,13 @@ class AttentionBackwardConfig:
     reload: bool = False  # the tile that stays is loaded again in every step instead of kept in registers
 
 
-# By instructions: up to which D0 + D1 -> block_m, block_n, num_warps. The largest tiles that spill no registers.
+# By instructions: up to which head_dim -> block_m, block_n, num_warps. The largest tiles that spill no registers (8
+# bytes in dK/dV on sm_120 at 88 and 104 to 120, where a smaller tile would double the instructions).
 _Tiles = tuple[tuple[int, tuple[int, int, int]], ...]
 _BWD_DQ: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 64, 4)), (192, (128, 64, 8)), (256, (128, 32, 8))),
     "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
-    "mma": ((32, (64, 64, 4)), (64, (128, 32, 8)), (80, (64, 16, 4)), (128, (128, 32, 8)), (256, (16, 16, 4))),
+    "mma": ((32, (64, 64, 4)), (64, (128, 32, 8)), (88, (64, 16, 4)), (128, (128, 32, 8)), (256, (16, 16, 4))),
     "amd": ((128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
     "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
@@ -235,13 +236,15 @@ _BWD_DKDV: dict[str, _Tiles] = {
     "mma": (
         (32, (64, 64, 4)),
         (64, (32, 64, 4)),
+        (72, (16, 128, 8)),
+        (80, (32, 128, 8)),
         (128, (16, 128, 8)),
         (192, (16, 16, 4)),
         (256, (16, 16, 8)),
     ),
     "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
     "tf32": ((128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
-    "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
+    "fma": ((96, (32, 32, 8)), (128, (16, 32, 8)), (256, (16, 16, 8))),
 }
 
 
@@ -261,7 +264,7 @@ def _attention_bwd(
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
     elif instructions == "tf32" and parts[0] == 64 and parts[1]:
         parts = (64, 64)  # mma of unlike parts spills
-    tile = next(tile for limit, tile in tables[instructions] if sum(parts) <= limit)
+    tile = next(tile for limit, tile in tables[instructions] if head_dim <= limit)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
     stages = 1 if arch.startswith("gfx") else 2
