@@ -104,6 +104,11 @@ def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iter
     session.remaining -= 1
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, object]) -> None:
+    machine_info.pop("node", None)  # the name of the machine is nobody's business
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     session = config.stash[SESSION]
