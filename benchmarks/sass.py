@@ -123,13 +123,6 @@ class Region:
         """Slots over the elements (scores, outputs) that one thread owns in one pass."""
         return self.slots / elements
 
-    def slots_per_mac(self, depth: float) -> float:
-        """Slots per element when the tensor-core work is `depth` multiply-adds an element: 2 * head_dim for the
-        scores of the attention forward, 4 * head_dim for dK/dV's loop, 3 * head_dim for dQ's. NaN where the
-        mnemonics do not carry the shape."""
-        elements = self.macs_per_thread / depth
-        return self.slots / elements if elements else float("nan")
-
 
 @dataclass(frozen=True)
 class Listing:

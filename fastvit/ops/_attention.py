@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._library import register
+from fastvit.ops._library import register, stat_dtype
 
 if _library.HAVE_TRITON:
     from fastvit.ops._attention_backward import launch_backward
@@ -24,10 +24,6 @@ _CHUNK = 1 << 24  # scores held at once where ATen materialises them
 # PyTorch's CPU kernel compares a row's scores in SIMD vectors of up to 16 floats, and the rest in a way that drops NaN:
 # of fewer keys than a vector a row of NaN would come out as zero.
 _VECTOR = 16
-
-
-def _stat_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 # ---- ATen ----
@@ -48,7 +44,7 @@ def _fwd_aten(
         )
         return o.transpose(1, 2).contiguous(), lse.contiguous()
     o = q.new_empty(q.shape)
-    lse = q.new_empty((B, H, N), dtype=_stat_dtype(q))
+    lse = q.new_empty((B, H, N), dtype=stat_dtype(q))
     for chunk, drop in _chunks(q, seed, dropout_p):
         qc, kc, vc = (t[chunk].transpose(1, 2).to(lse.dtype) for t in (q, k, v))
         scores = (qc @ kc.transpose(2, 3)).mul_(scale)
@@ -111,7 +107,7 @@ def _chunks(q: Tensor, seed: Tensor | None, dropout_p: float) -> Iterator[tuple[
         stop = min(start + step, B)
         drop = None
         if generator is not None:
-            drop = torch.empty(stop - start, H, N, N, dtype=_stat_dtype(q), device=q.device)
+            drop = torch.empty(stop - start, H, N, N, dtype=stat_dtype(q), device=q.device)
             drop.bernoulli_(1.0 - dropout_p, generator=generator).div_(1.0 - dropout_p)
         yield slice(start, stop), drop
 
@@ -160,7 +156,7 @@ def _fwd_packed(forward: Any) -> Any:
 
 def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     B, N, H, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=_stat_dtype(q))
+    return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=stat_dtype(q))
 
 
 def _fwd_flops(q: Any, *_: Any, **__: Any) -> int:

@@ -1,4 +1,4 @@
-"""Launches the backward kernels of softmax attention; the registered op and its ATen path are in attention.py."""
+"""Launches the backward kernels of softmax attention; the registered ops and their ATen path are in _attention.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._attention_forward import check_launch, dot_precision, readable, unit_strides
+from fastvit.ops._attention_forward import check_launch, readable, unit_strides
+from fastvit.ops._library import dot_precision
 
 if _library.HAVE_TRITON:
     import triton

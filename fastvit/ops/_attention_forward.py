@@ -1,4 +1,4 @@
-"""Launches the forward kernels of softmax attention; the registered op is in attention.py."""
+"""Launches the forward kernels of softmax attention; the registered ops are in _attention.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._library import Unsupported
+from fastvit.ops._library import Unsupported, dot_precision
 
 if _library.HAVE_TRITON:
     import triton
@@ -38,12 +38,6 @@ def unit_strides(tensors: tuple[Tensor, ...]) -> tuple[int, list[int]]:
     strides = [t.stride(i) if t.shape[i] > 1 else 0 for t in tensors for i in range(3)]
     unit = 8 if all(s % 8 == 0 for s in strides) else 1
     return unit, [s // unit for s in strides]
-
-
-def dot_precision(q: Tensor) -> str:
-    """Of float32 matmuls, as PyTorch's are set; 16-bit operands are exact either way."""
-    tf32 = q.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if tf32 else "ieee"
 
 
 def launch_forward(

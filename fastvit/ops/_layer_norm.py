@@ -9,17 +9,13 @@ from torch import Tensor
 
 from fastvit.ops import _library
 from fastvit.ops._column_sums import column_sums
-from fastvit.ops._library import Unsupported, register
+from fastvit.ops._library import Unsupported, register, stat_dtype
 
 if _library.HAVE_TRITON:
     import triton
 
     from fastvit.kernels import _configs
     from fastvit.kernels.layer_norm import layer_norm_bwd_kernel, layer_norm_fwd_kernel
-
-
-def _stat_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 # ---- ATen ----
@@ -37,7 +33,7 @@ def _fwd_aten(
 
 def _parameter_for(x: Tensor, parameter: Tensor) -> Tensor:
     """In the dtype for which native_layer_norm keeps float32 statistics: on the CPU it stores them as the weight."""
-    dtype = x.dtype if x.is_cuda else _stat_dtype(x)
+    dtype = x.dtype if x.is_cuda else stat_dtype(x)
     return parameter if parameter.dtype is dtype else parameter.to(dtype)
 
 
@@ -46,7 +42,7 @@ def _bwd_aten(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, parameter_dtype = x.dtype, weight.dtype
     if dy.dtype != dtype:  # LayerNorm that also changed the dtype, under autocast
-        x, dy = x.to(_stat_dtype(x)), dy.to(_stat_dtype(x))
+        x, dy = x.to(stat_dtype(x)), dy.to(stat_dtype(x))
     weight = _parameter_for(x, weight)
     shape = (x.shape[1],)
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
@@ -106,7 +102,7 @@ def _add_bwd_aten(
     dlayer_scale = dweight.new_empty(0)
     if layer_scale is not None:
         per_row = _branch_scale(None, row_scale, rows)
-        product = (ds * branch).to(_stat_dtype(s))
+        product = (ds * branch).to(stat_dtype(s))
         dlayer_scale = (product if per_row is None else product * per_row).sum(0).to(layer_scale.dtype)
     return ds, dbranch, dweight, dbias, dlayer_scale
 
@@ -250,7 +246,7 @@ def _add_bwd_triton(
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[0], dtype=_stat_dtype(x)) for _ in range(2))
+    mean, rstd = (x.new_empty(x.shape[0], dtype=stat_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 

@@ -153,6 +153,17 @@ def arch(x: Tensor) -> str:
     return _cuda_arch(x.device.index) if x.is_cuda else "sm_90"
 
 
+def stat_dtype(x: Tensor) -> torch.dtype:
+    """Of statistics, softmax and sums over x: float32, or float64 for float64."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def dot_precision(x: Tensor) -> str:
+    """`tl.dot`'s input_precision for x: float32 follows PyTorch's setting, 16-bit operands are exact either way."""
+    tf32 = x.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if tf32 else "ieee"
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether a call must go through its `autograd.Function`. Raises where a tensor carries a forward-mode tangent,
     which an opaque op would drop silently."""

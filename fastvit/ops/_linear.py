@@ -11,7 +11,7 @@ from torch import Tensor
 from fastvit.ops import _library
 from fastvit.ops._activations import activate, activate_, activate_backward
 from fastvit.ops._column_sums import column_sums
-from fastvit.ops._library import Unsupported, register
+from fastvit.ops._library import Unsupported, dot_precision, register
 
 if _library.HAVE_TRITON:
     import triton
@@ -85,10 +85,9 @@ def _launch_gemm(kernel: Any, a: Tensor, n: int, activation: str, args: tuple[An
     """a [M, K] @ [K, n] and the kernel's epilogue."""
     M, K = a.shape
     cfg = _configs.gemm(M, n, K, a.element_size(), _library.arch(a))
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     options = {} if cfg.max_registers is None else {"maxnreg": cfg.max_registers}
     kernel[(triton.cdiv(M, cfg.block_m) * triton.cdiv(n, cfg.block_n),)](
-        *args, ACTIVATION=activation, EVEN_K=K % cfg.block_k == 0, PRECISION=precision,
+        *args, ACTIVATION=activation, EVEN_K=K % cfg.block_k == 0, PRECISION=dot_precision(a),
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k, GROUP_M=cfg.group_m,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages, **options,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastvit.ops import _library
 from fastvit.ops._checks import as_rows
-from fastvit.ops._library import Unsupported, register
+from fastvit.ops._library import Unsupported, dot_precision, register
 
 if _library.HAVE_TRITON:
     import triton
@@ -123,11 +123,6 @@ def _check_triton(weight: Tensor) -> None:
         raise Unsupported("float64 runs on ATen only")
 
 
-def _precision(weight: Tensor) -> str:
-    tf32 = weight.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if tf32 else "ieee"
-
-
 def _config(
     m: int, n: int, k: int, weight: Tensor, image: Tensor | None = None, split: bool = False
 ) -> _configs.PatchEmbedConfig:
@@ -182,7 +177,7 @@ def _fwd_triton(
     patch_embed_fwd_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(D, cfg.block_n),)](
         image, weight, bias, pos_embed, prefix, normalize, out,
         B * N, N, P, D, grid_w, *strides,
-        **constants, PRECISION=_precision(weight),
+        **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_D=cfg.block_n, BLOCK_K=cfg.block_k,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
@@ -212,7 +207,7 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
     patch_embed_bwd_weight_kernel[(splits * triton.cdiv(D, cfg.block_m) * triton.cdiv(K, cfg.block_n),)](
         rows, image, normalize, partial,
         B * N, N, N - math.prod(_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split, rows.stride(0), *strides,
-        **constants, PRECISION=_precision(weight),
+        **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
@@ -232,7 +227,7 @@ def _bwd_image_triton(dout: Tensor, weight: Tensor, height: int, width: int, dty
     patch_embed_bwd_image_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(K, cfg.block_n),)](
         rows, weight, dimage,
         B * N, N, N - math.prod(_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides,
-        **constants, PRECISION=_precision(weight),
+        **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_K=cfg.block_n, BLOCK_D=cfg.block_k,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
