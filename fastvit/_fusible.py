@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastvit._halves import Affine
+
 ActLayer = Callable[[], nn.Module]
 
 
@@ -60,6 +62,11 @@ def submodules(module: nn.Module) -> dict[str, Any]:
 def active_p(dropout: nn.Module) -> float:
     """The probability that an nn.Dropout applies now."""
     return dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+
+
+def affine(linear: nn.Linear) -> Affine:
+    """The parameters of a linear layer as they are now: FSDP puts others in their place from call to call."""
+    return Affine(linear.weight, linear.bias)
 
 
 def activation_name(act: nn.Module) -> str | None:

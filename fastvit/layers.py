@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastvit import _halves as halves
 from fastvit import ops
-from fastvit._fusible import ACT_LAYERS, ActLayer, activation_name, active_p, named, submodules, untouched
+from fastvit._fusible import ACT_LAYERS, ActLayer, activation_name, active_p, affine, named, submodules, untouched
+from fastvit._halves import AttentionParts, Ends, MlpParts, Norm, draw_row_scale
 
 Pair = int | tuple[int, int]
 Device = torch.device | str | None
@@ -72,11 +74,7 @@ class DropPath(nn.Module):
 
     def row_scale(self, x: Tensor) -> Tensor | None:
         """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
-        if not self.training or self.drop_prob == 0.0:
-            return None
-        keep = 1.0 - self.drop_prob
-        mask = x.new_empty(x.shape[0]).bernoulli_(keep)
-        return mask.div_(keep) if self.scale_by_keep and keep > 0.0 else mask
+        return draw_row_scale(x, self.drop_prob if self.training else 0.0, self.scale_by_keep)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.row_scale(x)
@@ -177,26 +175,33 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
-    def attend(self, qkv: Tensor) -> Tensor:
-        """The output (B, N, 3D) of the qkv layer -> (B, N, D), before the projection."""
-        B, N, _ = qkv.shape
-        qkv = qkv.reshape(B, N, 3, self.num_heads, self.head_dim)
-        if untouched(self.attn_drop, nn.Dropout):
-            return ops.attention_qkvpacked(qkv, dropout_p=active_p(self.attn_drop)).flatten(2)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-        probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
-        return (probabilities @ v).transpose(1, 2).flatten(2)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj_drop(self.proj(self.attend(self.qkv(x))))
+        parts = self.parts()
+        if parts is not None:
+            return halves.attention(x, parts)
+        B, N, _ = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
+        if untouched(self.attn_drop, nn.Dropout):
+            out = ops.attention_qkvpacked(qkv, dropout_p=active_p(self.attn_drop))
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+            probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
+            out = (probabilities @ v).transpose(1, 2)
+        return self.proj_drop(self.proj(out.flatten(2)))
 
-    def fusible(self) -> bool:
-        """Whether the layers around the attention can go into fused ops."""
+    def parts(self) -> AttentionParts | None:
+        """What the fused ops need, or None where the submodules have to run one by one."""
         part = submodules(self)
-        return (
-            untouched(part["qkv"], nn.Linear)
-            and untouched(part["proj"], nn.Linear)
-            and untouched(part["proj_drop"], nn.Dropout)
+        qkv, attn_drop, proj, proj_drop = part["qkv"], part["attn_drop"], part["proj"], part["proj_drop"]
+        if not (
+            untouched(qkv, nn.Linear)
+            and untouched(attn_drop, nn.Dropout)
+            and untouched(proj, nn.Linear)
+            and untouched(proj_drop, nn.Dropout)
+        ):
+            return None
+        return AttentionParts(
+            (affine(qkv),), affine(proj), self.num_heads, self.scale, active_p(attn_drop), active_p(proj_drop)
         )
 
 
@@ -224,25 +229,28 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
-    def fused_activation(self) -> str | None:
-        """What `ops.mlp` calls the activation, or None where the submodules have to run one by one."""
-        part = submodules(self)
-        if (
-            untouched(part["fc1"], nn.Linear)
-            and untouched(part["fc2"], nn.Linear)
-            and untouched(part["drop1"], nn.Dropout)
-            and untouched(part["drop2"], nn.Dropout)
-            and active_p(part["drop1"]) == active_p(part["drop2"])
-        ):
-            return activation_name(part["act"])
-        return None
-
     def forward(self, x: Tensor) -> Tensor:
-        name = self.fused_activation()
-        if name is None:
+        parts = self.parts()
+        if parts is None:
             return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
-        fc1, fc2, p = self.fc1, self.fc2, active_p(self.drop1)
-        return ops.mlp(x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=name, dropout_p=p)
+        return halves.mlp(x, parts)
+
+    def parts(self) -> MlpParts | None:
+        """What the fused ops need, or None where the submodules have to run one by one."""
+        part = submodules(self)
+        fc1, drop1, fc2, drop2 = part["fc1"], part["drop1"], part["fc2"], part["drop2"]
+        name = activation_name(part["act"])
+        p = active_p(drop1)
+        if (
+            name is None
+            or not untouched(fc1, nn.Linear)
+            or not untouched(fc2, nn.Linear)
+            or not untouched(drop1, nn.Dropout)
+            or not untouched(drop2, nn.Dropout)
+            or active_p(drop2) != p
+        ):
+            return None
+        return MlpParts(affine(fc1), affine(fc2), name, p, p)
 
 
 class Block(nn.Module):
@@ -289,51 +297,37 @@ class Block(nn.Module):
     def _attention_half(self, x: Tensor) -> Tensor:
         part = submodules(self)
         norm, attn, scale, drop_path = part["norm1"], part["attn"], part["ls1"], part["drop_path1"]
-        if not (untouched(attn, Attention) and attn.fusible() and _fusible_ends(norm, scale, drop_path)):
+        parts = attn.parts() if untouched(attn, Attention) else None
+        ends = _ends(norm, scale, drop_path)
+        if parts is None or ends is None:
             return x + drop_path(scale(attn(norm(x))))
-        qkv, proj, p = attn.qkv, attn.proj, active_p(attn.proj_drop)
-        y, x = ops.layer_norm_linear(
-            x, norm.weight, norm.bias, qkv.weight, qkv.bias, eps=norm.eps, return_residual=True
-        )
-        y = attn.attend(y)
-        if p:
-            return x + drop_path(scale(ops.dropout(ops.linear(y, proj.weight, proj.bias), p)))
-        return ops.linear(
-            y, proj.weight, proj.bias,
-            layer_scale=_gamma(scale), row_scale=_row_scale(drop_path, x), residual=x,
-        )  # fmt: skip
+        return halves.attention(x, parts, ends)
 
     def _mlp_half(self, x: Tensor) -> Tensor:
         part = submodules(self)
         norm, mlp, scale, drop_path = part["norm2"], part["mlp"], part["ls2"], part["drop_path2"]
-        name = mlp.fused_activation() if untouched(mlp, Mlp) else None
-        if name is None or not _fusible_ends(norm, scale, drop_path):
+        parts = mlp.parts() if untouched(mlp, Mlp) else None
+        ends = _ends(norm, scale, drop_path)
+        if parts is None or ends is None:
             return x + drop_path(scale(mlp(norm(x))))
-        fc1, fc2, p = mlp.fc1, mlp.fc2, active_p(mlp.drop1)
-        return ops.layer_norm_mlp(
-            x, norm.weight, norm.bias, fc1.weight, fc1.bias, fc2.weight, fc2.bias,
-            eps=norm.eps, activation=name, dropout_p=p,
-            layer_scale=_gamma(scale), row_scale=_row_scale(drop_path, x), residual=x,
-        )  # fmt: skip
+        return halves.mlp(x, parts, ends)
 
 
-def _fusible_ends(norm: nn.Module, scale: nn.Module, drop_path: nn.Module) -> bool:
-    """Whether the norm in front of a branch and the scales behind it can go into the ops."""
-    return (
+def _ends(norm: Any, scale: Any, drop_path: Any) -> Ends | None:
+    """The norm in front of a branch and the scales behind it, or None where they cannot go into the ops."""
+    if not (
         untouched(norm, LayerNorm, nn.LayerNorm)
-        and norm.weight is not None
-        and norm.bias is not None
         and untouched(scale, LayerScale, nn.Identity)
         and untouched(drop_path, DropPath, nn.Identity)
-    )
-
-
-def _gamma(scale: nn.Module) -> Tensor | None:
-    return scale.gamma if isinstance(scale, LayerScale) else None
-
-
-def _row_scale(drop_path: nn.Module, x: Tensor) -> Tensor | None:
-    return drop_path.row_scale(x) if isinstance(drop_path, DropPath) else None
+    ):
+        return None
+    if norm.weight is None or norm.bias is None:
+        return None
+    gamma = scale.gamma if isinstance(scale, LayerScale) else None
+    kept = (0.0, True)
+    if isinstance(drop_path, DropPath) and drop_path.training:
+        kept = drop_path.drop_prob, drop_path.scale_by_keep
+    return Ends(Norm(norm.weight, norm.bias, norm.eps), gamma, kept)
 
 
 class ResPostBlock(Block):

@@ -62,7 +62,7 @@ def _check(head_dim: int, scale: float | None, dropout_p: float) -> float:
     check_dropout("dropout_p", dropout_p)
     if scale is None:
         return head_dim**-0.5
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # isfinite takes no symbolic float
         raise ValueError(f"scale must be finite, got {scale}")
     return float(scale)
 
