@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastvit import ops, reference
+from fastvit.integrations import accelerate, accelerated, restore
 from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
 from fastvit.vit import VisionTransformer
 from fastvit.zoo import create_model, list_models
@@ -17,10 +18,13 @@ __all__ = [
     "PatchEmbed",
     "VisionTransformer",
     "__version__",
+    "accelerate",
+    "accelerated",
     "create_model",
     "list_models",
     "ops",
     "reference",
+    "restore",
 ]
 
 

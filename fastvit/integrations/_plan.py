@@ -1,0 +1,163 @@
+"""How one module of another library gets a fused forward: reading it, refusing with a reason, falling back by call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import _halves as halves
+from fastvit._fusible import active_p, affine, untouched
+from fastvit._halves import AttentionParts, Ends, MlpParts, Norm
+
+LINEAR = ("torch.nn.modules.linear.Linear",)
+IDENTITY = ("torch.nn.modules.linear.Identity",)
+DROPOUT = ("torch.nn.modules.dropout.Dropout",)
+LAYER_NORM = ("torch.nn.modules.normalization.LayerNorm", "timm.layers.norm.LayerNorm")
+ACTIVATIONS = {
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}
+
+
+def only_input(module: nn.Module, x: Any) -> Any:
+    return x
+
+
+class Cannot(Exception):
+    """Why a module's own forward has to run: raised while it is read, or by what a call asks for."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `accelerate` does with instances of one class.
+
+    read: module -> its parts, as `run` takes them; raises `Cannot` for what no op can stand for. Called anew for every
+        call, since hooks, adapters and other parameters come and go.
+    run: (module, input, parts) -> what the module's own forward returns.
+    ops: the names of the ops that run, for the report.
+    admit: (module, *args, **kwargs), the arguments of a call -> its input; raises `Cannot` for what else they ask for.
+    ndim: of the input, or None for any.
+    """
+
+    read: Callable[[Any], Any]
+    run: Callable[[Any, Tensor, Any], Any]
+    ops: str
+    admit: Callable[..., Any] = only_input
+    ndim: int | None = 3
+
+
+def fused_forward(plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of module.forward."""
+    try:
+        x = plan.admit(module, *args, **kwargs)
+        parts = plan.read(module)
+        check_input(x, module, plan.ndim)
+    except Cannot as reason:
+        return own_forward(module, reason, *args, **kwargs)
+    return plan.run(module, x, parts)
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def own_forward(module: nn.Module, reason: Cannot, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module's class, with one warning for each class and reason."""
+    what = (type(module).__name__, str(reason))
+    if what not in _warned:
+        if not torch.compiler.is_compiling():
+            _warned.add(what)
+        warnings.warn(f"{what[0]} runs its own forward instead of fastvit's: {what[1]}", stacklevel=4)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def check_input(x: Any, module: nn.Module, ndim: int | None) -> None:
+    """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
+    if not isinstance(x, Tensor) or x.is_nested:
+        raise Cannot(f"its input is no plain tensor but {type(x).__name__}")
+    if ndim is not None and x.dim() != ndim:
+        raise Cannot(f"its input has {x.dim()} dimensions, not {ndim}")
+    dtype = next(module.parameters()).dtype
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise Cannot(f"its input is {x.dtype} and its parameters are {dtype}")
+
+
+def qualified(module: nn.Module) -> str:
+    """Its class as "package.module.Class": libraries need not be imported to know their classes."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def part(module: nn.Module, name: str, kinds: tuple[str, ...]) -> Any:
+    """The submodule `name`, which must be exactly of one of these classes, with its own forward and no hooks."""
+    child = module._modules.get(name)
+    if child is None:
+        raise Cannot(f"it has no {name}")
+    if qualified(child) not in kinds:
+        raise Cannot(f"{name} is {type(child).__name__}")
+    if not untouched(child, type(child)):
+        raise Cannot(f"{name} has hooks or a forward of its own")
+    return child
+
+
+def read_norm(norm: nn.LayerNorm) -> Norm:
+    if len(norm.normalized_shape) != 1:
+        raise Cannot("it normalises more than the last dimension")
+    if norm.weight is None or norm.bias is None:
+        raise Cannot("a LayerNorm without weight or bias")
+    if getattr(norm, "_fast_norm", False):
+        raise Cannot("timm's fast norm is on, which rounds otherwise")
+    return Norm(norm.weight, norm.bias, norm.eps)
+
+
+def read_activation(module: nn.Module, name: str) -> str:
+    act = part(module, name, tuple(ACTIVATIONS))
+    return "gelu_tanh" if getattr(act, "approximate", "none") == "tanh" else ACTIVATIONS[qualified(act)]
+
+
+def read_packed_attention(attn: Any) -> AttentionParts:
+    """The layout that timm and Meta share: qkv, attn_drop, proj, proj_drop."""
+    qkv, proj = part(attn, "qkv", LINEAR), part(attn, "proj", LINEAR)
+    attn_p, proj_p = active_p(part(attn, "attn_drop", DROPOUT)), active_p(part(attn, "proj_drop", DROPOUT))
+    heads = attn.num_heads
+    check_heads(proj.in_features, heads)
+    if qkv.out_features != 3 * proj.in_features:
+        raise Cannot(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    return AttentionParts((affine(qkv),), affine(proj), heads, attn.scale, attn_p, proj_p)
+
+
+def check_heads(width: int, num_heads: int) -> None:
+    """Of q, k or v: whether `ops.attention` takes the head dimension."""
+    head_dim, rest = divmod(width, num_heads)
+    if rest or head_dim % 8 or not 16 <= head_dim <= 256:
+        raise Cannot(f"head_dim {width / num_heads:g} is not a multiple of 8 from 16 to 256")
+
+
+# What a block plan's read returns
+BlockParts = tuple[AttentionParts, Ends, MlpParts, Ends]
+
+
+def run_block(block: Any, x: Tensor, parts: BlockParts) -> Tensor:
+    attention, attention_ends, mlp, mlp_ends = parts
+    return halves.mlp(halves.attention(x, attention, attention_ends), mlp, mlp_ends)
+
+
+def run_attention(attn: Any, x: Tensor, parts: AttentionParts) -> Tensor:
+    return halves.attention(x, parts)
+
+
+def run_mlp(mlp: Any, x: Tensor, parts: MlpParts) -> Tensor:
+    return halves.mlp(x, parts)

@@ -1,0 +1,59 @@
+"""What `accelerate` did with each module of a model, as data and as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["accelerated", "part of", "skipped", "as it was"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """name: as in model.named_modules(); kind: its class; detail: the ops that run, the accelerated module that a part
+    belongs to, or the reason."""
+
+    name: str
+    kind: str
+    status: Status
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One entry for every module, in the order of model.named_modules(). `str(report)` is a table in which numbered
+    modules with the same fate share a row."""
+
+    entries: tuple[Entry, ...]
+
+    def _with(self, status: Status) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.status == status)
+
+    @property
+    def accelerated(self) -> tuple[Entry, ...]:
+        """Modules whose forward is fastvit's now."""
+        return self._with("accelerated")
+
+    @property
+    def skipped(self) -> tuple[Entry, ...]:
+        """Modules with work that the ops do elsewhere, and the reason why they could not here."""
+        return self._with("skipped")
+
+    def __str__(self) -> str:
+        rows = [("module", "class", "what", ""), *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        lines.insert(1, "-" * max(map(len, lines)))
+        count = f"{len(self.accelerated)} modules accelerated, {len(self.skipped)} skipped"
+        return "\n".join(line.rstrip() for line in [*lines, count])
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        groups: dict[tuple[str, str, str, str], list[str]] = {}
+        for entry in self.accelerated + self.skipped:
+            pattern = re.sub(r"\d+", "*", entry.name)
+            groups.setdefault((pattern, entry.kind, entry.status, entry.detail), []).append(entry.name)
+        for (pattern, kind, status, detail), names in groups.items():
+            name = names[0] or "(the model itself)"
+            yield name if len(names) == 1 else f"{pattern} ({len(names)})", kind, status, detail

@@ -1,0 +1,76 @@
+"""Meta's DINOv2 repository: blocks and attention as `dinov2.layers` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fastvit._fusible import active_p, affine
+from fastvit._halves import Ends, MlpParts
+from fastvit.integrations._plan import (
+    DROPOUT,
+    IDENTITY,
+    LAYER_NORM,
+    LINEAR,
+    BlockParts,
+    Cannot,
+    Plan,
+    part,
+    read_activation,
+    read_norm,
+    read_packed_attention,
+    run_attention,
+    run_block,
+    run_mlp,
+)
+
+ATTENTION = ("dinov2.layers.attention.MemEffAttention", "dinov2.layers.attention.Attention")
+MLP = ("dinov2.layers.mlp.Mlp",)
+LAYER_SCALE = ("dinov2.layers.layer_scale.LayerScale",)
+
+
+def read_mlp(mlp: Any) -> MlpParts:
+    p = active_p(part(mlp, "drop", DROPOUT))
+    return MlpParts(
+        affine(part(mlp, "fc1", LINEAR)), affine(part(mlp, "fc2", LINEAR)), read_activation(mlp, "act"), p, p
+    )
+
+
+def read_ends(block: Any, norm: str, scale: str) -> Ends:
+    gamma = part(block, scale, LAYER_SCALE + IDENTITY)
+    return Ends(read_norm(part(block, norm, LAYER_NORM)), None if isinstance(gamma, nn.Identity) else gamma.gamma)
+
+
+def read_block(block: Any) -> BlockParts:
+    return (
+        read_packed_attention(part(block, "attn", ATTENTION)),
+        read_ends(block, "norm1", "ls1"),
+        read_mlp(part(block, "mlp", MLP)),
+        read_ends(block, "norm2", "ls2"),
+    )
+
+
+def admit_block(block: Any, x_or_x_list: Any) -> Any:
+    if isinstance(x_or_x_list, list):
+        raise Cannot("a list of crops")
+    if block.training and block.sample_drop_ratio > 0.0:
+        raise Cannot("stochastic depth in training, which leaves samples out of the batch")
+    return x_or_x_list
+
+
+def admit_attention(attn: Any, x: Any, attn_bias: Any = None) -> Any:
+    if attn_bias is not None:
+        raise Cannot("an attention bias")
+    return x
+
+
+_BLOCK = Plan(read_block, run_block, "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp", admit_block)
+_ATTENTION = Plan(read_packed_attention, run_attention, "attention_qkvpacked, linear", admit_attention)
+PLANS = {
+    "dinov2.layers.block.Block": _BLOCK,
+    "dinov2.layers.block.NestedTensorBlock": _BLOCK,
+    **dict.fromkeys(ATTENTION, _ATTENTION),
+    **dict.fromkeys(MLP, Plan(read_mlp, run_mlp, "mlp", ndim=None)),
+}
+EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}
