@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import GRADIENT
+from timm_shim import import_timm
 from torch import Tensor, nn
 
 import fastvit
@@ -106,3 +107,19 @@ def test_bf16_training_is_as_close_to_float64_as_the_references(trained: Trained
         assert rms <= 2, f"{name}: {rms:.2f} times as far from float64 as the reference"
         assert largest <= GRADIENT, f"{name}: at worst {largest:.2f} times as far from float64 as the reference"
     assert fused.accuracy > 0.95
+
+
+def test_an_accelerated_timm_model_trains_as_untouched(device: torch.device) -> None:
+    timm = import_timm()
+    torch.manual_seed(0)
+    start = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=(2, 4), in_chans=1, embed_dim=48, depth=2, mlp_ratio=2.0,
+        global_pool="avg", num_classes=10,
+    )  # fmt: skip
+    own = train(copy.deepcopy(start), device, torch.float32)
+    assert not fastvit.accelerate(start, strict=True).skipped
+    accelerated = train(start, device, torch.float32)
+    torch.testing.assert_close(accelerated.losses, own.losses, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(accelerated.parameters, own.parameters, rtol=1e-3, atol=1e-4)
+    assert accelerated.accuracy > 0.95
+    assert own.accuracy > 0.95

@@ -63,7 +63,7 @@ def _class(prefix: str, suffix: str) -> str:
 def _captures_attentions() -> bool:
     """Whether transformers collects attention weights in this call, which its hooks on attention modules are for. They
     stay there once a model has been asked for hidden states or attentions, and do nothing otherwise."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     collector = capturing and capturing._active_collector.get()
     return bool(collector) and "attentions" in collector
 

@@ -1,0 +1,194 @@
+"""The models of other libraries that `fastvit.accelerate` knows: architectures, small and whole, with random weights.
+
+    python -m benchmarks.families benchmarks/results/cpu/families.json
+
+runs every architecture whole at its own image size, untouched and accelerated, writes the agreement and what is fused,
+and `python -m benchmarks.readme` makes README's table of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastvit
+from benchmarks.libraries import load
+from benchmarks.record import environment
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """small, whole: arguments that make a test's model (two blocks, a small image) and the model people use."""
+
+    library: str
+    name: str
+    build: Callable[..., nn.Module]
+    small: dict[str, Any]
+    whole: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.library}-{self.name}"
+
+    def model(self, *, whole: bool = False, seed: int = 0) -> nn.Module:
+        """In evaluation mode, with random weights away from the degenerate values of an initialisation."""
+        torch.manual_seed(seed)
+        model = self.build(self.name, **(self.whole if whole else self.small)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ("norm" in name and name.endswith("weight")) or "gamma" in name or "lambda1" in name:
+                    parameter.normal_(1.0, 0.1)
+                elif parameter.dim() == 1 or not parameter.any():
+                    parameter.normal_(0.0, 0.05)
+        return model
+
+    def image(self, model: nn.Module, batch: int, *, seed: int = 1) -> Tensor:
+        H, W = image_size(model)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, 3, H, W, generator=generator)
+
+
+def image_size(model: Any) -> tuple[int, int]:
+    """Where timm, transformers and torchvision say it."""
+    if hasattr(model, "patch_embed"):
+        H, W = model.patch_embed.img_size
+        return H, W
+    size = model.config.image_size if hasattr(model, "config") else model.image_size
+    return size, size
+
+
+def output(result: Any) -> Tensor:
+    """Logits, or else what a headless model's user takes: all tokens, joined with the pooled ones where they exist."""
+    if isinstance(result, Tensor):
+        return result
+    if isinstance(result, tuple) and not hasattr(result, "last_hidden_state"):
+        return torch.cat([t.flatten(1) for t in result], 1)
+    if getattr(result, "logits", None) is not None:
+        return result.logits
+    pooled = getattr(result, "pooler_output", None)
+    tokens = result.last_hidden_state
+    return tokens if pooled is None else torch.cat([tokens, pooled[:, None]], 1)
+
+
+def _timm(name: str, **options: Any) -> nn.Module:
+    return load("timm").create_model(name, **options)
+
+
+def _transformers(name: str, **options: Any) -> nn.Module:
+    transformers = load("transformers")
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**options))
+
+
+def _torchvision(name: str, **options: Any) -> nn.Module:
+    models = load("torchvision").models
+    return models.VisionTransformer(**options) if options else getattr(models, name)()
+
+
+def _hugging_face(name: str, **whole: Any) -> Architecture:
+    small = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    if "Dinov2" not in name:
+        small["intermediate_size"] = 160
+    elif "mlp_ratio" in whole:
+        small["mlp_ratio"] = 2
+    return Architecture("transformers", name, _transformers, small, whole)
+
+
+def _small_timm(name: str, img_size: int, **more: Any) -> Architecture:
+    return Architecture("timm", name, _timm, {"img_size": img_size, "depth": 2, **more}, {})
+
+
+ARCHITECTURES = [
+    _small_timm("vit_tiny_patch16_224", 64),
+    _small_timm("vit_small_patch32_224", 96, drop_path_rate=0.2),
+    _small_timm("vit_base_patch16_224", 64),
+    _small_timm("vit_base_patch16_clip_quickgelu_224", 64),
+    _small_timm("vit_base_patch32_clip_224", 96),
+    _small_timm("vit_base_patch16_siglip_gap_224", 64),
+    _small_timm("vit_base_patch16_siglip_224", 64),
+    _small_timm("vit_so400m_patch14_siglip_224", 56),
+    _small_timm("vit_medium_patch16_gap_240", 64),
+    _small_timm("vit_huge_patch14_224", 56),
+    _small_timm("deit_tiny_patch16_224", 64),
+    _small_timm("deit_small_distilled_patch16_224", 64),
+    _small_timm("deit3_small_patch16_224", 64),
+    _small_timm("vit_small_patch14_dinov2", 70),
+    _small_timm("vit_small_patch14_reg4_dinov2", 70),
+    _hugging_face("ViTForImageClassification"),
+    _hugging_face("DeiTForImageClassification"),
+    _hugging_face("Dinov2Model", image_size=518, patch_size=14),
+    _hugging_face("Dinov2WithRegistersModel", image_size=518, patch_size=14),
+    _hugging_face("CLIPVisionModel"),
+    _hugging_face("SiglipVisionModel"),
+    *(
+        Architecture(
+            "torchvision",
+            name,
+            _torchvision,
+            {"image_size": 4 * patch, "patch_size": patch, "num_layers": 2, "num_heads": H, "hidden_dim": D}
+            | {"mlp_dim": 2 * D},
+            {},
+        )
+        for name, patch, D, H in (("vit_b_16", 16, 192, 3), ("vit_b_32", 32, 128, 2), ("vit_h_14", 14, 160, 2))
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of one whole model at batch 1 in float32. difference: the largest, over the largest |output| of the library's own
+    model. fused: the ops that run, by class of module; skipped: class and reason; seconds: of `accelerate`."""
+
+    library: str
+    name: str
+    image_size: tuple[int, int]
+    parameters: int
+    difference: float
+    fused: dict[str, str]
+    skipped: dict[str, str]
+    seconds: float
+
+
+def agree(architecture: Architecture) -> Agreement:
+    model = architecture.model(whole=True)
+    image = architecture.image(model, 1)
+    with torch.inference_mode():
+        own = output(model(image))
+        start = time.perf_counter()
+        report = fastvit.accelerate(model)
+        seconds = time.perf_counter() - start
+        difference = ((output(model(image)) - own).abs().max() / own.abs().max()).item()
+    return Agreement(
+        architecture.library,
+        architecture.name,
+        image_size(model),
+        sum(p.numel() for p in model.parameters()),
+        difference,
+        {entry.kind: entry.detail for entry in report.accelerated},
+        {entry.kind: entry.detail for entry in report.skipped},
+        seconds,
+    )
+
+
+def versions() -> dict[str, str]:
+    return {name: load(name).__version__ for name in ("timm", "transformers", "torchvision")}
+
+
+def main(path: Path) -> None:
+    rows = []
+    for architecture in ARCHITECTURES:
+        rows.append(agree(architecture))
+        print(f"{architecture}: {rows[-1].difference:.1e}, {1e3 * rows[-1].seconds:.1f} ms", flush=True)
+    where = environment(torch.device("cpu"), torch.float32) | {"libraries": versions()}
+    path.write_text(json.dumps({"environment": where, "agreements": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,40 @@
+"""The libraries whose models are compared with: importing them, also beside a torch that torchvision was not built for.
+
+timm and transformers import torchvision for their data pipelines. A CUDA build of torchvision cannot load its compiled operators beside a
+CPU-only torch, and then fails at import, where it registers fake implementations for operators that do not exist.
+Declaring their schemas is enough: nothing here calls them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+
+_NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_declared: list[torch.library.Library] = []
+
+
+def load(name: str) -> Any:
+    """The package timm, torchvision or transformers; an ImportError where it, or what it needs, is not installed."""
+    if importlib.util.find_spec("torchvision") is not None:
+        _import_torchvision()  # by now: timm and transformers import it on their own
+    return importlib.import_module(name)
+
+
+def _import_torchvision() -> None:
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "DEF")
+        _declared.append(library)  # a Library that is collected takes its operators with it
+        for operator in ("nms", "qnms"):
+            library.define(operator + _NMS)
+        importlib.import_module("torchvision")

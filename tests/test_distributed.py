@@ -1,0 +1,77 @@
+"""An accelerated model in two processes on gloo: DDP and FSDP2 give the gradients of one process on the whole batch."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from timm_shim import import_library
+from torch import Tensor, nn
+
+import fastvit
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+BATCH = 4
+
+
+def build() -> tuple[nn.Module, Tensor]:
+    timm = import_library("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, init_values=0.3, num_classes=10)
+    return model, torch.randn(BATCH, 3, 32, 32)
+
+
+def loss(model: nn.Module, image: Tensor) -> Tensor:
+    return model(image).square().mean()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad: Any = parameter.grad
+        found[name.removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return found
+
+
+def worker(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    for kind in ("ddp", "fsdp2"):
+        model, image = build()
+        report = fastvit.accelerate(model)
+        assert len(report.accelerated) == 4
+        if kind == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss(model, image.chunk(2)[rank]).backward()
+        names = [event.name for event in profile.events()]
+        assert names.count("fastvit::attention_qkvpacked_fwd") == 2, f"{kind}: the blocks did not run fused"
+        found = gradients(model)  # FSDP's shards are gathered by all together
+        if rank == 0:
+            torch.save(found, Path(folder) / f"{kind}.pt")
+    dist.destroy_process_group()
+
+
+def test_ddp_and_fsdp2_in_two_processes(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
+    model, image = build()
+    loss(model, image).backward()
+    for kind in ("ddp", "fsdp2"):
+        got = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                got[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=f"{kind} {name}": f"{n}: {m}"
+            )

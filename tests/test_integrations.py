@@ -1,0 +1,185 @@
+"""Models of timm, transformers and torchvision, before `accelerate`, with it, and after `restore`: outputs and all
+gradients, against the library's own model and float64."""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracle import assert_as_accurate
+from timm_shim import import_library
+from torch import Tensor, nn
+
+import fastvit
+from benchmarks.families import ARCHITECTURES, Architecture, output
+
+BATCH = 2
+UNKNOWN = {"AttentionPoolLatent", "SiglipMultiheadAttentionPoolingHead", "MultiheadAttention"}  # cross-attention
+
+
+class Model(NamedTuple):
+    model: nn.Module
+    image: Tensor
+
+
+@pytest.fixture(params=ARCHITECTURES, ids=str)
+def architecture(request: pytest.FixtureRequest) -> Architecture:
+    import_library(request.param.library)
+    return request.param
+
+
+@pytest.fixture
+def built(architecture: Architecture, device: torch.device) -> Model:
+    model = architecture.model()
+    return Model(model.to(device), architecture.image(model, BATCH).to(device))
+
+
+def run(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradients of the image and all parameters for a fixed random cotangent."""
+    wanted = {"image": image.detach().clone().requires_grad_()}
+    wanted |= {name: p for name, p in model.named_parameters() if p.requires_grad}
+    out = output(model(wanted["image"]))
+    generator = torch.Generator().manual_seed(7)
+    cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+    gradients = torch.autograd.grad(out, list(wanted.values()), cotangent, allow_unused=True)
+    return out.detach(), {n: g for n, g in zip(wanted, gradients, strict=True) if g is not None}
+
+
+def assert_close(got: Tensor, want: Tensor, what: str, scale: float | None = None) -> None:
+    """Within 1e-4 of the largest |want|, or of `scale`."""
+    limit = 1e-4 * (want.abs().max().item() if scale is None else scale)
+    difference = (got.double() - want.double()).abs().max().item()
+    assert difference <= limit, f"{what}: {difference:.3g} > {limit:.3g}"
+
+
+def test_outputs_and_gradients_in_float32(built: Model) -> None:
+    model, image = built
+    before, gradients = run(model, image)
+    exact, exact_gradients = run(copy.deepcopy(model).double(), image.double())
+    report = fastvit.accelerate(model)
+    assert report.accelerated
+    after, fused_gradients = run(model, image)
+    assert_close(after, before, "output against the library's")
+    assert_close(after, exact, "output against float64")
+    assert fused_gradients.keys() == gradients.keys()
+    largest = max(g.abs().max().item() for g in exact_gradients.values())
+    for name, exact_gradient in exact_gradients.items():
+        # the key bias's gradient is zero in exact arithmetic: only against the others has its rounding a size
+        scale = max(exact_gradient.abs().max().item(), 1e-2 * largest)
+        assert_close(fused_gradients[name], exact_gradient, f"d{name}", scale)
+    fastvit.restore(model)
+    again, restored_gradients = run(model, image)
+    assert torch.equal(again, before)
+    assert all(torch.equal(restored_gradients[name], gradients[name]) for name in gradients)
+
+
+def test_bfloat16_is_as_close_to_float64_as_the_library(built: Model) -> None:
+    model, image = built
+    model, image = model.bfloat16(), image.bfloat16()
+    with torch.no_grad():
+        exact = output(copy.deepcopy(model).double()(image.double()))
+        own = output(model(image))
+        fastvit.accelerate(model)
+        assert_as_accurate(output(model(image)), own, exact, what="output")
+
+
+def test_every_block_norm_and_patch_embedding_is_accelerated(built: Model) -> None:
+    report = fastvit.accelerate(built.model)
+    assert {entry.kind for entry in report.skipped} <= UNKNOWN
+    kinds = [entry.kind for entry in report.accelerated]
+    assert kinds.count("Conv2d") == 1
+    blocks = [e for e in report.accelerated if "layer_norm_mlp" in e.detail]
+    assert len(blocks) == 2
+    covered = {e.name for e in report.entries if e.status == "part of"}
+    for name, module in built.model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            assert name in covered | {e.name for e in report.accelerated}, name
+
+
+def _keys_and_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in model.state_dict().items()}
+
+
+def test_parameters_keys_and_repr_stay(built: Model) -> None:
+    model = built.model
+    before, keys, text = dict(model.named_parameters()), _keys_and_shapes(model), repr(model)
+    types = [type(m) for m in model.modules()]
+    fastvit.accelerate(model)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is p for name, p in before.items())
+    assert _keys_and_shapes(model) == keys
+    assert repr(model) == text
+    assert [type(m) for m in model.modules()] == types
+    fastvit.restore(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("context", ["compile", "export", "autocast"])
+@pytest.mark.parametrize(
+    "index", [i for i, a in enumerate(ARCHITECTURES) if a.name in (
+        "vit_small_patch32_224", "vit_small_patch14_reg4_dinov2", "ViTForImageClassification", "Dinov2Model",
+        "CLIPVisionModel", "vit_b_16",
+    )], ids=lambda i: str(ARCHITECTURES[i]),
+)  # fmt: skip
+def test_under(context: str, index: int, device: torch.device) -> None:
+    architecture = ARCHITECTURES[index]
+    import_library(architecture.library)
+    model = architecture.model().to(device)
+    image = architecture.image(model, BATCH).to(device)
+    if context == "autocast":
+        exact, _ = run(copy.deepcopy(model).double(), image.double())
+        with torch.autocast(device.type, torch.bfloat16):
+            own, gradients = run(model, image)
+            fastvit.accelerate(model)
+            fused, fused_gradients = run(model, image)
+        assert_as_accurate(fused, own, exact, what="output")
+        assert {n: g.dtype for n, g in fused_gradients.items()} == {n: g.dtype for n, g in gradients.items()}
+        return
+    want, gradients = run(model, image)
+    fastvit.accelerate(model)
+    runner: Callable[[Tensor], object]
+    if context == "export":
+        with torch.no_grad():
+            runner = torch.export.export(model, (image,)).module()
+            assert_close(output(runner(image)), want, "exported")
+        return
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got, compiled_gradients = run(compiled, image)
+    assert_close(got, want, "compiled")
+    largest = max(g.abs().max().item() for g in gradients.values())
+    for name, gradient in gradients.items():
+        got_gradient = compiled_gradients[name if name == "image" else f"_orig_mod.{name}"]
+        assert_close(got_gradient, gradient, f"compiled d{name}", max(gradient.abs().max().item(), 1e-2 * largest))
+
+
+def test_stochastic_depth_draws_as_timm_does(device: torch.device) -> None:
+    timm = import_library("timm")
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, drop_path_rate=0.5).to(device).train()
+    image = torch.randn(8, 3, 64, 64, device=device)
+    torch.manual_seed(3)
+    want = model(image)
+    fastvit.accelerate(model)
+    torch.manual_seed(3)
+    assert_close(model(image), want, "training output")
+    torch.manual_seed(4)
+    assert not torch.allclose(model(image), want, atol=1e-3)
+
+
+def test_accelerated_models_run_the_triton_kernels(triton_backend: None, device: torch.device) -> None:
+    architecture = next(a for a in ARCHITECTURES if a.name == "Dinov2Model")
+    import_library(architecture.library)
+    model = architecture.model().to(device)
+    image = architecture.image(model, 1).to(device)
+    want, gradients = run(model, image)
+    fastvit.accelerate(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        got, fused_gradients = run(model, image)
+    assert_close(got, want, "output")
+    largest = max(g.abs().max().item() for g in gradients.values())
+    for name, gradient in gradients.items():
+        assert_close(fused_gradients[name], gradient, f"d{name}", max(gradient.abs().max().item(), 1e-2 * largest))
+    names = {event.name for event in profile.events()}
+    assert {"fastvit::attention_fwd", "fastvit::attention_bwd", "fastvit::layer_norm_fwd"} <= names

@@ -1,0 +1,200 @@
+"""What is Hugging Face's own: masks, attention weights, hidden states, checkpointing inside forward, attention
+implementations by name."""
+
+import pytest
+import torch
+from timm_shim import import_library
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.integrations import _plan
+from fastvit.integrations.transformers import register_attention
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def transformers():
+    return import_library("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _warn_again() -> None:
+    _plan._warned.clear()
+
+
+@pytest.fixture
+def vit(transformers, device) -> nn.Module:
+    config = transformers.ViTConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return transformers.ViTModel(config, add_pooling_layer=False).to(device).eval()
+
+
+@pytest.fixture
+def image(device) -> Tensor:
+    return torch.randn(2, 3, 32, 32, device=device)
+
+
+def tokens(model: nn.Module, image: Tensor, **more: object) -> Tensor:
+    return model(image, **more).last_hidden_state
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def padding(image: Tensor) -> Tensor:
+    """(B, N) of 1 and 0: the first image's last tokens are not to be attended to."""
+    mask = torch.ones(len(image), 17, dtype=torch.long, device=image.device)
+    mask[0, 9:] = 0
+    return mask
+
+
+def test_a_padding_mask_is_honoured(vit, image) -> None:
+    want, unmasked = tokens(vit, image, attention_mask=padding(image)), tokens(vit, image)
+    fastvit.accelerate(vit)
+    with pytest.warns(UserWarning, match="ViTLayer runs its own forward instead of fastvit's: an attention mask"):
+        got = tokens(vit, image, attention_mask=padding(image))
+    assert close(got, want)
+    assert not close(got, unmasked)
+    assert close(tokens(vit, image), unmasked)
+
+
+@pytest.mark.parametrize("asked", ["by argument", "by configuration"])
+def test_attention_weights_and_hidden_states(vit, image, asked) -> None:
+    vit.set_attn_implementation("eager")
+    more = {"output_attentions": True} if asked == "by argument" else {}
+    vit.config.output_attentions = asked == "by configuration"
+    want = vit(image, output_hidden_states=True, **more)
+    assert len(want.attentions) == 2
+    fastvit.accelerate(vit)  # transformers' hooks are there by now
+    with pytest.warns(UserWarning, match="the argument output_attentions|attention weights are collected"):
+        got = vit(image, output_hidden_states=True, **more)
+    assert all(close(a, b) for a, b in zip(got.attentions, want.attentions, strict=True))
+    assert all(close(a, b) for a, b in zip(got.hidden_states, want.hidden_states, strict=True))
+
+
+def test_hidden_states_alone_stay_fused(vit, image, recwarn) -> None:
+    want = vit(image, output_hidden_states=True).hidden_states
+    report = fastvit.accelerate(vit)
+    assert [e.kind for e in report.accelerated].count("ViTLayer") == 2
+    got = vit(image, output_hidden_states=True).hidden_states
+    assert all(close(a, b) for a, b in zip(got, want, strict=True))
+    assert not [w for w in recwarn if "own forward" in str(w.message)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_forward(vit, image, reentrant) -> None:
+    weight = vit.layers[0].mlp.fc1.weight
+    cotangent = torch.randn(2, 17, 64, device=image.device)
+    (want,) = torch.autograd.grad(tokens(vit, image), weight, cotangent)
+    fastvit.accelerate(vit)
+    vit.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint, calls = vit.layers[0]._gradient_checkpointing_func, []
+
+    def counted(function, *args):
+        calls.append(args)
+        return checkpoint(function, *args)
+
+    vit.layers[0]._gradient_checkpointing_func = counted
+    vit.train()
+    image.requires_grad_()  # reentrant checkpoints need an input with a gradient
+    tokens(vit, image).backward(cotangent)
+    assert len(calls) == 1
+    assert close(weight.grad, want)
+    vit.eval()
+    tokens(vit, image)
+    assert len(calls) == 1
+
+
+def test_dropout_behind_the_branches(transformers, image, device) -> None:
+    """ViT drops behind fc2 and not behind the activation: no op's epilogue has that, and it must not be forgotten."""
+    config = transformers.ViTConfig(**SIZES, hidden_dropout_prob=0.5)
+    model = transformers.ViTModel(config, add_pooling_layer=False).to(device).train()
+    model.embeddings.dropout.p = 0.0
+    layer, x = model.layers[0], torch.randn(64, 17, 64, device=device)
+    own = (layer(x) - x).square().mean()
+    fastvit.accelerate(model)
+    fused = (layer(x) - x).square().mean()
+    torch.testing.assert_close(fused, own, rtol=0.1, atol=0.0)
+    assert not torch.equal(layer(x), layer(x))
+    model.eval()
+    assert torch.equal(layer(x), layer(x))
+    assert (layer(x) - x).square().mean() < 0.8 * own  # dropping half doubles the branch's power
+
+
+def test_stochastic_depth(transformers, device) -> None:
+    sizes = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
+    config = transformers.Dinov2Config(**sizes, drop_path_rate=0.5, hidden_dropout_prob=0.0)
+    layer = transformers.Dinov2Model(config).encoder.layer[0].to(device)
+    x = torch.randn(256, 17, 64, device=device)
+    fastvit.accelerate(layer)
+    kept = layer.eval()(x) - x
+    dropped = (layer.train()(x) - x).abs().amax((1, 2)) == 0
+    assert 0.1 < dropped.float().mean() < 0.4  # both branches of a sample: a quarter
+    assert not (kept.abs().amax((1, 2)) == 0).any()
+
+
+def test_a_custom_attention_implementation_is_not_replaced(transformers, vit, image) -> None:
+    def mine(module, query, key, value, mask, **_):
+        return value.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("mine", mine)
+    vit.set_attn_implementation("mine")
+    want = tokens(vit, image)
+    report = fastvit.accelerate(vit)
+    assert {(e.kind, e.detail) for e in report.skipped} == {
+        ("ViTLayer", "its attention implementation is 'mine'"),
+        ("ViTAttention", "its attention implementation is 'mine'"),
+    }
+    assert [e.kind for e in report.accelerated].count("ViTMLP") == 2
+    assert close(tokens(vit, image), want)
+
+
+def test_clips_text_tower_is_skipped(transformers, image) -> None:
+    text = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    config = transformers.CLIPConfig(text_config={**text, "vocab_size": 50, "eos_token_id": 49}, vision_config=SIZES)
+    model = transformers.CLIPModel(config).to(image.device).eval()
+    ids = torch.randint(0, 49, (2, 7), device=image.device)
+    ids[:, -1] = 49
+    want = model(input_ids=ids, pixel_values=image)
+    report = fastvit.accelerate(model)
+    reasons = {e.name: e.detail for e in report.skipped}
+    assert reasons["text_model.encoder.layers.0"] == "the text tower's attention is causal"
+    assert {e.name for e in report.accelerated} >= {"vision_model.encoder.layers.0", "text_model.encoder.layers.0.mlp"}
+    got = model(input_ids=ids, pixel_values=image)
+    assert close(got.logits_per_image, want.logits_per_image)
+
+
+def test_as_an_attention_implementation(vit, image) -> None:
+    register_attention()
+    want, masked = tokens(vit, image), tokens(vit, image, attention_mask=padding(image))
+    vit.set_attn_implementation("fastvit")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert close(tokens(vit, image), want)
+    assert "fastvit::attention_fwd" in {event.name for event in profile.events()}
+    assert close(tokens(vit, image, attention_mask=padding(image)), masked)
+
+
+def test_attention_implementation_leaves_other_attention_to_sdpa(transformers, device) -> None:
+    """Causal and grouped-query: a decoder gives what it gives under sdpa."""
+    register_attention()
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaModel(config).to(device).eval()
+    ids = torch.randint(0, 50, (2, 9), device=device)
+    want = model(ids).last_hidden_state
+    model.set_attn_implementation("fastvit")
+    assert close(model(ids).last_hidden_state, want)
+
+
+def test_attention_implementation_under_compile(vit, image) -> None:
+    register_attention()
+    want = tokens(vit, image)
+    vit.set_attn_implementation("fastvit")
+    torch._dynamo.reset()
+    assert close(tokens(torch.compile(vit, backend="aot_eager", fullgraph=True), image), want)
