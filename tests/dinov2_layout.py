@@ -1,0 +1,100 @@
+"""Modules under the names and in the layout of Meta's DINOv2 repository (`dinov2.layers`), which is not on a package
+index: written for the tests, so that `accelerate` finds the classes it knows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LayerScale(nn.Module):
+    __module__ = "dinov2.layers.layer_scale"
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    __module__ = "dinov2.layers.drop_path"
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        keep = 1 - self.drop_prob
+        return x * x.new_empty(len(x), 1, 1).bernoulli_(keep) / keep
+
+
+class Mlp(nn.Module):
+    __module__ = "dinov2.layers.mlp"
+
+    def __init__(self, dim: int, hidden: int, drop: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class MemEffAttention(nn.Module):
+    __module__ = "dinov2.layers.attention"
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.attn_drop = nn.Dropout(0.0)
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias)
+        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+
+
+class NestedTensorBlock(nn.Module):
+    __module__ = "dinov2.layers.block"
+
+    def __init__(self, dim: int, num_heads: int, drop_path: float = 0.0, drop: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6)
+        self.attn = MemEffAttention(dim, num_heads)
+        self.ls1 = LayerScale(dim)
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6)
+        self.mlp = Mlp(dim, 4 * dim, drop)
+        self.ls2 = LayerScale(dim)
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.sample_drop_ratio = drop_path
+
+    def forward(self, x_or_x_list: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+        if isinstance(x_or_x_list, list):
+            return [self._tokens(x) for x in x_or_x_list]
+        return self._tokens(x_or_x_list)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path1(self.ls2(self.mlp(self.norm2(x))))
+
+
+class PatchEmbed(nn.Module):
+    __module__ = "dinov2.layers.patch_embed"
+
+    def __init__(self, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
+        self.norm = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))

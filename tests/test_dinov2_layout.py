@@ -1,0 +1,74 @@
+"""`accelerate` on models in the layout of Meta's DINOv2 repository."""
+
+import pytest
+import torch
+from dinov2_layout import NestedTensorBlock, PatchEmbed
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.integrations import _plan
+
+
+@pytest.fixture(autouse=True)
+def _warn_again() -> None:
+    _plan._warned.clear()
+
+
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.randn(4, 17, 64, device=device)
+
+
+def test_a_model_is_fused_throughout_and_agrees(device: torch.device) -> None:
+    model = nn.Sequential(PatchEmbed(14, 64), *(NestedTensorBlock(64, 4) for _ in range(2)), nn.LayerNorm(64))
+    model = model.to(device).eval()
+    image = torch.randn(2, 3, 56, 56, device=device, requires_grad=True)
+    cotangent = torch.randn(2, 16, 64, device=device)
+    want = model(image)
+    gradients = torch.autograd.grad(want, [image, *model.parameters()], cotangent)
+    report = fastvit.accelerate(model, strict=True)
+    assert [e.kind for e in report.accelerated] == ["Conv2d", "NestedTensorBlock", "NestedTensorBlock", "LayerNorm"]
+    got = model(image)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(got, [image, *model.parameters()], cotangent), gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_list_of_crops_falls_back(device: torch.device, x: Tensor) -> None:
+    block = NestedTensorBlock(64, 4).to(device).eval()
+    crops = [x, x[:, :5]]
+    want = block(crops)
+    fastvit.accelerate(block)
+    with pytest.warns(UserWarning, match="a list of crops"):
+        got = block(crops)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_stochastic_depth_in_training_falls_back(device: torch.device, x: Tensor) -> None:
+    """There the repository leaves samples out of the batch, to save the work."""
+    block = NestedTensorBlock(64, 4, drop_path=0.4).to(device)
+    fastvit.accelerate(block)
+    with pytest.warns(UserWarning, match="leaves samples out"):
+        block.train()(x)
+    own, fused = type(block).forward(block.eval(), x), block(x)
+    torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
+
+
+def test_an_attention_bias_falls_back(device: torch.device, x: Tensor) -> None:
+    attn = NestedTensorBlock(64, 4).attn.to(device).eval()
+    bias = torch.randn(17, 17, device=device)
+    want = attn(x, bias), attn(x)
+    fastvit.accelerate(attn)
+    with pytest.warns(UserWarning, match="an attention bias"):
+        assert torch.equal(attn(x, attn_bias=bias), want[0])
+    torch.testing.assert_close(attn(x), want[1], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_drawn_in_the_mlp(device: torch.device, x: Tensor) -> None:
+    block = NestedTensorBlock(64, 4, drop=0.5).to(device).train()
+    fastvit.accelerate(block)
+    torch.manual_seed(0)
+    first = block(x)
+    torch.manual_seed(0)
+    assert torch.equal(block(x), first)
+    assert not torch.equal(block(x), first)
