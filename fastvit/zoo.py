@@ -3,6 +3,8 @@
 ViT       Dosovitskiy et al. 2021, arXiv:2010.11929; g and G: Zhai et al. 2022, arXiv:2106.04560
 DeiT      Touvron et al. 2021, arXiv:2012.12877; DeiT-III: Touvron et al. 2022, arXiv:2204.07118
 DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
+CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143
+SigLIP    Zhai et al. 2023, arXiv:2303.15343; the tower with average pooling in place of its attention pooling
 CIFAR     ViTs for 32 px images, our own
 """
 
@@ -10,8 +12,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from functools import partial
 from typing import Any
 
+from fastvit import checkpoints
+from fastvit.layers import LayerNorm
 from fastvit.vit import VisionTransformer
 
 Config = dict[str, Any]
@@ -22,6 +27,7 @@ _SIZES: dict[str, Config] = {
     "medium": {"embed_dim": 512, "depth": 12, "num_heads": 8},
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
     "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "so400m": {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362},
     "huge": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
     "giant": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
     "gigantic": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
@@ -38,6 +44,19 @@ def _deit3(size: str, patch_size: int, img_size: int) -> Config:
 
 def _dinov2(size: str, **more: Any) -> Config:
     return _vit(size, 14, 518, num_classes=0, init_values=1e-5, **more)
+
+
+def _clip(size: str, patch_size: int, img_size: int = 224, num_classes: int = 1000, **more: Any) -> Config:
+    return _vit(size, patch_size, img_size, num_classes, pre_norm=True, norm_layer=partial(LayerNorm, eps=1e-5), **more)
+
+
+def _quickgelu(size: str, patch_size: int, img_size: int, num_classes: int) -> Config:
+    return _clip(size, patch_size, img_size, num_classes, act_layer="quick_gelu")
+
+
+def _siglip(size: str, patch_size: int, img_size: int, act_layer: str = "gelu") -> Config:
+    gap = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+    return _vit(size, patch_size, img_size, num_classes=0, act_layer=act_layer, **gap)
 
 
 def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
@@ -92,6 +111,30 @@ CONFIGS: dict[str, Config] = {
     "vit_small_patch14_reg4_dinov2": _dinov2("small", reg_tokens=4, no_embed_class=True),
     "vit_base_patch14_reg4_dinov2": _dinov2("base", reg_tokens=4, no_embed_class=True),
     "vit_large_patch14_reg4_dinov2": _dinov2("large", reg_tokens=4, no_embed_class=True),
+    "vit_base_patch32_clip_224": _clip("base", 32),
+    "vit_base_patch16_clip_224": _clip("base", 16),
+    "vit_base_patch16_clip_384": _clip("base", 16, 384),
+    "vit_large_patch14_clip_224": _clip("large", 14),
+    "vit_large_patch14_clip_336": _clip("large", 14, 336),
+    "vit_huge_patch14_clip_224": _clip("huge", 14),
+    "vit_giant_patch14_clip_224": _clip("giant", 14, num_classes=1024),
+    "vit_gigantic_patch14_clip_224": _clip("gigantic", 14, num_classes=1280),
+    "vit_base_patch32_clip_quickgelu_224": _quickgelu("base", 32, 224, 512),
+    "vit_base_patch16_clip_quickgelu_224": _quickgelu("base", 16, 224, 512),
+    "vit_large_patch14_clip_quickgelu_224": _quickgelu("large", 14, 224, 768),
+    "vit_large_patch14_clip_quickgelu_336": _quickgelu("large", 14, 336, 768),
+    "vit_huge_patch14_clip_quickgelu_224": _quickgelu("huge", 14, 224, 1024),
+    "vit_base_patch16_siglip_gap_224": _siglip("base", 16, 224),
+    "vit_base_patch16_siglip_gap_256": _siglip("base", 16, 256),
+    "vit_base_patch16_siglip_gap_384": _siglip("base", 16, 384),
+    "vit_base_patch16_siglip_gap_512": _siglip("base", 16, 512),
+    "vit_large_patch16_siglip_gap_256": _siglip("large", 16, 256),
+    "vit_large_patch16_siglip_gap_384": _siglip("large", 16, 384),
+    "vit_so400m_patch14_siglip_gap_224": _siglip("so400m", 14, 224),
+    "vit_so400m_patch14_siglip_gap_378": _siglip("so400m", 14, 378),
+    "vit_so400m_patch16_siglip_gap_256": _siglip("so400m", 16, 256, "gelu_tanh"),
+    "vit_so400m_patch16_siglip_gap_384": _siglip("so400m", 16, 384, "gelu_tanh"),
+    "vit_so400m_patch16_siglip_gap_512": _siglip("so400m", 16, 512, "gelu_tanh"),
     "vit_cifar_small": _cifar(192, 12, 3),
     "vit_cifar_base": _cifar(384, 12, 6),
     "vit_cifar_large": _cifar(512, 24, 8),
@@ -111,16 +154,35 @@ def config(name: str) -> Config:
     return dict(CONFIGS[name])
 
 
-def create_model(name: str, **overrides: Any) -> VisionTransformer:
-    """The model of that name, with random weights; overrides: any argument of `VisionTransformer`.
+def create_model(
+    name: str, weights: checkpoints.Weights | None = None, *, drop_head: bool = False, **overrides: Any
+) -> VisionTransformer:
+    """The model of that name, with random weights or with those of a file.
 
     create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
+    create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
+
+    Args:
+        weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, of timm, torchvision, Hugging Face
+            transformers, Meta's DINOv2, OpenAI's CLIP or open_clip; positions are interpolated to `img_size`. No code
+            from a file is run.
+        drop_head: leave out the file's head (classifier, pooler, attention pooling); the model's own stays untrained.
+        overrides: any argument of `VisionTransformer`. A file does not tell the activation and the norms' eps: where
+            the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).
 
     Raises:
         ValueError: unknown name; the message has the nearest ones.
         TypeError: an override that `VisionTransformer` does not take.
+        CheckpointError: a ValueError: a damaged file, or one that does not fit, with the list of what does not.
+        FileNotFoundError: no such file.
+        ImportError: a `.safetensors` file without the package safetensors.
     """
-    return VisionTransformer(**{**config(name), **overrides})
+    if drop_head and weights is None:
+        raise ValueError("drop_head=True needs weights")
+    model = VisionTransformer(**{**config(name), **overrides})
+    if weights is not None:
+        checkpoints.load(model, weights, drop_head=drop_head)
+    return model
 
 
 def list_models(filter: str = "*") -> list[str]:

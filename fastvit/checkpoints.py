@@ -1,0 +1,278 @@
+"""Weights that users already have, put into a `VisionTransformer`: files of timm, torchvision, Hugging Face
+transformers, Meta's DINOv2, OpenAI's CLIP and open_clip.
+
+A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. All
+of it is checked against the model before anything is copied: the model ends up with every weight or with none.
+
+A state_dict carries no configuration. Activation and LayerNorm's eps are the model's arguments: Hugging Face's CLIP and
+OpenAI's want act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging Face's SigLIP "gelu_tanh", and
+Hugging Face's ViT norm_layer=partial(LayerNorm, eps=1e-12).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import pickle
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit._spellings import SOURCES, Resize, Source, antialiased
+from fastvit.vit import VisionTransformer
+
+Weights = str | os.PathLike[str] | Mapping[str, Any]
+
+PICKLES = (".pth", ".pt", ".bin")
+WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
+PARALLEL = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
+HEADS = ("head.", "attn_pool.", "pooler.")  # behind the last norm: classifier, SigLIP's pooling, Hugging Face's pooler
+
+
+class CheckpointError(ValueError):
+    """The file is damaged, is no state_dict, or does not fit the model."""
+
+
+def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
+    """Copies `weights` into the model, whatever library wrote them, in the model's dtype and on its device.
+
+    Positions of another patch grid are interpolated as the library that wrote them does it. A model without a head
+    (num_classes=0) leaves the file's classifier out.
+
+    Args:
+        weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, also inside {"state_dict": ...} or
+            {"model": ...}, and with the prefixes of DistributedDataParallel and torch.compile.
+        drop_head: leave out what the file has behind the last norm (classifier, pooler, SigLIP's attention pooling),
+            and leave the model's own head as it is.
+
+    Raises:
+        CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
+            missing, unexpected or of another shape. The model is unchanged.
+        FileNotFoundError: no such file.
+        ImportError: a `.safetensors` file without the package safetensors.
+        ValueError: a model on the meta device.
+    """
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise ValueError("device must not be 'meta' for a model that weights are loaded into")
+    if isinstance(weights, Mapping):
+        where, content = "weights", weights
+    else:
+        where, content = str(weights), read(weights)
+    model.load_state_dict(_fitted(model, _state_dict(content, where), where, drop_head))
+
+
+# ---- files ----
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """What a file holds, on the CPU; no code from the file runs.
+
+    Raises:
+        CheckpointError, FileNotFoundError, ImportError: as `load`.
+    """
+    path = Path(path)
+    if path.suffix not in (".safetensors", *PICKLES):
+        raise CheckpointError(f"{path}: weights must be a .safetensors, {', '.join(PICKLES)} file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty")
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError(f"{path}: reading it needs safetensors: pip install 'fastvit[weights]'")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device="cpu")
+    except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that this torch does not have
+        raise CheckpointError(f"{path} is damaged or is no safetensors file: {error!r}") from error
+
+
+def _read_pickle(path: Path) -> Any:
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's training checkpoints carry their options
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"asks for {named[1]}" if named else "is damaged, or holds more than tensors"
+        raise CheckpointError(f"{path} {what}; only tensors are read, and no code is run") from error
+    except Exception as error:  # a damaged file makes the unpickler and the zip reader raise anything
+        if "TorchScript" in str(error):
+            raise CheckpointError(
+                f"{path} is a TorchScript program, not a state_dict; if you trust it, "
+                f"pass weights=torch.jit.load(path, map_location='cpu').state_dict()"
+            ) from error
+        raise CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}") from error
+
+
+def _state_dict(content: Any, where: str) -> dict[str, Tensor]:
+    """The one state_dict in what a file holds, without the prefixes of parallel training."""
+    if isinstance(content, Mapping):
+        inside = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
+        if len(inside) > 1:
+            raise CheckpointError(
+                f"{where} holds several state_dicts, {inside}: choose with weights=fastvit.checkpoints.read(path)[...]"
+            )
+        if inside:
+            content = content[inside[0]]
+    if not isinstance(content, Mapping) or not content:
+        raise CheckpointError(f"{where} holds no state_dict but a {type(content).__name__}")
+    wrong = [f"{key!r}: {type(value).__name__}" for key, value in content.items() if not _is_plain(key, value)]
+    if wrong:
+        raise CheckpointError(f"{where} is no state_dict: not a name with a dense tensor: {', '.join(wrong)}")
+    tensors = dict(content)
+    while prefix := next((p for p in PARALLEL if all(key.startswith(p) for key in tensors)), None):
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors
+
+
+def _is_plain(key: Any, value: Any) -> bool:
+    """A dense tensor with all of its values in memory: an expanded one of a few bytes may claim any size."""
+    return (
+        isinstance(key, str)
+        and type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_meta)
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
+
+
+# ---- from a file's keys to the model's ----
+
+
+def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
+    """The model's whole state_dict with the file's values, or a CheckpointError with all that does not fit."""
+    expected = model.state_dict()
+    distilled = [key for key in tensors if "dist_token" in key or "distillation_token" in key]
+    if distilled:
+        raise CheckpointError(f"{where} is a distilled DeiT, whose second class token the model lacks: {distilled[0]}")
+    source, prefix = _recognised(tensors, where)
+    renamed = {key: source.rename(key, prefix) for key in tensors}
+    counts = Counter(renamed.values())
+    origin = {target: key for key, target in renamed.items() if target}
+    ours = {target: tensors[key] for target, key in origin.items()}
+
+    resize = antialiased if "register_tokens" in ours else source.resize
+    _unfold_projection(ours, origin)
+    for target in list(ours):
+        if target.startswith(HEADS) and (drop_head or (target.startswith("head.") and not model.num_classes)):
+            del ours[target]
+    if drop_head:
+        ours.update({target: own for target, own in expected.items() if target.startswith("head.")})
+    for target in ("cls_token", "pos_embed"):
+        while target in ours and ours[target].dim() < 3:  # (D,) and (N, D) elsewhere
+            ours[target] = ours[target][None]
+    _merge_qkv(ours, origin, expected)
+    _fold_registers(ours)
+    problems = _resize_positions(ours, model, source, resize)
+
+    wrong = {
+        "the same weight twice": [key for key, target in renamed.items() if target and counts[target] > 1],
+        "missing": [target for target in expected if target not in ours],
+        "unexpected": [origin.get(target, target) for target in ours if target not in expected],
+        "another shape or type": problems
+        + [
+            f"{origin.get(target, target)} {_described(value)}, the model's {target} {_described(expected[target])}"
+            for target, value in ours.items()
+            if target in expected and (value.shape != expected[target].shape or not value.is_floating_point())
+        ],
+    }
+    if any(wrong.values()):
+        lines = [f"\n  {what}: {', '.join(keys)}" for what, keys in wrong.items() if keys]
+        lines += [f"\n  {hint}" for hint in _hints(ours, expected)]
+        raise CheckpointError(f"{where} ({source.name}) does not fit the model:{''.join(lines)}")
+    return ours
+
+
+def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]:
+    """Who spelled these keys, and the prefix in front of the vision model's."""
+    for source in SOURCES:
+        for prefix in source.prefixes:
+            if prefix + source.marker in tensors:
+                return source, prefix
+    known = ", ".join(f"{source.name}: {source.marker}" for source in SOURCES)
+    few = ", ".join(list(tensors)[:8])
+    raise CheckpointError(f"{where} is no Vision Transformer that is known ({known}); its keys begin with {few}")
+
+
+def _unfold_projection(ours: dict[str, Tensor], origin: dict[str, str]) -> None:
+    """CLIP's projection, (K, D) or transposed (D, K) and without a bias -> a head with a bias of zeros."""
+    for key, transposed in (("head.projection", False), ("head.projection_t", True)):
+        if key in ours and ours[key].dim() == 2:
+            weight = ours.pop(key)
+            ours["head.weight"] = weight.T if transposed else weight
+            ours["head.bias"] = weight.new_zeros(ours["head.weight"].shape[0])
+            origin["head.weight"] = origin.pop(key)
+
+
+def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
+    """q, k and v of a block -> qkv, where all three are there and of the right shape."""
+    for key in [key for key in expected if ".attn.qkv." in key]:
+        parts = [key.replace(".qkv.", f".{name}.") for name in "qkv"]
+        shape = (expected[key].shape[0] // 3, *expected[key].shape[1:])
+        if all(part in ours and ours[part].shape == shape for part in parts):
+            ours[key] = torch.cat([ours.pop(part) for part in parts])
+            origin[key] = " + ".join(origin[part] for part in parts)
+
+
+def _fold_registers(ours: dict[str, Tensor]) -> None:
+    """DINOv2 with registers: the position of CLS goes into CLS, so that only patches have positions, as in timm."""
+    cls, positions = ours.get("cls_token"), ours.get("pos_embed")
+    if "register_tokens" not in ours or cls is None or positions is None:
+        return
+    if positions.dim() == 3 and cls.shape == (1, 1, positions.shape[2]) and positions.shape[0] == 1:
+        ours["reg_token"] = ours.pop("register_tokens")
+        ours["cls_token"] = cls + positions[:, :1]
+        ours["pos_embed"] = positions[:, 1:]
+
+
+def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source: Source, resize: Resize) -> list[str]:
+    """Interpolates pos_embed (1, P + n, D) to the model's patch grid, or leaves it for the check of shapes.
+
+    Returns what is wrong: a number of positions that fits the model's grid and another one."""
+    positions, grid = ours.get("pos_embed"), model.patch_embed.grid_size
+    if positions is None or positions.dim() != 3 or positions.shape[0] != 1 or positions.shape[2] != model.embed_dim:
+        return []
+    P = 0 if model.no_embed_class else model.num_prefix_tokens
+    n = positions.shape[1] - P
+    side = math.isqrt(max(n, 0))
+    if n < 1 or side * side != n or grid == (side, side):
+        return []
+    if n == grid[0] * grid[1] and not source.square:
+        return [f"pos_embed may be of {side} x {side} or {grid[0]} x {grid[1]} patches: give img_size the file's own"]
+    image = positions[:, P:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    patches = resize(image, grid).flatten(2).transpose(1, 2).to(positions.dtype)
+    ours["pos_embed"] = torch.cat([positions[:, :P], patches], dim=1)
+    return []
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)}{'' if tensor.is_floating_point() else f' {tensor.dtype}'}"
+
+
+def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """The arguments that resolve what is wrong with heads and pooling."""
+    hints = []
+    theirs = ours.get("head.weight")
+    own = expected.get("head.weight")
+    if own is not None and (theirs is None or theirs.shape != own.shape):
+        same = f"num_classes={theirs.shape[0]} is" if theirs is not None and theirs.dim() else "num_classes=0 is"
+        hints.append(f"{same} the file's; drop_head=True leaves its head out and keeps the model's, untrained")
+    if any(target.startswith(HEADS) and target not in expected for target in ours):
+        hints.append("drop_head=True leaves out what the file has behind the last norm")
+    if "fc_norm.weight" in expected and "norm.weight" in ours:
+        hints.append("fc_norm=False keeps the norm in front of the pooling")
+    return hints

@@ -1,0 +1,37 @@
+"""What the tests of checkpoints share: small models, random weights, and the comparison with the library's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SMALL: dict[str, Any] = {
+    "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 0,
+}  # fmt: skip
+SIZES = {"own_size": (16, 16), "larger": (24, 24), "smaller": (12, 12), "wide": (8, 24)}
+SQUARE_SIZES = {**SIZES, "wide_of_as_many_patches": (8, 32)}  # for libraries whose positions are always of a square
+Run = Callable[[Tensor], Tensor]
+
+
+def randomised(model: nn.Module, seed: int = 1) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def image(size: tuple[int, int] = (16, 16), batch: int = 2) -> Tensor:
+    return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(5))
+
+
+def with_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {prefix + key: value for key, value in state.items()}
+
+
+@torch.inference_mode()
+def check(ours: nn.Module, expected: Run, size: tuple[int, int]) -> None:
+    x = image(size)
+    want = expected(x)
+    torch.testing.assert_close(ours.eval().forward_features(x), want, rtol=1e-5, atol=1e-5)

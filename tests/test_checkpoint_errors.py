@@ -1,0 +1,245 @@
+"""Files that must be refused: the error says why and names the file, the model is unchanged, and no code has run."""
+
+import importlib.util
+import os
+import pickle
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastvit
+from fastvit import checkpoints
+from fastvit.checkpoints import CheckpointError
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+SMALL: dict[str, Any] = {
+    "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 5,
+}  # fmt: skip
+
+
+def state_dict(**changes: Any) -> dict[str, Tensor]:
+    return dict(fastvit.VisionTransformer(**{**SMALL, **changes}).state_dict())
+
+
+def refused(weights: Any, *messages: str, **arguments: Any) -> str:
+    """Asserts that loading raises with all of these patterns and changes nothing; the message."""
+    model = fastvit.VisionTransformer(**{**SMALL, **arguments})
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load(model, weights)
+    for message in messages:
+        assert re.search(message, str(caught.value)), str(caught.value)
+    if not isinstance(weights, dict):
+        assert str(weights) in str(caught.value)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    return str(caught.value)
+
+
+class Command:
+    """Unpickled as a program would unpickle it, this makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+# ---- damaged and hostile files ----
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
+def test_damaged_files(suffix: str, tmp_path: Path) -> None:
+    whole = tmp_path / f"whole{suffix}"
+    (safetensors.save_file if suffix == ".safetensors" else torch.save)(state_dict(), whole)
+    content = whole.read_bytes()
+    path = tmp_path / f"damaged{suffix}"
+    for length in (0, 1, 7, 9, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        refused(path, "empty" if length == 0 else "damaged|asks for")
+    for noise in (b"\x00" * 64, b"\xff" * 64, b"not weights at all, but a page of HTML", bytes(range(256)) * 8):
+        path.write_bytes(noise)
+        refused(path, "damaged|asks for")
+
+
+def test_hostile_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def write(header: bytes, length: int | None = None, data: bytes = b"\x00" * 16) -> None:
+        path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+
+    write(b"{}", length=1 << 62)
+    refused(path, "damaged")
+    for header in (
+        b"[" * 4096,
+        b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,16]}}',
+        b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,1600]}}',
+        b'{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},"b":{"dtype":"U8","shape":[9],"data_offsets":[7,16]}}',
+        b'{"a":{"dtype":"X99","shape":[4],"data_offsets":[0,16]}}',
+    ):
+        write(header)
+        refused(path, "damaged")
+    write(b"{}", data=b"")
+    refused(path, "holds no state_dict")
+
+
+@pytest.mark.parametrize("raw", [False, True], ids=["torch.save", "pickle"])
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
+def test_no_code_runs(suffix: str, raw: bool, tmp_path: Path) -> None:
+    made, path = tmp_path / "made", tmp_path / f"model{suffix}"
+    for content in (Command(made), {"state_dict": state_dict(), "hook": Command(made)}):
+        if raw:
+            path.write_bytes(pickle.dumps(content))
+        else:
+            torch.save(content, path)
+        refused(path, "no code is run" if raw else r"asks for \S*mkdir; only tensors are read, and no code is run")
+        assert not made.exists()
+    with open(path, "wb") as file:  # the test's own teeth: unpickled carelessly, it does run
+        pickle.dump(Command(made), file)
+    pickle.loads(path.read_bytes())
+    assert made.exists()
+
+
+def test_a_program_is_no_state_dict(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.jit.script(nn.Linear(2, 2)).save(str(path))
+    refused(path, "TorchScript")
+    torch.save(nn.Linear(2, 2), path)
+    refused(path, r"asks for torch\.nn\.modules\.linear\.Linear")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.ones(2)], "holds no state_dict but a list"),
+        (torch.ones(2), "holds no state_dict but a Tensor"),
+        ({}, "holds no state_dict"),
+        ({"state_dict": {}}, "holds no state_dict"),
+        ({"norm.weight": torch.ones(2), "step": 3, "name": "x"}, "'step': int, 'name': str"),
+        ({"norm.weight": torch.ones(2), 5: torch.ones(2)}, "5: Tensor"),
+        ({"norm.weight": torch.ones(2, 2).to_sparse()}, "not a name with a dense tensor: 'norm.weight'"),
+        ({"norm.weight": torch.ones(1).expand(1 << 40)}, "not a name with a dense tensor: 'norm.weight'"),
+        ({"norm.weight": torch.empty(3, device="meta")}, "not a name with a dense tensor: 'norm.weight'"),
+        ({"conv1.weight": torch.ones(2), "fc.bias": torch.ones(2)}, "no Vision Transformer.*begin with conv1.weight"),
+        (
+            {"state_dict": {"a": torch.ones(1)}, "state_dict_ema": {"a": torch.ones(1)}},
+            "several.*'state_dict_ema'.*read.path",
+        ),
+    ],
+)
+def test_files_that_are_no_state_dict(content: Any, message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "model.pth")
+    refused(tmp_path / "model.pth", message)
+
+
+def test_tensors_that_are_not_plain_are_refused() -> None:
+    class Packed(Tensor):
+        pass
+
+    state = state_dict()
+    refused({**state, "norm.weight": state["norm.weight"].as_subclass(Packed)}, "'norm.weight': Packed")
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"absent\.pth"):
+        checkpoints.read(tmp_path / "absent.pth")
+    (tmp_path / "folder.pth").mkdir()
+    refused(tmp_path / "folder.pth", "is not a file")
+    refused(tmp_path / "model.npz", r"\.safetensors, \.pth, \.pt, \.bin")
+    safetensors.save_file(state_dict(), tmp_path / "model.safetensors")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "safetensors" else find(name, *a))
+    with pytest.raises(ImportError, match=r"fastvit\[weights\]"):
+        checkpoints.read(tmp_path / "model.safetensors")
+
+
+# ---- weights that do not fit ----
+
+
+def test_one_error_lists_everything(tmp_path: Path) -> None:
+    state = state_dict()
+    del state["norm.bias"], state["blocks.0.mlp.fc2.weight"]
+    state |= {"norm.extra": torch.ones(2), "blocks.1.norm1.weight": torch.ones(32), "surprise": torch.ones(1)}
+    state |= {"cls_token": torch.ones(1, 1, 48), "norm.weight": torch.ones(32, dtype=torch.int64)}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    refused(
+        tmp_path / "model.safetensors",
+        r"model.safetensors \(timm\) does not fit",
+        r"missing: blocks.0.mlp.fc2.weight, norm.bias\n",
+        r"unexpected: norm.extra, blocks.1.norm1.weight, surprise\n|unexpected: .*blocks.1.norm1.weight.*surprise",
+        r"cls_token \(1, 1, 48\), the model's cls_token \(1, 1, 32\)",
+        r"norm.weight \(32,\) torch.int64",
+    )
+
+
+def test_foreign_names_are_reported_as_the_file_has_them() -> None:
+    state = {"embeddings.cls_token": torch.ones(1, 1, 32), "layers.0.attention.q_proj.weight": torch.ones(32, 32)}
+    state |= {
+        "embeddings.patch_embeddings.projection.weight": torch.ones(32, 3, 4, 4),
+        "layernorm.gain": torch.ones(32),
+    }
+    state |= {"layernorm.weight": torch.ones(31), "layers.0.mlp.fc1.bias": torch.ones(64)}
+    message = refused(
+        state, "Hugging Face ViT", "layernorm.gain", r"layernorm.weight \(31,\)", "missing: .*attn.qkv.weight"
+    )
+    assert "layers.0.attention.q_proj.weight" in message  # without k and v it has no place
+    assert "fc1.bias" not in message.partition("unexpected")[2]
+
+
+def test_heads() -> None:
+    state = state_dict()
+    refused(state, r"num_classes=5 is the file's; drop_head=True", num_classes=7)
+    refused({k: v for k, v in state.items() if "head" not in k}, "missing: head.weight, head.bias", "num_classes=0 is")
+    fresh = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **{**SMALL, "num_classes": 7})
+    assert fresh.head.weight.shape == (7, 32)
+    assert fresh.head.weight.std() > 0.01
+    assert torch.equal(fresh.norm.weight, state["norm.weight"])
+    same = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **SMALL)
+    assert not torch.equal(same.head.weight, state["head.weight"])
+    none = fastvit.create_model("vit_base_patch16_224", state, **{**SMALL, "num_classes": 0})
+    assert isinstance(none.head, nn.Identity)
+    with pytest.raises(ValueError, match="drop_head=True needs weights"):
+        fastvit.create_model("vit_base_patch16_224", drop_head=True, **SMALL)
+
+
+def test_poolers_are_left_out_on_request_only() -> None:
+    for extra in ("attn_pool.latent", "attn_pool.mlp.fc1.weight"):
+        state = {**state_dict(num_classes=0), extra: torch.ones(2)}
+        refused(state, f"unexpected: {extra}", "drop_head=True leaves out", num_classes=0)
+        checkpoints.load(fastvit.VisionTransformer(**{**SMALL, "num_classes": 0}), state, drop_head=True)
+    refused(state_dict(), "fc_norm=False", global_pool="avg")
+
+
+def test_distilled_models_are_refused() -> None:
+    for key in ("dist_token", "deit.embeddings.distillation_token"):
+        refused({**state_dict(), key: torch.ones(1, 1, 32)}, f"distilled DeiT.*{key}")
+
+
+def test_the_same_weight_twice() -> None:
+    state = {"mask_token": torch.ones(1, 32), **state_dict()}
+    state |= {k.replace("blocks.0.", "blocks.0.0."): v for k, v in state.items()}
+    refused(state, r"twice: .*blocks.0.norm1.weight.*blocks.0.0.norm1.weight")
+
+
+def test_misshapen_tensors_never_break_the_conversion() -> None:
+    """Every weight of every shape that a file may claim ends in the one error, not in one of torch's."""
+    dinov2 = {**state_dict(num_classes=0), "mask_token": torch.ones(1, 32), "register_tokens": torch.ones(1, 4, 32)}
+    clip = {"class_embedding": torch.ones(32), "positional_embedding": torch.ones(17, 32), "proj": torch.ones(32, 5)}
+    for state, keys in ((dinov2, ("cls_token", "pos_embed", "register_tokens")), (clip, tuple(clip))):
+        for key in keys:
+            for shape in ((), (0,), (33,), (3, 2, 32), (1, 0, 32), (1, 3, 7), (2, 2, 2, 2), (1, 17, 32, 1)):
+                refused(
+                    {**state, key: torch.ones(shape)}, "does not fit", num_classes=0, reg_tokens=4, no_embed_class=True
+                )
+
+
+def test_the_meta_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="device must not be 'meta'"):
+        fastvit.create_model("vit_base_patch16_224", state_dict(), device="meta", **SMALL)

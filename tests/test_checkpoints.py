@@ -1,0 +1,234 @@
+"""Weights of other libraries: a small random model of each library is the oracle for what is loaded from its file."""
+
+import argparse
+import functools
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoint_models import SIZES, SMALL, SQUARE_SIZES, check, image, randomised, with_prefix
+from timm_shim import import_timm
+from torch import Tensor, nn
+
+import fastvit
+from fastvit import checkpoints
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+# ---- timm ----
+
+TIMM: dict[str, dict[str, Any]] = {
+    "vit_base_patch16_224": {"num_classes": 5},
+    "deit_base_patch16_224": {},
+    "deit3_base_patch16_224": {},
+    "vit_base_patch14_dinov2": {},
+    "vit_base_patch14_reg4_dinov2": {},
+    "vit_base_patch16_clip_224": {"num_classes": 5},
+    "vit_base_patch16_clip_quickgelu_224": {},
+    "vit_so400m_patch16_siglip_gap_256": {},
+}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(name: str, size: tuple[int, int], tmp_path: Path) -> None:
+    timm = import_timm()
+    arguments = {**SMALL, **TIMM[name]}
+    written = randomised(timm.create_model(name, **arguments))
+    safetensors.save_file(written.state_dict(), tmp_path / "model.safetensors")
+    oracle = written
+    if size != (16, 16):
+        arguments["img_size"] = size
+        oracle = timm.create_model(name, **arguments).eval()
+        interpolated = timm.models.vision_transformer.checkpoint_filter_fn(written.state_dict(), oracle)
+        oracle.load_state_dict(interpolated)
+    ours = fastvit.create_model(name, weights=tmp_path / "model.safetensors", **arguments).eval()
+    check(ours, oracle.forward_features, size)
+    torch.testing.assert_close(ours(image(size)), oracle(image(size)), rtol=1e-5, atol=1e-5)
+
+
+def test_the_zoos_clip_and_siglip_have_timms_activation_and_eps() -> None:
+    timm = import_timm()
+    for name in fastvit.list_models("*_clip_*") + fastvit.list_models("*_siglip_*"):
+        ours, theirs = (make(name, depth=1, device="meta") for make in (fastvit.create_model, timm.create_model))
+        x = torch.randn(64)
+        assert torch.allclose(ours.blocks[0].mlp.act(x), theirs.blocks[0].mlp.act(x), rtol=0, atol=1e-7), name
+        for norm in ("norm_pre", "norm", "blocks.0.norm1", "blocks.0.norm2"):
+            assert getattr(ours.get_submodule(norm), "eps", None) == getattr(theirs.get_submodule(norm), "eps", None)
+
+
+# ---- torchvision ----
+
+
+@pytest.mark.parametrize("mlp", ["new", "old"])
+@pytest.mark.parametrize("side", [16, 24, 12])
+def test_torchvision(mlp: str, side: int) -> None:
+    import_timm()
+    from torchvision.models import vision_transformer
+
+    make = partial(
+        vision_transformer.VisionTransformer, patch_size=4, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64
+    )
+    written = randomised(make(16, num_classes=5)).state_dict()
+    oracle = make(side, num_classes=5).eval()
+    oracle.load_state_dict(vision_transformer.interpolate_embeddings(side, 4, written.copy()))
+    if mlp == "old":
+        written = {
+            k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in written.items()
+        }
+    ours = fastvit.create_model("vit_base_patch16_224", written, **{**SMALL, "img_size": side, "num_classes": 5})
+    x = image((side, side))
+    torch.testing.assert_close(ours.eval()(x), oracle(x), rtol=1e-5, atol=1e-5)
+
+
+# ---- OpenAI, open_clip, Meta: timm's model under their names ----
+
+
+def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    result = {}
+    for key, value in state.items():
+        for ours, theirs in names.items():
+            key = key.replace(ours, theirs)
+        result[key] = value
+    return result
+
+
+def openai(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    names = {
+        "patch_embed.proj": "conv1", "cls_token": "class_embedding", "pos_embed": "positional_embedding",
+        "attn.qkv.": "attn.in_proj_", "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+        "norm_pre": "ln_pre", "norm1": "ln_1", "norm2": "ln_2", "norm.": "ln_post.", "ls1.": "ls_1.", "ls2.": "ls_2.",
+        "blocks.": "transformer.resblocks.",
+    }  # fmt: skip
+    theirs = renamed(state, names)
+    theirs["class_embedding"] = theirs["class_embedding"].flatten()
+    theirs["positional_embedding"] = theirs["positional_embedding"][0]
+    theirs["proj"] = theirs.pop("head.weight").T.contiguous()
+    assert not theirs.pop("head.bias").any()
+    return theirs
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("init_values", [None, 0.5])
+def test_openai_and_open_clip(init_values: float | None, size: tuple[int, int]) -> None:
+    timm = import_timm()
+    name, arguments = "vit_base_patch16_clip_quickgelu_224", {**SMALL, "num_classes": 6, "init_values": init_values}
+    written = randomised(timm.create_model(name, **arguments))
+    nn.init.zeros_(written.head.bias)
+    state = openai(written.state_dict())
+    text = {"token_embedding.weight": torch.randn(9, 8), "transformer.resblocks.0.ln_1.weight": torch.randn(8)}
+    text |= {"positional_embedding": torch.randn(7, 8), "ln_final.bias": torch.randn(8), "logit_scale": torch.ones(())}
+    text |= {"text_projection": torch.randn(8, 6), "input_resolution": torch.tensor(16)}
+    arguments["img_size"] = size
+    oracle = timm.create_model(name, **arguments).eval()
+    readable = with_prefix(state, "visual.") if init_values is None else written.state_dict()  # timm lacks ls_1, ls_2
+    oracle.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(readable, oracle))
+    for weights in (state, {**with_prefix(state, "visual."), **text}):
+        ours = fastvit.create_model(name, weights, **arguments).eval()
+        torch.testing.assert_close(ours(image(size)), oracle(image(size)), rtol=1e-5, atol=1e-5)
+
+
+def test_open_clip_with_a_tower_of_timm() -> None:
+    timm = import_timm()
+    name = "vit_base_patch16_siglip_gap_224"
+    written = randomised(timm.create_model(name, **SMALL))
+    state = {**with_prefix(written.state_dict(), "visual.trunk."), "text.ln_final.bias": torch.ones(4)}
+    check(fastvit.create_model(name, state, **SMALL), written.forward_features, (16, 16))
+    state["visual.head.proj.weight"] = torch.randn(6, 32)
+    head = fastvit.create_model(name, state, **{**SMALL, "num_classes": 6}).head
+    assert torch.equal(head.weight, state["visual.head.proj.weight"])
+    assert not head.bias.any()
+
+
+@functools.cache
+def dinov2(registers: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """timm's DINOv2 of 16 px and its weights as Meta writes them."""
+    name = f"vit_base_patch14_{'reg4_' if registers else ''}dinov2"
+    model = randomised(import_timm().create_model(name, **SMALL))
+    state = dict(model.state_dict())
+    if registers:
+        position = torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(3))
+        state["register_tokens"] = state.pop("reg_token")
+        state["cls_token"] = state["cls_token"] - position
+        state["pos_embed"] = torch.cat([position, state["pos_embed"]], dim=1)
+    return model, {"mask_token": torch.randn(1, 32), **state}
+
+
+@pytest.mark.parametrize("size", SQUARE_SIZES.values(), ids=SQUARE_SIZES)
+@pytest.mark.parametrize("registers", [0, 4])
+def test_meta_dinov2(registers: int, size: tuple[int, int]) -> None:
+    timm = import_timm()
+    written, state = dinov2(registers)
+    name = f"vit_base_patch14_{'reg4_' if registers else ''}dinov2"
+    grid = (size[0] // 4, size[1] // 4)
+    table = written.pos_embed.detach()[:, -16:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
+    if registers:
+        table = F.interpolate(table, grid, mode="bicubic", antialias=True)
+    elif grid != (4, 4):  # Meta's models/vision_transformer.py: scale factors of a grid 0.1 larger
+        table = F.interpolate(table, scale_factor=tuple((new + 0.1) / math.sqrt(16) for new in grid), mode="bicubic")
+    oracle = timm.create_model(name, **{**SMALL, "img_size": size}).eval()
+    prefix = written.pos_embed.detach()[:, :-16]
+    oracle.load_state_dict({**written.state_dict(), "pos_embed": torch.cat([prefix, table.flatten(2).mT], dim=1)})
+    chunked = {k.replace("blocks.0.", "blocks.0.0.").replace("blocks.1.", "blocks.1.1."): v for k, v in state.items()}
+    teacher = {"teacher": {**with_prefix(chunked, "backbone."), "dino_head.mlp.0.weight": torch.ones(3, 3)}}
+    for weights in (state, chunked, teacher):
+        check(fastvit.create_model(name, weights, **{**SMALL, "img_size": size}), oracle.forward_features, size)
+
+
+def test_deit3s_own_names() -> None:
+    written = randomised(import_timm().create_model("deit3_base_patch16_224", **SMALL))
+    state = renamed(written.state_dict(), {"ls1.gamma": "gamma_1", "ls2.gamma": "gamma_2"})
+    check(fastvit.create_model("deit3_base_patch16_224", {"model": state}, **SMALL), written.forward_features, (16, 16))
+
+
+# ---- files, wrappers, dtypes ----
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_every_file_type_and_dtype(suffix: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    written = randomised(fastvit.VisionTransformer(**SMALL)).to(dtype)
+    path = tmp_path / f"model{suffix}"
+    save = safetensors.save_file if suffix == ".safetensors" else torch.save
+    save(written.state_dict(), path)
+    for wanted in (torch.float32, torch.bfloat16):
+        ours = fastvit.create_model("vit_base_patch16_224", str(path), dtype=wanted, **SMALL)
+        for key, value in ours.state_dict().items():
+            assert value.dtype is wanted, key
+            assert torch.equal(value, written.state_dict()[key].to(wanted)), key
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "teacher"])
+def test_training_checkpoints(wrapper: str | None, prefix: str, tmp_path: Path) -> None:
+    written = randomised(fastvit.VisionTransformer(**SMALL))
+    state: dict[str, Any] = with_prefix(written.state_dict(), prefix)
+    if wrapper:
+        options = argparse.Namespace(lr=0.1)
+        state = {"epoch": 3, "args": options, "optimizer": {"state": {}, "param_groups": [{}]}, wrapper: state}
+    torch.save(state, tmp_path / "last.pth")
+    ours = fastvit.VisionTransformer(**SMALL)
+    checkpoints.load(ours, tmp_path / "last.pth")
+    for key, value in ours.state_dict().items():
+        assert torch.equal(value, written.state_dict()[key]), key
+
+
+def test_a_grid_that_is_not_square() -> None:
+    arguments = {**SMALL, "img_size": (8, 20)}
+    written = randomised(fastvit.VisionTransformer(**arguments))
+    ours = fastvit.create_model("vit_base_patch16_224", written.state_dict(), **arguments)
+    assert torch.equal(ours.pos_embed, written.pos_embed)
+    square = fastvit.VisionTransformer(**SMALL).state_dict()
+    with pytest.raises(checkpoints.CheckpointError, match="4 x 4 or 2 x 8 patches: give img_size"):
+        fastvit.create_model("vit_base_patch16_224", square, **{**SMALL, "img_size": (8, 32)})
+
+
+def test_nan_is_a_value() -> None:
+    written = fastvit.VisionTransformer(**SMALL)
+    nn.init.constant_(written.norm.weight, math.nan)
+    ours = fastvit.create_model("vit_base_patch16_224", written.state_dict(), **SMALL)
+    assert ours.norm.weight.isnan().all()
