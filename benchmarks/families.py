@@ -181,6 +181,30 @@ def versions() -> dict[str, str]:
     return {name: load(name).__version__ for name in ("timm", "transformers", "torchvision")}
 
 
+def render(path: Path) -> str:
+    """The table of a result file, for README."""
+    results = json.loads(path.read_text())
+    where = results["environment"]
+    lines = [
+        "| library | model | px | ops | classes left alone | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results["agreements"]:
+        fused = ", ".join(dict.fromkeys(op for ops in row["fused"].values() for op in ops.split(", ")))
+        skipped = ", ".join(row["skipped"]) or "-"
+        px = "x".join(map(str, dict.fromkeys(row["image_size"])))
+        cells = (row["library"], row["name"], px, fused, skipped, f"{row['difference']:.1e}")
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
+    lines += [
+        "",
+        "difference: the largest, over the largest absolute output. "
+        f"{where['device']}, torch {where['torch']}, {versions}.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main(path: Path) -> None:
     rows = []
     for architecture in ARCHITECTURES:

@@ -321,13 +321,14 @@ def _ends(norm: Any, scale: Any, drop_path: Any) -> Ends | None:
         and untouched(drop_path, DropPath, nn.Identity)
     ):
         return None
-    if norm.weight is None or norm.bias is None:
+    weight, bias = affine(norm)
+    if weight is None or bias is None:
         return None
-    gamma = scale.gamma if isinstance(scale, LayerScale) else None
+    gamma = scale.gamma if type(scale) is LayerScale else None
     kept = (0.0, True)
-    if isinstance(drop_path, DropPath) and drop_path.training:
+    if type(drop_path) is DropPath and drop_path.training:
         kept = drop_path.drop_prob, drop_path.scale_by_keep
-    return Ends(Norm(norm.weight, norm.bias, norm.eps), gamma, kept)
+    return Ends(Norm(weight, bias, norm.eps), gamma, kept)
 
 
 class ResPostBlock(Block):

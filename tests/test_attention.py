@@ -291,13 +291,13 @@ def test_opcheck(dropout_p, backend, device):
     do = inputs("normal", 2, 18, 2, 24, dtype=torch.float32, device=device, seed=7)
     if dropout_p:
         o, lse = registered.attention_qkvpacked_fwd(qkv, *last)
-        opcheck(registered.attention_qkvpacked_fwd, (qkv, *last))
-        opcheck(registered.attention_qkvpacked_bwd, (do, qkv, o, lse, *last))
+        opcheck(torch.ops.fastvit.attention_qkvpacked_fwd, (qkv, *last))
+        opcheck(torch.ops.fastvit.attention_qkvpacked_bwd, (do, qkv, o, lse, *last))
     else:
         q, k, v = qkv.unbind(2)
         o, lse = registered.attention_fwd(q, k, v, *last)
-        opcheck(registered.attention_fwd, (q, k, v, *last))
-        opcheck(registered.attention_bwd, (do, q, k, v, o, lse, *last))
+        opcheck(torch.ops.fastvit.attention_fwd, (q, k, v, *last))
+        opcheck(torch.ops.fastvit.attention_bwd, (do, q, k, v, o, lse, *last))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

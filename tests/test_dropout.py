@@ -136,9 +136,9 @@ def test_expanded_and_transposed_gradient(backend, device):
 def test_opcheck(backend, device):
     x = inputs("normal", 6, 24, dtype=torch.bfloat16, device=device)
     seed = draw_seeds(1, device)
-    torch.library.opcheck(dropout_rows, (x, seed, 0.5, None, None, None, 1))
+    torch.library.opcheck(torch.ops.fastvit.dropout, (x, seed, 0.5, None, None, None, 1))
     scales = torch.ones(24, device=device), torch.ones(3, device=device)
-    torch.library.opcheck(dropout_rows, (x, seed, 0.5, *scales, x.float(), 2))
+    torch.library.opcheck(torch.ops.fastvit.dropout, (x, seed, 0.5, *scales, x.float(), 2))
 
 
 def test_gradcheck(device):

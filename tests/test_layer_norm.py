@@ -183,11 +183,11 @@ def test_opcheck(dresidual, backend, device):
     gamma, drop = (weight, torch.ones(3, device=device)) if dresidual else (None, None)
     _, mean, rstd = registered.layer_norm_fwd(x, weight, bias, 1e-6, None)
     opcheck = torch.library.opcheck
-    opcheck(registered.layer_norm_fwd, (x, weight, bias, 1e-6, torch.bfloat16 if dresidual else None))
-    opcheck(registered.layer_norm_bwd, (dy, x, mean, rstd, weight, extra))
-    opcheck(registered.layer_norm_bwd_recompute, (dy, x, mean, rstd, weight, bias, extra))
-    opcheck(registered.add_layer_norm_fwd, (x, dy, weight, bias, gamma, drop, 2, 1e-6))
-    opcheck(registered.add_layer_norm_bwd, (dy, extra, x, mean, rstd, weight, dy, gamma, drop, 2))
+    opcheck(torch.ops.fastvit.layer_norm_fwd, (x, weight, bias, 1e-6, torch.bfloat16 if dresidual else None))
+    opcheck(torch.ops.fastvit.layer_norm_bwd, (dy, x, mean, rstd, weight, extra))
+    opcheck(torch.ops.fastvit.layer_norm_bwd_recompute, (dy, x, mean, rstd, weight, bias, extra))
+    opcheck(torch.ops.fastvit.add_layer_norm_fwd, (x, dy, weight, bias, gamma, drop, 2, 1e-6))
+    opcheck(torch.ops.fastvit.add_layer_norm_bwd, (dy, extra, x, mean, rstd, weight, dy, gamma, drop, 2))
 
 
 def test_recompute_returns_the_forward_output(backend, device):

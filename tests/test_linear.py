@@ -295,10 +295,10 @@ def test_opcheck(full, backend, device):
     pre = inputs("normal", 6, 16, dtype=torch.float32, device=device, seed=3)
     branch = (vector, torch.ones(3, device=device), pre.double() if backend == "aten" else pre) if full else (None,) * 3
     opcheck = torch.library.opcheck
-    opcheck(registered.linear_fwd, (x, weight, vector if full else None, "gelu" if full else "none", *branch, 2))
-    opcheck(registered.linear_act_fwd, (x, weight, vector if full else None, "silu"))
-    opcheck(registered.linear_dact, (dy, weight.t().contiguous(), pre, "gelu"))
-    opcheck(registered.act_bwd, (pre, pre, "relu"))
+    opcheck(torch.ops.fastvit.linear_fwd, (x, weight, vector if full else None, "gelu" if full else "none", *branch, 2))
+    opcheck(torch.ops.fastvit.linear_act_fwd, (x, weight, vector if full else None, "silu"))
+    opcheck(torch.ops.fastvit.linear_dact, (dy, weight.t().contiguous(), pre, "gelu"))
+    opcheck(torch.ops.fastvit.act_bwd, (pre, pre, "relu"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

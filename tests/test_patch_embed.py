@@ -339,10 +339,10 @@ def test_opcheck(dtype, backend, device):
         image, normalize = (image * 50).to(torch.uint8), torch.rand(2, 3, device=device)
     dout = inputs("normal", 2, 8, 24, dtype=torch.float32, device=device, seed=9)
     opcheck = torch.library.opcheck
-    opcheck(registered.patch_embed_fwd, (image, weight, *rest, normalize))
-    opcheck(registered.patch_embed_fwd, (image, weight, None, None, None, normalize))
-    opcheck(registered.patch_embed_bwd_weight, (dout, image, weight, normalize))
-    opcheck(registered.patch_embed_bwd_image, (dout, weight, 8, 6, torch.bfloat16))
+    opcheck(torch.ops.fastvit.patch_embed_fwd, (image, weight, *rest, normalize))
+    opcheck(torch.ops.fastvit.patch_embed_fwd, (image, weight, None, None, None, normalize))
+    opcheck(torch.ops.fastvit.patch_embed_bwd_weight, (dout, image, weight, normalize))
+    opcheck(torch.ops.fastvit.patch_embed_bwd_image, (dout, weight, 8, 6, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -19,6 +19,9 @@ if _library.HAVE_TRITON:
     from fastvit.ops._attention_backward import launch_backward
     from fastvit.ops._attention_forward import launch_forward
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 _CHUNK = 1 << 24  # scores held at once where ATen materialises them
 
 # PyTorch's CPU kernel compares a row's scores in SIMD vectors of up to 16 floats, and the rest in a way that drops NaN:
@@ -31,22 +34,32 @@ _VECTOR = 16
 
 def _has_flash(dropout_p: float, *tensors: Tensor) -> bool:
     """Whether PyTorch's CPU flash kernel takes these inputs; it reads by stride but wants unit stride within a head."""
-    return dropout_p == 0.0 and all(t.is_cpu and t.stride(3) == 1 for t in tensors)
+    return dropout_p == 0.0 and tensors[0].is_cpu and all([t.stride(3) == 1 for t in tensors])
 
 
 def _fwd_aten(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    B, N, H, _ = q.shape
+    return _fwd_heads_first(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seed, scale, dropout_p)
+
+
+def _fwd_packed_aten(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
+    return _fwd_heads_first(q, k, v, seed, scale, dropout_p)
+
+
+def _fwd_heads_first(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """q, k, v (B, H, N, d) -> o (B, N, H, d), lse"""
+    B, H, N, d = q.shape
     if N >= _VECTOR and q.numel() and _has_flash(dropout_p, q, k, v):
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
-        )
+        o, lse = _flash(q, k, v, scale=scale)
         return o.transpose(1, 2).contiguous(), lse.contiguous()
-    o = q.new_empty(q.shape)
+    o = q.new_empty((B, N, H, d))
     lse = q.new_empty((B, H, N), dtype=stat_dtype(q))
-    for chunk, drop in _chunks(q, seed, dropout_p):
-        qc, kc, vc = (t[chunk].transpose(1, 2).to(lse.dtype) for t in (q, k, v))
+    for chunk, drop in _chunks(lse, seed, dropout_p):
+        qc, kc, vc = (t[chunk].to(lse.dtype) for t in (q, k, v))
         scores = (qc @ kc.transpose(2, 3)).mul_(scale)
         lse[chunk] = torch.logsumexp(scores, -1)
         p = scores.sub_(lse[chunk][..., None]).exp_()
@@ -77,13 +90,11 @@ def _bwd_aten(
         dv.copy_(do)
         return
     if q.numel() and _has_flash(dropout_p, do, q, k, v):
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(t.transpose(1, 2) for t in (do, q, k, v, o)), lse, 0.0, False, scale=scale
-        )
+        gradients = _flash_backward(*(t.transpose(1, 2) for t in (do, q, k, v, o)), lse, 0.0, False, scale=scale)
         for out, gradient in zip((dq, dk, dv), gradients, strict=True):
             out.copy_(gradient.transpose(1, 2))
         return
-    for chunk, drop in _chunks(q, seed, dropout_p):
+    for chunk, drop in _chunks(lse, seed, dropout_p):
         qc, kc, vc, doc, oc = (t[chunk].transpose(1, 2).to(lse.dtype) for t in (q, k, v, do, o))
         p = (qc @ kc.transpose(2, 3)).mul_(scale).sub_(lse[chunk][..., None]).exp_()
         dp = doc @ vc.transpose(2, 3)
@@ -97,17 +108,17 @@ def _bwd_aten(
         dk[chunk] = (ds.transpose(2, 3) @ qc).transpose(1, 2)
 
 
-def _chunks(q: Tensor, seed: Tensor | None, dropout_p: float) -> Iterator[tuple[slice, Tensor | None]]:
-    """Parts of the batch that hold few enough scores, each with its dropout factors (b, H, N, N): 0 or 1 / (1 - p).
-    The same seed gives the same factors."""
-    B, N, H, _ = q.shape
+def _chunks(lse: Tensor, seed: Tensor | None, dropout_p: float) -> Iterator[tuple[slice, Tensor | None]]:
+    """Parts of the batch of lse (B, H, N) that hold few enough scores, each with its dropout factors (b, H, N, N): 0 or
+    1 / (1 - p). The same seed gives the same factors."""
+    B, H, N = lse.shape
     step = max(_CHUNK // max(H * N * N, 1), 1)
-    generator = None if seed is None else torch.Generator(q.device).manual_seed(int(seed))
+    generator = None if seed is None else torch.Generator(lse.device).manual_seed(int(seed))
     for start in range(0, B, step):
         stop = min(start + step, B)
         drop = None
         if generator is not None:
-            drop = torch.empty(stop - start, H, N, N, dtype=stat_dtype(q), device=q.device)
+            drop = torch.empty(stop - start, H, N, N, dtype=lse.dtype, device=lse.device)
             drop.bernoulli_(1.0 - dropout_p, generator=generator).div_(1.0 - dropout_p)
         yield slice(start, stop), drop
 
@@ -189,7 +200,7 @@ attention_bwd = register(
 )
 attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
-    aten=_fwd_packed(_fwd_aten),
+    aten=_fwd_packed_aten,
     triton=_fwd_packed(_fwd_triton),
     fake=_fwd_packed(_fwd_fake),
     flops=_fwd_packed_flops,

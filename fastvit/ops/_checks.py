@@ -12,8 +12,18 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., D] -> [M, D] with unit stride along D; a copy only where strides leave no other way."""
+    if x.is_contiguous():
+        return x if x.dim() == 2 else x.view(-1, x.shape[-1])
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def from_rows(rows: Tensor, x: Tensor) -> Tensor:
+    """[M, D] -> [..., D] with the leading dimensions of x."""
+    if x.dim() == 2:
+        return rows
+    D = rows.shape[1]
+    return rows.view_as(x) if x.shape[-1] == D else rows.view(*x.shape[:-1], D)
 
 
 def check_float(name: str, x: Tensor) -> None:
@@ -23,20 +33,26 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
 
-def check_shape(name: str, x: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """meaning: the expected shape in words, such as "(D,)"."""
-    if x.shape != shape:
-        raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
-
-
-def check_like(name: str, x: Tensor, like_name: str, like: Tensor, *, dtype: bool = True) -> None:
-    """Same device and, unless `dtype` is False, same dtype as another argument."""
+def check_like(
+    name: str,
+    x: Tensor,
+    like_name: str,
+    like: Tensor,
+    shape: tuple[int, ...] | None = None,
+    meaning: str = "",
+    *,
+    dtype: bool = True,
+) -> None:
+    """Same device and, unless `dtype` is False, same dtype as another argument; and of `shape`, if that is given, which
+    `meaning` puts into words, such as "(D,)"."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {x.device}")
     if dtype and x.dtype != like.dtype:
         raise TypeError(f"{name} must have {like_name}'s dtype {like.dtype}, got {x.dtype}")
+    if shape is not None and x.shape != shape:
+        raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
 def check_eps(eps: float) -> None:
@@ -53,8 +69,7 @@ def rows_per_sample(x: Tensor, row_scale: Tensor | None, name: str = "x") -> int
     """How many rows of [..., D] -> [M, D] share one entry of row_scale (B,), after checking its shape; 1 without."""
     if row_scale is None:
         return 1
-    check_like("row_scale", row_scale, name, x, dtype=False)
     if x.dim() < 2:
         raise ValueError(f"row_scale needs {name} with a batch dimension, got shape {tuple(x.shape)}")
-    check_shape("row_scale", row_scale, (x.shape[0],), "(B,)")
+    check_like("row_scale", row_scale, name, x, (x.shape[0],), "(B,)", dtype=False)
     return math.prod(x.shape[1:-1])

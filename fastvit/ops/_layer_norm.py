@@ -1,4 +1,5 @@
-"""The registered LayerNorm ops on rows [M, D]: ATen path, Triton launch, fakes. Gradients are in layer_norm.py."""
+"""The registered LayerNorm ops on rows [M, D], statistics [M, 1]: ATen path, Triton launch, fakes. The gradients are in
+layer_norm.py."""
 
 from __future__ import annotations
 
@@ -20,21 +21,23 @@ if _library.HAVE_TRITON:
 
 # ---- ATen ----
 
+_backward = torch.ops.aten.native_layer_norm_backward.default
+
 
 def _fwd_aten(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight, bias = _parameter_for(x, weight), _parameter_for(x, bias)
-    y, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, bias, eps)
-    if out_dtype is not None:
-        y = y.to(out_dtype)
-    return y, mean.view(-1), rstd.view(-1)
+    dtype = _parameter_dtype(x)
+    if weight.dtype is not dtype or bias.dtype is not dtype:  # x.to(x.dtype) takes 1 us
+        weight, bias = weight.to(dtype), bias.to(dtype)
+    y, mean, rstd = torch.native_layer_norm(x, (x.shape[1],), weight, bias, eps)
+    return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype), mean, rstd
 
 
-def _parameter_for(x: Tensor, parameter: Tensor) -> Tensor:
-    """In the dtype for which native_layer_norm keeps float32 statistics: on the CPU it stores them as the weight."""
-    dtype = x.dtype if x.is_cuda else stat_dtype(x)
-    return parameter if parameter.dtype is dtype else parameter.to(dtype)
+def _parameter_dtype(x: Tensor) -> torch.dtype:
+    """For which native_layer_norm keeps float32 statistics: on the CPU it stores them as the weight."""
+    dtype = x.dtype
+    return dtype if dtype is torch.float32 or x.is_cuda else stat_dtype(x)
 
 
 def _bwd_aten(
@@ -43,21 +46,22 @@ def _bwd_aten(
     dtype, parameter_dtype = x.dtype, weight.dtype
     if dy.dtype != dtype:  # LayerNorm that also changed the dtype, under autocast
         x, dy = x.to(stat_dtype(x)), dy.to(stat_dtype(x))
-    weight = _parameter_for(x, weight)
-    shape = (x.shape[1],)
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        dy, x, shape, mean[:, None], rstd[:, None], weight, weight, [True, True, True]
-    )
-    dx = dx.to(dtype)
+    if weight.dtype is not _parameter_dtype(x):
+        weight = weight.to(_parameter_dtype(x))
+    dx, dweight, dbias = _backward(dy, x, (x.shape[1],), mean, rstd, weight, weight, (True, True, True))
+    if dx.dtype is not dtype:
+        dx = dx.to(dtype)
     if dresidual is not None:
         dx.add_(dresidual)
-    return dx, dweight.to(parameter_dtype), dbias.to(parameter_dtype)
+    if dweight.dtype is not parameter_dtype:
+        dweight, dbias = dweight.to(parameter_dtype), dbias.to(parameter_dtype)
+    return dx, dweight, dbias
 
 
 def _bwd_recompute_aten(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y = torch.addcmul(bias, (x - mean[:, None]).mul_(rstd[:, None]), weight)
+    y = torch.addcmul(bias, (x - mean).mul_(rstd), weight)
     return *_bwd_aten(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype)
 
 
@@ -129,9 +133,9 @@ def _launch_fwd(
     sum_out: Tensor | None,
     y: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Writes sum_out and y; returns mean, rstd [M] f32."""
+    """Writes sum_out and y; returns mean, rstd [M, 1] f32."""
     M, D = s.shape
-    mean, rstd = (torch.empty(M, dtype=torch.float32, device=s.device) for _ in range(2))
+    mean, rstd = (torch.empty(M, 1, dtype=torch.float32, device=s.device) for _ in range(2))
     cfg = _configs.layer_norm(D)
     if M:
         layer_norm_fwd_kernel[(triton.cdiv(M, cfg.block_rows),)](
@@ -246,7 +250,7 @@ def _add_bwd_triton(
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[0], dtype=stat_dtype(x)) for _ in range(2))
+    mean, rstd = (x.new_empty(x.shape[0], 1, dtype=stat_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 

@@ -21,8 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch.autograd import forward_ad
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_torch_function_mode_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
+from torch._C._functorch import unwrap_if_dead
+from torch.autograd import _profiler_enabled, forward_ad
+from torch.compiler import is_dynamo_compiling
 
 BACKENDS = ("auto", "triton", "aten")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -80,8 +88,9 @@ def register(
     triton: Callable[..., Any],
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
-) -> torch._ops.OpOverload:
-    """Defines `fastvit::<schema>` and returns its overload, which is what the rest of the package calls.
+) -> Callable[..., Any]:
+    """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
+    where nothing could tell the difference, its implementation without the dispatcher's 3 us (see `_unobserved`).
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
@@ -97,13 +106,13 @@ def register(
         kind = args[0].device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False), torch.no_grad():
-                return choose(*args)
+                return choose(args)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return choose(*args)
-        return choose(*args)
+                return choose(args)
+        return choose(args)
 
-    def choose(*args: Any) -> Any:
+    def choose(args: tuple[Any, ...]) -> Any:
         if wants_triton(args[0]):
             try:
                 if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
@@ -123,7 +132,35 @@ def register(
         from torch.utils.flop_counter import register_flop_formula
 
         register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
-    return overload
+
+    def op(*args: Any) -> Any:
+        if is_dynamo_compiling() or not _unobserved(args):
+            return overload(*args)
+        return choose(args)
+
+    return op
+
+
+# The types of an op's arguments, without tensor subclasses: fake, distributed, a tracer's
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
+
+
+def _unobserved(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher would lead from the registered op straight to its implementation, so that calling that at
+    once is the same: plain CPU or CUDA tensors, no mode (fake tensors, FLOP counters, checkpoint policies, tracers), no
+    functorch transform, no autocast to switch off, no profiler to tell. Autograd is the FusedFunctions' part."""
+    return (
+        _PLAIN.issuperset(map(type, args))
+        and (args[0].is_cpu or args[0].is_cuda)
+        and not (
+            _len_torch_dispatch_stack()
+            or _is_torch_function_mode_enabled()
+            or _are_functorch_transforms_active()
+            or _is_any_autocast_enabled()
+            or _is_tracing()
+            or _profiler_enabled()
+        )
+    )
 
 
 def _fall_back(name: str, reason: str) -> None:
@@ -172,13 +209,17 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 name = sys._getframe(1).f_code.co_name
                 raise NotImplementedError(f"fastvit.ops.{name} does not support forward-mode AD")
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def distinct(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The arguments with repeats replaced by views while torch.compile traces, which refuses to see one tensor twice
     among a Function's inputs, as in linear(x, weight, residual=x)."""
-    if not torch.compiler.is_compiling():
+    if not is_dynamo_compiling():
         return tensors
     seen: list[Tensor | None] = []
     for t in tensors:
@@ -197,9 +238,10 @@ class FusedFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """As torch's own, which inspects the signature of `forward` on every call to fill in defaults: 20 us that no
         op here needs, since all arguments are given."""
-        if torch._C._are_functorch_transforms_active():
+        if _are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+        args = tuple([unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args])
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class _Once(torch.autograd.Function):
@@ -227,6 +269,8 @@ def once(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast wants on x's device, or None outside autocast and for float64 input."""
+    if not _is_any_autocast_enabled():
+        return None
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastvit.ops._activations import activate
 from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._checks import as_rows
+from fastvit.ops._checks import as_rows, from_rows
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_dact, linear_fwd
@@ -47,25 +47,27 @@ def mlp_forward(
     seeds: Tensor | None,
     o: MlpOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """-> out (..., D), mean [M], rstd [M], pre [M, hidden], h [M, hidden]; None without a norm or o.keep_pre."""
-    y, mean, rstd, pre = as_rows(x), None, None, None
+    """-> out (..., D), mean [M, 1], rstd [M, 1], pre [M, hidden], h [M, hidden]; None without a norm or o.keep_pre."""
+    rows = y = as_rows(x)
+    mean = rstd = pre = None
     if norm_weight is not None:
-        y, mean, rstd = layer_norm_fwd(y, norm_weight, norm_bias, o.eps, o.dtype)
+        y, mean, rstd = layer_norm_fwd(rows, norm_weight, norm_bias, o.eps, o.dtype)
     if o.keep_pre:
         h, pre = linear_act_fwd(y, fc1_weight, fc1_bias, o.activation)
     else:
         h = linear_fwd(y, fc1_weight, fc1_bias, o.activation, None, None, None, 1)
     del y
     if o.residual_is_x:
-        residual = x
-    residual = None if residual is None else as_rows(residual)
+        residual = rows
+    elif residual is not None:
+        residual = as_rows(residual)
     if seeds is None:
         out = linear_fwd(h, fc2_weight, fc2_bias, "none", layer_scale, row_scale, residual, o.rows)
     else:
         h = _drop(h, seeds[:1], o.dropout_p)
         branch = F.linear(h, fc2_weight, fc2_bias)
         out = dropout_rows(branch, seeds[1:], o.dropout_p, layer_scale, row_scale, residual, o.rows)
-    return out.view(*x.shape[:-1], out.shape[1]), mean, rstd, pre, h
+    return from_rows(out, x), mean, rstd, pre, h
 
 
 def _backward(

@@ -33,7 +33,7 @@ def _out_dtype(weight: Tensor, *added: Tensor | None) -> torch.dtype:
     """As eager: the convolution has the weight's dtype; a position or prefix of a wider one promotes the result."""
     dtype = weight.dtype
     for t in added:
-        if t is not None:
+        if t is not None and t.dtype is not dtype:
             dtype = torch.promote_types(dtype, t.dtype)
     return dtype
 
@@ -45,6 +45,8 @@ _CHUNK = 1 << 19  # pixels that exist as a matrix of patches at a time: 2 MB, wh
 
 def _chunks(image: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     images = max(_CHUNK // math.prod(image.shape[1:]), 1)
+    if image.shape[0] <= images:
+        return iter([(image, tokens)])
     return zip(image.split(images), tokens.split(images), strict=True)
 
 
@@ -59,7 +61,7 @@ def _gather(image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
     if normalize is not None:
         scale, shift = normalize[:, None, :, None, None]
         image = image.to(normalize.dtype).mul_(scale).add_(shift)
-    return _as_patches(image.to(weight.dtype), weight).reshape(-1, weight[0].numel())
+    return _as_patches(image.to(weight.dtype), weight).reshape(-1, weight.numel() // weight.shape[0])
 
 
 def _fwd_aten(
@@ -73,17 +75,19 @@ def _fwd_aten(
     out = _fwd_fake(image, weight, bias, pos_embed, prefix, normalize)
     P = 0 if prefix is None else prefix.shape[0]
     if prefix is not None:
-        out[:, :P] = prefix
+        out.narrow(1, 0, P).copy_(prefix)
+    body = out.narrow(1, P, out.shape[1] - P)
     bias = None if bias is None else bias.to(weight.dtype)
-    D, K = weight.shape[0], weight[0].numel()
+    D = weight.shape[0]
+    K = weight.numel() // D
     # measured on float32: a matrix of patches costs less than the convolution's own reordering, except for a narrow
     # result of many images, where gathering it is a large part (ViT-S/16 and smaller)
     convolve = normalize is None and D < 512 and K >= 256 and image.shape[0] > 1
-    for pixels, tokens in [(image, out[:, P:])] if convolve else _chunks(image, out[:, P:]):
+    for pixels, tokens in [(image, body)] if convolve else _chunks(image, body):
         if convolve:
             patches = F.conv2d(pixels.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
         else:
-            patches = F.linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view(tokens.shape)
+            patches = F.linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view_as(tokens)
         if pos_embed is None:
             tokens.copy_(patches)
         else:

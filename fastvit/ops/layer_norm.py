@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, check_shape, rows_per_sample
+from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows, rows_per_sample
 from fastvit.ops._layer_norm import (
     add_layer_norm_bwd,
     add_layer_norm_fwd,
@@ -23,7 +23,7 @@ class _LayerNorm(FusedFunction):
         x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         y, mean, rstd = layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)
-        return y.view_as(x), mean, rstd
+        return from_rows(y, x), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -39,7 +39,7 @@ class _LayerNorm(FusedFunction):
             return None, None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = once("layer_norm", layer_norm_bwd, as_rows(dy), as_rows(x), mean, rstd, weight, None)
-        return dx.view_as(x), dweight, dbias, None, None
+        return from_rows(dx, x), dweight, dbias, None, None
 
 
 class _AddLayerNorm(FusedFunction):
@@ -57,7 +57,7 @@ class _AddLayerNorm(FusedFunction):
         s, y, mean, rstd = add_layer_norm_fwd(
             as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps
         )
-        return s.view_as(residual), y.view_as(residual), mean, rstd
+        return from_rows(s, residual), from_rows(y, residual), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -102,11 +102,11 @@ class _AddLayerNorm(FusedFunction):
 
 
 def _check_parameters(x: Tensor, name: str, weight: Tensor, bias: Tensor, eps: float, *, dtype: bool) -> None:
-    if x.dim() == 0 or x.shape[-1] == 0:
+    D = x.shape[-1] if x.dim() else 0
+    if D == 0:
         raise ValueError(f"{name} must have a non-empty last dimension, got shape {tuple(x.shape)}")
     for parameter_name, parameter in (("weight", weight), ("bias", bias)):
-        check_like(parameter_name, parameter, name, x, dtype=dtype)
-        check_shape(parameter_name, parameter, x.shape[-1:], "(D,)")
+        check_like(parameter_name, parameter, name, x, (D,), "(D,)", dtype=dtype)
     check_eps(eps)
 
 
@@ -130,7 +130,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     out_dtype = torch.float32 if cast and x.is_cuda else None
     if needs_autograd(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, out_dtype)[0]
-    return layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)[0].view_as(x)
+    return from_rows(layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)[0], x)
 
 
 def add_layer_norm(
@@ -163,15 +163,13 @@ def add_layer_norm(
     check_float("branch", branch)
     cast = autocast_dtype(residual) is not None
     s = residual if residual.dtype == torch.promote_types(residual.dtype, branch.dtype) else branch
-    check_like("branch", branch, "residual", residual, dtype=False)
-    check_shape("branch", branch, tuple(residual.shape), "residual's shape")
+    check_like("branch", branch, "residual", residual, residual.shape, "residual's shape", dtype=False)
     _check_parameters(s, "residual", weight, bias, eps, dtype=not cast)
     if layer_scale is not None:
-        check_like("layer_scale", layer_scale, "residual", residual, dtype=False)
-        check_shape("layer_scale", layer_scale, residual.shape[-1:], "(D,)")
+        check_like("layer_scale", layer_scale, "residual", residual, residual.shape[-1:], "(D,)", dtype=False)
     rows = rows_per_sample(residual, row_scale, "residual")
     if needs_autograd(residual, branch, weight, bias, layer_scale):
         s, y, *_ = _AddLayerNorm.apply(*distinct(residual, branch, weight, bias, layer_scale, row_scale), rows, eps)
         return s, y
     s, y, *_ = add_layer_norm_fwd(as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps)
-    return s.view_as(residual), y.view_as(residual)
+    return from_rows(s, residual), from_rows(y, residual)

@@ -7,25 +7,25 @@ from typing import Any, Literal, overload
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, check_shape
+from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
 from fastvit.ops.linear import check_linear
 
 
 def check_norm(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *, dtype: bool) -> None:
-    for name, parameter in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
-        check_like(name, parameter, "x", x, dtype=dtype)
-        check_shape(name, parameter, x.shape[-1:], "(in,)")
+    shape = (x.shape[-1],)
+    check_like("norm_weight", norm_weight, "x", x, shape, "(in,)", dtype=dtype)
+    check_like("norm_bias", norm_bias, "x", x, shape, "(in,)", dtype=dtype)
     check_eps(eps)
 
 
 def _forward(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out (..., out), mean [M], rstd [M]"""
+    """-> out (..., out), mean [M, 1], rstd [M, 1]"""
     y, mean, rstd = layer_norm_fwd(as_rows(x), norm_weight, norm_bias, eps, weight.dtype)
-    return F.linear(y, weight, bias).view(*x.shape[:-1], weight.shape[0]), mean, rstd
+    return from_rows(F.linear(y, weight, bias), x), mean, rstd
 
 
 def _backward(

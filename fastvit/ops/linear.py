@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastvit.ops._activations import check_activation
 from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._checks import as_rows, check_float, check_like, check_shape, rows_per_sample
+from fastvit.ops._checks import as_rows, check_float, check_like, from_rows, rows_per_sample
 from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_fwd
 
@@ -120,8 +120,7 @@ def _run(
     rows: int,
 ) -> Tensor:
     residual = None if residual is None else as_rows(residual)
-    out = linear_fwd(as_rows(x), weight, bias, activation, layer_scale, row_scale, residual, rows)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    return from_rows(linear_fwd(as_rows(x), weight, bias, activation, layer_scale, row_scale, residual, rows), x)
 
 
 def check_linear(
@@ -132,19 +131,18 @@ def check_linear(
     dtype: bool,
     names: tuple[str, str, str] = ("x", "weight", "bias"),
 ) -> None:
-    """x (..., in), weight (out, in), bias (out,) or None, under the caller's names for them."""
+    """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them."""
     x_name, weight_name, bias_name = names
-    check_float(x_name, x)
     check_like(weight_name, weight, x_name, x, dtype=dtype)
-    if weight.dim() != 2 or 0 in weight.shape:
-        raise ValueError(f"{weight_name} must be (out, in) with out, in >= 1, got shape {tuple(weight.shape)}")
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    shape = weight.shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"{weight_name} must be (out, in) with out, in >= 1, got shape {tuple(shape)}")
+    if x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(
-            f"{x_name} must have shape (..., in) with {weight_name}'s in = {weight.shape[1]}, got {tuple(x.shape)}"
+            f"{x_name} must have shape (..., in) with {weight_name}'s in = {shape[1]}, got {tuple(x.shape)}"
         )
     if bias is not None:
-        check_like(bias_name, bias, x_name, x, dtype=dtype)
-        check_shape(bias_name, bias, (weight.shape[0],), "(out,)")
+        check_like(bias_name, bias, x_name, x, (shape[0],), "(out,)", dtype=dtype)
 
 
 def check_branch(
@@ -158,13 +156,11 @@ def check_branch(
 ) -> int:
     """Checks what scales a branch and what it is added to; -> rows that share one entry of row_scale."""
     if layer_scale is not None:
-        check_like("layer_scale", layer_scale, "x", x, dtype=dtype)
-        check_shape("layer_scale", layer_scale, (out_features,), "(out,)")
-    if residual is not None:
+        check_like("layer_scale", layer_scale, "x", x, (out_features,), "(out,)", dtype=dtype)
+    if residual is not None and not (residual is x and x.shape[-1] == out_features):
         check_float("residual", residual)
-        check_like("residual", residual, "x", x, dtype=False)
-        check_shape("residual", residual, (*x.shape[:-1], out_features), "(..., out)")
-    return rows_per_sample(x, row_scale)
+        check_like("residual", residual, "x", x, (*x.shape[:-1], out_features), "(..., out)", dtype=False)
+    return 1 if row_scale is None else rows_per_sample(x, row_scale)
 
 
 def linear(

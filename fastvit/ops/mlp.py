@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops._activations import check_activation
-from fastvit.ops._checks import check_dropout, check_float, check_like, check_shape
+from fastvit.ops._checks import check_dropout, check_float, check_like
 from fastvit.ops._library import autocast_dtype, distinct, needs_autograd
 from fastvit.ops._mlp import Mlp, MlpOptions, mlp_forward
 from fastvit.ops.dropout import draw_seeds
@@ -36,19 +36,18 @@ def _check(
     """-> rows that share an entry of row_scale"""
     check_linear(x, fc1_weight, fc1_bias, dtype=dtype, names=("x", "fc1_weight", "fc1_bias"))
     check_like("fc2_weight", fc2_weight, "x", x, dtype=dtype)
-    if fc2_weight.dim() != 2 or fc2_weight.shape[0] == 0 or fc2_weight.shape[1] != fc1_weight.shape[0]:
+    hidden, shape = fc1_weight.shape[0], fc2_weight.shape
+    if len(shape) != 2 or shape[0] == 0 or shape[1] != hidden:
         raise ValueError(
-            f"fc2_weight must have shape (out, hidden) with fc1_weight's hidden = {fc1_weight.shape[0]}, "
-            f"got {tuple(fc2_weight.shape)}"
+            f"fc2_weight must have shape (out, hidden) with fc1_weight's hidden = {hidden}, got {tuple(shape)}"
         )
     if fc2_bias is not None:
-        check_like("fc2_bias", fc2_bias, "x", x, dtype=dtype)
-        check_shape("fc2_bias", fc2_bias, (fc2_weight.shape[0],), "(out,)")
+        check_like("fc2_bias", fc2_bias, "x", x, (shape[0],), "(out,)", dtype=dtype)
     check_activation(activation)
     check_dropout("dropout_p", dropout_p)
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-    return check_branch(x, fc2_weight.shape[0], layer_scale, row_scale, residual, dtype=dtype)
+    return check_branch(x, shape[0], layer_scale, row_scale, residual, dtype=dtype)
 
 
 def _to(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
@@ -75,7 +74,8 @@ def _run(
     seeds = draw_seeds(2, x.device) if dropout_p else None
     residual = None if residual_is_x else residual
     run: Any = Mlp.apply if autograd else mlp_forward
-    return run(*distinct(x, *parameters, row_scale, residual), seeds, options)[0]
+    inputs = (x, *parameters, row_scale, residual)
+    return run(*(distinct(*inputs) if autograd else inputs), seeds, options)[0]
 
 
 def mlp(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops._checks import check_float, check_like, check_shape
+from fastvit.ops._checks import check_float, check_like
 from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
 from fastvit.ops._patch_embed import patch_embed_bwd_image, patch_embed_bwd_weight, patch_embed_fwd
 
@@ -93,11 +93,10 @@ def _check(
     if H % ph or W % pw or H == 0 or W == 0:
         raise ValueError(f"image size (H, W) must be a positive multiple of the patch {(ph, pw)}, got {(H, W)}")
     if bias is not None:
-        check_like("bias", bias, "weight", weight, dtype=not cast)
-        check_shape("bias", bias, (D,), "(D,)")
+        check_like("bias", bias, "weight", weight, (D,), "(D,)", dtype=not cast)
     if pos_embed is not None:
-        check_like("pos_embed", pos_embed, "weight", weight, dtype=not cast)
-        check_shape("pos_embed", pos_embed, ((H // ph) * (W // pw), D), "(patches, D)")
+        n = (H // ph) * (W // pw)
+        check_like("pos_embed", pos_embed, "weight", weight, (n, D), "(patches, D)", dtype=not cast)
     if prefix is not None:
         check_like("prefix", prefix, "weight", weight, dtype=not cast)
         if prefix.dim() != 2 or prefix.shape[1] != D:

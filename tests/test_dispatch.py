@@ -1,0 +1,229 @@
+"""Calls that nothing observes go to an op's implementation without the dispatcher; every observer still sees the op.
+The cost of an eager call is held in Python functions entered, which unlike microseconds are the same everywhere."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import ops
+
+N, D = 17, 32
+
+
+def parameters(*sizes):
+    return [torch.nn.Parameter(torch.randn(*size)) for size in sizes]
+
+
+def cases():
+    """name -> (a call of the op, the Python functions that it may enter)"""
+    x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
+    q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
+    (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
+    patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
+    return {
+        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 19),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 26),
+        "linear": (lambda: ops.linear(x, weight, bias), 19),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 23),
+        "attention": (lambda: ops.attention(q, q, q), 20),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 18),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 24),
+        "mlp": (lambda: ops.mlp(x, *fc), 33),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 46),
+        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 27),
+        "dropout": (lambda: ops.dropout(x, 0.0), 4),
+    }
+
+
+CASES = cases()
+
+
+def functions_entered(call: Callable[[], Any]) -> list[str]:
+    """The Python functions that call() enters, itself excluded."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_python_functions_per_call(name):
+    call, limit = CASES[name]
+    with torch.inference_mode():
+        call()
+        entered = functions_entered(call)
+    assert len(entered) <= limit, "\n".join(entered)
+    overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
+    assert len(overloads) == name.startswith("attention")  # ATen's attention, which has no other name
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+class FunctionNames(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func).replace(".default", "").replace(".", "::"))
+        return func(*args, **kwargs or {})
+
+
+def by_mode(call):
+    with Names() as mode:
+        call()
+    return mode.names
+
+
+def by_function_mode(call):
+    with FunctionNames() as mode:
+        call()
+    return mode.names
+
+
+def by_profiler(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {event.key for event in profile.key_averages()}
+
+
+def by_legacy_profiler(call):
+    with torch.autograd.profiler.profile() as profile:
+        call()
+    return {event.name for event in profile.function_events}
+
+
+def by_selective_checkpoint(call):
+    names = set()
+
+    def policy(context, func, *args, **kwargs):
+        names.add(func._schema.name)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    checkpoint(lambda _: call(), torch.ones(1, requires_grad=True), use_reentrant=False,
+               context_fn=lambda: create_selective_checkpoint_contexts(policy))  # fmt: skip
+    return names
+
+
+@pytest.mark.parametrize(
+    "observer", [by_mode, by_function_mode, by_profiler, by_legacy_profiler, by_selective_checkpoint]
+)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
+def test_observers_see_the_op(name, observer):
+    """dropout(p=0) is no op"""
+    with torch.no_grad() if observer is not by_selective_checkpoint else torch.enable_grad():
+        names = observer(CASES[name][0])
+    assert any(n.startswith("fastvit::") for n in names), names
+
+
+@pytest.fixture
+def linear_arguments(device):
+    return [torch.randn(*size, device=device) for size in ((5, 16), (8, 16), (8,))]
+
+
+def test_flops_are_counted(linear_arguments):
+    x, weight, bias = linear_arguments
+    with FlopCounterMode(display=False) as counter:
+        ops.linear(x, weight, bias, activation="gelu")
+    assert counter.get_total_flops() == 2 * 5 * 16 * 8
+    assert torch.ops.fastvit.linear_fwd in counter.get_flop_counts()["Global"]
+
+
+def test_fake_tensors_stay_fake(linear_arguments, backend):
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in linear_arguments]
+        inside = ops.linear(*fakes)
+    outside = ops.linear(*fakes)  # a fake tensor carries its mode with it
+    for out in (inside, outside):
+        assert isinstance(out, FakeTensor)
+        assert out.shape == (5, 8)
+
+
+def test_meta_tensors_stay_meta(linear_arguments, backend):
+    assert ops.linear(*(t.to("meta") for t in linear_arguments)).is_meta
+
+
+def test_subclasses_see_the_op(linear_arguments):
+    seen = []
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x, weight, bias = linear_arguments
+    out = ops.linear(x, weight, bias.as_subclass(Logged))
+    assert isinstance(out, Logged)
+    assert "fastvit.linear_fwd.default" in seen
+
+
+def test_tracers_record_the_op(linear_arguments, backend):
+    graph = make_fx(lambda *args: ops.linear(*args))(*linear_arguments).graph
+    assert torch.ops.fastvit.linear_fwd.default in {node.target for node in graph.nodes}
+    traced = torch.jit.trace(ops.linear, tuple(linear_arguments))
+    assert "fastvit::linear_fwd" in str(traced.graph)
+    x, weight, bias = linear_arguments
+    torch.testing.assert_close(traced(2 * x, weight, bias), ops.linear(2 * x, weight, bias))
+
+
+def test_compiled_graphs_hold_the_op(linear_arguments):
+    targets = set()
+
+    def record(module, _):
+        targets.update(node.target for node in module.graph.nodes)
+        return module.forward
+
+    out = torch.compile(ops.linear, backend=record, fullgraph=True)(*linear_arguments)
+    torch.testing.assert_close(out, ops.linear(*linear_arguments))
+    assert torch.ops.fastvit.linear_fwd.default in targets
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms(linear_arguments, backend):
+    x, weight, bias = linear_arguments
+    out = torch.func.vmap(ops.linear, in_dims=(0, None, None))(x[:, None], weight, bias)
+    torch.testing.assert_close(out[:, 0], ops.linear(x, weight, bias))
+    gradient = torch.func.grad(lambda w: ops.linear(x, w, bias).square().sum())(weight)
+    torch.testing.assert_close(gradient, 2 * ops.linear(x, weight, bias).T @ x)
+
+
+def test_no_autocast_inside():
+    """An op chooses its dtypes before it is called: float64 stays so, and LayerNorm behind a bfloat16 layer as well."""
+    x, weight = torch.randn(5, 16, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
+
+
+def test_outside_of_observers_the_results_are_the_dispatcher_s():
+    for name, (call, _) in CASES.items():
+        with torch.inference_mode():
+            direct = call()
+            with Names():
+                dispatched = call()
+        torch.testing.assert_close(direct, dispatched, rtol=0, atol=0, msg=name)
