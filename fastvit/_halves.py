@@ -69,19 +69,18 @@ def draw_row_scale(x: Tensor, p: float, scale_by_keep: bool) -> Tensor | None:
 def attention(x: Tensor, parts: AttentionParts, ends: Ends | None = None) -> Tensor:
     """(B, N, D) -> (B, N, D): the attention alone, or with norm, scales and residual around it."""
     residual = x
-    if len(parts.qkv) > 1:
-        y = x if ends is None else ops.layer_norm(x, *ends.norm)
-        q, k, v = (F.linear(y, *layer).unflatten(-1, (parts.num_heads, -1)) for layer in parts.qkv)
-        out = ops.attention(q, k, v, scale=parts.scale, dropout_p=parts.attn_p)
+    if ends is not None:
+        weights, biases = zip(*parts.qkv, strict=True)
+        weight, bias, eps = ends.norm
+        packed, residual = ops.layer_norm_linear(x, weight, bias, weights, biases, eps=eps, return_residual=True)
+    elif len(parts.qkv) == 1:
+        packed = F.linear(x, *parts.qkv[0])
     else:
-        (qkv,) = parts.qkv
-        if ends is None:
-            packed = F.linear(x, *qkv)
-        else:
-            weight, bias, eps = ends.norm
-            packed, residual = ops.layer_norm_linear(x, weight, bias, *qkv, eps=eps, return_residual=True)
-        packed = packed.unflatten(-1, (3, parts.num_heads, -1))
-        out = ops.attention_qkvpacked(packed, scale=parts.scale, dropout_p=parts.attn_p)
+        q, k, v = (F.linear(x, *layer).unflatten(-1, (parts.num_heads, -1)) for layer in parts.qkv)
+        out = ops.attention(q, k, v, scale=parts.scale, dropout_p=parts.attn_p)
+        return _drop(ops.linear(out.flatten(2), *parts.proj), parts.proj_p)
+    packed = packed.unflatten(-1, (3, parts.num_heads, -1))
+    out = ops.attention_qkvpacked(packed, scale=parts.scale, dropout_p=parts.attn_p)
     out = out.flatten(2)
     if ends is None:
         return _drop(ops.linear(out, *parts.proj), parts.proj_p)

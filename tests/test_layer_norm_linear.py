@@ -44,6 +44,70 @@ def test_layer_norm_linear(shape, dtype, backend, device):
     assert_op_as_accurate(ops.layer_norm_linear, eager, args | {"bias": None}, what="no bias")
 
 
+def three(**tensors):
+    """Arguments by name, as the oracle wants them -> several weights and biases."""
+    several = {name: [tensors.pop(f"{name}{i}") for i in range(3)] for name in ("weight", "bias")}
+    return tensors | several
+
+
+def fused_three(**tensors):
+    return ops.layer_norm_linear(**three(**tensors), return_residual=True)
+
+
+def eager_three(**tensors):
+    tensors = three(**tensors)
+    weights, biases = tensors.pop("weight"), tensors.pop("bias")
+    parts = [eager(weight=w, bias=b, **tensors) for w, b in zip(weights, biases, strict=True)]
+    return torch.cat(parts, dim=-1), tensors["x"] * 1
+
+
+def tensors_of_three(*shape, dtype, device, outs=(24, 8, 40)):
+    args = tensors(*shape, dtype=dtype, device=device, out=sum(outs))
+    weight, bias = args.pop("weight").detach(), args.pop("bias").detach()
+    args |= {f"weight{i}": w.clone().requires_grad_() for i, w in enumerate(weight.split(outs))}
+    return args | {f"bias{i}": b.clone().requires_grad_() for i, b in enumerate(bias.split(outs))}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_layers_side_by_side(dtype, backend, device):
+    args = tensors_of_three(2, 17, 72, dtype=dtype, device=device)
+    assert_op_as_accurate(fused_three, eager_three, args, what="three layers")
+    assert_op_as_accurate(fused_three, eager_three, args | {"bias1": None}, what="one without bias")
+    args["weight0"].requires_grad_(False)
+    args["bias2"].requires_grad_(False)
+    assert_op_as_accurate(fused_three, eager_three, args, what="partly frozen")
+    args = {n: t.detach().requires_grad_(n == "weight1") for n, t in args.items()}
+    assert_op_as_accurate(lambda **t: fused_three(**t)[0], lambda **t: eager_three(**t)[0], args, what="one weight")
+
+
+def test_several_layers_under_compile_vmap_and_no_grad(backend, device):
+    args = tensors_of_three(2, 5, 16, dtype=torch.float32, device=device)
+    want = fused_three(**args)[0]
+    with torch.no_grad():
+        assert torch.equal(fused_three(**args)[0], want)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused_three, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**args)[0], want)
+    xs = torch.stack([args["x"], args["x"] * 2]).detach()
+    got = torch.func.vmap(lambda x: fused_three(**args | {"x": x})[0])(xs)
+    torch.testing.assert_close(got[0], want)
+
+
+def test_several_layers_save_what_one_does(backend, device):
+    args = tensors_of_three(2, 5, 16, dtype=torch.float32, device=device)
+    assert saved_numel(args, fused_three) == 2 * 5 * 16 + 2 * 10
+
+
+def test_several_layers_that_do_not_fit(device):
+    args = three(**tensors_of_three(2, 5, 16, dtype=torch.float32, device=device))
+    with pytest.raises(ValueError, match="bias must be one for each weight, or None, got 2 for 3 weights"):
+        ops.layer_norm_linear(**args | {"bias": args["bias"][:2]})
+    with pytest.raises(ValueError, match="bias must be one for each weight, or None, got 0 for 0 weights"):
+        ops.layer_norm_linear(**args | {"weight": (), "bias": None})
+    with pytest.raises(ValueError, match=r"bias\[1\] must have shape \(out,\) = \(8,\)"):
+        ops.layer_norm_linear(**args | {"bias": [args["bias"][0]] * 3})
+
+
 @pytest.mark.parametrize("kind", ["integer", "large", "offset"])
 def test_inputs(kind, backend, device):
     args = tensors(2, 5, 72, dtype=torch.float32, device=device, kind=kind)
@@ -74,13 +138,13 @@ def gradients_of(args, function=with_residual):
     return [out, *torch.autograd.grad((out, residual), wanted, douts)]
 
 
-def saved_numel(args):
+def saved_numel(args, function=with_residual):
     saved = {}
     parameters = {t.untyped_storage().data_ptr() for n, t in args.items() if n != "x"}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.update({t.untyped_storage().data_ptr(): t.numel()}), lambda t: t
     ):
-        with_residual(**args)
+        function(**args)
     return sum(n for pointer, n in saved.items() if pointer not in parameters)
 
 

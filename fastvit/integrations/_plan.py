@@ -146,6 +146,7 @@ def check_heads(width: int, num_heads: int) -> None:
         raise Cannot(f"head_dim {width / num_heads:g} is not a multiple of 8 from 16 to 256")
 
 
+FUSED_BLOCK = "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp"
 # What a block plan's read returns
 BlockParts = tuple[AttentionParts, Ends, MlpParts, Ends]
 

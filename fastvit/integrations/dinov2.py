@@ -10,6 +10,7 @@ from fastvit._fusible import active_p, affine
 from fastvit._halves import Ends, MlpParts
 from fastvit.integrations._plan import (
     DROPOUT,
+    FUSED_BLOCK,
     IDENTITY,
     LAYER_NORM,
     LINEAR,
@@ -65,7 +66,7 @@ def admit_attention(attn: Any, x: Any, attn_bias: Any = None) -> Any:
     return x
 
 
-_BLOCK = Plan(read_block, run_block, "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp", admit_block)
+_BLOCK = Plan(read_block, run_block, FUSED_BLOCK, admit_block)
 _ATTENTION = Plan(read_packed_attention, run_attention, "attention_qkvpacked, linear", admit_attention)
 PLANS = {
     "dinov2.layers.block.Block": _BLOCK,

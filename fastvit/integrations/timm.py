@@ -10,6 +10,7 @@ from fastvit._fusible import active_p, affine
 from fastvit._halves import AttentionParts, Ends, MlpParts
 from fastvit.integrations._plan import (
     DROPOUT,
+    FUSED_BLOCK,
     IDENTITY,
     LAYER_NORM,
     LINEAR,
@@ -73,9 +74,7 @@ def admit(module: nn.Module, x: Any, attn_mask: Tensor | None = None, is_causal:
 
 
 PLANS = {
-    "timm.models.vision_transformer.Block": Plan(
-        read_block, run_block, "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp", admit
-    ),
+    "timm.models.vision_transformer.Block": Plan(read_block, run_block, FUSED_BLOCK, admit),
     **dict.fromkeys(ATTENTION, Plan(read_attention, run_attention, "attention_qkvpacked, linear", admit)),
     **dict.fromkeys(MLP, Plan(read_mlp, run_mlp, "mlp", ndim=None)),
 }

@@ -8,6 +8,7 @@ from fastvit._fusible import active_p, affine
 from fastvit._halves import Affine, AttentionParts, Ends, MlpParts
 from fastvit.integrations._plan import (
     DROPOUT,
+    FUSED_BLOCK,
     LAYER_NORM,
     LINEAR,
     BlockParts,
@@ -58,9 +59,7 @@ def read_block(block: Any) -> BlockParts:
 
 
 PLANS = {
-    "torchvision.models.vision_transformer.EncoderBlock": Plan(
-        read_block, run_block, "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp"
-    ),
+    "torchvision.models.vision_transformer.EncoderBlock": Plan(read_block, run_block, FUSED_BLOCK),
     **dict.fromkeys(MLP, Plan(read_mlp, run_mlp, "mlp", ndim=None)),
 }
 EMBEDDINGS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}

@@ -15,6 +15,7 @@ from fastvit._fusible import active_p, affine
 from fastvit._halves import AttentionParts, Ends, MlpParts
 from fastvit.integrations._plan import (
     DROPOUT,
+    FUSED_BLOCK,
     IDENTITY,
     LAYER_NORM,
     LINEAR,
@@ -89,6 +90,8 @@ def read_attention(attn: Any, proj: str, proj_p: float = 0.0) -> AttentionParts:
     out = part(attn, proj, LINEAR)
     heads = q.out_features // attn.head_dim
     check_heads(q.out_features, heads)
+    if not q.out_features == k.out_features == v.out_features:
+        raise Cannot("its keys have fewer heads than its queries")
     p = getattr(attn, "attention_dropout", None)
     p = attn.dropout if p is None else p
     scale = getattr(attn, "scaling", None)
@@ -151,9 +154,7 @@ def run_attention(attn: Any, x: Tensor, parts: AttentionParts) -> tuple[Tensor, 
 PLANS: dict[str, Plan] = {}
 for _prefix, _names in _MODELS.items():
     _suffix = "EncoderLayer" if _prefix in ("CLIP", "Siglip") else "Layer"
-    PLANS[_class(_prefix, _suffix)] = Plan(
-        partial(read_layer, _prefix), run_layer, "layer_norm, attention, linear, layer_norm_mlp", admit
-    )
+    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, admit)
     PLANS[_class(_prefix, "Attention")] = Plan(
         partial(read_attention, proj=_names.projection), run_attention, "attention, linear", admit
     )

@@ -201,6 +201,11 @@ def dot_precision(x: Tensor) -> str:
     return "tf32" if tf32 else "ieee"
 
 
+def transforming() -> bool:
+    """Whether a functorch transform (vmap, grad, ...) is active."""
+    return _are_functorch_transforms_active()
+
+
 def needs_autograd(*tensors: Tensor | None) -> bool:
     """Whether a call must go through its `autograd.Function`. Raises where a tensor carries a forward-mode tangent,
     which an opaque op would drop silently."""

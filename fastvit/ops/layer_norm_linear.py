@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
-from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
+from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once, transforming
 from fastvit.ops.linear import check_linear
 
 
@@ -20,68 +22,88 @@ def check_norm(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *,
     check_eps(eps)
 
 
+def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """[M, in] -> [M, out] of one layer, or of several in one buffer."""
+    layers = list(zip(weights, biases, strict=True))
+    if len(layers) == 1:
+        return F.linear(y, *layers[0])
+    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
+        return torch.cat([F.linear(y, *layer) for layer in layers], dim=1)
+    widths = [len(weight) for weight in weights]
+    out = y.new_empty(len(y), sum(widths))
+    for columns, (weight, bias) in zip(out.split(widths, dim=1), layers, strict=True):
+        if bias is None:
+            torch.mm(y, weight.t(), out=columns)
+        else:
+            torch.addmm(bias, y, weight.t(), out=columns)
+    return out
+
+
 def _forward(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, layers: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out (..., out), mean [M, 1], rstd [M, 1]"""
-    y, mean, rstd = layer_norm_fwd(as_rows(x), norm_weight, norm_bias, eps, weight.dtype)
-    return from_rows(F.linear(y, weight, bias), x), mean, rstd
+    """layers: n weights and n biases -> out (..., sum of out), mean [M, 1], rstd [M, 1]"""
+    weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+    y, mean, rstd = layer_norm_fwd(as_rows(x), norm_weight, norm_bias, eps, weights[0].dtype)
+    return from_rows(_side_by_side(y, weights, biases), x), mean, rstd
 
 
 def _backward(
     dout: Tensor,
     dresidual: Tensor | None,
+    eps: float,
+    wants: tuple[bool, ...],
     x: Tensor | None,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    eps: float,
-    wants: tuple[bool, ...],
+    *weights: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """-> gradients of x [M, in], the norm's and the matmul's weight and bias; None if not wanted."""
+    """wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, x's [M, in] or None."""
     rows: Any = None if x is None else as_rows(x)
-    dout = as_rows(dout)
+    n = len(weights)
+    wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
+    douts = as_rows(dout).split([len(weight) for weight in weights], dim=1) if n > 1 else (as_rows(dout),)
     dx: Any = None
     y: Any = None
     dnorm_weight = dnorm_bias = None
     if any(wants[:3]):
-        dy = dout @ weight
+        dy = douts[0] @ weights[0]
+        for part, weight in zip(douts[1:], weights[1:], strict=True):
+            dy.addmm_(part, weight)
         dresidual = None if dresidual is None else as_rows(dresidual)
-        if wants[3]:
+        if any(wants_weight):
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
                 dy, rows, mean, rstd, norm_weight, norm_bias, dresidual
             )
         else:
             dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, rows, mean, rstd, norm_weight, dresidual)
-    elif wants[3]:
-        y, *_ = layer_norm_fwd(rows, norm_weight, norm_bias, eps, weight.dtype)
-    return dx, dnorm_weight, dnorm_bias, dout.t() @ y if wants[3] else None, dout.sum(0) if wants[4] else None
+    elif any(wants_weight):
+        y, *_ = layer_norm_fwd(rows, norm_weight, norm_bias, eps, weights[0].dtype)
+    dweights = (part.t() @ y if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
+    dbiases = (part.sum(0) if wanted else None for part, wanted in zip(douts, wants_bias, strict=True))
+    return dx, dnorm_weight, dnorm_bias, *dweights, *dbiases
 
 
 class _LayerNormLinear(FusedFunction):
     @staticmethod
     def forward(
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        return_residual: bool,
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, return_residual: bool, *layers: Tensor | None
     ) -> tuple[Tensor, ...]:
-        outputs = _forward(x, norm_weight, norm_bias, weight, bias, eps)
+        outputs = _forward(x, norm_weight, norm_bias, eps, layers)
         # a view, because autograd refuses to save an input that is returned as it is
         return (*outputs, x.view_as(x)) if return_residual else outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, weight, _, ctx.eps, _ = inputs
+        x, norm_weight, norm_bias, ctx.eps, _, *layers = inputs
         ctx.shape = x.shape
         _, mean, rstd, *_ = output
-        keep_x = any(ctx.needs_input_grad[:4])
-        ctx.save_for_backward(x if keep_x else None, norm_weight, norm_bias, weight, mean, rstd)
+        weights = layers[: len(layers) // 2]
+        wants = ctx.needs_input_grad
+        keep_x = any(wants[:3]) or any(wants[5 : 5 + len(weights)])
+        ctx.save_for_backward(x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
@@ -89,12 +111,14 @@ class _LayerNormLinear(FusedFunction):
     def backward(
         ctx: Any, dout: Tensor | None, dmean: None, drstd: None, dresidual: Tensor | None = None
     ) -> tuple[Any, ...]:
+        wants = ctx.needs_input_grad
         if dout is None:
-            return dresidual, None, None, None, None, None, None
-        dx, *rest = once(
-            "layer_norm_linear", _backward, dout, dresidual, *ctx.saved_tensors, ctx.eps, ctx.needs_input_grad[:5]
+            return dresidual, *(None,) * (len(wants) - 1)
+        wants = (*wants[:3], *wants[5:])
+        dx, dnorm_weight, dnorm_bias, *dlayers = once(
+            "layer_norm_linear", _backward, dout, dresidual, ctx.eps, wants, *ctx.saved_tensors
         )
-        return None if dx is None else dx.view(ctx.shape), *rest, None, None
+        return None if dx is None else dx.view(ctx.shape), dnorm_weight, dnorm_bias, None, None, *dlayers
 
 
 @overload
@@ -102,8 +126,8 @@ def layer_norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     eps: float = 1e-6,
     return_residual: Literal[False] = False,
@@ -113,8 +137,8 @@ def layer_norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     eps: float = 1e-6,
     return_residual: Literal[True],
@@ -123,8 +147,8 @@ def layer_norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     norm_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     eps: float = 1e-6,
     return_residual: bool = False,
@@ -136,27 +160,35 @@ def layer_norm_linear(
     Args:
         x: (..., in), float32, float16, bfloat16 or float64, any strides.
         norm_weight, norm_bias: (in,), x's dtype.
-        weight: (out, in), x's dtype.
-        bias: (out,), x's dtype, or None.
+        weight: (out, in), x's dtype; or several such, of layers that stand side by side in the output, as q, k and v.
+        bias: (out,), x's dtype, or None; for several weights as many, or None for none.
         eps: added to the variance; not negative.
         return_residual: also return x, for use as the residual: the gradient that reaches it there joins inside the
             LayerNorm's backward pass instead of in an addition of its own.
 
     Returns:
-        (..., out), contiguous, x's dtype; with return_residual a pair of it and x. Under autocast x keeps its dtype,
-        and weight, bias and output have autocast's, to which the LayerNorm's output is rounded.
+        (..., out), contiguous, x's dtype; of several layers the sum of their out. With return_residual a pair of it
+        and x. Under autocast x keeps its dtype, and weight, bias and output have autocast's, to which the LayerNorm's
+        output is rounded.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
     check_float("x", x)
     cast = autocast_dtype(x)
-    check_linear(x, weight, bias, dtype=cast is None)
+    weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
+    biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
+    if not weights or len(weights) != len(biases):
+        raise ValueError(f"bias must be one for each weight, or None, got {len(biases)} for {len(weights)} weights")
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        names = ("x", "weight", "bias") if len(weights) == 1 else ("x", f"weight[{i}]", f"bias[{i}]")
+        check_linear(x, w, b, dtype=cast is None, names=names)
     check_norm(x, norm_weight, norm_bias, eps, dtype=cast is None)
+    layers: tuple[Tensor | None, ...] = (*weights, *biases)
     if cast is not None:
-        weight, bias = weight.to(cast), None if bias is None else bias.to(cast)
-    if needs_autograd(x, norm_weight, norm_bias, weight, bias):
-        out, _, _, *residual = _LayerNormLinear.apply(x, norm_weight, norm_bias, weight, bias, eps, return_residual)
+        layers = tuple(None if t is None else t.to(cast) for t in layers)
+    if needs_autograd(x, norm_weight, norm_bias, *layers):
+        out, _, _, *residual = _LayerNormLinear.apply(x, norm_weight, norm_bias, eps, return_residual, *layers)
         return (out, *residual) if return_residual else out
-    out = _forward(x, norm_weight, norm_bias, weight, bias, eps)[0]
+    out = _forward(x, norm_weight, norm_bias, eps, layers)[0]
     return (out, x) if return_residual else out
