@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test bench lint targets report clean
+.PHONY: test bench lint targets report traffic gpu tune clean
 
 test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
 	$(BIN)/pytest $(ARGS)
@@ -17,6 +17,20 @@ targets: $(INSTALLED)  ## compile every kernel for every target, without a GPU
 
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
 	$(BIN)/python -m benchmarks.compile_report $(ARGS)
+
+traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
+	$(BIN)/python -m benchmarks.traffic $(ARGS)
+
+# A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps.
+GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
+	&& echo $(PYTHON) || echo $(BIN)/python)
+
+gpu:  ## tests, sanitizers, tuning, benchmarks and README on a GPU, resumable; ARGS="--list" or "--steps tests --budget 540"
+	@test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+tune:  ## only the launch tables: kernels/tuned_<gpu>.json
+	$(MAKE) --no-print-directory gpu ARGS="--steps tune $(ARGS)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

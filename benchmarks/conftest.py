@@ -27,6 +27,7 @@ from benchmarks.record import Record, environment
 from benchmarks.timing import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNFINISHED = 75
 SESSION = pytest.StashKey[Session]()
 
 
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
     group.addoption("--bench-minutes", type=float, help="after this no further case begins; default 5, on a GPU 120")
+    group.addoption("--complete", action="store_true", help="exit status 75 if --bench-minutes left cases out")
     group.addoption("--plot", metavar="DIR", type=Path, help="writes the memory study's plot there")
 
 
@@ -107,6 +109,11 @@ def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iter
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, object]) -> None:
     machine_info.pop("node", None)  # the name of the machine is nobody's business
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.option.complete and session.config.stash[SESSION].left_out:
+        session.exitstatus = UNFINISHED
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,8 +1,8 @@
 """The libraries whose models are compared with: importing them, also beside a torch that torchvision was not built for.
 
-timm and transformers import torchvision for their data pipelines. A CUDA build of torchvision cannot load its compiled operators beside a
-CPU-only torch, and then fails at import, where it registers fake implementations for operators that do not exist.
-Declaring their schemas is enough: nothing here calls them.
+timm and transformers import torchvision for their data pipelines. A CUDA build of torchvision cannot load its compiled
+operators beside a CPU-only torch, and then fails at import, where it registers fake implementations for operators that
+do not exist. Declaring their schemas is enough: nothing here calls them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,20 @@
 """Launch configurations: pure functions of shapes, dtype and target, so that a result never depends on a timing.
 
-`arch` is "sm_90", "sm_80", "gfx942", ...; sizes are in elements, `itemsize` in bytes.
+`arch` is "sm_90", "sm_80", "gfx942", ...; sizes are in elements, `itemsize` in bytes. Choices measured on a GPU
+(tuned_<gpu>.json, see _tuned.py) replace these tables' once `load_tuned` was called for it.
 """
 
 from dataclasses import dataclass
 from functools import cache
+
+from fastvit.kernels import _tuned
+
+
+def load_tuned(arch: str, gpu: str) -> None:
+    """Takes over what was measured on GPUs of this name. The ops call it when they first meet the device."""
+    _tuned.load(arch, gpu)
+    for function in (attention_fwd, attention_bwd_dq, attention_bwd_dkdv, attention_bwd_short):
+        function.cache_clear()
 
 
 def next_power_of_2(n: int) -> int:
@@ -23,15 +33,18 @@ class RowConfig:
 MAX_ROW = 65536  # elements of a row that a program can hold in registers
 
 
-def layer_norm(dim: int, *, backward: bool = False) -> RowConfig:
+def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> RowConfig:
     """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte
     accesses of bfloat16; the backward, with three tensors and three sums in registers, 8."""
     block_dim = max(next_power_of_2(dim), 16)
+    if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
+        return RowConfig(tuned[0], block_dim, tuned[1])
     threads = 32 * min(max(block_dim // 256, 8) if backward else max(block_dim // 512, 4), 32)
     return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32)
 
 
 PROGRAMS_PER_SM = 2  # of a persistent grid that keeps partial sums
+FORWARD_PROGRAMS_PER_SM = 8  # of one that keeps parameters only, for as many warps as an SM's latency wants
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,10 @@ class ColumnSumConfig:
     num_warps: int = 4
 
 
-COLUMN_SUM = ColumnSumConfig()
+def column_sum(p: int, dim: int, arch: str = "") -> ColumnSumConfig:
+    """Sums over p rows."""
+    tuned = _tuned.choice(arch, "column_sum", _tuned.bucket(p), dim)
+    return ColumnSumConfig(*tuned or ())
 
 
 def dropout(dim: int) -> RowConfig:
@@ -74,6 +90,8 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     programs share an SM of sm_90, one's epilogue behind the other's matmuls. It needs 64 bytes of L2 a clock, though,
     and twice the width 48: where a long k makes the epilogue small beside it, one wide program is faster. Few tiles are
     made smaller, so that they fill the GPU. Column tiles run first while B stays in the L2 cache anyway."""
+    if tuned := _tuned.choice(arch, "gemm", _tuned.bucket(m), n, k, itemsize):
+        return GemmConfig(*tuned[:6], max_registers=tuned[6] or None)
     group_m = 1 if n * k * itemsize <= 16 << 20 else 8
     if itemsize > 2:  # float32 by FMA: operands from registers
         return GemmConfig(64, 64, 16, group_m, 8, 3)
@@ -88,10 +106,12 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128)
 
 
-def use_triton_gemm(n: int, k: int, itemsize: int) -> bool:
+def use_triton_gemm(n: int, k: int, itemsize: int, arch: str = "") -> bool:
     """Whether a matmul with an epilogue runs as our kernel instead of the vendor library's matmul and one elementwise
     pass: where the epilogue saves traffic that counts (16-bit) and rows allow 16-byte accesses. Plain matmuls never do.
     """
+    if tuned := _tuned.choice(arch, "use_triton_gemm", n, k, itemsize):
+        return bool(tuned[0])
     return itemsize == 2 and n % 8 == 0 and k % 8 == 0
 
 
@@ -105,7 +125,10 @@ class ActivationBackwardConfig:
     num_warps: int = 4
 
 
-ACTIVATION_BACKWARD = ActivationBackwardConfig()
+def activation_backward(n: int, itemsize: int, arch: str = "") -> ActivationBackwardConfig:
+    """Of rows of n elements."""
+    tuned = _tuned.choice(arch, "activation_backward", n, itemsize)
+    return ActivationBackwardConfig(*tuned or ())
 
 
 # ---- attention ----
@@ -185,13 +208,17 @@ def attention_fwd(
     instructions = _instructions(itemsize, False, arch, tf32)
     parts = split_head_dim(head_dim)
     width = sum(parts)
-    if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
-        return AttentionForwardConfig(64, 0, key_chunks(n, 128, 3), parts, 4, 2)
     tiles = _FWD.get(f"{instructions} dropout", ()) if has_dropout else ()
     block_m, block_n, num_warps = next(tile for limit, tile in tiles or _FWD[instructions] if width <= limit)
+    stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
+    if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
+        block_m, block_n, num_warps, stages = 64, 0, 4, 2
+    if tuned := _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32):
+        block_m, block_n, num_warps, stages = tuned
+    if block_n == 0:
+        return AttentionForwardConfig(block_m, 0, key_chunks(n, 128, 3), parts, num_warps, stages)
     if parts[0] > 64 and parts[1] == 0 and instructions in ("mma", "tf32", "fma"):
         parts = (width // 2, width // 2)  # operands that come from registers: one half at a time
-    stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
     return AttentionForwardConfig(block_m, block_n, key_chunks(n % block_n, block_n, 2), parts, num_warps, stages)
 
 
@@ -249,7 +276,15 @@ _BWD_DKDV: dict[str, _Tiles] = {
 
 
 def _attention_bwd(
-    tables: dict[str, _Tiles], loop: int, n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+    tables: dict[str, _Tiles],
+    loop: int,
+    n: int,
+    head_dim: int,
+    itemsize: int,
+    has_dropout: bool,
+    arch: str,
+    tf32: bool,
+    tuned: tuple[int, ...] | None,
 ) -> AttentionBackwardConfig:
     if itemsize > 2:
         instructions = "tf32" if tf32 else "fma"
@@ -264,25 +299,27 @@ def _attention_bwd(
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
     elif instructions == "tf32" and parts[0] == 64 and parts[1]:
         parts = (64, 64)  # mma of unlike parts spills
-    tile = next(tile for limit, tile in tables[instructions] if head_dim <= limit)
+    stages = 1 if arch.startswith("gfx") else 2
+    tile = tuned or (*next(tile for limit, tile in tables[instructions] if head_dim <= limit), stages)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    stages = 1 if arch.startswith("gfx") else 2
-    return AttentionBackwardConfig(*tile[:2], tail, parts, tile[2], stages, reload=itemsize > 2)
+    return AttentionBackwardConfig(*tile[:2], tail, parts, *tile[2:], reload=itemsize > 2)
 
 
 @cache
 def attention_bwd_dq(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd(_BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32)
+    tuned = _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
+    return _attention_bwd(_BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32, tuned)
 
 
 @cache
 def attention_bwd_dkdv(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd(_BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32)
+    tuned = _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
+    return _attention_bwd(_BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32, tuned)
 
 
 @cache
@@ -292,6 +329,8 @@ def attention_bwd_short(
     """For the kernel that takes a whole head, where its tiles fit; else None. It takes a quarter fewer instructions and
     a third less traffic than the split kernels, but all registers: other targets and dtypes than these spill."""
     parts = split_head_dim(head_dim)
+    if tuned := _tuned.choice(arch, "attention_bwd_short", n, head_dim, itemsize, has_dropout, tf32):
+        return AttentionBackwardConfig(*tuned[:2], 0, parts, *tuned[2:]) if tuned[0] else None
     if itemsize > 2 or arch != "sm_90":
         return None
     if n <= 64 and sum(parts) <= 64:
@@ -331,7 +370,10 @@ def patch_embed(
     block, num_warps = (128, 8) if large else (64, 4)
     deep = loaded <= 2 and arch in ("sm_90", "sm_100", "sm_103") and (split or k % 64 == 0)
     stages = 2 if arch.startswith("gfx") else 3 if deep or loaded > 2 else 4
-    splits = max(min(2 * multiprocessors // (-(-m // block) * -(-n // block)), longest), 1)
     # the conversion of bytes to float32 in the weight's gradient spills with more than 16
     block_k = 64 if deep else 16 if itemsize == 4 and split else 32
-    return PatchEmbedConfig(block, block, block_k, num_warps, stages, splits)
+    tile = block, block, block_k, num_warps, stages
+    key = (m, n, _tuned.bucket(k)) if split else (_tuned.bucket(m), n, k)
+    tile = _tuned.choice(arch, "patch_embed", *key, itemsize, loaded, split) or tile
+    splits = max(min(2 * multiprocessors // (-(-m // tile[0]) * -(-n // tile[1])), longest), 1)
+    return PatchEmbedConfig(*tile, splits)

@@ -41,16 +41,13 @@ def _store_rows(ptr, value, rows, cols, mask, D):
 
 
 @triton.jit
-def _branch_scale(layer_scale_ptr, row_scale_ptr, rows, cols, M, D, rows_per_sample, HAS_ROW_SCALE: tl.constexpr):
-    """row_scale and layer_scale, 1 where absent: ([BLOCK_M, 1], [1, BLOCK_D]) f32"""
+def _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE: tl.constexpr):
+    """The row_scale of each row's sample, 1 where absent: [BLOCK_M, 1] f32"""
     row_scale = tl.full([rows.shape[0], 1], 1.0, tl.float32)
     if HAS_ROW_SCALE:
         sample = rows // rows_per_sample
         row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)[:, None]
-    layer_scale = tl.full([1, cols.shape[0]], 1.0, tl.float32)
-    if layer_scale_ptr is not None:
-        layer_scale = _load_columns(layer_scale_ptr, cols, D)
-    return row_scale, layer_scale
+    return row_scale
 
 
 @triton.jit
@@ -78,25 +75,30 @@ def layer_norm_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program normalises BLOCK_M rows."""
-    rows, cols, mask = _row_tile(tl.program_id(0), M, D, BLOCK_M, BLOCK_D)
-    s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
-    if branch_ptr is not None:
-        row_scale, layer_scale = _branch_scale(
-            layer_scale_ptr, row_scale_ptr, rows, cols, M, D, rows_per_sample, HAS_ROW_SCALE
-        )
-        s += row_scale * layer_scale * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
-        _store_rows(sum_ptr, s, rows, cols, mask, D)
-        s = s.to(sum_ptr.dtype.element_ty).to(tl.float32)  # what the backward pass will read
+    """A persistent grid: each program normalises every num_programs-th row tile and keeps the parameters."""
+    cols = tl.arange(0, BLOCK_D)
+    w = _load_columns(w_ptr, cols, D)
+    b = _load_columns(b_ptr, cols, D)
+    layer_scale = tl.full([1, BLOCK_D], 1.0, tl.float32)
+    if layer_scale_ptr is not None:
+        layer_scale = _load_columns(layer_scale_ptr, cols, D)
+    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+        rows, cols, mask = _row_tile(tile, M, D, BLOCK_M, BLOCK_D)
+        s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
+        if branch_ptr is not None:
+            row_scale = _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE)
+            s += row_scale * layer_scale * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
+            _store_rows(sum_ptr, s, rows, cols, mask, D)
+            s = s.to(sum_ptr.dtype.element_ty).to(tl.float32)  # what the backward pass will read
 
-    mean = tl.sum(s, 1)[:, None] / D
-    centred = tl.where(mask, s - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
-    y = centred * rstd * _load_columns(w_ptr, cols, D) + _load_columns(b_ptr, cols, D)
+        mean = tl.sum(s, 1)[:, None] / D
+        centred = tl.where(mask, s - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
+        y = centred * rstd * w + b
 
-    _store_rows(y_ptr, y, rows, cols, mask, D)
-    tl.store(mean_ptr + rows[:, None], mean, mask=(rows < M)[:, None])
-    tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
+        _store_rows(y_ptr, y, rows, cols, mask, D)
+        tl.store(mean_ptr + rows[:, None], mean, mask=(rows < M)[:, None])
+        tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
 
 
 @triton.jit
@@ -134,6 +136,11 @@ def layer_norm_bwd_kernel(
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_D)
     w = _load_columns(w_ptr, cols, D)
+    if y_ptr is not None:
+        b = _load_columns(b_ptr, cols, D)
+    layer_scale = tl.full([1, BLOCK_D], 1.0, tl.float32)
+    if layer_scale_ptr is not None:
+        layer_scale = _load_columns(layer_scale_ptr, cols, D)
     dw = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dlayer_scale = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -147,7 +154,7 @@ def layer_norm_bwd_kernel(
 
         normalised = (s - mean) * rstd
         if y_ptr is not None:
-            _store_rows(y_ptr, normalised * w + _load_columns(b_ptr, cols, D), rows, cols, mask, D)
+            _store_rows(y_ptr, normalised * w + b, rows, cols, mask, D)
         g = dy * w
         mean_g = tl.sum(g, 1)[:, None] / D
         mean_gx = tl.sum(g * normalised, 1)[:, None] / D
@@ -159,9 +166,7 @@ def layer_norm_bwd_kernel(
         db += dy
 
         if dbranch_ptr is not None:
-            row_scale, layer_scale = _branch_scale(
-                layer_scale_ptr, row_scale_ptr, rows, cols, M, D, rows_per_sample, HAS_ROW_SCALE
-            )
+            row_scale = _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE)
             ds *= row_scale
             _store_rows(dbranch_ptr, ds * layer_scale, rows, cols, mask, D)
             if layer_scale_ptr is not None:

@@ -18,7 +18,7 @@ def column_sums(partial: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
     """partial [tables, P, D] f32 -> one [D] tensor a table, in the dtype of `like`'s entry: sums over P in a fixed
     order, all by one kernel. At most three tables."""
     tables, P, D = partial.shape
-    cfg = _configs.COLUMN_SUM
+    cfg = _configs.column_sum(P, D, _library.arch(partial))
     out = [torch.empty(D, dtype=t.dtype, device=partial.device) for t in like]
     column_sum_kernel[(tables * triton.cdiv(D, cfg.block_dim),)](
         partial, *out, *[None] * (3 - tables), P, D,

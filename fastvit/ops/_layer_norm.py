@@ -136,9 +136,10 @@ def _launch_fwd(
     """Writes sum_out and y; returns mean, rstd [M, 1] f32."""
     M, D = s.shape
     mean, rstd = (torch.empty(M, 1, dtype=torch.float32, device=s.device) for _ in range(2))
-    cfg = _configs.layer_norm(D)
+    cfg = _configs.layer_norm(D, arch=_library.arch(s))
     if M:
-        layer_norm_fwd_kernel[(triton.cdiv(M, cfg.block_rows),)](
+        most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(s.device.index)
+        layer_norm_fwd_kernel[(min(triton.cdiv(M, cfg.block_rows), most),)](
             s, branch, weight, bias, layer_scale, row_scale, sum_out, y, mean, rstd,
             M, D, rows, s.stride(0), 0 if branch is None else branch.stride(0), eps,
             HAS_ROW_SCALE=row_scale is not None,
@@ -170,7 +171,7 @@ def _launch_bwd(
     parameters = (weight, weight) if layer_scale is None else (weight, weight, layer_scale)
     if M == 0:
         return ds, *(torch.zeros_like(p) for p in parameters)
-    cfg = _configs.layer_norm(D, backward=True)
+    cfg = _configs.layer_norm(D, backward=True, arch=_library.arch(s))
     programs = min(triton.cdiv(M, cfg.block_rows), _configs.PROGRAMS_PER_SM * _library.multiprocessors(s.device.index))
     partial = torch.empty(len(parameters), programs, D, dtype=torch.float32, device=s.device)
     layer_norm_bwd_kernel[(programs,)](

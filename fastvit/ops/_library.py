@@ -32,6 +32,8 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from fastvit.kernels import _configs
+
 BACKENDS = ("auto", "triton", "aten")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
@@ -173,10 +175,14 @@ def _fall_back(name: str, reason: str) -> None:
 
 @functools.cache
 def _cuda_arch(index: int) -> str:
+    """Also takes over what was tuned for this model of GPU: configs depend on it and on shapes only."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
-        return str(properties.gcnArchName).split(":")[0]
-    return f"sm_{properties.major}{properties.minor}"
+        arch = str(properties.gcnArchName).split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    _configs.load_tuned(arch, properties.name)
+    return arch
 
 
 @functools.cache

@@ -78,7 +78,7 @@ def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True) -> bool:
         raise Unsupported("float64")
     if _library.INTERPRET:
         return True
-    return has_epilogue and _configs.use_triton_gemm(n, x.shape[1], x.element_size())
+    return has_epilogue and _configs.use_triton_gemm(n, x.shape[1], x.element_size(), _library.arch(x))
 
 
 def _launch_gemm(kernel: Any, a: Tensor, n: int, activation: str, args: tuple[Any, ...]) -> None:
@@ -173,7 +173,7 @@ def _launch_act_bwd(dy: Tensor, pre: Tensor, activation: str, h: Tensor | None) 
     M, N = pre.shape
     if M == 0:
         return dpre, dbias.zero_()
-    cfg = _configs.ACTIVATION_BACKWARD
+    cfg = _configs.activation_backward(N, pre.element_size(), _library.arch(pre))
     tiles = triton.cdiv(M, cfg.steps * cfg.block_m)
     partial = torch.empty(1, tiles, N, dtype=torch.float32, device=pre.device)
     act_bwd_kernel[(tiles * triton.cdiv(N, cfg.block_n),)](

@@ -1,0 +1,47 @@
+"""Where a result came from, and files that are either whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commit() -> str:
+    """The checkout's commit, "-dirty" with local changes; "unknown" where there is no git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return answer.stdout.strip() if answer.returncode == 0 else "unknown"
+
+
+def sources() -> str:
+    """Digest of the code that a result depends on: the same with and without git, and untouched by new results."""
+    digest = hashlib.sha256()
+    for folder in ("fastvit", "kernels", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes beside the file, then renames: a reader sees the old text or the new, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(data, indent=1) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,249 @@
+"""Counts what Triton kernels load from and store to global memory, in Triton's interpreter.
+
+    with count() as traffic:          # in a process with TRITON_INTERPRET=1
+        ops.layer_norm(x, weight, bias)
+    for launch in traffic.launches:
+        print(launch.kernel, launch.loaded, launch.stored, launch.least)
+
+Bytes are those of unmasked lanes: what the programs ask of the caches. HBM delivers a byte once as long as L2 holds it.
+Every address is attributed to the tensor argument that it lies in; one that lies in none, and an element that two
+programs of a launch store, raise: out of bounds, or a race.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.runtime import interpreter
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass
+class Argument:
+    """Bytes moved for one tensor argument in one launch."""
+
+    name: str
+    loaded: int = 0
+    loaded_per_program: int = 0  # if every program loaded an element only once
+    loaded_once: int = 0  # if the launch did
+    stored: int = 0
+    stored_once: int = 0
+
+    @property
+    def reloads(self) -> float:
+        """How often a program loads an element that it needs, on average."""
+        return self.loaded / self.loaded_per_program if self.loaded else 0.0
+
+    @property
+    def readers(self) -> float:
+        """How many programs load an element, on average."""
+        return self.loaded_per_program / self.loaded_once if self.loaded else 0.0
+
+
+@dataclass
+class Launch:
+    kernel: str
+    programs: int
+    arguments: dict[str, Argument]
+    storages: list[_Storage] = field(repr=False)
+
+    def _total(self, what: str) -> int:
+        return sum(getattr(argument, what) for argument in self.arguments.values())
+
+    @property
+    def loaded(self) -> int:
+        return self._total("loaded")
+
+    @property
+    def stored(self) -> int:
+        return self._total("stored")
+
+    @property
+    def least(self) -> int:
+        """Every element that is touched loaded once and stored once."""
+        return self._total("loaded_once") + self._total("stored_once")
+
+    @property
+    def least_tiled(self) -> int:
+        """The same for the launch's tiling: every program loads an element that it needs once."""
+        return self._total("loaded_per_program") + self._total("stored_once")
+
+
+class _Storage:
+    """One storage among a launch's arguments, in granules: the smallest element of the tensors in it."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors  # kept: an address in use is not given to another tensor
+        first = next(iter(tensors.values())).untyped_storage()
+        self.base, self.nbytes = first.data_ptr(), first.nbytes()
+        self.granule = min(t.element_size() for t in tensors.values())
+        count = -(-self.nbytes // self.granule)
+        self.names = list(tensors)
+        self.owner = np.full(count, -1, np.int8)
+        for i, t in enumerate(tensors.values()):
+            width = t.element_size() // self.granule
+            view = torch.from_numpy(self.owner).as_strided(
+                (*t.shape, width), (*(s * width for s in t.stride()), 1), t.storage_offset() * width
+            )
+            view[view < 0] = i
+        self.loaded: Flags = np.zeros(count, bool)
+        self.stored: Flags = np.zeros(count, bool)
+        self.loader = np.full(count, -1, np.int32)  # the last program that loaded it
+        self.storer = np.full(count, -1, np.int32)
+        self._order = np.zeros(count, np.int32)
+
+    def distinct(self, at: Any) -> Any:
+        """`at` without repeats; np.unique would sort."""
+        order = np.arange(len(at), dtype=np.int32)
+        self._order[at] = order
+        return at[self._order[at] == order]
+
+
+@dataclass
+class Traffic:
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        return sum(launch.loaded + launch.stored for launch in self.launches)
+
+    @property
+    def least(self) -> int:
+        """Of all launches as one operation: inputs loaded once and results stored once; what one launch stores for
+        a later one is neither."""
+        seen: dict[int, _Passed] = {}
+        for launch in self.launches:
+            for s in launch.storages:
+                passed = seen.setdefault(s.base, _Passed(len(s.loaded), s.granule))
+                if passed.granule != s.granule:
+                    raise ValueError(f"{launch.kernel}: {s.names} were of {passed.granule}-byte elements before")
+                passed.inputs |= s.loaded & ~passed.stored
+                passed.used |= s.loaded & passed.stored
+                passed.stored |= s.stored
+        return sum(int(p.inputs.sum() + (p.stored & ~p.used).sum()) * p.granule for p in seen.values())
+
+
+class _Passed:
+    """Of a storage, over several launches: loaded before it was stored, stored, and loaded after that."""
+
+    def __init__(self, count: int, granule: int) -> None:
+        self.inputs, self.stored, self.used = (np.zeros(count, bool) for _ in range(3))
+        self.granule = granule
+
+
+class _Counter:
+    """Follows one launch at a time; the interpreter runs its programs one after another."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._bases: list[int] = []
+
+    def begin(self, kernel: str, arguments: dict[str, Any]) -> None:
+        tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor) and t.numel()}
+        by_storage: dict[int, dict[str, Tensor]] = {}
+        for name, t in tensors.items():
+            by_storage.setdefault(t.untyped_storage().data_ptr(), {})[name] = t
+        storages = [_Storage(by_storage[base]) for base in sorted(by_storage)]
+        self._bases = [s.base for s in storages]
+        self.launch = Launch(kernel, 0, {name: Argument(name) for name in tensors}, storages)
+        self.traffic.launches.append(self.launch)
+
+    def access(self, builder: Any, pointers: Any, mask: Any, *, store: bool) -> None:
+        addresses = np.asarray(pointers.data)
+        if mask is not None:
+            addresses = addresses[np.broadcast_to(np.asarray(mask.data, bool), addresses.shape)]
+        (x, y, z), (nx, ny, _) = builder.grid_idx, builder.grid_dim
+        program = x + nx * (y + ny * z)
+        self.launch.programs = max(self.launch.programs, program + 1)
+        if addresses.size == 0:
+            return
+        itemsize = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        verb = "stores to" if store else "loads from"
+        low, high = int(addresses.min()), int(addresses.max())
+        index = bisect.bisect_right(self._bases, low) - 1
+        storage = self.launch.storages[max(index, 0)]
+        if index < 0 or high + itemsize > storage.base + storage.nbytes:
+            raise MemoryError(f"{self.launch.kernel} {verb} memory outside its arguments")
+        at = (addresses.ravel().astype(np.int64) - storage.base) // storage.granule
+        owners = storage.owner[at]
+        if owners.min() < 0:
+            raise MemoryError(f"{self.launch.kernel} {verb} a part of {storage.names} that no argument covers")
+        width = itemsize // storage.granule
+        if store:
+            self._store(storage, at, owners, program, width, itemsize)
+        else:
+            self._load(storage, at, owners, program, width, itemsize)
+
+    def _load(self, s: _Storage, at: Any, owners: Any, program: int, width: int, itemsize: int) -> None:
+        fresh = s.distinct(at[s.loader[at] != program])
+        s.loader[fresh] = program
+        once = fresh[~s.loaded[fresh]]
+        for offset in range(width):
+            s.loaded[once + offset] = True
+        for i, name in enumerate(s.names):
+            argument = self.launch.arguments[name]
+            argument.loaded += int((owners == i).sum()) * itemsize
+            argument.loaded_per_program += int((s.owner[fresh] == i).sum()) * itemsize
+            argument.loaded_once += int((s.owner[once] == i).sum()) * itemsize
+
+    def _store(self, s: _Storage, at: Any, owners: Any, program: int, width: int, itemsize: int) -> None:
+        before = s.storer[at]
+        if ((before >= 0) & (before != program)).any():
+            names = sorted({s.names[i] for i in set(owners.tolist())})
+            raise MemoryError(f"{self.launch.kernel}: two programs store one element of {', '.join(names)}")
+        once = s.distinct(at[before != program])
+        s.storer[once] = program
+        for offset in range(width):
+            s.stored[once + offset] = True
+        for i, name in enumerate(s.names):
+            argument = self.launch.arguments[name]
+            argument.stored += int((owners == i).sum()) * itemsize
+            argument.stored_once += int((s.owner[once] == i).sum()) * itemsize
+
+
+@contextlib.contextmanager
+def count(*, compute: bool = True) -> Iterator[Traffic]:
+    """Counts every launch within the context. compute=False leaves matmuls out, which take most of the interpreter's
+    time: for kernels whose addresses depend on no value, as all of this package's."""
+    counter = _Counter()
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, to_host = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+
+    def masked_load(self: Any, pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        counter.access(self, pointers, mask, store=False)
+        return load(self, pointers, mask, *rest, **options)
+
+    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        counter.access(self, pointers, mask, store=True)
+        return store(self, pointers, value, mask, *rest, **options)
+
+    def atomic(self: Any, *arguments: Any) -> Any:
+        raise NotImplementedError("atomics are not counted: no kernel of this package has one")
+
+    def arguments(self: Any, positional: Any, keywords: Any) -> Any:
+        values, by_name = to_host(self, positional, keywords)
+        counter.begin(self.fn.__name__, dict(zip(self.arg_names, values, strict=False)) | by_name)
+        return values, by_name
+
+    patches: dict[str, Any] = {
+        "create_masked_load": masked_load,
+        "create_masked_store": masked_store,
+        "create_atomic_rmw": atomic,
+        "create_atomic_cas": atomic,
+    }
+    if not compute:
+        patches["create_dot"] = lambda self, a, b, accumulator, *rest: accumulator
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(builder, **patches))
+        stack.enter_context(mock.patch.object(executor, "_init_args_hst", arguments))
+        yield counter.traffic

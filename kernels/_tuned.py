@@ -1,0 +1,130 @@
+"""Launch choices that were measured on one model of GPU: tuned_<gpu>.json beside this file, from benchmarks/tune.py.
+
+    {"format": 1, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
+     {"block_m": 64, "block_n": 0, "num_warps": 4, "num_stages": 2}}}, ...}
+
+A file holds choices only, by table and arguments. What follows from them (tails, splits, parts of the head dimension)
+is computed by _configs.py as for its own tables, and what kernels rely on is checked here: a file can make a kernel
+slow or impossible to launch, never wrong.
+"""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+FOLDER = Path(__file__).parent
+
+_TILE = ("block_m", "block_n", "num_warps", "num_stages")
+FIELDS: dict[str, tuple[str, ...]] = {
+    "layer_norm": ("block_rows", "num_warps"),
+    "column_sum": ("block_rows", "block_dim", "num_warps"),
+    "activation_backward": ("block_m", "block_n", "steps", "num_warps"),
+    "gemm": ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "max_registers"),
+    "use_triton_gemm": ("use",),
+    "attention_fwd": _TILE,  # block_n 0: the short kernel
+    "attention_bwd_dq": _TILE,
+    "attention_bwd_dkdv": _TILE,
+    "attention_bwd_short": _TILE,  # block_m 0: the split kernels instead
+    "patch_embed": ("block_m", "block_n", "block_k", "num_warps", "num_stages"),
+}
+KEY = {  # what a choice is looked up by, integers all of them; `rows` is a bucket
+    "layer_norm": ("dim", "backward"),
+    "column_sum": ("rows", "dim"),
+    "activation_backward": ("n", "itemsize"),
+    "gemm": ("rows", "n", "k", "itemsize"),
+    "use_triton_gemm": ("n", "k", "itemsize"),
+    "attention_fwd": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
+    "attention_bwd_dq": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
+    "attention_bwd_dkdv": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
+    "attention_bwd_short": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
+    "patch_embed": ("m", "n", "k", "itemsize", "loaded", "split"),  # m, or k of a split sum, is a bucket
+}
+LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at most 128 hold
+
+_Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
+_tables: dict[str, _Tables] = {}  # by arch
+_read: set[Path] = set()
+
+
+def bucket(rows: int) -> int:
+    """Of a number of rows, which depends on the batch: shapes up to a factor of two apart share a choice."""
+    return rows.bit_length()
+
+
+def file_name(gpu: str) -> str:
+    return f"tuned_{re.sub(r'[^a-z0-9]+', '_', gpu.lower()).strip('_')}.json"
+
+
+def choice(arch: str, table: str, *key: int) -> tuple[int, ...] | None:
+    """The measured choice, in the order of FIELDS[table], or None."""
+    tables = _tables.get(arch)
+    return tables.get((table, *key)) if tables else None
+
+
+def load(arch: str, gpu: str, folder: Path = FOLDER) -> None:
+    """Takes over the GPU's file, if there is one. A damaged one is ignored with a warning. Of two models of one arch
+    in a process the first one's stays."""
+    path = folder / file_name(gpu)
+    if arch in _tables or path in _read or not path.exists():
+        return
+    _read.add(path)
+    try:
+        _tables[arch] = parse(json.loads(path.read_text()), arch, gpu)
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"{path.name} is ignored, its kernels run as shipped: {error}", stacklevel=2)
+
+
+def forget() -> None:
+    """As if no file had been read."""
+    _tables.clear()
+    _read.clear()
+
+
+def parse(data: Any, arch: str, gpu: str) -> _Tables:
+    """The file's choices. Raises ValueError for anything that does not belong there."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"not of format {FORMAT}")
+    if (data.get("arch"), data.get("gpu")) != (arch, gpu):
+        raise ValueError(f"made on {data.get('gpu')!r}, {data.get('arch')!r}, not on {gpu!r}, {arch!r}")
+    found: _Tables = {}
+    for table, entries in _dictionary(data.get("tables"), "tables").items():
+        if table not in FIELDS:
+            raise ValueError(f"no table {table!r}")
+        for text, values in _dictionary(entries, table).items():
+            key = tuple(int(part) for part in text.split(","))
+            fields = _dictionary(values, f"{table}[{text}]")
+            if len(key) != len(KEY[table]) or set(fields) != set(FIELDS[table]):
+                raise ValueError(f"{table}[{text}] has a key or fields that {table} does not have")
+            check(table, key, fields)
+            found[table, *key] = tuple(fields[name] for name in FIELDS[table])
+    return found
+
+
+def _dictionary(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object")
+    return value
+
+
+def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
+    """Raises ValueError for a choice that the kernels could not take at their word."""
+    where = f"{table}[{','.join(map(str, key))}]"
+    for name, value in fields.items():
+        if type(value) is not int or not 0 <= value <= 1024:
+            raise ValueError(f"{where}: {name} is {value!r}, not an integer of 0 to 1024")
+        absent = (table, name) in (("attention_fwd", "block_n"), ("attention_bwd_short", "block_m")) and value == 0
+        if name.startswith(("block_", "num_warps", "group_m", "steps")) and not absent and value.bit_count() != 1:
+            raise ValueError(f"{where}: {name} is {value}, not a power of two")
+        if name in ("num_stages", "num_warps") and not 1 <= value <= 32:
+            raise ValueError(f"{where}: {name} is {value}, not of 1 to 32")
+        rows = name == "block_rows" or table == "activation_backward"  # no operand of a matmul
+        least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16
+        if name.startswith("block_") and not absent and value < least:
+            raise ValueError(f"{where}: {name} is {value}, less than {least}")
+    if table == "attention_fwd" and fields["block_n"] == 0 and key[0] > LONGEST_SHORT:
+        raise ValueError(f"{where}: the short kernel takes no more than {LONGEST_SHORT} keys")
+    if table == "attention_bwd_short" and 0 < fields["block_m"] < key[0]:
+        raise ValueError(f"{where}: block_m is {fields['block_m']}, less than the {key[0]} queries")

@@ -1,0 +1,285 @@
+"""`make gpu`: the steps, resuming, time limits, and the README made of several result files."""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import bench_attention, bench_block, bench_layer_norm, bench_model, gpu, provenance, readme, sanitize
+from benchmarks.gpu import Run, Step, execute
+from benchmarks.record import Provider, Record, environment
+from benchmarks.shard import _shard, pytest_collection_modifyitems
+from benchmarks.timing import Ceilings, Quantiles
+from fastvit.kernels import _tuned
+from fastvit.ops import _library
+
+needs_interpreter = pytest.mark.skipif(
+    not (_library.INTERPRET and _library.HAVE_TRITON), reason="runs in Triton's interpreter"
+)
+
+
+def python(name: str, code: str, limit: float = 60.0) -> Step:
+    return Step(name, ("-c", code), limit)
+
+
+def counting(folder: Path, name: str, status: int = 0) -> Step:
+    """A step that leaves one character a run in `folder/name`."""
+    path = str(folder / name)
+    return python(name, f"import sys; open({path!r}, 'a').write('x'); print('done', {name!r}); sys.exit({status})")
+
+
+def runs(folder: Path, name: str) -> int:
+    path = folder / name
+    return len(path.read_text()) if path.exists() else 0
+
+
+def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = tmp_path / "results"
+    steps = [counting(tmp_path, "first"), counting(tmp_path, "broken", 3), counting(tmp_path, "third")]
+    assert execute(Run(results, "gpu", "code"), steps) == 1
+    assert "broken: failed" in capsys.readouterr().out
+    steps[1] = counting(tmp_path, "broken")  # mended
+    assert execute(Run(results, "gpu", "code"), steps) == 0
+    assert [runs(tmp_path, step.name) for step in steps] == [1, 2, 1]
+    state = json.loads((results / "run.json").read_text())
+    assert {name: entry["status"] for name, entry in state["steps"].items()} == dict.fromkeys(
+        ("first", "broken", "third"), "passed"
+    )
+    assert (state["device"], state["sources"]) == ("gpu", "code")
+    assert "done third" in (results / state["steps"]["third"]["log"]).read_text()
+
+
+@pytest.mark.parametrize(("device", "code"), [("other gpu", "code"), ("gpu", "other code")])
+def test_results_of_another_device_or_code_do_not_count(tmp_path: Path, device: str, code: str) -> None:
+    step = counting(tmp_path, "step")
+    execute(Run(tmp_path / "results", "gpu", "code"), [step])
+    assert execute(Run(tmp_path / "results", device, code), [step]) == 0
+    assert runs(tmp_path, "step") == 2
+
+
+def test_again_forgets(tmp_path: Path) -> None:
+    step = counting(tmp_path, "step")
+    for again in (False, True):
+        execute(Run(tmp_path / "results", "gpu", "code", again=again), [step])
+    assert runs(tmp_path, "step") == 2
+
+
+def test_exit_statuses_of_steps(tmp_path: Path) -> None:
+    steps = [counting(tmp_path, name, status) for name, status in (("ok", 0), ("no tool", 77), ("more to do", 75))]
+    run = Run(tmp_path / "results", "gpu", "code")
+    assert execute(run, steps) == gpu.UNFINISHED
+    assert [run.status(step) for step in steps] == ["passed", "skipped", "unfinished"]
+    execute(run, steps)
+    assert [runs(tmp_path, step.name) for step in steps] == [1, 1, 2]
+
+
+def test_a_step_over_its_limit_is_ended_with_what_it_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both ignore SIGTERM."""
+    pid = tmp_path / "pid"
+    grandchild = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    code = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"print('begun', flush=True); subprocess.Popen([sys.executable, '-c', {grandchild!r}]); time.sleep(60)"
+    )
+    slow, after = python("slow", code, limit=2.0), counting(tmp_path, "after")
+    start = time.perf_counter()
+    run = Run(tmp_path / "results", "gpu", "code")
+    assert execute(run, [slow, after]) == 1
+    assert time.perf_counter() - start < 30
+    entry = run.state["steps"]["slow"]
+    assert (entry["status"], entry["exit"], entry["limit"]) == ("timed out", None, 2.0)
+    assert runs(tmp_path, "after") == 1, "the next step runs all the same"
+    out = capsys.readouterr().out
+    assert "slow: timed out after" in out
+    assert "begun" in out
+    assert not alive(int(pid.read_text()))
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_budget_ends_a_call_and_not_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path / "results", "gpu", "code")
+    steps = [python("cut", "import time; time.sleep(30)", limit=1.5), counting(tmp_path, "later")]
+    assert execute(run, steps, budget=0.5) == gpu.UNFINISHED
+    assert "cut: not begun" in capsys.readouterr().out
+    assert run.run(steps[0], limit=0.5) == "cut off", "shorter than its own limit: no verdict on the step"
+    assert runs(tmp_path, "later") == 0
+
+
+# ---- the steps ----
+
+
+def test_steps_are_complete_and_short() -> None:
+    steps = list(gpu.gpu_steps(Path("results")))
+    names = [step.name for step in steps]
+    assert len(set(names)) == len(names)
+    assert all(step.limit < 540 for step in steps)
+    tests = {path.stem for path in (provenance.ROOT / "tests").glob("test_*.py")}
+    assert {name.split()[1] for name in names if name.startswith("tests ")} == tests - gpu._WITHOUT_GPU
+    benches = {path.stem.removeprefix("bench_") for path in (provenance.ROOT / "benchmarks").glob("bench_*.py")}
+    assert {name.split()[1] for name in names if name.startswith("bench ")} == benches
+    assert {name.split()[1] for name in names if name.startswith("tune ")} == set(_tuned.FIELDS)
+    assert {tuple(name.split()[1:]) for name in names if name.startswith("sanitize ")} == {
+        (tool, op) for tool in ("memcheck", "racecheck") for op in sanitize.CASES
+    }
+    assert names[-1] == "readme"
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--cpu-rehearsal", "--steps", "nonsense", "--out", str(tmp_path)])
+    assert "no step begins with 'nonsense'" in capsys.readouterr().err
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_rehearsal_runs_every_kind_of_step(tmp_path: Path) -> None:
+    assert gpu.main(["--cpu-rehearsal", "--out", str(tmp_path)]) == 0
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert [name.split()[0] for name in state["steps"]] == ["tests", "sanitize", "tune", "bench", "readme"]
+    tuned = json.loads((tmp_path / "tuned" / "tuned_interpreter.json").read_text())
+    assert list(tuned["samples"]) == ["attention_fwd[20,16,2,0,0]"]
+    bench = json.loads((tmp_path / "layer_norm_1of2.json").read_text())
+    assert [b["extra_info"]["mode"] for b in bench["benchmarks"]] == ["inference", "inference"]
+    assert (tmp_path / "README.md").read_text() == readme.rewrite((provenance.ROOT / "README.md").read_text())
+
+
+def test_shard_option() -> None:
+    assert _shard("2/4") == (2, 4)
+    for wrong in ("0/4", "5/4", "x", "1/", "1/0"):
+        with pytest.raises(pytest.UsageError):
+            _shard(wrong)
+
+
+def test_shards_are_a_partition() -> None:
+    class Config:
+        hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+
+        def __init__(self, index: int) -> None:
+            self.option = SimpleNamespace(shard=(index, 3))
+
+    parts: list[list[int]] = []
+    for index in (1, 2, 3):
+        dropped: list[int] = []
+        items = list(range(10))
+        pytest_collection_modifyitems(Config(index), items)  # type: ignore[arg-type]
+        assert sorted(items + dropped) == list(range(10))
+        parts.append(items)
+    assert parts == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+
+
+# ---- sanitizers ----
+
+
+@needs_interpreter
+def test_sanitizer_cases_launch_every_kernel() -> None:
+    kernels = {
+        line.split("(")[0].removeprefix("def ")
+        for path in (provenance.ROOT / "kernels").glob("*.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("def ") and "_kernel(" in line
+    }
+    assert {kernel for op in sanitize.CASES for kernel in sanitize.rehearse(op)} == kernels
+
+
+def test_a_missing_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name, path=None: None)
+    assert sanitize.main(["--tool", "racecheck"]) == sanitize.SKIPPED == gpu.SKIPPED
+    assert "SKIPPED: no compute-sanitizer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("found", "status"), [(0, 0), (1, 1), (9, 1)])
+def test_findings_of_the_sanitizer_fail(
+    found: int, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = tmp_path / "arguments"
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\nexit {found}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
+    arguments = seen.read_text()
+    assert arguments.startswith("1 --tool racecheck --error-exitcode 1 ")
+    assert "benchmarks.sanitize --inside --op=dropout" in arguments
+
+
+# ---- the grid ----
+
+
+def test_the_gpu_grid_is_complete() -> None:
+    attention = {(case.shape["N"], case.shape["d"]) for case in bench_attention.cases("gpu")}
+    assert attention >= {(N, 64) for N in (197, 257, 577, 1025, 1370, 4097, 16385)}
+    assert attention >= {(N, d) for d in (72, 80, 88, 96, 128) for N in (257, 1025)}
+    assert {case.shape["B"] for case in bench_attention.cases("gpu")} >= {1, 256}
+    widths = {case.shape["D"] for case in bench_layer_norm.cases("gpu")}
+    assert widths >= {192, 384, 768, 1024, 1152, 1280, 1408, 1536, 1664}
+    blocks = {(case.shape["N"], case.shape["D"]) for case in bench_block.cases("gpu")}
+    assert blocks >= {(N, D) for N in (197, 257, 1370, 4097) for D in (384, 768, 1024, 1280)}
+    models = {(case.name.split("_")[1], case.shape["px"]) for case in bench_model.cases("gpu")}
+    assert models >= {(size, px) for size in ("small", "base", "large", "huge") for px in (224, 518, 1024)}
+
+
+# ---- README ----
+
+
+def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a GPU") -> Path:
+    benchmarks = []
+    for N in lengths:
+        record = Record("attention", f"N{N}", "inference", {"N": N}, {}, flops=10**9, moved_bytes=10**6)
+        record.providers = {"eager": Provider(Quantiles.of([0.012] * 3)), "fused": Provider(Quantiles.of([0.004] * 3))}
+        record.speedups = {"eager": 3.0}
+        where = environment(torch.device("cpu"), torch.float32) | {"device": device}
+        benchmarks.append({"extra_info": record.as_dict(where, Ceilings(copy, 1e12))})
+    commit = {"id": "0123456789abcdef", "dirty": False}
+    run = {"datetime": "2026-01-02T03:04:05", "commit_info": commit, "benchmarks": benchmarks}
+    path.write_text(json.dumps(run))
+    return path
+
+
+def test_one_table_of_several_steps(tmp_path: Path) -> None:
+    lengths = [17, 197, 50, 257, 577]
+    parts = [tuple(lengths[i::2]) for i in range(2)]
+    second = result(tmp_path / "a_10of10.json", parts[1], 3e12)
+    first = result(tmp_path / "a_2of10.json", parts[0], 1e12)
+    text = readme.render([second, first])
+    places = [text.index(f"attention N{N} ") for N in lengths]
+    assert places == sorted(places), "in the order in which one step would have run them"
+    assert "large copy 3,000 GB/s" in text, "the best that the machine reached"
+    assert "commit 0123456789" in text
+    with pytest.raises(ValueError, match="several devices"):
+        readme.render([first, result(tmp_path / "b.json", (197,), 1e12, "another GPU")])
+    with pytest.raises(ValueError, match="no benchmark"):
+        readme.render([])
+
+
+def test_results_without_a_section_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    result(tmp_path / "attention_1of1.json", (197,), 1e12)
+    result(tmp_path / "block_1of1.json", (197,), 1e12)
+    text = "<!-- results: attention_*.json -->\nold\n<!-- end -->\n"
+    assert "attention N197" in readme.rewrite(text)
+    assert readme.unused(text, tmp_path) == ["block_1of1.json"]

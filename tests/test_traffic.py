@@ -1,0 +1,165 @@
+"""The traffic counter on kernels whose traffic is known, and the kernels' goals at small shapes."""
+
+import pytest
+import torch
+
+from fastvit.ops import _library
+
+if not (_library.INTERPRET and _library.HAVE_TRITON):
+    pytest.skip("traffic is counted in Triton's interpreter", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from benchmarks import traffic
+from benchmarks.traffic_counter import Traffic, count
+
+BF16 = torch.bfloat16
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, out_ptr, n, REPEATS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x * factor, x loaded REPEATS times; with a masked tail."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
+    x = tl.zeros([BLOCK], tl.float32)
+    for _ in range(REPEATS):
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x * factor, mask=at < n)
+
+
+@triton.jit
+def shifted_kernel(x_ptr, out_ptr, shift, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Programs store to STRIDE * program_id, and load `shift` elements further on."""
+    at = tl.program_id(0) * STRIDE + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at + shift))
+
+
+def test_counts_of_a_known_kernel() -> None:
+    n, block, repeats = 21, 8, 3
+    x, factor, out = torch.ones(n, dtype=BF16), torch.ones(1), torch.zeros(n)
+    with count() as found:
+        scale_kernel[(3,)](x, factor, out, n, REPEATS=repeats, BLOCK=block)
+    assert out.eq(1).all(), "counting changes no result"
+    (launch,) = found.launches
+    assert (launch.kernel, launch.programs) == ("scale_kernel", 3)
+    loads, factors, stores = (launch.arguments[name] for name in ("x_ptr", "factor_ptr", "out_ptr"))
+    assert (loads.loaded, loads.loaded_per_program, loads.loaded_once) == (3 * 42, 42, 42)
+    assert (loads.reloads, loads.readers) == (3.0, 1.0)
+    assert (factors.loaded, factors.loaded_once, factors.readers) == (3 * 4, 4, 3.0)
+    assert (stores.loaded, stores.stored, stores.stored_once) == (0, 84, 84)
+    assert (launch.loaded, launch.stored) == (3 * 42 + 12, 84)
+    assert launch.least == 42 + 4 + 84
+    assert launch.least_tiled == 42 + 12 + 84
+
+
+def test_arguments_in_one_storage_are_told_apart() -> None:
+    packed = torch.zeros(4, 2, 8)  # [row, which, 8]: rows of `first` and `second` alternate in memory
+    first, second = packed[:1, 0], packed[:1, 1]
+    with count() as found:
+        shifted_kernel[(1,)](first, second, 0, BLOCK=8, STRIDE=8)
+    (launch,) = found.launches
+    assert launch.arguments["x_ptr"].loaded == launch.arguments["out_ptr"].stored == 32
+    assert launch.arguments["x_ptr"].stored == launch.arguments["out_ptr"].loaded == 0
+
+
+def test_what_one_launch_passes_to_the_next_is_not_of_the_least() -> None:
+    x, factor, between, out = torch.ones(8), torch.ones(1), torch.zeros(8), torch.zeros(8)
+    with count() as found:
+        for source, target in ((x, between), (between, out)):
+            scale_kernel[(1,)](source, factor, target, 8, REPEATS=1, BLOCK=8)
+    assert found.moved == 4 * 32 + 2 * 4
+    assert found.least == 2 * 32 + 4
+
+
+@pytest.mark.parametrize(
+    ("programs", "shift", "stride", "message"),
+    [(2, 1, 8, "loads from memory outside"), (2, 0, 4, "two programs store one element of out_ptr")],
+)
+def test_out_of_bounds_and_races_raise(programs: int, shift: int, stride: int, message: str) -> None:
+    x, out = torch.zeros(16), torch.zeros(16)
+    with pytest.raises(InterpreterError, match=message), count():
+        shifted_kernel[(programs,)](x, out, shift, BLOCK=8, STRIDE=stride)
+
+
+def test_a_gap_between_views_is_outside() -> None:
+    packed = torch.zeros(2, 16)
+    with pytest.raises(InterpreterError, match="no argument covers"), count():
+        shifted_kernel[(1,)](packed[:, :8], torch.zeros(8), 4, BLOCK=8, STRIDE=8)
+
+
+def test_counting_ends_with_the_context() -> None:
+    with count() as found:
+        pass
+    scale_kernel[(1,)](torch.ones(8), torch.ones(1), torch.zeros(8), 8, REPEATS=1, BLOCK=8)
+    assert found.launches == []
+
+
+# ---- goals ----
+
+
+def passes(case: traffic.Case) -> tuple[Traffic, Traffic]:
+    found = traffic.measure(case)
+    return found["forward"], found["backward"]
+
+
+def tiled(found: Traffic) -> float:
+    return found.moved / sum(launch.least_tiled for launch in found.launches)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_layer_norm_is_within_five_percent_of_the_least(add: bool) -> None:
+    """At the rows that a program has at batch 256: a 132nd of the GPU."""
+    forward, backward = passes(traffic.Case("layer_norm", "", traffic.layer_norm(traffic.SHARE, 192, add=add), sms=1))
+    assert [launch.kernel for launch in forward.launches] == ["layer_norm_fwd_kernel"]
+    assert [launch.kernel for launch in backward.launches] == ["layer_norm_bwd_kernel", "column_sum_kernel"]
+    for found in (forward, backward):
+        assert 1.0 <= found.moved / found.least <= 1.05
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_layer_norm_moves_every_row_once(add: bool) -> None:
+    """At any size; parameters are loaded by each program, and never twice by one."""
+    forward, _ = passes(traffic.Case("layer_norm", "", traffic.layer_norm(197, 192, add=add), sms=1))
+    (launch,) = forward.launches
+    rows = [a for a in launch.arguments.values() if a.name not in ("w_ptr", "b_ptr", "layer_scale_ptr")]
+    assert len(rows) == (6 if add else 4)
+    assert sum(a.loaded + a.stored for a in rows) == sum(a.loaded_once + a.stored_once for a in rows)
+    assert all(a.reloads in (0.0, 1.0) for a in launch.arguments.values())
+
+
+@pytest.mark.parametrize(("N", "d"), [(50, 64), (197, 64), (256, 64), (197, 80)])
+def test_attention_loads_a_tile_once_per_program(N: int, d: int) -> None:
+    forward, backward = passes(traffic.Case("attention", "", traffic.attention(N, 1, d)))
+    assert tiled(forward) <= 1.15
+    assert tiled(backward) <= 1.15
+    (launch,) = forward.launches
+    assert launch.arguments["q_ptr"].readers == 1.0
+    assert launch.stored == N * d * 2 + N * 4, "the output and LSE, once"
+
+
+def test_short_attention_backward_moves_the_least() -> None:
+    _, backward = passes(traffic.Case("attention", "", traffic.attention(197, 1, 64)))
+    assert backward.moved == backward.least == 8 * 197 * 64 * 2 + 197 * 4
+
+
+def test_patch_embed_loads_a_tile_once_per_program() -> None:
+    forward, backward = passes(traffic.Case("patch_embed", "", traffic.patch_embed(3, 224, 16, 128), sms=1))
+    assert 1.0 <= tiled(forward) <= 1.15
+    assert 1.0 <= tiled(backward) <= 1.15
+
+
+def test_no_excess_is_unexplained() -> None:
+    case = traffic.Case("layer_norm_mlp", "", traffic.mlp(150, 64), sms=1)
+    found = list(traffic.rows(case))
+    assert {row["kernel"] for row in found} >= {"linear_fwd_kernel", "linear_dact_kernel", "layer_norm_bwd_kernel"}
+    assert traffic.UNEXPLAINED not in traffic.table(found)
+    assert "once for each row tile" in traffic.table(found)
+
+
+def test_the_goal_is_named_and_judged() -> None:
+    assert traffic.goal("layer_norm", "forward", "", 1.04, 1.0).endswith("met")
+    assert traffic.goal("add_layer_norm", "backward", "", 1.06, 1.0).endswith("MISSED")
+    assert traffic.goal("attention", "forward", "N=197, H=3", 2.5, 1.16).endswith("MISSED")
+    assert traffic.goal("attention", "forward", "N=1025, H=1", 9.0, 1.2) == ""

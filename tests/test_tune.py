@@ -1,0 +1,419 @@
+"""Tuned tables: how a choice is made, how the file is written, read and refused, and that kernels follow it."""
+
+import dataclasses
+import json
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastvit import ops
+from fastvit.kernels import _configs, _tuned
+from fastvit.ops import _library
+
+if not (_library.INTERPRET and _library.HAVE_TRITON):
+    pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
+
+from benchmarks import provenance, tune
+from benchmarks.tune import Tuner, decide, difference, using
+from benchmarks.tune_works import Work, candidates, works
+
+ARCH, GPU = "sm_90", "Test GPU 80GB"
+CPU = torch.device("cpu")
+KEY = (20, 16, 2, 0, 0)  # of attention_fwd
+
+
+@pytest.fixture(autouse=True)
+def _nothing_tuned() -> Iterator[None]:
+    def forget() -> None:
+        _tuned.forget()
+        for function in (_configs.attention_fwd, _configs.attention_bwd_dq, _configs.attention_bwd_dkdv):
+            function.cache_clear()
+        _configs.attention_bwd_short.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+def document(tables: Any, **changes: Any) -> dict[str, Any]:
+    return {"format": 1, "gpu": GPU, "arch": ARCH, "tables": tables} | changes
+
+
+def entry(table: str, *values: int) -> dict[str, int]:
+    return dict(zip(_tuned.FIELDS[table], values, strict=True))
+
+
+def load(monkeypatch: pytest.MonkeyPatch, folder: Path, data: Any) -> None:
+    """As the ops do when they meet the GPU."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    (folder / _tuned.file_name(GPU)).write_text(text)
+    plain = _tuned.load
+    monkeypatch.setattr(_tuned, "load", lambda arch, gpu: plain(arch, gpu, folder))
+    _configs.load_tuned(ARCH, GPU)
+
+
+# ---- the margin ----
+
+
+def test_a_choice_must_be_two_percent_faster() -> None:
+    shipped = [1.0, 1.0, 1.0]
+    assert decide(shipped, {(1,): [0.981] * 3}) is None
+    assert decide(shipped, {(1,): [0.979] * 3}) == (1,)
+    assert decide(shipped, {(1,): [0.979] * 3, (2,): [0.9] * 3, (3,): [1.1] * 3}) == (2,)
+    assert decide(shipped, {}) is None
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    """A machine that slows down half-way makes nobody faster; one lucky round decides nothing."""
+    assert decide([1.0, 3.0, 3.0], {(1,): [1.0, 3.0, 3.0]}) is None
+    assert decide([1.0, 1.0, 1.0, 1.0, 1.0], {(1,): [0.1, 1.0, 1.0, 1.0, 1.0]}) is None
+
+
+def test_two_rounds_decide_nothing() -> None:
+    with pytest.raises(ValueError, match="three or more rounds"):
+        decide([1.0, 1.0], {(1,): [0.5, 0.5]})
+
+
+# ---- tuning, with a timer that knows the answer ----
+
+
+def attention_work() -> Work:
+    return next(work for work in works(tiny=True) if work.table == "attention_fwd")
+
+
+def seconds_by_block_m(seconds: dict[int, float]) -> tune.Timer:
+    return lambda run: seconds[_configs.attention_fwd(20, 16, 2, False, ARCH).block_m]
+
+
+def tuner(folder: Path, timer: tune.Timer) -> Tuner:
+    return Tuner(CPU, timer, folder / _tuned.file_name(GPU), GPU, most=2)
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_the_faster_choice_is_written_and_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped choice has 64 query rows; the candidate with 128 is timed as twice as fast."""
+    (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(attention_work())
+    assert "(128, 0, 8, 2), 2.000x" in line
+    path = tmp_path / _tuned.file_name(GPU)
+    data = json.loads(path.read_text())
+    assert data["tables"] == {"attention_fwd": {"20,16,2,0,0": entry("attention_fwd", 128, 0, 8, 2)}}
+    assert (data["gpu"], data["arch"]) == (GPU, ARCH)
+    assert {"commit", "sources", "torch", "triton", "device", "when"} <= set(data["measured"])
+    sample = data["samples"]["attention_fwd[20,16,2,0,0]"]
+    assert sample["shipped"] == {"median": 1.0, "q20": 1.0, "q80": 1.0, "least": 1.0, "rounds": tune.LAST_ROUNDS}
+    assert sample["tried"]["(128, 0, 8, 2)"]["median"] == 0.5
+    before = _configs.attention_fwd(*KEY[:3], False, ARCH, False)
+    load(monkeypatch, tmp_path, data)
+    after = _configs.attention_fwd(*KEY[:3], False, ARCH, False)
+    assert (before.block_m, after.block_m) == (64, 128)
+    assert after.chunks == before.chunks
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_the_shipped_choice_stays_within_the_margin(tmp_path: Path) -> None:
+    (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.99})).tune(attention_work())
+    assert "as shipped" in line
+    data = json.loads((tmp_path / _tuned.file_name(GPU)).read_text())
+    assert data["tables"] == {"attention_fwd": {}}
+    assert data["samples"]["attention_fwd[20,16,2,0,0]"]["chosen"] is None
+
+
+def choosing(outcome: Callable[[tuple[int, ...] | None], torch.Tensor]) -> Work:
+    """A work whose result is a function of the choice in use."""
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return (outcome(_tuned.choice(ARCH, "attention_fwd", *KEY)),)
+
+    return Work("attention_fwd", "outcome", lambda device: run)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 2.0])
+def test_a_choice_with_other_results_is_unfit(wrong: float, tmp_path: Path) -> None:
+    """However fast it is."""
+    work = choosing(lambda choice: torch.tensor([wrong if choice and choice[0] == 128 else 1.0]))
+    (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(work)
+    assert "as shipped; 1 tried, 1 unfit" in line
+    data = json.loads((tmp_path / _tuned.file_name(GPU)).read_text())
+    assert "differs from the shipped" in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(128, 0, 8, 2)"]
+
+
+def test_a_choice_that_does_not_fit_is_unfit(tmp_path: Path) -> None:
+    def outcome(choice: tuple[int, ...] | None) -> torch.Tensor:
+        if choice is not None and choice[0] == 128:
+            raise RuntimeError("out of resource: shared memory")
+        return torch.ones(1)
+
+    (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(choosing(outcome))
+    assert "as shipped; 1 tried, 1 unfit" in line
+    assert "shared memory" in (tmp_path / _tuned.file_name(GPU)).read_text()
+
+
+def test_a_shipped_choice_that_fails_is_an_error(tmp_path: Path) -> None:
+    def outcome(choice: tuple[int, ...] | None) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        tuner(tmp_path, seconds_by_block_m({64: 1.0})).tune(choosing(outcome))
+
+
+def test_a_work_that_asks_for_nothing_is_an_error(tmp_path: Path) -> None:
+    work = Work("gemm", "nothing", lambda device: lambda: (torch.ones(1),))
+    with pytest.raises(RuntimeError, match="no launch asked"):
+        tuner(tmp_path, seconds_by_block_m({64: 1.0})).tune(work)
+
+
+def test_a_table_asked_without_the_target_is_an_error(tmp_path: Path) -> None:
+    def run() -> tuple[torch.Tensor, ...]:
+        _configs.layer_norm(768)
+        return (torch.ones(1),)
+
+    with pytest.raises(RuntimeError, match="without the target"):
+        tuner(tmp_path, seconds_by_block_m({64: 1.0})).tune(Work("layer_norm", "no target", lambda device: run))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_tuning_goes_on_unless_the_code_has_changed(
+    changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = choosing(lambda choice: torch.ones(1))
+    timer = seconds_by_block_m({64: 1.0, 128: 0.5})
+    monkeypatch.setattr(tune, "sources", lambda: "code")
+    assert len(tuner(tmp_path, timer).tune(work)) == 1
+    if changed:
+        monkeypatch.setattr(tune, "sources", lambda: "other code")
+    again = tuner(tmp_path, timer)
+    assert len(again.tune(work)) == (1 if changed else 0)
+    assert again.entries == {("attention_fwd", KEY): (128, 0, 8, 2)}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    provenance.write_json(path, {"old": 1})
+    written: list[Path] = []
+
+    def write(self: Path, text: str) -> None:
+        written.append(self)
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2] if interrupted else text)
+        if interrupted:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    if interrupted:
+        with pytest.raises(OSError, match="disk full"):
+            provenance.write_json(path, {"new": [1, 2, 3]})
+    else:
+        provenance.write_json(path, {"new": [1, 2, 3]})
+    assert path not in written, "nothing is ever written into the file that others read"
+    assert json.loads(path.read_text()) == ({"old": 1} if interrupted else {"new": [1, 2, 3]})
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_differences_are_of_the_largest_result() -> None:
+    one = torch.tensor([1.0, -4.0])
+    assert difference((one, one), (one, one + torch.tensor([0.1, 0.0]))) == pytest.approx(0.025)
+    assert difference((torch.tensor([float("inf")]),), (torch.ones(1),)) == float("inf")
+
+
+def test_using_ends_with_the_context() -> None:
+    shipped = _configs.attention_fwd(197, 64, 2, False, ARCH)
+    with using({("attention_fwd", (197, 64, 2, 0, 0)): (128, 64, 8, 3)}) as asked:
+        assert _configs.attention_fwd(197, 64, 2, False, ARCH).num_stages == 3
+    assert asked == {(ARCH, "attention_fwd", (197, 64, 2, 0, 0))}
+    assert _configs.attention_fwd(197, 64, 2, False, ARCH) == shipped
+
+
+def test_every_candidate_is_valid_and_new() -> None:
+    keys = {
+        "layer_norm": [(D, b) for D in (192, 768, 1664) for b in (0, 1)],
+        "column_sum": [(9, 768)],
+        "activation_backward": [(3072, 2)],
+        "gemm": [(16, 3072, 768, 2)],
+        "use_triton_gemm": [(3072, 768, 2)],
+        "patch_embed": [(16, 768, 768, 2, 2, 0), (768, 768, 16, 2, 2, 1)],
+    } | {f"attention_{t}": [(n, 64, 2, 0, 0) for n in (50, 197, 257)] for t in ("fwd", "bwd_dq", "bwd_dkdv")}
+    keys["attention_bwd_short"] = [(n, 64, 2, 0, 0) for n in (50, 197, 256)]
+    assert set(keys) == set(_tuned.FIELDS)
+    for table, some in keys.items():
+        for key in some:
+            found = candidates(table, key)
+            assert len(found) >= 2
+            assert len(set(found)) == len(found)
+            for choice in found:
+                _tuned.check(table, key, entry(table, *choice))
+
+
+def test_a_rehearsal_cannot_write_where_results_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(["--rehearse"])
+    assert "an --out of its own" in capsys.readouterr().err
+
+
+# ---- the file as the kernels see it ----
+
+OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, Any]]] = [
+    ("layer_norm", "768,1", (4, 8), lambda: _configs.layer_norm(768, backward=True, arch=ARCH), {"block_rows": 4}),
+    ("column_sum", "9,768", (64, 16, 8), lambda: _configs.column_sum(264, 768, ARCH), {"block_dim": 16}),
+    (
+        "activation_backward", "3072,2", (4, 512, 4, 8), lambda: _configs.activation_backward(3072, 2, ARCH),
+        {"block_m": 4, "steps": 4, "num_warps": 8},
+    ),
+    (
+        "gemm", "16,3072,768,2", (64, 128, 32, 1, 4, 5, 0), lambda: _configs.gemm(50432, 3072, 768, 2, ARCH),
+        {"block_m": 64, "block_k": 32, "num_stages": 5, "max_registers": None},
+    ),
+    (
+        "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3), lambda: _configs.attention_fwd(197, 64, 2, False, ARCH),
+        {"block_m": 128, "block_n": 32, "chunks": (16, 0), "num_stages": 3},
+    ),
+    (
+        "attention_bwd_dq", "257,64,2,0,1", (128, 128, 8, 2),
+        lambda: _configs.attention_bwd_dq(257, 64, 2, False, ARCH, True), {"block_n": 128, "tail": 16},
+    ),
+    (
+        "attention_bwd_dkdv", "257,80,2,1,0", (32, 128, 8, 3),
+        lambda: _configs.attention_bwd_dkdv(257, 80, 2, True, ARCH, False), {"block_m": 32, "parts": (64, 16)},
+    ),
+    (
+        "attention_bwd_short", "197,64,2,0,0", (256, 32, 16, 2),
+        lambda: _configs.attention_bwd_short(197, 64, 2, False, ARCH, False), {"block_n": 32, "num_warps": 16},
+    ),
+    (
+        "patch_embed", "768,588,16,2,2,1", (64, 128, 32, 4, 4),
+        lambda: _configs.patch_embed(
+            768, 588, 50000, itemsize=2, loaded=2, arch=ARCH, multiprocessors=132, split=True
+        ),
+        {"block_m": 64, "block_n": 128, "splits": 2 * 132 // (12 * 5)},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "key", "choice", "config", "expected"), OVERRIDES, ids=[o[0] for o in OVERRIDES])
+def test_the_file_overrides_its_table(
+    table: str,
+    key: str,
+    choice: tuple[int, ...],
+    config: Callable[[], Any],
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shipped = dataclasses.asdict(config())
+    load(monkeypatch, tmp_path, document({table: {key: entry(table, *choice)}}))
+    found = dataclasses.asdict(config())
+    assert found.items() >= expected.items()
+    assert found != shipped
+    _tuned.forget()
+
+
+def test_a_kernel_can_be_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is not None
+    assert _configs.use_triton_gemm(3072, 768, 2, ARCH)
+    tables = {
+        "attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 0, 64, 4, 2)},
+        "use_triton_gemm": {"3072,768,2": {"use": 0}},
+    }
+    load(monkeypatch, tmp_path, document(tables))
+    assert _configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is None
+    assert not _configs.use_triton_gemm(3072, 768, 2, ARCH)
+    assert _configs.use_triton_gemm(768, 3072, 2, ARCH), "other shapes as shipped"
+    assert _configs.use_triton_gemm(3072, 768, 2, "sm_80"), "other targets too"
+
+
+@pytest.mark.usefixtures("triton_backend")
+def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from a choice, such as the tail of 37 keys, follows from the tuned one."""
+    qkv = torch.randn(1, 37, 3, 2, 16, requires_grad=True)
+    gradient = torch.randn(1, 37, 2, 16)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        out = ops.attention_qkvpacked(qkv)
+        return out.detach(), *torch.autograd.grad(out, qkv, gradient)
+
+    shipped = results()
+    tables = {
+        "attention_fwd": {"37,16,4,0,0": entry("attention_fwd", 16, 16, 4, 2)},
+        "attention_bwd_dq": {"37,16,4,0,0": entry("attention_bwd_dq", 64, 16, 4, 2)},
+        "attention_bwd_dkdv": {"37,16,4,0,0": entry("attention_bwd_dkdv", 16, 64, 4, 2)},
+    }
+    load(monkeypatch, tmp_path, document(tables))
+    assert _configs.attention_fwd(37, 16, 4, False, ARCH).block_m == 16
+    for got, expected in zip(results(), shipped, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+GOOD = {"20,16,2,0,0": entry("attention_fwd", 128, 0, 8, 2)}
+DAMAGED: dict[str, tuple[Any, str]] = {
+    "cut off": (json.dumps(document({"attention_fwd": GOOD}))[:-20], "delimiter|Expecting|Unterminated"),
+    "no text": ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "Expecting"),
+    "a list": ([1, 2], "not of format 1"),
+    "another format": (document({}, format=2), "not of format 1"),
+    "another GPU": (document({}, gpu="Another"), "made on 'Another'"),
+    "another arch": (document({}, arch="sm_80"), "not on 'Test GPU 80GB', 'sm_90'"),
+    "no tables": (document(None), "tables is no object"),
+    "an unknown table": (document({"softmax": GOOD}), "no table 'softmax'"),
+    "a short key": (document({"attention_fwd": {"20,16": GOOD["20,16,2,0,0"]}}), "key or fields"),
+    "a key of words": (document({"attention_fwd": {"a,b,c,d,e": GOOD["20,16,2,0,0"]}}), "invalid literal"),
+    "a missing field": (document({"attention_fwd": {"20,16,2,0,0": {"block_m": 64}}}), "key or fields"),
+    "no number": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "block_m": "64"}}}), "'64'"),
+    "a fraction": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "num_warps": 4.0}}}), "4.0"),
+    "true": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "num_warps": True}}}), "True"),
+    "96 rows": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "block_m": 96}}}), "power of two"),
+    "8 rows": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "block_m": 8}}}), "less than 16"),
+    "long for the short kernel": (
+        document({"attention_fwd": {"577,64,2,0,0": GOOD["20,16,2,0,0"]}}), "no more than 384 keys"
+    ),
+    "a row too many": (
+        document({"attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 128, 64, 8, 2)}}),
+        "less than the 197 queries",
+    ),
+    "no stage": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 128, 64, 1, 8, 0, 0)}}), "not of 1 to 32"),
+    "a narrow tile": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 32, 64, 1, 8, 3, 0)}}), "less than 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_file_is_ignored_with_one_warning(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, reason = DAMAGED[what]
+    shipped = _configs.attention_fwd(20, 16, 2, False, ARCH)
+    with pytest.warns(UserWarning, match=reason) as caught:
+        load(monkeypatch, tmp_path, data)
+    assert len(caught) == 1
+    assert "tuned_test_gpu_80gb.json is ignored" in str(caught[0].message)
+    assert _configs.attention_fwd(20, 16, 2, False, ARCH) == shipped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _configs.load_tuned(ARCH, GPU)  # a second GPU of the same model
+
+
+def test_without_a_file_there_is_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tuned.load(ARCH, GPU, tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(_tuned.FOLDER.glob("tuned_*.json")), ids=lambda path: path.name)
+def test_files_in_the_package_are_sound(path: Path) -> None:
+    data = json.loads(path.read_text())
+    assert path.name == _tuned.file_name(data["gpu"])
+    assert _tuned.parse(data, data["arch"], data["gpu"]), "a file without a choice is none"
+
+
+def test_the_ops_load_the_table_of_the_gpu_that_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, gcnArchName="gfx942:sramecc+")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    loaded = []
+    monkeypatch.setattr(_configs, "load_tuned", lambda arch, gpu: loaded.append((arch, gpu)))
+    monkeypatch.setattr(torch.version, "hip", None)
+    _library._cuda_arch.cache_clear()
+    try:
+        assert _library._cuda_arch(0) == _library._cuda_arch(0) == "sm_90"
+    finally:
+        _library._cuda_arch.cache_clear()
+    assert loaded == [("sm_90", "NVIDIA H200")]
