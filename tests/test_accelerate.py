@@ -280,6 +280,13 @@ def test_what_no_op_stands_for_is_skipped_with_the_reason(timm, device, options,
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
+def test_fastvits_own_models_are_fused_already(image: Tensor) -> None:
+    model = fastvit.create_model("vit_tiny_patch16_224", img_size=32, depth=1).to(image.device)
+    report = fastvit.accelerate(model, strict=True)
+    assert [e.name for e in report.entries] == [name for name, _ in model.named_modules()]
+    assert {(e.status, e.detail) for e in report.entries} == {("as it was", "fused already")}
+
+
 def test_strict_accepts_a_model_that_is_fused_throughout(vit: nn.Module) -> None:
     assert not fastvit.accelerate(vit, strict=True).skipped
 

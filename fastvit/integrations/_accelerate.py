@@ -89,6 +89,11 @@ def _visit(module: nn.Module, name: str, seen: set[int], plan: Plan | None = Non
         return
     seen.add(id(module))
     kind = type(module).__name__
+    if qualified(module).startswith("fastvit."):
+        for below, child in module.named_modules(prefix=name):
+            seen.add(id(child))
+            yield Entry(below, type(child).__name__, "as it was", "fused already"), child, None
+        return
     plan = plan or PLANS.get(qualified(module))
     skipped = None
     if plan is not None:

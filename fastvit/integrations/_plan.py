@@ -45,8 +45,8 @@ class Cannot(Exception):
 class Plan:
     """What `accelerate` does with instances of one class.
 
-    read: module -> its parts, as `run` takes them; raises `Cannot` for what no op can stand for. Called anew for every
-        call, since hooks, adapters and other parameters come and go.
+    read: module -> its parts, as `run` takes them, a tuple whose first leaf is a parameter; raises `Cannot` for what
+        no op can stand for. Called anew for every call, since hooks, adapters and other parameters come and go.
     run: (module, input, parts) -> what the module's own forward returns.
     ops: the names of the ops that run, for the report.
     admit: (module, *args, **kwargs), the arguments of a call -> its input; raises `Cannot` for what else they ask for.
@@ -65,7 +65,7 @@ def fused_forward(plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> A
     try:
         x = plan.admit(module, *args, **kwargs)
         parts = plan.read(module)
-        check_input(x, module, plan.ndim)
+        check_input(x, parts, plan.ndim)
     except Cannot as reason:
         return own_forward(module, reason, *args, **kwargs)
     return plan.run(module, x, parts)
@@ -84,15 +84,17 @@ def own_forward(module: nn.Module, reason: Cannot, *args: Any, **kwargs: Any) ->
     return type(module).forward(module, *args, **kwargs)
 
 
-def check_input(x: Any, module: nn.Module, ndim: int | None) -> None:
+def check_input(x: Any, parts: Any, ndim: int | None) -> None:
     """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
+    weight = parts
+    while not isinstance(weight, Tensor):
+        weight = weight[0]
     if not isinstance(x, Tensor) or x.is_nested:
         raise Cannot(f"its input is no plain tensor but {type(x).__name__}")
     if ndim is not None and x.dim() != ndim:
         raise Cannot(f"its input has {x.dim()} dimensions, not {ndim}")
-    dtype = next(module.parameters()).dtype
-    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-        raise Cannot(f"its input is {x.dtype} and its parameters are {dtype}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise Cannot(f"its input is {x.dtype} and its parameters are {weight.dtype}")
 
 
 def qualified(module: nn.Module) -> str:
