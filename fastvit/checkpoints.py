@@ -252,7 +252,8 @@ def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source:
     if n < 1 or side * side != n or grid == (side, side):
         return []
     if n == grid[0] * grid[1] and not source.square:
-        return [f"pos_embed may be of {side} x {side} or {grid[0]} x {grid[1]} patches: give img_size the file's own"]
+        choices = f"{side} x {side} or {grid[0]} x {grid[1]} patches"
+        return [f"pos_embed may be of {choices}: model.load_state_dict takes it for the latter, img_size of the former"]
     image = positions[:, P:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
     patches = resize(image, grid).flatten(2).transpose(1, 2).to(positions.dtype)
     ours["pos_embed"] = torch.cat([positions[:, :P], patches], dim=1)

@@ -45,7 +45,7 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
-class MemEffAttention(nn.Module):
+class Attention(nn.Module):
     __module__ = "dinov2.layers.attention"
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -53,14 +53,24 @@ class MemEffAttention(nn.Module):
         self.num_heads = num_heads
         self.scale = (dim // num_heads) ** -0.5
         self.qkv = nn.Linear(dim, 3 * dim)
-        self.attn_drop = nn.Dropout(0.0)
+        self.attn_drop: float | nn.Module = 0.0
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(0.0)
 
-    def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, is_causal: bool = False) -> Tensor:
+        return self._attend(x, None, is_causal)
+
+    def _attend(self, x: Tensor, attn_bias: Tensor | None, is_causal: bool) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, is_causal=is_causal)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+
+
+class MemEffAttention(Attention):
+    __module__ = "dinov2.layers.attention"
+
+    def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return self._attend(x, attn_bias, False)
 
 
 class NestedTensorBlock(nn.Module):

@@ -245,6 +245,70 @@ def test_masks_fall_back_by_call(vit: nn.Module) -> None:
     assert not close(block(x), want[0])
 
 
+def test_timms_attention_drops_and_scales_as_its_own_does(timm, vit: nn.Module, image: Tensor) -> None:
+    """scaled_dot_product_attention, in it, follows the attention's mode and takes no scale from it."""
+    for block in vit.blocks:
+        block.attn.qkv.weight.data *= 10
+        block.attn.scale *= 4
+        block.attn.attn_drop = nn.Dropout(0.5)  # in training, in a model that is not
+    for fused in (True, False):
+        for block in vit.blocks:
+            block.attn.fused_attn = fused
+            block.attn.attn_drop.train(fused)
+        want = vit(image)
+        fastvit.accelerate(vit)
+        assert close(vit(image), want)
+        fastvit.restore(vit)
+
+
+@pytest.mark.parametrize("option", ["attn_drop_rate", "proj_drop_rate"])
+def test_a_dropout_of_everything(timm, image: Tensor, option: str) -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, **{option: 1.0}).to(image.device).train()
+    want = model(image)
+    report = fastvit.accelerate(model)
+    assert fate(report, "blocks.0") == ("skipped", "a dropout of everything")
+    assert close(model(image), want)
+
+
+def test_a_norm_of_higher_precision_than_the_layer_behind_it(vit: nn.Module) -> None:
+    """Which PyTorch takes on a CPU only."""
+    block, x = vit.blocks[0].cpu().bfloat16(), torch.randn(2, 5, 192).bfloat16()
+    block.norm2.float()
+    want = block(x)
+    fastvit.accelerate(block)
+    with pytest.warns(UserWarning, match=r"its input is torch.bfloat16 and its parameters are torch.float32"):
+        assert torch.equal(block(x), want)
+
+
+def test_the_input_by_name(vit: nn.Module, image: Tensor) -> None:
+    x = torch.randn(2, 5, 192, device=image.device)
+    calls = [
+        (vit.patch_embed.proj, {"input": image}), (vit.blocks[0], {"x": x}), (vit.blocks[0].attn, {"x": x}),
+        (vit.blocks[0].mlp, {"x": x}), (vit.norm, {"x": x}), (nn.LayerNorm(192, device=x.device), {"input": x}),
+    ]  # fmt: skip
+    for module, named in calls:
+        want = module(**named)
+        fastvit.accelerate(module)
+        assert close(module(**named), want)
+        with pytest.raises(TypeError, match="argument"):
+            module()
+
+
+def test_tensor_subclasses_are_left_to_the_module(vit: nn.Module) -> None:
+    """As quantisation puts into nn.Linear, and as DTensor: their own operations are what they know."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = torch.randn(2, 5, 192, device=vit.pos_embed.device)
+    mlp = vit.blocks[0].mlp
+    want = mlp(x)
+    fastvit.accelerate(mlp)
+    with pytest.warns(UserWarning, match="Mlp runs its own forward instead of fastvit's: a TwoTensor"):
+        assert close(mlp(TwoTensor(x, x)).a, want)
+    weight = mlp.fc2.weight.detach()
+    mlp.fc2.weight = nn.Parameter(TwoTensor(weight, weight))
+    assert close(mlp(x).a, want)
+
+
 def test_subclasses_and_unknown_classes_are_left_alone(timm, device) -> None:
     class MyBlock(timm.models.vision_transformer.Block):
         pass

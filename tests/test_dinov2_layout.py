@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dinov2_layout import NestedTensorBlock, PatchEmbed
+from dinov2_layout import Attention, NestedTensorBlock, PatchEmbed
 from torch import Tensor, nn
 
 import fastvit
@@ -62,6 +62,32 @@ def test_an_attention_bias_falls_back(device: torch.device, x: Tensor) -> None:
     with pytest.warns(UserWarning, match="an attention bias"):
         assert torch.equal(attn(x, attn_bias=bias), want[0])
     torch.testing.assert_close(attn(x), want[1], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_of_either_age(device: torch.device, x: Tensor) -> None:
+    """attn_drop was a module, then a number; xformers' attention has no dropout."""
+    block = NestedTensorBlock(64, 4).to(device).eval()
+    want = block(x)
+    for drop in (0.0, nn.Dropout(0.0)):
+        block.attn.attn_drop = drop
+        fastvit.accelerate(block, strict=True)
+        torch.testing.assert_close(block(x), want, rtol=1e-4, atol=1e-5)
+        del block.attn.attn_drop
+    for drop in (0.5, nn.Dropout(0.5)):
+        block.attn.attn_drop = drop
+        report = fastvit.accelerate(block.train())
+        assert {e.detail for e in report.skipped} == {"a dropout of attention, which xformers leaves out"}
+        del block.attn.attn_drop
+
+
+def test_causal_attention_falls_back(device: torch.device, x: Tensor) -> None:
+    attn = Attention(64, 4).to(device).eval()
+    want = attn(x, True)
+    fastvit.accelerate(attn)
+    with pytest.warns(UserWarning, match="causality"):
+        assert torch.equal(attn(x, True), want)
+    assert torch.equal(attn(x, is_causal=True), want)
+    torch.testing.assert_close(attn(x, False), attn(x), rtol=0.0, atol=0.0)
 
 
 def test_dropout_is_drawn_in_the_mlp(device: torch.device, x: Tensor) -> None:

@@ -227,3 +227,14 @@ def test_outside_of_observers_the_results_are_the_dispatcher_s():
             with Names():
                 dispatched = call()
         torch.testing.assert_close(direct, dispatched, rtol=0, atol=0, msg=name)
+
+
+def test_a_lazy_negation_is_carried_out(backend: str, device: torch.device) -> None:
+    """A plain tensor to Python, whose memory holds other values: only the dispatcher knows."""
+    x, w, b = torch.randn(4, 16, device=device), torch.randn(16, device=device), torch.randn(16, device=device)
+    torch.testing.assert_close(ops.layer_norm(torch._neg_view(x), w, b), ops.layer_norm(-x, w, b))
+    w.requires_grad_()
+    out = ops.layer_norm(x, w, b)
+    (want,) = torch.autograd.grad(out, w, -x, retain_graph=True)
+    (got,) = torch.autograd.grad(out, w, torch._neg_view(x))
+    torch.testing.assert_close(got, want)

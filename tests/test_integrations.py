@@ -182,4 +182,4 @@ def test_accelerated_models_run_the_triton_kernels(triton_backend: None, device:
     for name, gradient in gradients.items():
         assert_close(fused_gradients[name], gradient, f"d{name}", max(gradient.abs().max().item(), 1e-2 * largest))
     names = {event.name for event in profile.events()}
-    assert {"fastvit::attention_fwd", "fastvit::attention_bwd", "fastvit::layer_norm_fwd"} <= names
+    assert {"fastvit::attention_qkvpacked_fwd", "fastvit::attention_qkvpacked_bwd", "fastvit::layer_norm_fwd"} <= names

@@ -85,6 +85,50 @@ def test_hidden_states_alone_stay_fused(vit, image, recwarn) -> None:
     assert not [w for w in recwarn if "own forward" in str(w.message)]
 
 
+def test_hooks_beside_transformers_own_run(vit, image) -> None:
+    seen = []
+    vit(image, output_hidden_states=True)
+    vit.layers[0].attention.register_forward_pre_hook(lambda *_: seen.append("into"))
+    vit.layers[1].attention.register_full_backward_hook(lambda *_: seen.append("back"))
+    fastvit.accelerate(vit)
+    tokens(vit, image).sum().backward()
+    assert seen == ["into", "back"]
+
+
+@pytest.mark.parametrize("asked", ["by hook", "by call", "by configuration"])
+def test_eager_attention_alone_returns_its_weights(vit, image, asked) -> None:
+    vit.set_attn_implementation("eager")
+    for layer in vit.layers:
+        layer.mlp.fc1.register_forward_hook(lambda *_: None)  # nothing but the attention could be accelerated
+
+    def weights() -> Tensor:
+        if asked == "by call":
+            return vit.layers[0].attention(torch.ones(1, 3, 64, device=image.device))[1]
+        if asked == "by configuration":
+            vit.config.output_attentions = True
+            return vit(image).attentions[0]
+        seen = []
+        with vit.layers[0].attention.register_forward_hook(lambda module, args, out: seen.append(out[1])):
+            vit(image)
+        return seen[0]
+
+    want = weights()
+    report = fastvit.accelerate(vit)
+    assert ("ViTAttention", "eager attention returns its weights as well") in {
+        (e.kind, e.detail) for e in report.skipped
+    }
+    assert close(weights(), want)
+
+
+def test_attention_made_causal(vit, image) -> None:
+    for layer in vit.layers:
+        layer.attention.is_causal = True
+    want = tokens(vit, image)
+    report = fastvit.accelerate(vit)
+    assert {e.detail for e in report.skipped} == {"its attention is causal"}
+    assert close(tokens(vit, image), want)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_inside_forward(vit, image, reentrant) -> None:
     weight = vit.layers[0].mlp.fc1.weight

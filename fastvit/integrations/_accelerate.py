@@ -27,6 +27,9 @@ def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
     attribute of the instance. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and
     Meta's DINOv2, and nn.LayerNorm anywhere. Call it before torch.compile. Calling it again starts afresh.
 
+    Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
+    collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored.
+
     What an op cannot do is left to the module's own forward: for a module at once (qk-norm, adapters, hooks inside a
     fused span), with the reason in the report; for a call (an attention mask, attention weights asked for, hooks added
     later) with one warning.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastvit import _halves as halves
 from fastvit._fusible import active_p, affine, untouched
@@ -33,20 +34,24 @@ ACTIVATIONS = {
 }
 
 
-def only_input(module: nn.Module, x: Any) -> Any:
-    return x
-
-
 class Cannot(Exception):
     """Why a module's own forward has to run: raised while it is read, or by what a call asks for."""
+
+
+def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The argument of a forward that has one, by position or under whatever name."""
+    if len(args) + len(kwargs) != 1:
+        raise Cannot("other arguments than its input")
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 @dataclass(frozen=True)
 class Plan:
     """What `accelerate` does with instances of one class.
 
-    read: module -> its parts, as `run` takes them, a tuple whose first leaf is a parameter; raises `Cannot` for what
-        no op can stand for. Called anew for every call, since hooks, adapters and other parameters come and go.
+    read: module -> its parts, as `run` takes them, a tuple of which each item is, or begins with, a tensor whose type
+        has to fit the input's, or is none; raises `Cannot` for what no op can stand for. Called anew for every call,
+        since hooks, adapters and other parameters come and go.
     run: (module, input, parts) -> what the module's own forward returns.
     ops: the names of the ops that run, for the report.
     admit: (module, *args, **kwargs), the arguments of a call -> its input; raises `Cannot` for what else they ask for.
@@ -84,17 +89,24 @@ def own_forward(module: nn.Module, reason: Cannot, *args: Any, **kwargs: Any) ->
     return type(module).forward(module, *args, **kwargs)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 def check_input(x: Any, parts: Any, ndim: int | None) -> None:
     """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
-    weight = parts
-    while not isinstance(weight, Tensor):
-        weight = weight[0]
     if not isinstance(x, Tensor) or x.is_nested:
         raise Cannot(f"its input is no plain tensor but {type(x).__name__}")
     if ndim is not None and x.dim() != ndim:
         raise Cannot(f"its input has {x.dim()} dimensions, not {ndim}")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise Cannot(f"its input is {x.dtype} and its parameters are {weight.dtype}")
+    for leaf in (x, *parts):
+        while isinstance(leaf, tuple):
+            leaf = leaf[0]
+        if not isinstance(leaf, Tensor):
+            continue
+        if type(leaf) not in _PLAIN and is_traceable_wrapper_subclass(leaf):
+            raise Cannot(f"a {type(leaf).__name__}")
+        if x.dtype != leaf.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise Cannot(f"its input is {x.dtype} and its parameters are {leaf.dtype}")
 
 
 def qualified(module: nn.Module) -> str:
@@ -130,15 +142,26 @@ def read_activation(module: nn.Module, name: str) -> str:
     return "gelu_tanh" if getattr(act, "approximate", "none") == "tanh" else ACTIVATIONS[qualified(act)]
 
 
-def read_packed_attention(attn: Any) -> AttentionParts:
-    """The layout that timm and Meta share: qkv, attn_drop, proj, proj_drop."""
+def read_dropout(module: nn.Module, name: str) -> float:
+    """The probability of the dropout `name` that applies now."""
+    return check_dropout(active_p(part(module, name, DROPOUT)))
+
+
+def check_dropout(p: float) -> float:
+    if p >= 1.0:
+        raise Cannot("a dropout of everything")
+    return p
+
+
+def read_packed_attention(attn: Any, attn_p: float, scale: float | None) -> AttentionParts:
+    """The layout that timm and Meta share: qkv, proj, proj_drop. attn_p, scale: as this version of it applies them."""
     qkv, proj = part(attn, "qkv", LINEAR), part(attn, "proj", LINEAR)
-    attn_p, proj_p = active_p(part(attn, "attn_drop", DROPOUT)), active_p(part(attn, "proj_drop", DROPOUT))
     heads = attn.num_heads
     check_heads(proj.in_features, heads)
     if qkv.out_features != 3 * proj.in_features:
         raise Cannot(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
-    return AttentionParts((affine(qkv),), affine(proj), heads, attn.scale, attn_p, proj_p)
+    proj_p = read_dropout(attn, "proj_drop")
+    return AttentionParts((affine(qkv),), affine(proj), heads, scale, check_dropout(attn_p), proj_p)
 
 
 def check_heads(width: int, num_heads: int) -> None:

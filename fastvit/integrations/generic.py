@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastvit import ops
 from fastvit._halves import Norm
-from fastvit.integrations._plan import LAYER_NORM, Cannot, Plan, read_norm
+from fastvit.integrations._plan import LAYER_NORM, Cannot, Plan, only_input, read_norm
 
 
 def run_norm(norm: Any, x: Tensor, parts: Norm) -> Tensor:
@@ -26,7 +26,8 @@ def read_patches(conv: Any) -> tuple[Tensor, Tensor | None]:
     return conv.weight, conv.bias
 
 
-def admit_image(conv: Any, x: Any) -> Any:
+def admit_image(conv: Any, *args: Any, **kwargs: Any) -> Any:
+    x = only_input(conv, *args, **kwargs)
     if isinstance(x, Tensor) and x.dim() == 4:
         (H, W), (ph, pw) = x.shape[2:], conv.kernel_size
         if H % ph or W % pw:

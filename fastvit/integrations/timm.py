@@ -19,6 +19,7 @@ from fastvit.integrations._plan import (
     Plan,
     part,
     read_activation,
+    read_dropout,
     read_norm,
     read_packed_attention,
     run_attention,
@@ -37,14 +38,17 @@ def read_attention(attn: Any) -> AttentionParts:
         child = attn._modules.get(name)
         if child is not None and not isinstance(child, nn.Identity):
             raise Cannot(f"{meaning} in attention")
-    return read_packed_attention(attn)
+    drop = part(attn, "attn_drop", DROPOUT)
+    if attn.fused_attn:  # then F.scaled_dot_product_attention scales, and drops when the module around is in training
+        return read_packed_attention(attn, drop.p if attn.training else 0.0, None)
+    return read_packed_attention(attn, active_p(drop), attn.scale)
 
 
 def read_mlp(mlp: Any) -> MlpParts:
     if "norm" in mlp._modules:
         part(mlp, "norm", IDENTITY)
     fc1, fc2 = part(mlp, "fc1", LINEAR), part(mlp, "fc2", LINEAR)
-    p = active_p(part(mlp, "drop1", DROPOUT)), active_p(part(mlp, "drop2", DROPOUT))
+    p = read_dropout(mlp, "drop1"), read_dropout(mlp, "drop2")
     if p[0] and p[0] != p[1]:
         raise Cannot(f"its two dropouts differ: {p[0]} and {p[1]}")
     return MlpParts(affine(fc1), affine(fc2), read_activation(mlp, "act"), *p)

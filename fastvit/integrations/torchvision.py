@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastvit._fusible import active_p, affine
+from fastvit._fusible import affine
 from fastvit._halves import Affine, AttentionParts, Ends, MlpParts
 from fastvit.integrations._plan import (
-    DROPOUT,
     FUSED_BLOCK,
     LAYER_NORM,
     LINEAR,
     BlockParts,
     Cannot,
     Plan,
+    check_dropout,
     check_heads,
     part,
     read_activation,
+    read_dropout,
     read_norm,
     run_block,
     run_mlp,
@@ -37,13 +38,13 @@ def read_attention(block: Any) -> AttentionParts:
         (Affine(attn.in_proj_weight, attn.in_proj_bias),),
         affine(part(attn, "out_proj", OUT_PROJ)),
         attn.num_heads,
-        attn_p=attn.dropout if attn.training else 0.0,
-        proj_p=active_p(part(block, "dropout", DROPOUT)),
+        attn_p=check_dropout(attn.dropout if attn.training else 0.0),
+        proj_p=read_dropout(block, "dropout"),
     )
 
 
 def read_mlp(mlp: Any) -> MlpParts:
-    p = active_p(part(mlp, "2", DROPOUT)), active_p(part(mlp, "4", DROPOUT))
+    p = read_dropout(mlp, "2"), read_dropout(mlp, "4")
     if p[0] and p[0] != p[1]:
         raise Cannot(f"its two dropouts differ: {p[0]} and {p[1]}")
     return MlpParts(affine(part(mlp, "0", LINEAR)), affine(part(mlp, "3", LINEAR)), read_activation(mlp, "1"), *p)

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from fastvit import _halves as halves
 from fastvit import ops
-from fastvit._fusible import active_p, affine
+from fastvit._fusible import affine
 from fastvit._halves import AttentionParts, Ends, MlpParts
 from fastvit.integrations._plan import (
-    DROPOUT,
     FUSED_BLOCK,
     IDENTITY,
     LAYER_NORM,
@@ -22,10 +21,12 @@ from fastvit.integrations._plan import (
     BlockParts,
     Cannot,
     Plan,
+    check_dropout,
     check_heads,
     part,
     qualified,
     read_activation,
+    read_dropout,
     read_norm,
     run_block,
     run_mlp,
@@ -52,6 +53,8 @@ _MODELS = {  # by the prefix of its classes
 }
 # Implementations of the same attention; another one, registered by somebody, is somebody's choice
 _SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
+# Those that return weights or their sums beside the output, for whoever calls or hooks the attention
+_WITH_WEIGHTS = ("eager", "flex_attention")
 # Arguments that say what a model returns, or are for the loss, and change nothing inside a layer
 _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
@@ -72,16 +75,21 @@ def _captures_attentions() -> bool:
 def _attention_part(layer: Any, name: str, kinds: tuple[str, ...]) -> Any:
     attn = layer._modules[name]
     hooks = attn._forward_hooks.values()
-    if hooks and all(hook.__module__ == "transformers.utils.output_capturing" for hook in hooks):
-        if qualified(attn) in kinds and not _captures_attentions():
-            return attn
+    others = attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks or "forward" in attn.__dict__
+    if others or not hooks or any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks):
+        return part(layer, name, kinds)
+    if _captures_attentions():
         raise Cannot("attention weights are collected")
-    return part(layer, name, kinds)
+    if qualified(attn) not in kinds:
+        raise Cannot(f"{name} is {type(attn).__name__}")
+    return attn
 
 
 def read_attention(attn: Any, proj: str, proj_p: float = 0.0) -> AttentionParts:
     if type(attn.config).__name__ == "CLIPTextConfig":
         raise Cannot("the text tower's attention is causal")
+    if getattr(attn, "is_causal", False):
+        raise Cannot("its attention is causal")
     if attn.config._attn_implementation not in _SAME_ATTENTION and not attn.config._attn_implementation.startswith(
         "flash_attention"
     ):
@@ -96,9 +104,15 @@ def read_attention(attn: Any, proj: str, proj_p: float = 0.0) -> AttentionParts:
     p = attn.dropout if p is None else p
     scale = getattr(attn, "scaling", None)
     scale = attn.scale if scale is None else scale
-    return AttentionParts(
-        (affine(q), affine(k), affine(v)), affine(out), heads, scale, p if attn.training else 0.0, proj_p
-    )
+    p = check_dropout(p if attn.training else 0.0)
+    return AttentionParts((affine(q), affine(k), affine(v)), affine(out), heads, scale, p, proj_p)
+
+
+def read_attention_alone(attn: Any, proj: str) -> AttentionParts:
+    implementation = attn.config._attn_implementation or "eager"
+    if implementation in _WITH_WEIGHTS:
+        raise Cannot(f"{implementation} attention returns its weights as well")
+    return read_attention(attn, proj)
 
 
 def read_mlp(mlp: Any, out_p: float = 0.0) -> MlpParts:
@@ -110,7 +124,7 @@ def read_mlp(mlp: Any, out_p: float = 0.0) -> MlpParts:
 
 def read_layer(prefix: str, layer: Any) -> BlockParts:
     names = _MODELS[prefix]
-    p = active_p(part(layer, "dropout", DROPOUT)) if "dropout" in layer._modules else 0.0
+    p = read_dropout(layer, "dropout") if "dropout" in layer._modules else 0.0
     drop = (0.0, True)
     if "drop_path" in layer._modules:
         path = part(layer, "drop_path", (*IDENTITY, _class(prefix, "DropPath")))
@@ -156,7 +170,7 @@ for _prefix, _names in _MODELS.items():
     _suffix = "EncoderLayer" if _prefix in ("CLIP", "Siglip") else "Layer"
     PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, admit)
     PLANS[_class(_prefix, "Attention")] = Plan(
-        partial(read_attention, proj=_names.projection), run_attention, "attention, linear", admit
+        partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", admit
     )
     PLANS[_class(_prefix, "MLP")] = Plan(read_mlp, run_mlp, "mlp", ndim=None)
 EMBEDDINGS = {

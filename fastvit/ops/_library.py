@@ -150,7 +150,11 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 def _unobserved(args: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would lead from the registered op straight to its implementation, so that calling that at
     once is the same: plain CPU or CUDA tensors, no mode (fake tensors, FLOP counters, checkpoint policies, tracers), no
-    functorch transform, no autocast to switch off, no profiler to tell. Autograd is the FusedFunctions' part."""
+    functorch transform, no autocast to switch off, no profiler to tell, no lazy negation to carry out (as gradients of
+    conj() have). Autograd is the FusedFunctions' part."""
+    for a in args:
+        if isinstance(a, Tensor) and (a.is_neg() or a._is_zerotensor()):
+            return False
     return (
         _PLAIN.issuperset(map(type, args))
         and (args[0].is_cpu or args[0].is_cuda)
