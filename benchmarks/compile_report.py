@@ -51,7 +51,7 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
         "tensor_dots": compiled.tensor_dots,
         "accesses": [str(access) for access in compiled.accesses],
         "narrow": [str(access) for access in compiled.narrow_accesses],
-        "problems": compiled.problems,
+        "problems": compiled.problems + ["wgmma one by one"] * loop.one_by_one,
     }
     if unit is not None:
         count, what = unit

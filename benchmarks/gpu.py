@@ -147,7 +147,8 @@ class Run:
 
 def _execute(command: list[str], output: Any, limit: float) -> int | None:
     """The exit status, or None if the command and what it started were ended at the limit."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ours = ("TRITON_INTERPRET", "PYTEST_XDIST")  # of the process that calls, in tests
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with subprocess.Popen(
         command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         start_new_session=True,

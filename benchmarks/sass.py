@@ -119,6 +119,11 @@ class Region:
     def macs_per_thread(self) -> float:
         return sum(i.macs for i in self.instructions)
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether ptxas let every wgmma wait for the one before (its message C7515), instead of for a matmul's last."""
+        return 2 < self.count("HGMMA") <= self.count("WARPGROUP.DEPBAR")
+
     def slots_per(self, elements: float) -> float:
         """Slots over the elements (scores, outputs) that one thread owns in one pass."""
         return self.slots / elements
@@ -147,7 +152,7 @@ class Listing:
 def parse(text: str) -> Listing:
     """text: `nvdisasm -c` of one kernel, or AMD assembly."""
     blocks = _blocks(text)
-    whole = Region(tuple(i for block in blocks for i in block.instructions))
+    whole = Region(tuple(i for n in _reachable(blocks) for i in blocks[n].instructions))  # not the padding at the end
     bodies = _natural_loops(blocks)
     regions = {
         head: Region(tuple(i for n in sorted(body) for i in blocks[n].instructions)) for head, body in bodies.items()
@@ -254,6 +259,22 @@ def _natural_loops(blocks: list[Block]) -> dict[int, set[int]]:
 
 def _dominators(blocks: list[Block], predecessors: list[list[int]]) -> dict[int, set[int]]:
     """Of the blocks that can be reached from the first."""
+    reachable = _reachable(blocks)
+    dominators = {n: set(reachable) for n in reachable}
+    dominators[0] = {0}
+    changed = True
+    while changed:
+        changed = False
+        for n in reachable[1:]:
+            incoming = [dominators[p] for p in predecessors[n] if p in reachable]
+            new = set.intersection(*incoming) | {n}
+            if new != dominators[n]:
+                dominators[n], changed = new, True
+    return dominators
+
+
+def _reachable(blocks: list[Block]) -> list[int]:
+    """Those that can be reached from the first, in program order."""
     reachable: set[int] = set()
     pending = [0]
     while pending:
@@ -261,14 +282,4 @@ def _dominators(blocks: list[Block], predecessors: list[list[int]]) -> dict[int,
         if n not in reachable:
             reachable.add(n)
             pending.extend(blocks[n].successors)
-    dominators = {n: set(reachable) for n in reachable}
-    dominators[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for n in sorted(reachable - {0}):
-            incoming = [dominators[p] for p in predecessors[n] if p in reachable]
-            new = set.intersection(*incoming) | {n}
-            if new != dominators[n]:
-                dominators[n], changed = new, True
-    return dominators
+    return sorted(reachable)

@@ -16,7 +16,7 @@ from benchmarks.kernel_cases import Workload
 from fastvit import ops
 
 WIDTHS = (192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664)
-LENGTHS = (17, 65, 197, 257, 577, 1025, 1370, 4097)
+LENGTHS = (17, 65, 197, 256, 257, 577, 1024, 1025, 1370, 4097)
 HEAD_DIMS = (16, 32, 64, 72, 80, 88, 96, 104, 128, 256)
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")
 BATCH = 64
@@ -36,7 +36,7 @@ def _all() -> Iterator[Workload]:
         yield _case("add_layer_norm", f"D={D}", _add_layer_norm, D, False)
         yield _case("add_layer_norm", f"D={D} scales", _add_layer_norm, D, True, quick=D == 768)
     for N in LENGTHS:
-        yield _case("attention", f"N={N} d=64 packed", _attention_packed, N, 12, 64, 0.0, quick=N in (197, 1025))
+        yield _case("attention", f"N={N} d=64 packed", _attention_packed, N, 12, 64, 0.0, quick=N in (197, 1024, 1025))
     for d in HEAD_DIMS:
         for N in (197, 1370):
             yield _case("attention", f"N={N} d={d}", _attention, N, 8, d, 0.0, quick=d == 72)

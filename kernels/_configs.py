@@ -183,7 +183,7 @@ def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
         total += 16
 
 
-# By instructions: the widest tiles that do not spill (but "fma" above 128).
+# By instructions: the widest tiles that do not spill.
 _FWD: dict[str, _Tiles] = {
     "wgmma": ((128, (128, 128, 8)), (256, (128, 64, 8))),
     "wgmma dropout": ((64, (128, 128, 8)), (256, (128, 64, 8))),
@@ -191,7 +191,8 @@ _FWD: dict[str, _Tiles] = {
     "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
     "tf32": ((128, (128, 32, 8)), (256, (32, 32, 8))),
-    "fma": ((64, (64, 32, 8)), (256, (32, 32, 8))),
+    "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
+    "fma dropout": ((96, (32, 32, 8)), (256, (32, 16, 8))),
 }
 # By instructions: up to which D0 + D1 -> the longest sequence whose scores fit into registers, 64 rows to 4 warps.
 _FWD_SHORT: dict[str, tuple[tuple[int, int], ...]] = {
@@ -239,8 +240,7 @@ class AttentionBackwardConfig:
     reload: bool = False  # the tile that stays is loaded again in every step instead of kept in registers
 
 
-# By instructions: up to which head_dim -> block_m, block_n, num_warps. The largest tiles that spill no registers (8
-# bytes in dK/dV on sm_120 at 88 and 104 to 120, where a smaller tile would double the instructions).
+# By instructions: up to which head_dim -> block_m, block_n, num_warps. The largest tiles that spill no registers.
 _Tiles = tuple[tuple[int, tuple[int, int, int]], ...]
 _BWD_DQ: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 64, 4)), (192, (128, 64, 8)), (256, (128, 32, 8))),
@@ -259,6 +259,7 @@ _BWD_DKDV: dict[str, _Tiles] = {
         (192, (16, 128, 8)),
         (256, (32, 64, 8)),
     ),
+    "wgmma sm_100": ((32, (64, 64, 4)), (80, (64, 128, 8))),  # wider ones as on sm_90
     "wgmma dropout": ((96, (32, 64, 4)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (16, 64, 8))),
     "mma": (
         (32, (64, 64, 4)),
@@ -300,7 +301,8 @@ def _attention_bwd(
     elif instructions == "tf32" and parts[0] == 64 and parts[1]:
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
-    tile = tuned or (*next(tile for limit, tile in tables[instructions] if head_dim <= limit), stages)
+    special = tables.get(f"{instructions} sm_100", ()) if arch.startswith("sm_10") else ()
+    tile = tuned or (*next(tile for limit, tile in special + tables[instructions] if head_dim <= limit), stages)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
     return AttentionBackwardConfig(*tile[:2], tail, parts, *tile[2:], reload=itemsize > 2)

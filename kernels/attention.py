@@ -142,20 +142,23 @@ def _online_step(
     acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, first_col, stride_kn, stride_vn, N,
     scale2, seed_ptr, rows, head, dropout_p,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr
+    MASKED: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m of the unscaled scores and the running sum
-    [M], and the accumulators [M, d]. first_col: the first key's index."""
+    [M], and the accumulators [M, d]. first_col: the first key's index. FIRST: there is nothing to rescale yet."""
     cols = tl.arange(0, WIDTH)
     limit = N - first_col
     s = scores(q0, q1, k_ptr, cols, stride_kn, limit, D0, D1, HEAD_DIM, MASKED, PRECISION)
-    m_new = tl.maximum(m, tl.max(s, 1))
+    m_new = tl.max(s, 1) if FIRST else tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s * scale2 - (m_new * scale2)[:, None])
-    rescale = tl.exp2((m - m_new) * scale2)
-    total = total * rescale + tl.sum(p, 1)
-    acc0 *= rescale[:, None]
-    if D1 > 0:
-        acc1 *= rescale[:, None]
+    if FIRST:
+        total = tl.sum(p, 1)
+    else:
+        rescale = tl.exp2((m - m_new) * scale2)
+        total = total * rescale + tl.sum(p, 1)
+        acc0 *= rescale[:, None]
+        if D1 > 0:
+            acc1 *= rescale[:, None]
     acc0, acc1 = add_values(
         acc0, acc1, p, v_ptr, cols, stride_vn, limit, seed_ptr, rows, first_col, head, dropout_p,
         D0, D1, HEAD_DIM, MASKED, PRECISION
@@ -234,26 +237,29 @@ def attention_fwd_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     scale2 = scale * LOG2E
-    for start in tl.range(0, N // BLOCK_N * BLOCK_N, BLOCK_N):
+    # The narrow tiles come first: behind the loop, their matmuls on its accumulators make ptxas wait for every wgmma.
+    full = N // BLOCK_N * BLOCK_N
+    if TAIL_0 > 0:
+        k_tail = k_ptr + tl.cast(stride_kn, tl.int64) * full
+        v_tail = v_ptr + tl.cast(stride_vn, tl.int64) * full
+        acc0, acc1, m, total = _online_step(
+            acc0, acc1, m, total, q0, q1, k_tail, v_tail, full, stride_kn, stride_vn, N,
+            scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_0, D0, D1, HEAD_DIM, TAIL_1 == 0, True, PRECISION
+        )  # fmt: skip
+        if TAIL_1 > 0:
+            k_tail += TAIL_0 * stride_kn
+            v_tail += TAIL_0 * stride_vn
+            acc0, acc1, m, total = _online_step(
+                acc0, acc1, m, total, q0, q1, k_tail, v_tail, full + TAIL_0, stride_kn, stride_vn, N,
+                scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, False, PRECISION
+            )  # fmt: skip
+    for start in tl.range(0, full, BLOCK_N):
         acc0, acc1, m, total = _online_step(
             acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
-            scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, PRECISION
+            scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, False, PRECISION
         )  # fmt: skip
         k_ptr += BLOCK_N * stride_kn
         v_ptr += BLOCK_N * stride_vn
-    full = N // BLOCK_N * BLOCK_N
-    if TAIL_0 > 0:
-        acc0, acc1, m, total = _online_step(
-            acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, full, stride_kn, stride_vn, N,
-            scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_0, D0, D1, HEAD_DIM, TAIL_1 == 0, PRECISION
-        )  # fmt: skip
-    if TAIL_1 > 0:
-        k_ptr += TAIL_0 * stride_kn
-        v_ptr += TAIL_0 * stride_vn
-        acc0, acc1, m, total = _online_step(
-            acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, full + TAIL_0, stride_kn, stride_vn, N,
-            scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, PRECISION
-        )  # fmt: skip
     finish(
         acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
         D0, D1, HEAD_DIM

@@ -149,12 +149,13 @@ def attention_bwd_dq_kernel(
         )  # fmt: skip
         k_ptr += tl.cast(k_stride, tl.int64) * BLOCK_N
         v_ptr += tl.cast(v_stride, tl.int64) * BLOCK_N
-    if full < N:
-        dq0, dq1 = _dq_step(
-            q0, q1, do0, do1, lse2, delta, dq0, dq1,
-            k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, full, head, scale2, dropout_p, N,
-            D0, D1, HEAD_DIM, TAIL, True, PRECISION,
-        )  # fmt: skip
+    if TAIL > 0:
+        if full < N:  # always; without a branch around them, ptxas runs all wgmma of the kernel one by one
+            dq0, dq1 = _dq_step(
+                q0, q1, do0, do1, lse2, delta, dq0, dq1,
+                k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, full, head, scale2, dropout_p, N,
+                D0, D1, HEAD_DIM, TAIL, True, PRECISION,
+            )  # fmt: skip
     store_parts(dq_ptr, dq0 * scale, dq1 * scale, tile, dq_stride, left, D0, D1, HEAD_DIM)
 
 
@@ -231,6 +232,17 @@ def attention_bwd_dkdv_kernel(
     keys = first + tile
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
+    # The tail first takes fewer registers, which matmuls of narrow tiles need for their operands. wgmma of wide ones,
+    # whose operands are in shared memory, ptxas would then run one by one.
+    if TAIL > 0 and BLOCK_M == 16:
+        if full < N:  # as above
+            dk0, dk1, dv0, dv1 = _dkdv_step(
+                k0, k1, v0, v1, dk0, dk1, dv0, dv1,
+                q_ptr + tl.cast(q_stride, tl.int64) * full, do_ptr + tl.cast(do_stride, tl.int64) * full,
+                lse2_ptr + full, delta_ptr + full, q_stride, do_stride, seed_ptr, full, keys, head,
+                scale2, dropout_p, N,
+                D0, D1, HEAD_DIM, TAIL, True, PRECISION,
+            )  # fmt: skip
     for start in range(0, full, BLOCK_M):
         if RELOAD:
             k0, k1 = load_parts(k_ptr, tile, k_stride, left, D0, D1, HEAD_DIM, True)
@@ -244,12 +256,13 @@ def attention_bwd_dkdv_kernel(
         do_ptr += tl.cast(do_stride, tl.int64) * BLOCK_M
         lse2_ptr += BLOCK_M
         delta_ptr += BLOCK_M
-    if full < N:
-        dk0, dk1, dv0, dv1 = _dkdv_step(
-            k0, k1, v0, v1, dk0, dk1, dv0, dv1,
-            q_ptr, do_ptr, lse2_ptr, delta_ptr, q_stride, do_stride, seed_ptr, full, keys, head,
-            scale2, dropout_p, N,
-            D0, D1, HEAD_DIM, TAIL, True, PRECISION,
-        )  # fmt: skip
+    if TAIL > 0 and BLOCK_M > 16:
+        if full < N:  # as above
+            dk0, dk1, dv0, dv1 = _dkdv_step(
+                k0, k1, v0, v1, dk0, dk1, dv0, dv1,
+                q_ptr, do_ptr, lse2_ptr, delta_ptr, q_stride, do_stride, seed_ptr, full, keys, head,
+                scale2, dropout_p, N,
+                D0, D1, HEAD_DIM, TAIL, True, PRECISION,
+            )  # fmt: skip
     store_parts(dk_ptr, dk0 * scale, dk1 * scale, tile, dk_stride, left, D0, D1, HEAD_DIM)
     store_parts(dv_ptr, dv0, dv1, tile, dv_stride, left, D0, D1, HEAD_DIM)

@@ -86,8 +86,10 @@ def _load_columns(ptr, cols, N):
 
 
 @triton.jit
-def _store(ptr, value, rows, cols, mask, N):
-    tl.store(ptr + rows * N + cols, value.to(ptr.dtype.element_ty), mask=mask)
+def _store(ptr, value, tile_m, cols, mask, N):
+    """Into rows of row tile `tile_m`, counted from its first one: offsets of 32 bits take fewer registers."""
+    rows = tl.arange(0, value.shape[0])[:, None]
+    tl.store(ptr + tile_m * value.shape[0] * N + (rows * N + cols), value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -136,7 +138,7 @@ def linear_fwd_kernel(
         if bias_ptr is not None:
             y += _load_columns(bias_ptr, cols, N)
         if pre_ptr is not None:
-            _store(pre_ptr, y, rows, cols, mask, N)
+            _store(pre_ptr, y, tile_m, cols, mask, N)
         y = activate(y, ACTIVATION, out_ptr.dtype.element_ty == tl.float32)
         if layer_scale_ptr is not None:
             y *= _load_columns(layer_scale_ptr, cols, N)
@@ -144,7 +146,7 @@ def linear_fwd_kernel(
             y *= row_scale
         if residual_ptr is not None:
             y += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
-        _store(out_ptr, y, rows, cols, mask, N)
+        _store(out_ptr, y, tile_m, cols, mask, N)
 
 
 @triton.jit
@@ -184,8 +186,8 @@ def linear_dact_kernel(
         pre = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
         dpre = _quarter(acc, i) * grad
-        _store(h_ptr, h, rows, cols, mask, N)
-        _store(dpre_ptr, dpre, rows, cols, mask, N)
+        _store(h_ptr, h, tile_m, cols, mask, N)
+        _store(dpre_ptr, dpre, tile_m, cols, mask, N)
         tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)
 
 
@@ -220,8 +222,8 @@ def act_bwd_kernel(
         pre = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, dpre_ptr.dtype.element_ty == tl.float32)
         dpre = dy * grad
-        _store(dpre_ptr, dpre, rows, cols, mask, N)
+        _store(dpre_ptr, dpre, tile_m * STEPS + step, cols, mask, N)
         if h_ptr is not None:
-            _store(h_ptr, h, rows, cols, mask, N)
+            _store(h_ptr, h, tile_m * STEPS + step, cols, mask, N)
         dbias += dpre
     tl.store(partial_ptr + tile_m * N + cols, tl.sum(dbias, 0)[None, :], mask=cols < N)

@@ -44,9 +44,10 @@ def _origin(
 ):
     """Offset of the first pixel of patch t of image b, in int64; 0 for no patch. Strides come in UNITs of elements: a
     power of two that divides all of them, so that the compiler knows alignments that it would not specialise on."""
+    # chosen before the multiplications: behind a choice, triton 3.9 no longer knows what divides an offset
+    b, t = tl.where(exists, b, 0), tl.where(exists, t, 0)
     ty, tx = _divide(t, grid_w, reciprocal)
-    origin = (b.to(tl.int64) * stride_b + ty.to(tl.int64) * (PH * stride_h)) * UNIT + tx * PW
-    return tl.where(exists, origin, 0)
+    return (b.to(tl.int64) * stride_b + ty.to(tl.int64) * (PH * stride_h)) * UNIT + tx * PW
 
 
 @triton.jit
@@ -207,7 +208,12 @@ def patch_embed_bwd_weight_kernel(
         b, t, exists = _token(row, M, N, P, reciprocal_n)
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
         # rows without a patch count nothing: zero times the pixels of the first patch
-        dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
+        if PRECISION == "tf32":
+            # as its own step: loaded straight as a transposed operand, which only 16-bit ones can be in hardware,
+            # float32 would come 4 bytes at a time
+            dout = tl.where(exists[:, None], tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :]), 0.0)
+        else:
+            dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
         origin = _origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
         x = _load_pixels(
             image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, dout.dtype

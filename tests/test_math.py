@@ -137,7 +137,7 @@ def test_special_values(name, exact, device):
         assert got[2] == 0
         assert got[3] == x[3]
         assert got[4].abs() == 0
-    assert abs(float(grad[2]) - (0.0 if name == "relu" else 0.5)) < 1e-4
+    assert abs(float(grad[2]) - (0.0 if name == "relu" else 0.5)) < (1e-6 if exact else 2e-4)
 
 
 def log2_cdf(t):
@@ -171,18 +171,18 @@ def minimax(f, weight, t, degree):
     raise AssertionError("Remez exchange did not converge")
 
 
-def test_gelu_polynomial_is_the_minimax_fit(device):
+def test_gelu_fit_beats_a_polynomial_of_as_many_steps(device):
     t = 6.5 * (1 - np.cos(np.pi * np.arange(4096) / 4095))  # 0 to 13, dense at the ends
     weight = relative_weight(t)
-    best, fitted = minimax(log2_cdf(t), weight, t, 8)
-    assert 1.2e-4 < best < 1.4e-4
+    best, _ = minimax(log2_cdf(t), weight, t, 7)
+    assert 5.5e-4 < best < 6.5e-4
 
     x = torch.from_numpy(-t).float().to(device)
     tail = torch.empty_like(x)
     tail_kernel[(1,)](x, tail, N=x.numel())
-    shipped = np.log2(tail.cpu().double().numpy()) - 4
-    assert np.abs(weight * (log2_cdf(t) - shipped)).max() < 1.15 * best
-    assert np.abs(shipped - fitted).max() < 6e-5  # float32's rounding of numbers up to 125
+    error = np.abs(weight * (log2_cdf(t) - np.log2(tail.cpu().double().numpy()) + 4))
+    assert error[weight < 50].max() < 3.9e-4
+    assert error.max() < 4.5e-4  # beside the derivative's zero, where float32's rounding shows
 
 
 def test_keep_mask(device):

@@ -114,6 +114,12 @@ def test_matmuls_are_wgmma_on_hopper() -> None:
 
 
 @needs_triton
+def test_wgmma_are_not_run_one_by_one() -> None:
+    rows = [row for row in compiled("sm_90") if "wgmma one by one" in row["problems"]]
+    none_of(rows, "ptxas serialises the matmul's instructions (C7515)")
+
+
+@needs_triton
 @every_target
 def test_tiles_move_16_bytes_at_once(target: str) -> None:
     rows = [row for row in compiled(target) if row["narrow"] and row["dtype"] in ("bf16", "fp16")]
@@ -205,6 +211,7 @@ def test_loops_are_found_with_what_lies_out_of_line() -> None:
     assert hot.pipes == {"tensor": 1, "sfu": 1, "fma": 2, "alu": 0, "uniform": 0, "memory": 2, "control": 4}
     assert hot.macs_per_thread == 64 * 64 * 16 / 128
     assert hot.slots_per(2) == 5
+    assert not hot.one_by_one
     assert listing.whole.slots == 13
 
 
