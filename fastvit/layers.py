@@ -240,16 +240,16 @@ class Mlp(nn.Module):
         part = submodules(self)
         fc1, drop1, fc2, drop2 = part["fc1"], part["drop1"], part["fc2"], part["drop2"]
         name = activation_name(part["act"])
-        p = active_p(drop1)
         if (
             name is None
             or not untouched(fc1, nn.Linear)
             or not untouched(fc2, nn.Linear)
             or not untouched(drop1, nn.Dropout)
             or not untouched(drop2, nn.Dropout)
-            or active_p(drop2) != p
+            or active_p(drop1) != active_p(drop2)
         ):
             return None
+        p = active_p(drop1)
         return MlpParts(affine(fc1), affine(fc2), name, p, p)
 
 

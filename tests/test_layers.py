@@ -426,3 +426,12 @@ def test_public_names() -> None:
     for name in fastvit.__all__:
         assert getattr(fastvit, name) is not None
     assert fastvit.__version__.count(".") == 2
+
+
+def test_dropouts_may_be_replaced_by_identities() -> None:
+    """As people do to switch them off: such an MLP runs its submodules, in training too."""
+    mlp = fastvit.Mlp(16, 32).train()
+    x = torch.randn(2, 3, 16)
+    want = mlp(x)
+    mlp.drop1 = mlp.drop2 = torch.nn.Identity()
+    torch.testing.assert_close(mlp(x), want)

@@ -153,12 +153,8 @@ def admit(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs:
 
 def run_layer(layer: Any, x: Tensor, parts: BlockParts) -> Tensor:
     if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(partial(_run_layer, parts), x)
+        return layer._gradient_checkpointing_func(partial(run_block, layer, parts=parts), x)
     return run_block(layer, x, parts)
-
-
-def _run_layer(parts: BlockParts, x: Tensor) -> Tensor:
-    return run_block(None, x, parts)
 
 
 def run_attention(attn: Any, x: Tensor, parts: AttentionParts) -> tuple[Tensor, None]:
