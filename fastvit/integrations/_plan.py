@@ -147,6 +147,14 @@ def read_dropout(module: nn.Module, name: str) -> float:
     return check_dropout(active_p(part(module, name, DROPOUT)))
 
 
+def read_dropouts(mlp: nn.Module, first: str, second: str) -> tuple[float, float]:
+    """Of an MLP's dropouts behind activation and fc2, which `MlpParts` wants equal, or the first 0."""
+    p = read_dropout(mlp, first), read_dropout(mlp, second)
+    if p[0] and p[0] != p[1]:
+        raise Cannot(f"its two dropouts differ: {p[0]} and {p[1]}")
+    return p
+
+
 def check_dropout(p: float) -> float:
     if p >= 1.0:
         raise Cannot("a dropout of everything")

@@ -19,7 +19,7 @@ from fastvit.integrations._plan import (
     Plan,
     part,
     read_activation,
-    read_dropout,
+    read_dropouts,
     read_norm,
     read_packed_attention,
     run_attention,
@@ -48,9 +48,7 @@ def read_mlp(mlp: Any) -> MlpParts:
     if "norm" in mlp._modules:
         part(mlp, "norm", IDENTITY)
     fc1, fc2 = part(mlp, "fc1", LINEAR), part(mlp, "fc2", LINEAR)
-    p = read_dropout(mlp, "drop1"), read_dropout(mlp, "drop2")
-    if p[0] and p[0] != p[1]:
-        raise Cannot(f"its two dropouts differ: {p[0]} and {p[1]}")
+    p = read_dropouts(mlp, "drop1", "drop2")
     return MlpParts(affine(fc1), affine(fc2), read_activation(mlp, "act"), *p)
 
 

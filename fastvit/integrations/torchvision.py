@@ -18,6 +18,7 @@ from fastvit.integrations._plan import (
     part,
     read_activation,
     read_dropout,
+    read_dropouts,
     read_norm,
     run_block,
     run_mlp,
@@ -44,9 +45,7 @@ def read_attention(block: Any) -> AttentionParts:
 
 
 def read_mlp(mlp: Any) -> MlpParts:
-    p = read_dropout(mlp, "2"), read_dropout(mlp, "4")
-    if p[0] and p[0] != p[1]:
-        raise Cannot(f"its two dropouts differ: {p[0]} and {p[1]}")
+    p = read_dropouts(mlp, "2", "4")
     return MlpParts(affine(part(mlp, "0", LINEAR)), affine(part(mlp, "3", LINEAR)), read_activation(mlp, "1"), *p)
 
 
