@@ -1,4 +1,4 @@
-"""Measures the launch tables of fastvit/kernels/_configs.py on the GPU at hand: writes kernels/tuned_<gpu>.json.
+"""Measures the launch tables of fastvit/kernels on the GPU at hand: writes kernels/tuned_<gpu>.json.
 
     python -m benchmarks.tune                                   # every table; goes on where it was stopped
     python -m benchmarks.tune --table attention_fwd --seconds 500
@@ -34,7 +34,7 @@ from benchmarks.provenance import commit, now, sources, write_json
 from benchmarks.record import environment
 from benchmarks.timing import Clock, Quantiles
 from benchmarks.tune_works import Choice, Work, candidates, works
-from fastvit.kernels import _configs, _tuned
+from fastvit.kernels import _tuned
 from fastvit.ops import _library
 
 MARGIN = 1.02
@@ -80,15 +80,12 @@ def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
         asked.add((arch_of_launch, table, integers))
         return exact.get((table, *integers), everywhere.get(table))
 
-    functions = (_configs.attention_fwd, _configs.attention_bwd_dq, _configs.attention_bwd_dkdv)
     with mock.patch.object(_tuned, "choice", choice):
-        for function in (*functions, _configs.attention_bwd_short):
-            function.cache_clear()
+        _tuned.clear_caches()
         try:
             yield asked
         finally:
-            for function in (*functions, _configs.attention_bwd_short):
-                function.cache_clear()
+            _tuned.clear_caches()
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:

@@ -4,15 +4,17 @@
      {"block_m": 64, "block_n": 0, "num_warps": 4, "num_stages": 2}}}, ...}
 
 A file holds choices only, by table and arguments. What follows from them (tails, splits, parts of the head dimension)
-is computed by _configs.py as for its own tables, and what kernels rely on is checked here: a file can make a kernel
-slow or impossible to launch, never wrong.
+is computed by _configs.py and _attention_configs.py as for their own tables, and what kernels rely on is checked here:
+a file can make a kernel slow or impossible to launch, never wrong.
 """
 
+import functools
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 FORMAT = 1
 FOLDER = Path(__file__).parent
@@ -47,6 +49,20 @@ LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at
 _Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
 _tables: dict[str, _Tables] = {}  # by arch
 _read: set[Path] = set()
+_caches: list[Callable[[], None]] = []
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def cached(function: _F) -> _F:
+    """functools.cache, until the choices change."""
+    wrapped: Any = functools.cache(function)
+    _caches.append(wrapped.cache_clear)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def clear_caches() -> None:
+    for clear in _caches:
+        clear()
 
 
 def bucket(rows: int) -> int:
@@ -75,12 +91,14 @@ def load(arch: str, gpu: str, folder: Path = FOLDER) -> None:
         _tables[arch] = parse(json.loads(path.read_text()), arch, gpu)
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(f"{path.name} is ignored, its kernels run as shipped: {error}", stacklevel=2)
+    clear_caches()
 
 
 def forget() -> None:
     """As if no file had been read."""
     _tables.clear()
     _read.clear()
+    clear_caches()
 
 
 def parse(data: Any, arch: str, gpu: str) -> _Tables:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
-from fastvit.kernels import _configs
+from fastvit.kernels import _attention_configs
 from fastvit.ops import _attention as registered
 from fastvit.ops import _library
 
@@ -176,10 +176,10 @@ def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkey
     qkv = packed(1, N, 1, 16, dtype=torch.float16, device=device).detach()
     outputs = []
     for config in (
-        _configs.attention_fwd(N, 16, 2, True, "sm_90"),
-        _configs.AttentionForwardConfig(64, 64, _configs.key_chunks(N % 64, 64, 2), (16, 0), 4, 2),
+        _attention_configs.attention_fwd(N, 16, 2, True, "sm_90"),
+        _attention_configs.AttentionForwardConfig(64, 64, _attention_configs.key_chunks(N % 64, 64, 2), (16, 0), 4, 2),
     ):
-        monkeypatch.setattr(_configs, "attention_fwd", lambda *_, config=config: config)
+        monkeypatch.setattr(_attention_configs, "attention_fwd", lambda *_, config=config: config)
         torch.manual_seed(3)
         outputs.append(ops.attention_qkvpacked(qkv, dropout_p=0.5))
     torch.testing.assert_close(*outputs, atol=2e-3, rtol=2e-3)
@@ -373,7 +373,7 @@ def test_flops(device):
 @pytest.mark.parametrize("largest", [16, 64, 128])
 def test_key_chunks(largest):
     for n in range(3 * largest + 1):
-        chunks = _configs.key_chunks(n, largest, 3)
+        chunks = _attention_configs.key_chunks(n, largest, 3)
         used = [c for c in chunks if c]
         assert all(c & (c - 1) == 0 and 16 <= c <= largest for c in used)
         assert used == sorted(used, reverse=True)

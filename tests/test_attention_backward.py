@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _configs
+from fastvit.kernels import _attention_configs, _configs
 from fastvit.kernels._math import keep_mask
 from fastvit.ops._attention_backward import launch_backward
 from fastvit.ops._attention_forward import launch_forward
@@ -29,11 +29,11 @@ def kernels(request, monkeypatch):
 
     def short(n, head_dim, itemsize, *_):
         rows = max(_configs.next_power_of_2(n), 64)
-        parts = _configs.split_head_dim(head_dim)
-        return _configs.AttentionBackwardConfig(rows, 64 if itemsize == 2 else 16, 0, parts, 8, 2)
+        parts = _attention_configs.split_head_dim(head_dim)
+        return _attention_configs.AttentionBackwardConfig(rows, 64 if itemsize == 2 else 16, 0, parts, 8, 2)
 
     forced = short if request.param == "short" else lambda *_: None
-    monkeypatch.setattr(_configs, "attention_bwd_short", forced)
+    monkeypatch.setattr(_attention_configs, "attention_bwd_short", forced)
     return request.param
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastvit import ops
-from fastvit.kernels import _configs, _tuned
+from fastvit.kernels import _attention_configs, _configs, _tuned
 from fastvit.ops import _library
 
 if not (_library.INTERPRET and _library.HAVE_TRITON):
@@ -29,15 +29,9 @@ KEY = (20, 16, 2, 0, 0)  # of attention_fwd
 
 @pytest.fixture(autouse=True)
 def _nothing_tuned() -> Iterator[None]:
-    def forget() -> None:
-        _tuned.forget()
-        for function in (_configs.attention_fwd, _configs.attention_bwd_dq, _configs.attention_bwd_dkdv):
-            function.cache_clear()
-        _configs.attention_bwd_short.cache_clear()
-
-    forget()
+    _tuned.forget()
     yield
-    forget()
+    _tuned.forget()
 
 
 def document(tables: Any, **changes: Any) -> dict[str, Any]:
@@ -54,7 +48,7 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, data: Any) -> None:
     (folder / _tuned.file_name(GPU)).write_text(text)
     plain = _tuned.load
     monkeypatch.setattr(_tuned, "load", lambda arch, gpu: plain(arch, gpu, folder))
-    _configs.load_tuned(ARCH, GPU)
+    _tuned.load(ARCH, GPU)
 
 
 # ---- the margin ----
@@ -87,7 +81,7 @@ def attention_work() -> Work:
 
 
 def seconds_by_block_m(seconds: dict[int, float]) -> tune.Timer:
-    return lambda run: seconds[_configs.attention_fwd(20, 16, 2, False, ARCH).block_m]
+    return lambda run: seconds[_attention_configs.attention_fwd(20, 16, 2, False, ARCH).block_m]
 
 
 def tuner(folder: Path, timer: tune.Timer) -> Tuner:
@@ -107,9 +101,9 @@ def test_the_faster_choice_is_written_and_followed(tmp_path: Path, monkeypatch: 
     sample = data["samples"]["attention_fwd[20,16,2,0,0]"]
     assert sample["shipped"] == {"median": 1.0, "q20": 1.0, "q80": 1.0, "least": 1.0, "rounds": tune.LAST_ROUNDS}
     assert sample["tried"]["(128, 0, 8, 2)"]["median"] == 0.5
-    before = _configs.attention_fwd(*KEY[:3], False, ARCH, False)
+    before = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
     load(monkeypatch, tmp_path, data)
-    after = _configs.attention_fwd(*KEY[:3], False, ARCH, False)
+    after = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
     assert (before.block_m, after.block_m) == (64, 128)
     assert after.chunks == before.chunks
 
@@ -222,11 +216,11 @@ def test_the_differences_are_of_the_largest_result() -> None:
 
 
 def test_using_ends_with_the_context() -> None:
-    shipped = _configs.attention_fwd(197, 64, 2, False, ARCH)
+    shipped = _attention_configs.attention_fwd(197, 64, 2, False, ARCH)
     with using({("attention_fwd", (197, 64, 2, 0, 0)): (128, 64, 8, 3)}) as asked:
-        assert _configs.attention_fwd(197, 64, 2, False, ARCH).num_stages == 3
+        assert _attention_configs.attention_fwd(197, 64, 2, False, ARCH).num_stages == 3
     assert asked == {(ARCH, "attention_fwd", (197, 64, 2, 0, 0))}
-    assert _configs.attention_fwd(197, 64, 2, False, ARCH) == shipped
+    assert _attention_configs.attention_fwd(197, 64, 2, False, ARCH) == shipped
 
 
 def test_every_candidate_is_valid_and_new() -> None:
@@ -269,20 +263,23 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
         {"block_m": 64, "block_k": 32, "num_stages": 5, "max_registers": None},
     ),
     (
-        "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3), lambda: _configs.attention_fwd(197, 64, 2, False, ARCH),
+        "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3),
+        lambda: _attention_configs.attention_fwd(197, 64, 2, False, ARCH),
         {"block_m": 128, "block_n": 32, "chunks": (16, 0), "num_stages": 3},
     ),
     (
         "attention_bwd_dq", "257,64,2,0,1", (128, 128, 8, 2),
-        lambda: _configs.attention_bwd_dq(257, 64, 2, False, ARCH, True), {"block_n": 128, "tail": 16},
+        lambda: _attention_configs.attention_bwd_dq(257, 64, 2, False, ARCH, True), {"block_n": 128, "tail": 16},
     ),
     (
         "attention_bwd_dkdv", "257,80,2,1,0", (32, 128, 8, 3),
-        lambda: _configs.attention_bwd_dkdv(257, 80, 2, True, ARCH, False), {"block_m": 32, "parts": (64, 16)},
+        lambda: _attention_configs.attention_bwd_dkdv(257, 80, 2, True, ARCH, False),
+        {"block_m": 32, "parts": (64, 16)},
     ),
     (
         "attention_bwd_short", "197,64,2,0,0", (256, 32, 16, 2),
-        lambda: _configs.attention_bwd_short(197, 64, 2, False, ARCH, False), {"block_n": 32, "num_warps": 16},
+        lambda: _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False),
+        {"block_n": 32, "num_warps": 16},
     ),
     (
         "patch_embed", "768,588,16,2,2,1", (64, 128, 32, 4, 4),
@@ -313,14 +310,14 @@ def test_the_file_overrides_its_table(
 
 
 def test_a_kernel_can_be_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is not None
+    assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is not None
     assert _configs.use_triton_gemm(3072, 768, 2, ARCH)
     tables = {
         "attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 0, 64, 4, 2)},
         "use_triton_gemm": {"3072,768,2": {"use": 0}},
     }
     load(monkeypatch, tmp_path, document(tables))
-    assert _configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is None
+    assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is None
     assert not _configs.use_triton_gemm(3072, 768, 2, ARCH)
     assert _configs.use_triton_gemm(768, 3072, 2, ARCH), "other shapes as shipped"
     assert _configs.use_triton_gemm(3072, 768, 2, "sm_80"), "other targets too"
@@ -343,7 +340,7 @@ def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch
         "attention_bwd_dkdv": {"37,16,4,0,0": entry("attention_bwd_dkdv", 16, 64, 4, 2)},
     }
     load(monkeypatch, tmp_path, document(tables))
-    assert _configs.attention_fwd(37, 16, 4, False, ARCH).block_m == 16
+    assert _attention_configs.attention_fwd(37, 16, 4, False, ARCH).block_m == 16
     for got, expected in zip(results(), shipped, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -381,15 +378,15 @@ DAMAGED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("what", DAMAGED)
 def test_a_damaged_file_is_ignored_with_one_warning(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, reason = DAMAGED[what]
-    shipped = _configs.attention_fwd(20, 16, 2, False, ARCH)
+    shipped = _attention_configs.attention_fwd(20, 16, 2, False, ARCH)
     with pytest.warns(UserWarning, match=reason) as caught:
         load(monkeypatch, tmp_path, data)
     assert len(caught) == 1
     assert "tuned_test_gpu_80gb.json is ignored" in str(caught[0].message)
-    assert _configs.attention_fwd(20, 16, 2, False, ARCH) == shipped
+    assert _attention_configs.attention_fwd(20, 16, 2, False, ARCH) == shipped
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _configs.load_tuned(ARCH, GPU)  # a second GPU of the same model
+        _tuned.load(ARCH, GPU)  # a second GPU of the same model
 
 
 def test_without_a_file_there_is_no_warning(tmp_path: Path) -> None:
@@ -409,7 +406,7 @@ def test_the_ops_load_the_table_of_the_gpu_that_they_meet(monkeypatch: pytest.Mo
     properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, gcnArchName="gfx942:sramecc+")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     loaded = []
-    monkeypatch.setattr(_configs, "load_tuned", lambda arch, gpu: loaded.append((arch, gpu)))
+    monkeypatch.setattr(_tuned, "load", lambda arch, gpu: loaded.append((arch, gpu)))
     monkeypatch.setattr(torch.version, "hip", None)
     _library._cuda_arch.cache_clear()
     try:

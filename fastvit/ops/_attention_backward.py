@@ -12,7 +12,7 @@ from fastvit.ops._library import dot_precision
 if _library.HAVE_TRITON:
     import triton
 
-    from fastvit.kernels import _configs
+    from fastvit.kernels import _attention_configs
     from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
     from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 
@@ -52,26 +52,26 @@ def launch_backward(
     shape = N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
     common = {"HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
 
-    config = _configs.attention_bwd_short(*shape)
+    config = _attention_configs.attention_bwd_short(*shape)
     if config is not None:
         attention_bwd_short_kernel[(B * H,)](
             q, k, v, o, do, lse, seed, dq, dk, dv, N, H, *strides, scale, dropout_p, **common, **_tiles(config)
         )
         return
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    config = _configs.attention_bwd_dq(*shape)
+    config = _attention_configs.attention_bwd_dq(*shape)
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
         q, k, v, o, do, lse, seed, dq, lse2, delta, N, H, *strides[:18],
         scale, dropout_p, **common, **_tiles(config), TAIL=config.tail, RELOAD=config.reload,
     )  # fmt: skip
-    config = _configs.attention_bwd_dkdv(*shape)
+    config = _attention_configs.attention_bwd_dkdv(*shape)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
         q, k, v, do, lse2, delta, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:],
         scale, dropout_p, **common, **_tiles(config), TAIL=config.tail, RELOAD=config.reload,
     )  # fmt: skip
 
 
-def _tiles(config: _configs.AttentionBackwardConfig) -> dict[str, int]:
+def _tiles(config: _attention_configs.AttentionBackwardConfig) -> dict[str, int]:
     return {
         "D0": config.parts[0],
         "D1": config.parts[1],

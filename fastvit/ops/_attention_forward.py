@@ -11,7 +11,7 @@ from fastvit.ops._library import Unsupported, dot_precision
 if _library.HAVE_TRITON:
     import triton
 
-    from fastvit.kernels import _configs
+    from fastvit.kernels import _attention_configs
     from fastvit.kernels.attention import attention_fwd_kernel
     from fastvit.kernels.attention_short import attention_short_fwd_kernel
 
@@ -56,7 +56,9 @@ def launch_forward(
     q, k, v = readable(q), readable(k), readable(v)
     unit, strides = unit_strides((q, k, v))
     precision = dot_precision(q)
-    config = _configs.attention_fwd(N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32")
+    config = _attention_configs.attention_fwd(
+        N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
+    )
     grid = (B * H * triton.cdiv(N, config.block_m),)
     tensors = (q, k, v, seed, o, lse)
     common = {

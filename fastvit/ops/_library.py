@@ -32,7 +32,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from fastvit.kernels import _configs
+from fastvit.kernels import _tuned
 
 BACKENDS = ("auto", "triton", "aten")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -185,7 +185,7 @@ def _cuda_arch(index: int) -> str:
         arch = str(properties.gcnArchName).split(":")[0]
     else:
         arch = f"sm_{properties.major}{properties.minor}"
-    _configs.load_tuned(arch, properties.name)
+    _tuned.load(arch, properties.name)
     return arch
 
 

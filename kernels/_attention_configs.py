@@ -1,0 +1,210 @@
+"""Launch configurations of attention, as _configs.py has them for the other kernels: the widest tiles that spill no
+registers, by the instructions that the target's matmuls compile to.
+"""
+
+from dataclasses import dataclass
+
+from fastvit.kernels import _tuned
+from fastvit.kernels._configs import next_power_of_2
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """(D0, D1), powers of two with D0 + D1 >= head_dim and little waste: 80 = 64 + 16; D1 is 0 where one part does."""
+    lower = 1 << head_dim.bit_length() - 1
+    rest = max(next_power_of_2(head_dim - lower), 16) if head_dim > lower else 0
+    return (lower, rest) if rest < lower else (2 * lower, 0)
+
+
+_Tiles = tuple[tuple[int, tuple[int, int, int]], ...]  # up to which D0 + D1 -> block_m, block_n, num_warps
+
+
+def _instructions(itemsize: int, has_dropout: bool, arch: str, tf32: bool) -> str:
+    if itemsize > 2:
+        return "tf32" if tf32 else "fma"
+    if arch.startswith("gfx"):
+        return "amd"
+    if not arch.startswith(("sm_90", "sm_10")):  # which take operands from shared memory
+        return "mma"
+    return "wgmma dropout" if has_dropout else "wgmma"
+
+
+# ---- attention forward ----
+
+
+@dataclass(frozen=True)
+class AttentionForwardConfig:
+    """Score tile [block_m queries, block_n keys], and `chunks`: the narrower tiles behind the last full one. block_n is
+    0 for the short kernel, whose chunks cover all keys at once. parts: the head dimension's, (D0, D1)."""
+
+    block_m: int
+    block_n: int
+    chunks: tuple[int, ...]
+    parts: tuple[int, int]
+    num_warps: int
+    num_stages: int
+
+
+def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
+    """n keys as `count` tiles: falling powers of two, at least 16, then zeros. All but the last one are full."""
+    total = -(-n // 16) * 16
+    while True:
+        chunks, rest = [], total
+        while rest:
+            chunks.append(min(largest, 1 << rest.bit_length() - 1))
+            rest -= chunks[-1]
+        if len(chunks) <= count:
+            return (*chunks, *[0] * (count - len(chunks)))
+        total += 16
+
+
+# By instructions: the widest tiles that do not spill.
+_FWD: dict[str, _Tiles] = {
+    "wgmma": ((128, (128, 128, 8)), (256, (128, 64, 8))),
+    "wgmma dropout": ((64, (128, 128, 8)), (256, (128, 64, 8))),
+    "mma": ((64, (128, 128, 8)), (96, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
+    "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
+    "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
+    "tf32": ((128, (128, 32, 8)), (256, (32, 32, 8))),
+    "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
+    "fma dropout": ((96, (32, 32, 8)), (256, (32, 16, 8))),
+}
+# By instructions: up to which D0 + D1 -> the longest sequence whose scores fit into registers, 64 rows to 4 warps.
+_FWD_SHORT: dict[str, tuple[tuple[int, int], ...]] = {
+    "wgmma": ((64, 288), (96, 208)),
+    "mma": ((64, 208),),
+    "amd": ((64, 288), (96, 208)),
+}
+
+
+@_tuned.cached
+def attention_fwd(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
+) -> AttentionForwardConfig:
+    instructions = _instructions(itemsize, False, arch, tf32)
+    parts = split_head_dim(head_dim)
+    width = sum(parts)
+    tiles = _FWD.get(f"{instructions} dropout", ()) if has_dropout else ()
+    block_m, block_n, num_warps = next(tile for limit, tile in tiles or _FWD[instructions] if width <= limit)
+    stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
+    if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
+        block_m, block_n, num_warps, stages = 64, 0, 4, 2
+    if tuned := _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32):
+        block_m, block_n, num_warps, stages = tuned
+    if block_n == 0:
+        return AttentionForwardConfig(block_m, 0, key_chunks(n, 128, 3), parts, num_warps, stages)
+    if parts[0] > 64 and parts[1] == 0 and instructions in ("mma", "tf32", "fma"):
+        parts = (width // 2, width // 2)  # operands that come from registers: one half at a time
+    return AttentionForwardConfig(block_m, block_n, key_chunks(n % block_n, block_n, 2), parts, num_warps, stages)
+
+
+# ---- attention backward ----
+
+
+@dataclass(frozen=True)
+class AttentionBackwardConfig:
+    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile of the loop, 0 where all are full.
+    parts: the head dimension's, (D0, D1)."""
+
+    block_m: int
+    block_n: int
+    tail: int
+    parts: tuple[int, int]
+    num_warps: int
+    num_stages: int
+    reload: bool = False  # the tile that stays is loaded again in every step instead of kept in registers
+
+
+# By instructions: up to which head_dim -> block_m, block_n, num_warps.
+_BWD_DQ: dict[str, _Tiles] = {
+    "wgmma": ((96, (64, 64, 4)), (192, (128, 64, 8)), (256, (128, 32, 8))),
+    "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
+    "mma": ((32, (64, 64, 4)), (64, (128, 32, 8)), (88, (64, 16, 4)), (128, (128, 32, 8)), (256, (16, 16, 4))),
+    "amd": ((128, (64, 32, 4)), (256, (32, 16, 4))),
+    "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
+    "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
+}
+_BWD_DKDV: dict[str, _Tiles] = {
+    "wgmma": (
+        (64, (64, 64, 4)),
+        (80, (64, 128, 8)),
+        (96, (32, 64, 4)),
+        (128, (32, 128, 8)),
+        (192, (16, 128, 8)),
+        (256, (32, 64, 8)),
+    ),
+    "wgmma sm_100": ((32, (64, 64, 4)), (80, (64, 128, 8))),  # wider ones as on sm_90
+    "wgmma dropout": ((96, (32, 64, 4)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (16, 64, 8))),
+    "mma": (
+        (32, (64, 64, 4)),
+        (64, (32, 64, 4)),
+        (72, (16, 128, 8)),
+        (80, (32, 128, 8)),
+        (128, (16, 128, 8)),
+        (192, (16, 16, 4)),
+        (256, (16, 16, 8)),
+    ),
+    "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
+    "tf32": ((128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
+    "fma": ((96, (32, 32, 8)), (128, (16, 32, 8)), (256, (16, 16, 8))),
+}
+
+
+def _attention_bwd(
+    tables: dict[str, _Tiles],
+    loop: int,
+    n: int,
+    head_dim: int,
+    itemsize: int,
+    has_dropout: bool,
+    arch: str,
+    tf32: bool,
+    tuned: tuple[int, ...] | None,
+) -> AttentionBackwardConfig:
+    instructions = _instructions(itemsize, has_dropout, arch, tf32)
+    parts = split_head_dim(head_dim)
+    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
+        parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
+    elif instructions == "tf32" and parts[0] == 64 and parts[1]:
+        parts = (64, 64)  # mma of unlike parts spills
+    stages = 1 if arch.startswith("gfx") else 2
+    special = tables.get(f"{instructions} sm_100", ()) if arch.startswith("sm_10") else ()
+    tile = tuned or (*next(tile for limit, tile in special + tables[instructions] if head_dim <= limit), stages)
+    rest = n % tile[loop]
+    tail = max(next_power_of_2(rest), 16) if rest else 0
+    return AttentionBackwardConfig(*tile[:2], tail, parts, *tile[2:], reload=itemsize > 2)
+
+
+@_tuned.cached
+def attention_bwd_dq(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+) -> AttentionBackwardConfig:
+    tuned = _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
+    return _attention_bwd(_BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32, tuned)
+
+
+@_tuned.cached
+def attention_bwd_dkdv(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+) -> AttentionBackwardConfig:
+    tuned = _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
+    return _attention_bwd(_BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32, tuned)
+
+
+@_tuned.cached
+def attention_bwd_short(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+) -> AttentionBackwardConfig | None:
+    """For the kernel that takes a whole head, where its tiles fit; else None. It takes a quarter fewer instructions and
+    a third less traffic than the split kernels, but all registers: other targets and dtypes than these spill."""
+    parts = split_head_dim(head_dim)
+    if tuned := _tuned.choice(arch, "attention_bwd_short", n, head_dim, itemsize, has_dropout, tf32):
+        return AttentionBackwardConfig(*tuned[:2], 0, parts, *tuned[2:]) if tuned[0] else None
+    if itemsize > 2 or arch != "sm_90":
+        return None
+    if n <= 64 and sum(parts) <= 64:
+        return AttentionBackwardConfig(64, 64, 0, parts, 4, 2)
+    if n <= 128 and sum(parts) <= (64 if has_dropout else 128):
+        return AttentionBackwardConfig(128, 64, 0, parts, 8, 2)
+    if n <= 256 and sum(parts) <= 64 and not has_dropout:
+        return AttentionBackwardConfig(256, 64, 0, parts, 8, 2)
+    return None
