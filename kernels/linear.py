@@ -71,12 +71,14 @@ def _matmul_tile(
 
 
 @triton.jit
-def _quarter(acc, i: tl.constexpr):
-    """The i-th quarter of a tile's columns, where it is in registers. Epilogues take one after the other: what they
-    load and compute for a whole tile would leave no room for a second program on the SM, whose matmul they hide behind.
-    """
-    half = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()[i // 2]
-    return half.reshape(half.shape[0], 2, half.shape[1] // 2).permute(0, 2, 1).split()[i % 2]
+def _part(acc, i: tl.constexpr, COUNT: tl.constexpr):
+    """Part i of COUNT of a tile's columns, where it is in registers. Epilogues take one after the other: what they load
+    and compute for a whole tile would leave no room for a second program on the SM, whose matmul they hide behind."""
+    if COUNT == 1:
+        return acc
+    else:
+        half = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()[i // (COUNT // 2)]
+        return _part(half, i % (COUNT // 2), COUNT // 2)
 
 
 @triton.jit
@@ -86,10 +88,14 @@ def _load_columns(ptr, cols, N):
 
 
 @triton.jit
+def _addresses(ptr, tile_m, cols, stride, BLOCK_M: tl.constexpr):
+    """Of columns of row tile `tile_m`, counted from its first row: offsets of 32 bits take fewer registers."""
+    return ptr + tile_m * BLOCK_M * stride + (tl.arange(0, BLOCK_M)[:, None] * stride + cols)
+
+
+@triton.jit
 def _store(ptr, value, tile_m, cols, mask, N):
-    """Into rows of row tile `tile_m`, counted from its first one: offsets of 32 bits take fewer registers."""
-    rows = tl.arange(0, value.shape[0])[:, None]
-    tl.store(ptr + tile_m * value.shape[0] * N + (rows * N + cols), value.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(_addresses(ptr, tile_m, cols, N, value.shape[0]), value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -119,6 +125,7 @@ def linear_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
 ):
     """One program computes a BLOCK_M x BLOCK_N tile of the output; grid: row tiles x column tiles, flattened."""
     tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -131,9 +138,10 @@ def linear_fwd_kernel(
         start = tile_m * BLOCK_M
         sample = (rows - start + start % rows_per_sample).to(tl.int32) // rows_per_sample + start // rows_per_sample
         row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)
-    for i in tl.static_range(4):
-        y = _quarter(acc, i)
-        cols = _cols_of(tile_n * 4 + i, BLOCK_N // 4)
+    PARTS: tl.constexpr = BLOCK_N // PART
+    for i in tl.static_range(PARTS):
+        y = _part(acc, i, PARTS)
+        cols = _cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
         if bias_ptr is not None:
             y += _load_columns(bias_ptr, cols, N)
@@ -145,7 +153,8 @@ def linear_fwd_kernel(
         if row_scale_ptr is not None:
             y *= row_scale
         if residual_ptr is not None:
-            y += tl.load(residual_ptr + rows * stride_rm + cols, mask=mask, other=0.0).to(tl.float32)
+            residual = _addresses(residual_ptr, tile_m, cols, stride_rm, BLOCK_M)
+            y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
         _store(out_ptr, y, tile_m, cols, mask, N)
 
 
@@ -173,6 +182,7 @@ def linear_dact_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
 ):
     """Tiles and grid as linear_fwd_kernel's."""
     tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -180,12 +190,13 @@ def linear_dact_kernel(
     acc = _matmul_tile(
         dy_ptr, w_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_dym, stride_wk, 1, EVEN_K, BLOCK_K, PRECISION
     )
-    for i in tl.static_range(4):
-        cols = _cols_of(tile_n * 4 + i, BLOCK_N // 4)
+    PARTS: tl.constexpr = BLOCK_N // PART
+    for i in tl.static_range(PARTS):
+        cols = _cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
-        pre = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
+        pre = tl.load(_addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M), mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
-        dpre = _quarter(acc, i) * grad
+        dpre = _part(acc, i, PARTS) * grad
         _store(h_ptr, h, tile_m, cols, mask, N)
         _store(dpre_ptr, dpre, tile_m, cols, mask, N)
         tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)
