@@ -30,17 +30,17 @@ def cases():
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
-        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 19),
-        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 26),
-        "linear": (lambda: ops.linear(x, weight, bias), 19),
-        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 23),
-        "attention": (lambda: ops.attention(q, q, q), 20),
-        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 18),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 24),
-        "mlp": (lambda: ops.mlp(x, *fc), 33),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 46),
-        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 27),
-        "dropout": (lambda: ops.dropout(x, 0.0), 4),
+        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 17),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 24),
+        "linear": (lambda: ops.linear(x, weight, bias), 18),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 20),
+        "attention": (lambda: ops.attention(q, q, q), 18),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 16),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 23),
+        "mlp": (lambda: ops.mlp(x, *fc), 28),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 34),
+        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 26),
+        "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
 
 

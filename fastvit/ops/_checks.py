@@ -49,7 +49,7 @@ def check_like(
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {x.device}")
-    if dtype and x.dtype != like.dtype:
+    if dtype and x.dtype is not like.dtype:
         raise TypeError(f"{name} must have {like_name}'s dtype {like.dtype}, got {x.dtype}")
     if shape is not None and x.shape != shape:
         raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")

@@ -31,6 +31,7 @@ from torch._C import (
 from torch._C._functorch import unwrap_if_dead
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
 
@@ -108,13 +109,13 @@ def register(
         kind = args[0].device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False), torch.no_grad():
-                return choose(args)
+                return choose(*args)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return choose(args)
-        return choose(args)
+                return choose(*args)
+        return choose(*args)
 
-    def choose(args: tuple[Any, ...]) -> Any:
+    def choose(*args: Any) -> Any:
         if wants_triton(args[0]):
             try:
                 if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
@@ -138,13 +139,22 @@ def register(
     def op(*args: Any) -> Any:
         if is_dynamo_compiling() or not _unobserved(args):
             return overload(*args)
-        return choose(args)
+        return choose(*args)
 
+    op.chosen, op.aten = choose, aten  # type: ignore[attr-defined]
     return op
 
 
-# The types of an op's arguments, without tensor subclasses: fake, distributed, a tracer's
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
+def settled(args: tuple[Any, ...], *ops: Any) -> tuple[Callable[..., Any], ...]:
+    """The registered ops, or their implementations where nothing could tell the difference for calls with these
+    arguments and with what comes of them: for functions of several ops, which then ask once."""
+    if is_dynamo_compiling() or not _unobserved(args):
+        return ops
+    return tuple([op.chosen for op in ops] if wants_triton(args[0]) else [op.aten for op in ops])
+
+
+# The types of an op's other arguments: no tensor subclasses (fake, distributed, a tracer's)
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 def _unobserved(args: tuple[Any, ...]) -> bool:
@@ -153,19 +163,19 @@ def _unobserved(args: tuple[Any, ...]) -> bool:
     functorch transform, no autocast to switch off, no profiler to tell, no lazy negation to carry out (as gradients of
     conj() have). Autograd is the FusedFunctions' part."""
     for a in args:
-        if isinstance(a, Tensor) and (a.is_neg() or a._is_zerotensor()):
+        kind = type(a)
+        if kind is Tensor or kind is Parameter:
+            if a.is_neg() or a._is_zerotensor():
+                return False
+        elif kind not in _PLAIN:
             return False
-    return (
-        _PLAIN.issuperset(map(type, args))
-        and (args[0].is_cpu or args[0].is_cuda)
-        and not (
-            _len_torch_dispatch_stack()
-            or _is_torch_function_mode_enabled()
-            or _are_functorch_transforms_active()
-            or _is_any_autocast_enabled()
-            or _is_tracing()
-            or _profiler_enabled()
-        )
+    return (args[0].is_cpu or args[0].is_cuda) and not (
+        _len_torch_dispatch_stack()
+        or _is_torch_function_mode_enabled()
+        or _are_functorch_transforms_active()
+        or _is_any_autocast_enabled()
+        or _is_tracing()
+        or _profiler_enabled()
     )
 
 
