@@ -18,14 +18,23 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 _Tiles = tuple[tuple[int, tuple[int, int, int]], ...]  # up to which D0 + D1 -> block_m, block_n, num_warps
 
 
+_WGMMA = ("sm_90", "sm_10")  # their matmuls take operands from shared memory
+
+
 def _instructions(itemsize: int, has_dropout: bool, arch: str, tf32: bool) -> str:
     if itemsize > 2:
         return "tf32" if tf32 else "fma"
     if arch.startswith("gfx"):
         return "amd"
-    if not arch.startswith(("sm_90", "sm_10")):  # which take operands from shared memory
+    if not arch.startswith(_WGMMA):
         return "mma"
     return "wgmma dropout" if has_dropout else "wgmma"
+
+
+def _rows(tables: dict[str, _Tiles], instructions: str, arch: str) -> _Tiles:
+    """Those of the target's family first."""
+    family = next((name for name in ("sm_10", "gfx") if arch.startswith(name)), "none")
+    return tables.get(f"{instructions} {family}", ()) + tables[instructions]
 
 
 # ---- attention forward ----
@@ -42,6 +51,7 @@ class AttentionForwardConfig:
     parts: tuple[int, int]
     num_warps: int
     num_stages: int
+    values_step: bool = False  # the loop's values pass through registers before their matmul: STEP of add_values
 
 
 def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
@@ -64,7 +74,8 @@ _FWD: dict[str, _Tiles] = {
     "mma": ((64, (128, 128, 8)), (96, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
-    "tf32": ((128, (128, 32, 8)), (256, (32, 32, 8))),
+    "tf32": ((128, (128, 32, 8)), (256, (32, 16, 4))),
+    "tf32 gfx": ((96, (128, 32, 8)), (128, (64, 32, 4))),  # wider ones as elsewhere; likewise below
     "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
     "fma dropout": ((96, (32, 32, 8)), (256, (32, 16, 8))),
 }
@@ -83,8 +94,9 @@ def attention_fwd(
     instructions = _instructions(itemsize, False, arch, tf32)
     parts = split_head_dim(head_dim)
     width = sum(parts)
-    tiles = _FWD.get(f"{instructions} dropout", ()) if has_dropout else ()
-    block_m, block_n, num_warps = next(tile for limit, tile in tiles or _FWD[instructions] if width <= limit)
+    special = f"{instructions} dropout"
+    rows = _FWD[special] if has_dropout and special in _FWD else _rows(_FWD, instructions, arch)
+    block_m, block_n, num_warps = next(tile for limit, tile in rows if width <= limit)
     stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
     if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
         block_m, block_n, num_warps, stages = 64, 0, 4, 2
@@ -92,9 +104,12 @@ def attention_fwd(
         block_m, block_n, num_warps, stages = tuned
     if block_n == 0:
         return AttentionForwardConfig(block_m, 0, key_chunks(n, 128, 3), parts, num_warps, stages)
-    if parts[0] > 64 and parts[1] == 0 and instructions in ("mma", "tf32", "fma"):
+    step = instructions == "tf32" and arch.startswith(_WGMMA) and block_m >= 64  # else they compile to mma
+    whole = 32 if instructions == "tf32" and not step else 64
+    if parts[0] > whole and parts[1] == 0 and instructions in ("mma", "tf32", "fma"):
         parts = (width // 2, width // 2)  # operands that come from registers: one half at a time
-    return AttentionForwardConfig(block_m, block_n, key_chunks(n % block_n, block_n, 2), parts, num_warps, stages)
+    chunks = key_chunks(n % block_n, block_n, 2)
+    return AttentionForwardConfig(block_m, block_n, chunks, parts, num_warps, stages, step)
 
 
 # ---- attention backward ----
@@ -122,6 +137,7 @@ _BWD_DQ: dict[str, _Tiles] = {
     "amd": ((128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
     "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
+    "fma gfx": ((64, (32, 32, 8)), (128, (32, 32, 4)), (256, (16, 16, 4))),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": (
@@ -132,7 +148,7 @@ _BWD_DKDV: dict[str, _Tiles] = {
         (192, (16, 128, 8)),
         (256, (32, 64, 8)),
     ),
-    "wgmma sm_100": ((32, (64, 64, 4)), (80, (64, 128, 8))),  # wider ones as on sm_90
+    "wgmma sm_10": ((32, (64, 64, 4)), (80, (64, 128, 8))),
     "wgmma dropout": ((96, (32, 64, 4)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (16, 64, 8))),
     "mma": (
         (32, (64, 64, 4)),
@@ -146,6 +162,7 @@ _BWD_DKDV: dict[str, _Tiles] = {
     "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
     "tf32": ((128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
     "fma": ((96, (32, 32, 8)), (128, (16, 32, 8)), (256, (16, 16, 8))),
+    "fma gfx": ((64, (32, 32, 8)), (96, (32, 32, 4))),
 }
 
 
@@ -162,13 +179,14 @@ def _attention_bwd(
 ) -> AttentionBackwardConfig:
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
-    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
+    narrow = instructions == "fma" and tables is _BWD_DKDV and arch.startswith("sm_8")  # spills at 64
+    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 32 if narrow else 64):
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
     elif instructions == "tf32" and parts[0] == 64 and parts[1]:
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
-    special = tables.get(f"{instructions} sm_100", ()) if arch.startswith("sm_10") else ()
-    tile = tuned or (*next(tile for limit, tile in special + tables[instructions] if head_dim <= limit), stages)
+    rows = _rows(tables, instructions, arch)
+    tile = tuned or (*next(tile for limit, tile in rows if head_dim <= limit), stages)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
     return AttentionBackwardConfig(*tile[:2], tail, parts, *tile[2:], reload=itemsize > 2)

@@ -123,13 +123,19 @@ def scores(
 @triton.jit
 def add_values(
     acc0, acc1, p, v_ptr, cols, stride_vn, limit, seed_ptr, rows, first_col, head, dropout_p,
-    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr = False
 ):  # fmt: skip
-    """acc + dropout(p) [M, cols] x the values `cols` of the tile at v_ptr, in both parts of the head dimension."""
+    """acc + dropout(p) [M, cols] x the values `cols` of the tile at v_ptr, in both parts of the head dimension. STEP:
+    they pass through registers first. TF32's wgmma wants them transposed, and a loop that prefetches them straight into
+    that order would do so 4 bytes at a time."""
     if seed_ptr is not None:
         keep = keep_mask(tl.load(seed_ptr), rows[:, None], (first_col + cols)[None, :], head, dropout_p)
         p = tl.where(keep, p, 0.0)
     v0, v1 = load_parts(v_ptr, cols, stride_vn, limit, D0, D1, HEAD_DIM, MASKED)
+    if STEP:  # adding 0 is a step that no compiler drops: it would turn -0 into 0
+        v0 += 0.0
+        v1 += 0.0
     p = p.to(v0.dtype)
     acc0 = tl.dot(p, v0, acc0, input_precision=PRECISION)
     if D1 > 0:
@@ -142,7 +148,8 @@ def _online_step(
     acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, first_col, stride_kn, stride_vn, N,
     scale2, seed_ptr, rows, head, dropout_p,
     WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr
+    MASKED: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr = False
 ):  # fmt: skip
     """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m of the unscaled scores and the running sum
     [M], and the accumulators [M, d]. first_col: the first key's index. FIRST: there is nothing to rescale yet."""
@@ -161,7 +168,7 @@ def _online_step(
             acc1 *= rescale[:, None]
     acc0, acc1 = add_values(
         acc0, acc1, p, v_ptr, cols, stride_vn, limit, seed_ptr, rows, first_col, head, dropout_p,
-        D0, D1, HEAD_DIM, MASKED, PRECISION
+        D0, D1, HEAD_DIM, MASKED, PRECISION, STEP
     )  # fmt: skip
     return acc0, acc1, m_new, total
 
@@ -218,6 +225,7 @@ def attention_fwd_kernel(
     TAIL_0: tl.constexpr,  # keys behind the last full tile, in up to two narrower ones; 0: none
     TAIL_1: tl.constexpr,
     PRECISION: tl.constexpr,
+    VALUES_STEP: tl.constexpr,  # STEP of add_values, in the loop
 ):
     """One program: BLOCK_M rows of one head, all keys. Only the last key tile is masked."""
     tiles = tl.cdiv(N, BLOCK_M)
@@ -256,7 +264,8 @@ def attention_fwd_kernel(
     for start in tl.range(0, full, BLOCK_N):
         acc0, acc1, m, total = _online_step(
             acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
-            scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, False, PRECISION
+            scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, False, PRECISION,
+            VALUES_STEP
         )  # fmt: skip
         k_ptr += BLOCK_N * stride_kn
         v_ptr += BLOCK_N * stride_vn

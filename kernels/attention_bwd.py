@@ -232,9 +232,10 @@ def attention_bwd_dkdv_kernel(
     keys = first + tile
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
-    # The tail first takes fewer registers, which matmuls of narrow tiles need for their operands. wgmma of wide ones,
-    # whose operands are in shared memory, ptxas would then run one by one.
-    if TAIL > 0 and BLOCK_M == 16:
+    # The tail first takes fewer registers, which matmuls of narrow tiles and of float32 need for their operands. wgmma
+    # of wide ones, whose operands are in shared memory, ptxas would then run one by one.
+    TAIL_FIRST: tl.constexpr = BLOCK_M == 16 or RELOAD
+    if TAIL > 0 and TAIL_FIRST:
         if full < N:  # as above
             dk0, dk1, dv0, dv1 = _dkdv_step(
                 k0, k1, v0, v1, dk0, dk1, dv0, dv1,
@@ -243,7 +244,8 @@ def attention_bwd_dkdv_kernel(
                 scale2, dropout_p, N,
                 D0, D1, HEAD_DIM, TAIL, True, PRECISION,
             )  # fmt: skip
-    for start in range(0, full, BLOCK_M):
+    # at wgmma's widest tiles, what is moved out of the loop takes registers that it does not have
+    for start in tl.range(0, full, BLOCK_M, disable_licm=D0 + D1 > 128 and BLOCK_M > 16):
         if RELOAD:
             k0, k1 = load_parts(k_ptr, tile, k_stride, left, D0, D1, HEAD_DIM, True)
             v0, v1 = load_parts(v_ptr, tile, v_stride, left, D0, D1, HEAD_DIM, True)
@@ -256,7 +258,7 @@ def attention_bwd_dkdv_kernel(
         do_ptr += tl.cast(do_stride, tl.int64) * BLOCK_M
         lse2_ptr += BLOCK_M
         delta_ptr += BLOCK_M
-    if TAIL > 0 and BLOCK_M > 16:
+    if TAIL > 0 and not TAIL_FIRST:
         if full < N:  # as above
             dk0, dk1, dv0, dv1 = _dkdv_step(
                 k0, k1, v0, v1, dk0, dk1, dv0, dv1,

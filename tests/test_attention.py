@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from oracle import assert_op_as_accurate, inputs
+from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -212,11 +212,13 @@ def test_nan_stays_in_its_row(backend, device):
 
 
 def test_scores_out_of_the_range_of_exp(backend, device):
-    """All scores far below zero: a padded key, whose score is zero, must not enter the maximum."""
-    tensors = separate(1, 70, 1, 16, device=device)
-    tensors["q"] = tensors["q"].detach().abs().mul(20).requires_grad_()
-    tensors["k"] = tensors["k"].detach().abs().mul(-20).requires_grad_()
-    assert_op_as_accurate(lambda **t: ops.attention(**t, scale=1.0), lambda **t: eager(**t, scale=1.0), tensors)
+    """All scores far below zero: a padded key, whose score is zero, must not enter the maximum. Of gradients, only the
+    kernels' are held to the oracle (test_attention_backward.py): with scores of thousands, the error of PyTorch's own
+    depends on how threads share the rows."""
+    q, k, v = (t.detach() for t in separate(1, 70, 1, 16, device=device).values())
+    q, k = q.abs() * 20, k.abs() * -20
+    exact = eager(q.double(), k.double(), v.double(), scale=1.0)
+    assert_as_accurate(ops.attention(q, k, v, scale=1.0), eager(q, k, v, scale=1.0), exact)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)], ids=str)
