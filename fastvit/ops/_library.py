@@ -153,30 +153,32 @@ def settled(args: tuple[Any, ...], *ops: Any) -> tuple[Callable[..., Any], ...]:
     return tuple([op.chosen for op in ops] if wants_triton(args[0]) else [op.aten for op in ops])
 
 
-# The types of an op's other arguments: no tensor subclasses (fake, distributed, a tracer's)
-_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+# The types of an op's arguments, without tensor subclasses: fake, distributed, a tracer's
+_PLAIN = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
 
 
 def _unobserved(args: tuple[Any, ...]) -> bool:
     """Whether the dispatcher would lead from the registered op straight to its implementation, so that calling that at
     once is the same: plain CPU or CUDA tensors, no mode (fake tensors, FLOP counters, checkpoint policies, tracers), no
-    functorch transform, no autocast to switch off, no profiler to tell, no lazy negation to carry out (as gradients of
-    conj() have). Autograd is the FusedFunctions' part."""
-    for a in args:
-        kind = type(a)
-        if kind is Tensor or kind is Parameter:
-            if a.is_neg() or a._is_zerotensor():
-                return False
-        elif kind not in _PLAIN:
-            return False
-    return (args[0].is_cpu or args[0].is_cuda) and not (
-        _len_torch_dispatch_stack()
-        or _is_torch_function_mode_enabled()
-        or _are_functorch_transforms_active()
-        or _is_any_autocast_enabled()
-        or _is_tracing()
-        or _profiler_enabled()
+    functorch transform, no autocast to switch off, no profiler to tell. Kernels also need lazy negations carried out
+    (as gradients of conj() have); ATen's functions do that themselves. Autograd is the FusedFunctions' part."""
+    return (
+        _PLAIN.issuperset(map(type, args))
+        and (args[0].is_cpu or args[0].is_cuda)
+        and not (
+            _len_torch_dispatch_stack()
+            or _is_torch_function_mode_enabled()
+            or _are_functorch_transforms_active()
+            or _is_any_autocast_enabled()
+            or _is_tracing()
+            or _profiler_enabled()
+        )
+        and not (wants_triton(args[0]) and any(isinstance(a, Tensor) and _is_lazy(a) for a in args))
     )
+
+
+def _is_lazy(x: Tensor) -> bool:
+    return x.is_neg() or x._is_zerotensor()
 
 
 def _fall_back(name: str, reason: str) -> None:
