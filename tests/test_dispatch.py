@@ -30,16 +30,16 @@ def cases():
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
-        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 17),
-        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 24),
-        "linear": (lambda: ops.linear(x, weight, bias), 18),
-        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 20),
-        "attention": (lambda: ops.attention(q, q, q), 18),
-        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 16),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 23),
+        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 16),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 23),
+        "linear": (lambda: ops.linear(x, weight, bias), 17),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 19),
+        "attention": (lambda: ops.attention(q, q, q), 17),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 15),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 22),
         "mlp": (lambda: ops.mlp(x, *fc), 28),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 34),
-        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 26),
+        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 25),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
 

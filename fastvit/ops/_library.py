@@ -93,7 +93,7 @@ def register(
     flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
-    where nothing could tell the difference, its implementation without the dispatcher's 3 us (see `_unobserved`).
+    where nothing could tell the difference, its implementation without the dispatcher's 3 us (see `_shortcut`).
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
@@ -137,9 +137,10 @@ def register(
         register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
 
     def op(*args: Any) -> Any:
-        if is_dynamo_compiling() or not _unobserved(args):
+        kernels = _shortcut(args)
+        if kernels is None:
             return overload(*args)
-        return choose(*args)
+        return choose(*args) if kernels else aten(*args)
 
     op.chosen, op.aten = choose, aten  # type: ignore[attr-defined]
     return op
@@ -148,37 +149,39 @@ def register(
 def settled(args: tuple[Any, ...], *ops: Any) -> tuple[Callable[..., Any], ...]:
     """The registered ops, or their implementations where nothing could tell the difference for calls with these
     arguments and with what comes of them: for functions of several ops, which then ask once."""
-    if is_dynamo_compiling() or not _unobserved(args):
+    kernels = _shortcut(args)
+    if kernels is None:
         return ops
-    return tuple([op.chosen for op in ops] if wants_triton(args[0]) else [op.aten for op in ops])
+    return tuple([op.chosen for op in ops] if kernels else [op.aten for op in ops])
 
 
 # The types of an op's arguments, without tensor subclasses: fake, distributed, a tracer's
 _PLAIN = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
 
 
-def _unobserved(args: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would lead from the registered op straight to its implementation, so that calling that at
-    once is the same: plain CPU or CUDA tensors, no mode (fake tensors, FLOP counters, checkpoint policies, tracers), no
-    functorch transform, no autocast to switch off, no profiler to tell. Kernels also need lazy negations carried out
-    (as gradients of conj() have); ATen's functions do that themselves. Autograd is the FusedFunctions' part."""
-    return (
-        _PLAIN.issuperset(map(type, args))
-        and (args[0].is_cpu or args[0].is_cuda)
-        and not (
-            _len_torch_dispatch_stack()
-            or _is_torch_function_mode_enabled()
-            or _are_functorch_transforms_active()
-            or _is_any_autocast_enabled()
-            or _is_tracing()
-            or _profiler_enabled()
-        )
-        and not (wants_triton(args[0]) and any(isinstance(a, Tensor) and _is_lazy(a) for a in args))
-    )
-
-
-def _is_lazy(x: Tensor) -> bool:
-    return x.is_neg() or x._is_zerotensor()
+def _shortcut(args: tuple[Any, ...]) -> bool | None:
+    """Whether Triton kernels run, if the dispatcher would lead from the registered op straight to its implementation,
+    so that calling that at once is the same; else None. It would for plain CPU or CUDA tensors, no mode (fake tensors,
+    FLOP counters, checkpoint policies, tracers), no functorch transform, no autocast to switch off, no profiler to
+    tell. Kernels also need lazy negations carried out (as gradients of conj() have), which ATen's functions do
+    themselves. Autograd is the FusedFunctions' part."""
+    if (
+        is_dynamo_compiling()
+        or not _PLAIN.issuperset(map(type, args))
+        or not (args[0].is_cpu or args[0].is_cuda)
+        or _len_torch_dispatch_stack()
+        or _is_torch_function_mode_enabled()
+        or _are_functorch_transforms_active()
+        or _is_any_autocast_enabled()
+        or _is_tracing()
+        or _profiler_enabled()
+    ):
+        return None
+    if not wants_triton(args[0]):
+        return False
+    if any(isinstance(a, Tensor) and (a.is_neg() or a._is_zerotensor()) for a in args):
+        return None
+    return True
 
 
 def _fall_back(name: str, reason: str) -> None:
