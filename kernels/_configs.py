@@ -109,11 +109,11 @@ def use_triton_gemm(n: int, k: int, itemsize: int, arch: str = "") -> bool:
 
 @dataclass(frozen=True)
 class ActivationBackwardConfig:
-    """A program takes steps x block_m rows and block_n columns, 16 elements a thread at a time."""
+    """A program takes steps x block_m rows and block_n columns, 8 elements a thread at a time."""
 
-    block_m: int = 8
+    block_m: int = 4
     block_n: int = 256
-    steps: int = 8
+    steps: int = 16
     num_warps: int = 4
 
 
@@ -136,13 +136,26 @@ class PatchEmbedConfig:
     num_warps: int
     num_stages: int
     splits: int = 1  # of the sum, each with a partial result
+    max_registers: int | None = None  # a thread; NVIDIA only
 
 
 def patch_embed(
-    m: int, n: int, k: int, *, itemsize: int, loaded: int, arch: str, multiprocessors: int, split: bool = False
+    m: int,
+    n: int,
+    k: int,
+    *,
+    itemsize: int,
+    loaded: int,
+    arch: str,
+    multiprocessors: int,
+    split: bool = False,
+    fma: bool = False,
+    unpacked: bool = False,
+    unrolled: bool = False,
 ) -> PatchEmbedConfig:
     """The implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of what is multiplied;
-    loaded: of the widest tensor that it is converted from.
+    loaded: of the widest tensor that it is converted from; fma: float32 is not multiplied as TF32; unpacked: an operand
+    is converted from bytes; unrolled: k is compile-time.
 
     16-bit operands take tiles that leave room for two programs on an SM, one of which runs its epilogue under the
     other's matmuls: at most 96 KB of shared memory on Hopper, 64 KB elsewhere. Results of too few such tiles for the
@@ -151,13 +164,19 @@ def patch_embed(
     """
     longest = max(k // 256, 1) if split else 1
     large = itemsize == 2 and min(m, n) > 64 and -(-m // 128) * -(-n // 128) * longest >= multiprocessors
-    block, num_warps = (128, 8) if large else (64, 4)
+    # the operands of FMAs, and of them all those converted from bytes, live in registers: narrow tiles, or more warps
+    crowded = fma and unpacked and split
+    block, num_warps = (128, 8) if large else (64, 8 if crowded else 4)
     deep = loaded <= 2 and arch in ("sm_90", "sm_100", "sm_103") and (split or k % 64 == 0)
     stages = 2 if arch.startswith("gfx") else 3 if deep or loaded > 2 else 4
-    # the conversion of bytes to float32 in the weight's gradient spills with more than 16
-    block_k = 64 if deep else 16 if itemsize == 4 and split else 32
+    block_k = 64 if deep else 16 if itemsize == 4 and (split or (fma and not unrolled)) else 32
     tile = block, block, block_k, num_warps, stages
     key = (m, n, _tuned.bucket(k)) if split else (_tuned.bucket(m), n, k)
     tile = _tuned.choice(arch, "patch_embed", *key, itemsize, loaded, split) or tile
     splits = max(min(2 * multiprocessors // (-(-m // tile[0]) * -(-n // tile[1])), longest), 1)
-    return PatchEmbedConfig(*tile, splits)
+    # without a limit, ptxas spills a little to fit one more program on an SM; long unrolled loops fill any, and spill
+    small = tile[0] * tile[1] <= 4096 and tile[3] == 4
+    limit = 168 if small else 255 if crowded or arch == "sm_120" else None
+    if arch.startswith("gfx") or (unrolled and not (small and itemsize == 2)):
+        limit = None
+    return PatchEmbedConfig(*tile, splits, limit)

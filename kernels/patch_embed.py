@@ -60,6 +60,20 @@ def _pixel(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.c
 
 
 @triton.jit
+def _apart(x, real):
+    """x, and 0 where not real: a step that keeps a load apart from the matmul. Otherwise the load takes the operand's
+    layout, and moves 4 or 8 bytes at a time where float32 is transposed for TF32 or bytes are converted."""
+    return tl.where(real, x, 0.0)
+
+
+@triton.jit
+def _halves(acc):
+    """Left and right: an epilogue of one after the other holds fewer registers, so that two programs fit an SM and
+    one's epilogue hides in the other's matmuls."""
+    return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
 def _load_pixels(
     image_ptr,
     normalize_ptr,
@@ -72,6 +86,7 @@ def _load_pixels(
     PH: tl.constexpr,
     PW: tl.constexpr,
     UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
     T: tl.constexpr,
 ):
     """-> [rows, k] in T, normalised if wanted; 0 where not in the patch."""
@@ -80,8 +95,12 @@ def _load_pixels(
     if normalize_ptr is not None:
         c = k // (PH * PW)
         scale = tl.load(normalize_ptr + c, mask=in_patch, other=0.0)
-        shift = tl.load(normalize_ptr + C + c, mask=in_patch, other=0.0)
+        shift = _apart(tl.load(normalize_ptr + C + c, mask=in_patch, other=0.0), k < C * PH * PW)
         x = x.to(tl.float32) * scale[None, :] + shift[None, :]
+        if x.dtype == T and PRECISION == "ieee":
+            # the sum of one element, which is not elementwise: behind elementwise steps alone, triton finds that x was
+            # loaded in few bits, and multiplies in TF32 on sm_100 (github.com/triton-lang/triton/issues/10176)
+            x = tl.sum(x[:, :, None], 2)
     return x.to(T)
 
 
@@ -149,13 +168,11 @@ def patch_embed_fwd_kernel(
         in_patch = (k < K) | (K % BLOCK_K == 0)
         w = tl.load(weight + k[:, None], mask=in_patch[:, None], other=0.0)  # [BLOCK_K, BLOCK_D]
         x = _load_pixels(
-            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, w.dtype
+            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, w.dtype
         )  # fmt: skip
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
 
-    # the epilogue in two halves: fewer registers, so that two programs fit an SM and one's epilogue hides in the
-    # other's matmuls
-    left, right = acc.reshape(BLOCK_M, 2, BLOCK_D // 2).permute(0, 2, 1).split()
+    left, right = _halves(acc)
     col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D // 2)
     _store_tokens(left, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col, M, P, D)
     _store_tokens(right, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col + BLOCK_D // 2, M, P, D)
@@ -208,20 +225,36 @@ def patch_embed_bwd_weight_kernel(
         b, t, exists = _token(row, M, N, P, reciprocal_n)
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
         # rows without a patch count nothing: zero times the pixels of the first patch
-        if PRECISION == "tf32":
-            # as its own step: loaded straight as a transposed operand, which only 16-bit ones can be in hardware,
-            # float32 would come 4 bytes at a time
-            dout = tl.where(exists[:, None], tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :]), 0.0)
-        else:
-            dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
+        dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
         origin = _origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
         x = _load_pixels(
-            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, dout.dtype
+            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, dout.dtype
         )  # fmt: skip
+        if PRECISION == "tf32":
+            dout = _apart(dout, exists[:, None])
+            x = _apart(x, exists[:, None])
         acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
 
     at = (split.to(tl.int64) * D + col)[:, None] * K + k[None, :]
     tl.store(partial_ptr + at, acc.to(partial_ptr.dtype.element_ty), mask=(col < D)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _store_pixels(
+    x,
+    dimage_ptr,
+    origin,
+    exists,
+    k,
+    stride_c,
+    stride_h,
+    C: tl.constexpr,
+    PH: tl.constexpr,
+    PW: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
+    tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
 
 
 @triton.jit
@@ -254,19 +287,24 @@ def patch_embed_bwd_image_kernel(
     K: tl.constexpr = C * PH * PW
     tiles_k = tl.cdiv(K, BLOCK_K)
     row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
-    b, t, exists = _token(row, M, N, P, _reciprocal(N))
     k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
     dout_row = dout_ptr + row[:, None].to(tl.int64) * stride_dm
-    weight = weight_ptr + k[None, :]
+    weight = tl.arange(0, BLOCK_D)[:, None] * K + k[None, :]  # fits int32, which the launcher checks
 
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for start in range(0, D, BLOCK_D):
         col = start + tl.arange(0, BLOCK_D)
-        dout = tl.load(dout_row + col[None, :], mask=exists[:, None] & (col < D)[None, :], other=0.0)
-        at = col[:, None].to(tl.int64) * K
-        w = tl.load(weight + at, mask=(col < D)[:, None] & (k < K)[None, :], other=0.0)  # [BLOCK_D, BLOCK_K]
+        dout = tl.load(dout_row + col[None, :], mask=(row < M)[:, None] & (col < D)[None, :], other=0.0)
+        w = tl.load(weight_ptr + weight, mask=(col < D)[:, None] & (k < K)[None, :], other=0.0)  # [BLOCK_D, BLOCK_K]
+        if PRECISION == "tf32":
+            w = _apart(w, (col < D)[:, None])
         acc = tl.dot(dout, w, acc, input_precision=PRECISION)
+        weight_ptr += BLOCK_D * K
 
+    # not before the loop, which would hold more registers
+    b, t, exists = _token(row, M, N, P, _reciprocal(N))
     origin = _origin(b, t, exists, grid_w, _reciprocal(grid_w), stride_b, stride_h, PH, PW, UNIT)
-    at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
-    tl.store(dimage_ptr + at, acc.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < K)[None, :])
+    left, right = _halves(acc)
+    k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K // 2)
+    _store_pixels(left, dimage_ptr, origin, exists, k, stride_c, stride_h, C, PH, PW, UNIT)
+    _store_pixels(right, dimage_ptr, origin, exists, k + BLOCK_K // 2, stride_c, stride_h, C, PH, PW, UNIT)

@@ -131,12 +131,19 @@ def _check_triton(weight: Tensor) -> None:
 def _config(
     m: int, n: int, k: int, weight: Tensor, image: Tensor | None = None, split: bool = False
 ) -> _configs.PatchEmbedConfig:
-    itemsize = weight.dtype.itemsize
+    """image: where it is an operand."""
+    itemsize, pixel = weight.dtype.itemsize, (weight if image is None else image).dtype
     return _configs.patch_embed(
         m, n, k,
-        itemsize=itemsize, loaded=itemsize if image is None else max(itemsize, image.dtype.itemsize),
+        itemsize=itemsize, loaded=max(itemsize, pixel.itemsize),
         arch=_library.arch(weight), multiprocessors=_library.multiprocessors(weight.device.index), split=split,
+        fma=itemsize == 4 and dot_precision(weight) == "ieee", unpacked=pixel is torch.uint8,
+        unrolled=image is not None and not split,
     )  # fmt: skip
+
+
+def _registers(cfg: _configs.PatchEmbedConfig) -> dict[str, int]:
+    return {} if cfg.max_registers is None else {"maxnreg": cfg.max_registers}
 
 
 def _rows_contiguous(image: Tensor) -> Tensor:
@@ -149,7 +156,7 @@ def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], di
     # the stride of a dimension of one element is arbitrary and would only spoil the alignment
     strides = [s if size > 1 else 0 for s, size in zip(image.stride()[:3], image.shape[:3], strict=True)]
     _, C, ph, pw = weight.shape
-    if (C - 1) * strides[1] + (ph - 1) * strides[2] + pw >= 1 << 31:
+    if max((C - 1) * strides[1] + (ph - 1) * strides[2] + pw, 128 * C * ph * pw) >= 1 << 31:  # 128 rows of weight
         raise Unsupported("a patch that spans 2**31 or more elements of the image runs on ATen only")
     unit = math.gcd(16, *strides)
     constants = {"C": C, "PH": ph, "PW": pw, "UNIT": unit}
@@ -184,7 +191,7 @@ def _fwd_triton(
         B * N, N, P, D, grid_w, *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_D=cfg.block_n, BLOCK_K=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_registers(cfg),
     )  # fmt: skip
     return out
 
@@ -202,7 +209,7 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
     if image.dtype is not torch.uint8:
         image = image.to(weight.dtype)
     rows, image = as_rows(dout.to(weight.dtype)), _rows_contiguous(image)
-    cfg = _config(D, K, B * N, weight, split=True)
+    cfg = _config(D, K, B * N, weight, image, split=True)
     rows_per_split = triton.cdiv(triton.cdiv(B * N, cfg.splits), cfg.block_k) * cfg.block_k
     splits = triton.cdiv(B * N, rows_per_split)
     partial = torch.empty(
@@ -214,7 +221,7 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
         B * N, N, N - math.prod(_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_registers(cfg),
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0).to(weight.dtype)
 
@@ -234,7 +241,7 @@ def _bwd_image_triton(dout: Tensor, weight: Tensor, height: int, width: int, dty
         B * N, N, N - math.prod(_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_K=cfg.block_n, BLOCK_D=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_registers(cfg),
     )  # fmt: skip
     return dimage
 
