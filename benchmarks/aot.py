@@ -146,6 +146,8 @@ class Compiled:
             found.append(f"{self.tensor_memory} columns of tensor memory, limit {_TENSOR_MEMORY}")
         if self.tensor_dots and not self.tensor_instructions:
             found.append("a matmul without tensor-core instructions")
+        if self.tensor_instructions and not self.tensor_dots and TARGETS[self.target].nvidia:
+            found.append("float32 multiplied in TF32, unasked")
         if self.target == "sm_90" and any("HMMA" in op and "TF32" not in op for op in self.tensor_instructions):
             found.append("HMMA instead of wgmma")  # which takes transposed 16-bit operands, but no such tf32 ones
         found.extend(str(access) for access in self.narrow_accesses)

@@ -121,8 +121,10 @@ class Region:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether ptxas let every wgmma wait for the one before (its message C7515), instead of for a matmul's last."""
-        return 2 < self.count("HGMMA") <= self.count("WARPGROUP.DEPBAR")
+        """Whether ptxas let every wgmma wait for the one before (its message C7515), instead of for a matmul's last. A
+        wait that leaves one in flight (0x1) is in the source."""
+        waits = [i for i in self.instructions if i.opcode.startswith("WARPGROUP.DEPBAR") and i.operands.endswith("0x0")]
+        return 2 < self.count("HGMMA") <= len(waits)
 
     def slots_per(self, elements: float) -> float:
         """Slots over the elements (scores, outputs) that one thread owns in one pass."""

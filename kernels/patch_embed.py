@@ -1,16 +1,14 @@
-"""Patch embedding of NCHW images as an implicit GEMM (Dosovitskiy et al. 2021), and its gradients.
+"""Patch embedding of NCHW images as an implicit GEMM (Dosovitskiy et al. 2021). Gradients: patch_embed_bwd.py.
 
     out[b, P + t, :] = W x(b, t) + bias + pos[t],   out[b, :P, :] = prefix
-    dW = sum over b, t of dout x^T,   dx = W^T dout        x(b, t): the C * PH * PW pixels of patch t, k = (c, i, j)
 
-No matrix of patches exists in memory: tiles are gathered from the image, and scattered to its gradient, by address.
-A GEMM row is a token, prefix tokens included: these have no pixels and take their value in the epilogue, so one
-launch writes whole rows of the token buffer. Patches do not overlap, so no two programs write one pixel.
+with x(b, t) the C * PH * PW pixels of patch t, k = (c, i, j). No matrix of patches exists in memory: tiles are gathered
+from the image by address. A GEMM row is a token, prefix tokens included: these have no pixels and take their value in
+the epilogue, so one launch writes whole rows of the token buffer. Matmuls accumulate in float32.
 
 PH and PW are compile-time, so the compiler sees the runs of PW contiguous pixels: with PW a multiple of 8, 16-bit
 images are read 16 bytes at a time; rows of 14 pixels (28 bytes) allow 4. A tile of many patches reads the adjacent
-runs of neighbouring patches together. Matmuls accumulate in float32. The weight gradient is split over rows into
-float32 partials, which are then added up in a fixed order: bitwise reproducible.
+runs of neighbouring patches together.
 """
 
 import triton
@@ -18,7 +16,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _reciprocal(d):
+def reciprocal_of(d):
     return (tl.full([], 0xFFFFFFFF, tl.int64) // d).to(tl.uint32)
 
 
@@ -32,14 +30,14 @@ def _divide(x, d, reciprocal):
 
 
 @triton.jit
-def _token(row, M, N, P, reciprocal):
+def token_of(row, M, N, P, reciprocal):
     """Token `row` of [B, N]: image, patch (negative for a prefix token), and whether it is a patch that exists."""
     b, n = _divide(row, N, reciprocal)
     return b, n - P, (row < M) & (n >= P)
 
 
 @triton.jit
-def _origin(
+def patch_origin(
     b, t, exists, grid_w, reciprocal, stride_b, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr
 ):
     """Offset of the first pixel of patch t of image b, in int64; 0 for no patch. Strides come in UNITs of elements: a
@@ -51,7 +49,7 @@ def _origin(
 
 
 @triton.jit
-def _pixel(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr):
+def pixel_offset(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr):
     """Offset of pixel k = (c, i, j) from its patch's first. In int32, which the launcher checks to suffice: int64
     would make the compiler divide in 64 bits."""
     c = k // (PH * PW)
@@ -60,21 +58,21 @@ def _pixel(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.c
 
 
 @triton.jit
-def _apart(x, real):
+def apart(x, real):
     """x, and 0 where not real: a step that keeps a load apart from the matmul. Otherwise the load takes the operand's
     layout, and moves 4 or 8 bytes at a time where float32 is transposed for TF32 or bytes are converted."""
     return tl.where(real, x, 0.0)
 
 
 @triton.jit
-def _halves(acc):
+def column_halves(acc):
     """Left and right: an epilogue of one after the other holds fewer registers, so that two programs fit an SM and
     one's epilogue hides in the other's matmuls."""
     return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
-def _load_pixels(
+def load_pixels(
     image_ptr,
     normalize_ptr,
     origin,
@@ -90,12 +88,12 @@ def _load_pixels(
     T: tl.constexpr,
 ):
     """-> [rows, k] in T, normalised if wanted; 0 where not in the patch."""
-    at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
+    at = origin[:, None] + pixel_offset(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
     x = tl.load(image_ptr + at, mask=in_patch[None, :], other=0)
     if normalize_ptr is not None:
         c = k // (PH * PW)
         scale = tl.load(normalize_ptr + c, mask=in_patch, other=0.0)
-        shift = _apart(tl.load(normalize_ptr + C + c, mask=in_patch, other=0.0), k < C * PH * PW)
+        shift = apart(tl.load(normalize_ptr + C + c, mask=in_patch, other=0.0), k < C * PH * PW)
         x = x.to(tl.float32) * scale[None, :] + shift[None, :]
         if x.dtype == T and PRECISION == "ieee":
             # the sum of one element, which is not elementwise: behind elementwise steps alone, triton finds that x was
@@ -157,9 +155,9 @@ def patch_embed_fwd_kernel(
     tiles_d = tl.cdiv(D, BLOCK_D)
     row = tl.program_id(0) // tiles_d * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    b, t, exists = _token(row, M, N, P, _reciprocal(N))
+    b, t, exists = token_of(row, M, N, P, reciprocal_of(N))
     # what comes of rows and columns that do not exist is not stored: they load others' values, without a mask
-    origin = _origin(b, t, exists, grid_w, _reciprocal(grid_w), stride_b, stride_h, PH, PW, UNIT)
+    origin = patch_origin(b, t, exists, grid_w, reciprocal_of(grid_w), stride_b, stride_h, PH, PW, UNIT)
     weight = weight_ptr + tl.where(col < D, col, 0)[None, :].to(tl.int64) * K
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -167,144 +165,12 @@ def patch_embed_fwd_kernel(
         k = start + tl.arange(0, BLOCK_K)
         in_patch = (k < K) | (K % BLOCK_K == 0)
         w = tl.load(weight + k[:, None], mask=in_patch[:, None], other=0.0)  # [BLOCK_K, BLOCK_D]
-        x = _load_pixels(
+        x = load_pixels(
             image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, w.dtype
         )  # fmt: skip
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
 
-    left, right = _halves(acc)
+    left, right = column_halves(acc)
     col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D // 2)
     _store_tokens(left, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col, M, P, D)
     _store_tokens(right, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col + BLOCK_D // 2, M, P, D)
-
-
-@triton.jit
-def patch_embed_bwd_weight_kernel(
-    # inputs
-    dout_ptr,  # [M, D] T, M = B * N
-    image_ptr,  # [B, C, H, W] T or uint8, pixels of a row contiguous
-    normalize_ptr,  # [2, C] f32 or None
-    # output
-    partial_ptr,  # [splits, D, K] f32, or T for one split
-    # sizes; image strides in UNITs of elements
-    M,
-    N,
-    P,
-    D,
-    grid_w,
-    rows_per_split,  # a multiple of BLOCK_M
-    stride_dm,
-    stride_b,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One program sums a BLOCK_D x BLOCK_K tile of dW over the rows of one split. Neighbours share the rows."""
-    K: tl.constexpr = C * PH * PW
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    tiles = tl.cdiv(D, BLOCK_D) * tiles_k
-    split = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    col = tile // tiles_k * BLOCK_D + tl.arange(0, BLOCK_D)
-    k = tile % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
-
-    in_patch = (k < K) | (K % BLOCK_K == 0)
-    reciprocal_n, reciprocal_w = _reciprocal(N), _reciprocal(grid_w)
-
-    acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
-    first = split * rows_per_split
-    for start in range(first, tl.minimum(first + rows_per_split, M), BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        b, t, exists = _token(row, M, N, P, reciprocal_n)
-        at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
-        # rows without a patch count nothing: zero times the pixels of the first patch
-        dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
-        origin = _origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
-        x = _load_pixels(
-            image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, dout.dtype
-        )  # fmt: skip
-        if PRECISION == "tf32":
-            dout = _apart(dout, exists[:, None])
-            x = _apart(x, exists[:, None])
-        acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
-
-    at = (split.to(tl.int64) * D + col)[:, None] * K + k[None, :]
-    tl.store(partial_ptr + at, acc.to(partial_ptr.dtype.element_ty), mask=(col < D)[:, None] & (k < K)[None, :])
-
-
-@triton.jit
-def _store_pixels(
-    x,
-    dimage_ptr,
-    origin,
-    exists,
-    k,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    at = origin[:, None] + _pixel(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
-    tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
-
-
-@triton.jit
-def patch_embed_bwd_image_kernel(
-    # inputs
-    dout_ptr,  # [M, D], M = B * N
-    weight_ptr,  # [D, K] T
-    # output
-    dimage_ptr,  # [B, C, H, W] float, pixels of a row contiguous
-    # sizes; image strides in UNITs of elements
-    M,  # B * N
-    N,
-    P,
-    D,
-    grid_w,
-    stride_dm,
-    stride_b,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One program computes BLOCK_K pixels of each of BLOCK_M patches."""
-    K: tl.constexpr = C * PH * PW
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    dout_row = dout_ptr + row[:, None].to(tl.int64) * stride_dm
-    weight = tl.arange(0, BLOCK_D)[:, None] * K + k[None, :]  # fits int32, which the launcher checks
-
-    acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for start in range(0, D, BLOCK_D):
-        col = start + tl.arange(0, BLOCK_D)
-        dout = tl.load(dout_row + col[None, :], mask=(row < M)[:, None] & (col < D)[None, :], other=0.0)
-        w = tl.load(weight_ptr + weight, mask=(col < D)[:, None] & (k < K)[None, :], other=0.0)  # [BLOCK_D, BLOCK_K]
-        if PRECISION == "tf32":
-            w = _apart(w, (col < D)[:, None])
-        acc = tl.dot(dout, w, acc, input_precision=PRECISION)
-        weight_ptr += BLOCK_D * K
-
-    # not before the loop, which would hold more registers
-    b, t, exists = _token(row, M, N, P, _reciprocal(N))
-    origin = _origin(b, t, exists, grid_w, _reciprocal(grid_w), stride_b, stride_h, PH, PW, UNIT)
-    left, right = _halves(acc)
-    k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K // 2)
-    _store_pixels(left, dimage_ptr, origin, exists, k, stride_c, stride_h, C, PH, PW, UNIT)
-    _store_pixels(right, dimage_ptr, origin, exists, k + BLOCK_K // 2, stride_c, stride_h, C, PH, PW, UNIT)

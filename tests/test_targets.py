@@ -121,6 +121,13 @@ def test_wgmma_are_not_run_one_by_one() -> None:
 
 @needs_triton
 @every_target
+def test_float32_is_multiplied_as_asked(target: str) -> None:
+    rows = [row for row in compiled(target) if any("unasked" in problem for problem in row["problems"])]
+    none_of(rows, "TF32 where float32 is asked for")
+
+
+@needs_triton
+@every_target
 def test_tiles_move_16_bytes_at_once(target: str) -> None:
     rows = [row for row in compiled(target) if row["narrow"]]
     none_of(rows, "a tile read or written in pieces of less than 16 bytes")
@@ -142,6 +149,7 @@ def test_attention_forward_issue_slots() -> None:
 
 
 BAD_KERNELS = """
+import dataclasses
 import json
 import triton
 import triton.language as tl
@@ -164,7 +172,8 @@ ragged = compile_kernel(copy_kernel, pointers | {"stride": "i32"}, {"BLOCK": 64}
 spilling = compile_kernel(square_kernel, pointers, {"BLOCK": 64, "PRECISION": "ieee"}, target="sm_80", maxnreg=40)
 floats = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
 large = compile_kernel(square_kernel, floats, {"BLOCK": 128, "PRECISION": "tf32"}, target="sm_120", num_warps=8)
-print(json.dumps([c.problems for c in (wide, ragged, spilling, large)]))
+unasked = dataclasses.replace(large, tensor_dots=0)  # as if the source had not asked for tf32
+print(json.dumps([c.problems for c in (wide, ragged, spilling, large, unasked)]))
 """
 
 
@@ -174,11 +183,13 @@ def test_bad_kernels_are_seen(tmp_path: Path) -> None:
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n" + BAD_KERNELS)
     done = python(str(script))
     assert done.returncode == 0, done.stderr[-3000:]
-    wide, ragged, spilling, large = json.loads(done.stdout)
+    wide, ragged, spilling, large, unasked = json.loads(done.stdout)
     assert wide == []
     assert {problem.split(" at ")[0] for problem in ragged} == {"32 loads of 2 bytes", "32 stores of 2 bytes"}
     assert any("spills" in problem for problem in spilling)
     assert any("shared memory" in problem for problem in large)
+    assert not any("unasked" in problem for problem in large)
+    assert any("unasked" in problem for problem in unasked)
 
 
 LISTING = """
@@ -213,6 +224,16 @@ def test_loops_are_found_with_what_lies_out_of_line() -> None:
     assert hot.slots_per(2) == 5
     assert not hot.one_by_one
     assert listing.whole.slots == 13
+
+
+@pytest.mark.parametrize(("left", "expected"), [("0x0", True), ("0x1", False)])
+def test_serialised_wgmma_are_told_from_pipelined_ones(left: str, expected: bool) -> None:
+    step = """
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, LEFT ;
+""".replace("LEFT", left)
+    loop = f".L_x_0:{step * 4}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n"
+    assert sass.parse(loop).hot_loop.one_by_one is expected
 
 
 PTX = """

@@ -19,11 +19,8 @@ if _library.HAVE_TRITON:
     import triton
 
     from fastvit.kernels import _configs
-    from fastvit.kernels.patch_embed import (
-        patch_embed_bwd_image_kernel,
-        patch_embed_bwd_weight_kernel,
-        patch_embed_fwd_kernel,
-    )
+    from fastvit.kernels.patch_embed import patch_embed_fwd_kernel
+    from fastvit.kernels.patch_embed_bwd import patch_embed_bwd_image_kernel, patch_embed_bwd_weight_kernel
 
 
 def _grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
