@@ -32,14 +32,14 @@ def cases():
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 16),
         "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 23),
-        "linear": (lambda: ops.linear(x, weight, bias), 17),
-        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 19),
+        "linear": (lambda: ops.linear(x, weight, bias), 16),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 18),
         "attention": (lambda: ops.attention(q, q, q), 17),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 15),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 22),
-        "mlp": (lambda: ops.mlp(x, *fc), 28),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 34),
-        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 25),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 21),
+        "mlp": (lambda: ops.mlp(x, *fc), 25),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 31),
+        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
 

@@ -146,13 +146,21 @@ def register(
     return op
 
 
-def settled(args: tuple[Any, ...], *ops: Any) -> tuple[Callable[..., Any], ...]:
-    """The registered ops, or their implementations where nothing could tell the difference for calls with these
-    arguments and with what comes of them: for functions of several ops, which then ask once."""
-    kernels = _shortcut(args)
-    if kernels is None:
-        return ops
-    return tuple([op.chosen for op in ops] if kernels else [op.aten for op in ops])
+class Together:
+    """Several registered ops, for functions that call them in a row and ask only once how."""
+
+    def __init__(self, *ops: Any) -> None:
+        self._ops = ops
+        self._chosen = tuple(op.chosen for op in ops)
+        self._aten = tuple(op.aten for op in ops)
+
+    def settle(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], ...]:
+        """The ops, or their implementations where nothing could tell the difference for calls with these arguments and
+        with what comes of them."""
+        kernels = _shortcut(args)
+        if kernels is None:
+            return self._ops
+        return self._chosen if kernels else self._aten
 
 
 # The types of an op's arguments, without tensor subclasses: fake, distributed, a tracer's

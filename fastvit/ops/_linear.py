@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops import _library
 from fastvit.ops._activations import activate, activate_, activate_backward
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, dot_precision, register
-from fastvit.ops._matmul import input_gradient, linear
 
 if _library.HAVE_TRITON:
     import triton
@@ -42,7 +42,7 @@ def _fwd_aten(
     residual: Tensor | None,
     rows: int,
 ) -> Tensor:
-    y = linear(x, weight, bias)  # fresh, so the epilogue works in place
+    y = F.linear(x, weight, bias)  # fresh, so the epilogue works in place
     if activation != "none":
         activate_(y, activation)
     if row_scale is not None:
@@ -55,12 +55,12 @@ def _fwd_aten(
 
 
 def _act_fwd_aten(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    pre = linear(x, weight, bias)
+    pre = F.linear(x, weight, bias)
     return activate(pre, activation), pre
 
 
 def _dact_aten(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, dbias = _act_bwd_aten(input_gradient(dy, weight), pre, activation)
+    dpre, dbias = _act_bwd_aten(dy @ weight, pre, activation)
     return dpre, activate(pre, activation), dbias
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops import _matmul as matmul
 from fastvit.ops._activations import activate
 from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._checks import as_rows, from_rows
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
-from fastvit.ops._library import FusedFunction, once, settled
+from fastvit.ops._library import FusedFunction, Together, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_dact, linear_fwd
 from fastvit.ops.dropout import dropout_rows
+
+_FORWARD = Together(layer_norm_fwd, linear_fwd, linear_act_fwd)
 
 
 class MlpOptions(NamedTuple):
@@ -53,7 +55,7 @@ def mlp_forward(
     tensors = (
         rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, residual
     )  # fmt: skip
-    norm, linear, linear_act = settled(tensors, layer_norm_fwd, linear_fwd, linear_act_fwd)
+    norm, linear, linear_act = _FORWARD.settle(tensors)
     if norm_weight is not None:
         y, mean, rstd = norm(rows, norm_weight, norm_bias, o.eps, o.dtype)
     if o.keep_pre:
@@ -69,7 +71,7 @@ def mlp_forward(
         out = linear(h, fc2_weight, fc2_bias, "none", layer_scale, row_scale, residual, o.rows)
     else:
         h = _drop(h, seeds[:1], o.dropout_p)
-        branch = matmul.linear(h, fc2_weight, fc2_bias)
+        branch = F.linear(h, fc2_weight, fc2_bias)
         out = dropout_rows(branch, seeds[1:], o.dropout_p, layer_scale, row_scale, residual, o.rows)
     return from_rows(out, x), mean, rstd, pre, h
 
@@ -106,14 +108,14 @@ def _backward(
     if pre is None and (want_hidden or (want_h and h is None)):
         if y is None:
             y, *_ = layer_norm_fwd(rows, norm_weight, norm_bias, o.eps, o.dtype)
-        pre = matmul.linear(y, fc1_weight, fc1_bias)
+        pre = F.linear(y, fc1_weight, fc1_bias)
     dpre: Any = None
     dfc1_bias = None
     if want_hidden and want_h and h is None and seeds is None:
         dpre, h, dfc1_bias = linear_dact(*input_gradient_operands(g, fc2_weight, layer_scale), pre, o.activation)
     else:
         if want_hidden:
-            dh = matmul.input_gradient(*input_gradient_operands(g, fc2_weight, layer_scale))
+            dh = torch.mm(*input_gradient_operands(g, fc2_weight, layer_scale))
             dh = dh if seeds is None else _drop(dh, seeds[:1], o.dropout_p)
             dpre, dfc1_bias = act_bwd(dh, pre, o.activation)
         if want_h and h is None:
@@ -127,18 +129,13 @@ def _backward(
     if any(wants[:3]):
         dresidual = dout.to(o.dtype if rows is None else rows.dtype) if o.residual_is_x else None
         if norm_weight is None:
-            if dresidual is None:
-                dx = matmul.input_gradient(dpre, fc1_weight)
-            else:
-                dx = torch.addmm(dresidual, dpre, fc1_weight)
+            dx = dpre @ fc1_weight if dresidual is None else torch.addmm(dresidual, dpre, fc1_weight)
         elif wants[3] and y is None:
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                matmul.input_gradient(dpre, fc1_weight), rows, mean, rstd, norm_weight, norm_bias, dresidual
+                dpre @ fc1_weight, rows, mean, rstd, norm_weight, norm_bias, dresidual
             )
         else:
-            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(
-                matmul.input_gradient(dpre, fc1_weight), rows, mean, rstd, norm_weight, dresidual
-            )
+            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dpre @ fc1_weight, rows, mean, rstd, norm_weight, dresidual)
     elif wants[3] and y is None:
         y, *_ = layer_norm_fwd(rows, norm_weight, norm_bias, o.eps, o.dtype)
     if wants[3]:

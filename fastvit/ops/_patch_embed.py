@@ -13,7 +13,6 @@ from torch import Tensor
 from fastvit.ops import _library
 from fastvit.ops._checks import as_rows
 from fastvit.ops._library import Unsupported, dot_precision, register
-from fastvit.ops._matmul import input_gradient, linear
 
 if _library.HAVE_TRITON:
     import triton
@@ -85,7 +84,7 @@ def _fwd_aten(
         if convolve:
             patches = F.conv2d(pixels.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
         else:
-            patches = linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view_as(tokens)
+            patches = F.linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view_as(tokens)
         if pos_embed is None:
             tokens.copy_(patches)
         else:
@@ -113,7 +112,7 @@ def _bwd_image_aten(dout: Tensor, weight: Tensor, height: int, width: int, dtype
     for pixels, dtokens in _chunks(dimage, dout[:, dout.shape[1] - n :]):
         patches = _as_patches(pixels, weight)
         rows = dtokens.reshape(-1, weight.shape[0]).to(weight.dtype)
-        patches.copy_(input_gradient(rows, matrix).view(patches.shape))
+        patches.copy_((rows @ matrix).view(patches.shape))
     return dimage
 
 

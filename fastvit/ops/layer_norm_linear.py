@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once, transforming
-from fastvit.ops._matmul import by_onednn, input_gradient, linear
 from fastvit.ops.linear import check_linear
 
 
@@ -26,10 +26,9 @@ def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     """[M, in] -> [M, out] of one layer, or of several in one buffer."""
     layers = list(zip(weights, biases, strict=True))
     if len(layers) == 1:
-        return linear(y, *layers[0])
-    # a compiler plans the buffer itself, and neither it nor a transform takes out=, nor does oneDNN
-    if torch.compiler.is_compiling() or transforming() or by_onednn(y, weights[0]):
-        return torch.cat([linear(y, *layer) for layer in layers], dim=1)
+        return F.linear(y, *layers[0])
+    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
+        return torch.cat([F.linear(y, *layer) for layer in layers], dim=1)
     widths = [len(weight) for weight in weights]
     out = y.new_empty(len(y), sum(widths))
     for columns, (weight, bias) in zip(out.split(widths, dim=1), layers, strict=True):
@@ -70,7 +69,7 @@ def _backward(
     y: Any = None
     dnorm_weight = dnorm_bias = None
     if any(wants[:3]):
-        dy = input_gradient(douts[0], weights[0])
+        dy = douts[0] @ weights[0]
         for part, weight in zip(douts[1:], weights[1:], strict=True):
             dy.addmm_(part, weight)
         dresidual = None if dresidual is None else as_rows(dresidual)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastvit.ops._activations import check_activation
@@ -11,7 +12,6 @@ from fastvit.ops._branch import input_gradient_operands, parameter_gradients, sc
 from fastvit.ops._checks import as_rows, check_float, check_like, from_rows, rows_per_sample
 from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_fwd
-from fastvit.ops._matmul import input_gradient
 
 
 def _backward(
@@ -26,7 +26,7 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     """-> gradients of x [M, in], weight, bias and layer_scale; None if not wanted."""
     g = scale_samples(as_rows(dy).to(weight.dtype), row_scale, rows)
-    dx = input_gradient(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
+    dx = torch.mm(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
     return dx, *parameter_gradients(g, None if x is None else as_rows(x), weight, bias, layer_scale, wants[1:])
 
 
@@ -70,7 +70,7 @@ def _act_backward(
 ) -> tuple[Tensor | None, ...]:
     """-> gradients of x [M, in], weight and bias; None if not wanted."""
     dpre, dbias = act_bwd(as_rows(dy), pre, activation)
-    dx = input_gradient(dpre, weight) if wants[0] else None
+    dx = dpre @ weight if wants[0] else None
     return dx, None if x is None else dpre.t() @ as_rows(x), dbias if wants[2] else None
 
 
