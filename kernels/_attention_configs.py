@@ -77,6 +77,7 @@ _FWD: dict[str, _Tiles] = {
     "tf32": ((128, (128, 32, 8)), (256, (32, 16, 4))),
     "tf32 gfx": ((96, (128, 32, 8)), (128, (64, 32, 4))),  # wider ones as elsewhere; likewise below
     "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
+    "fma sm_10": ((64, (64, 32, 8)), (96, (32, 32, 8)), (128, (32, 16, 4))),
     "fma dropout": ((96, (32, 32, 8)), (256, (32, 16, 8))),
 }
 # By instructions: up to which D0 + D1 -> the longest sequence whose scores fit into registers, 64 rows to 4 warps.

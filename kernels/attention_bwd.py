@@ -232,9 +232,9 @@ def attention_bwd_dkdv_kernel(
     keys = first + tile
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
-    # The tail first takes fewer registers, which matmuls of narrow tiles and of float32 need for their operands. wgmma
-    # of wide ones, whose operands are in shared memory, ptxas would then run one by one.
-    TAIL_FIRST: tl.constexpr = BLOCK_M == 16 or RELOAD
+    # The tail first takes fewer registers, which matmuls of narrow tiles and of TF32 need for their operands. wgmma of
+    # wide ones, whose operands are in shared memory, ptxas would then run one by one.
+    TAIL_FIRST: tl.constexpr = BLOCK_M == 16 or PRECISION == "tf32"
     if TAIL > 0 and TAIL_FIRST:
         if full < N:  # as above
             dk0, dk1, dv0, dv1 = _dkdv_step(
