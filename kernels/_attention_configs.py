@@ -168,6 +168,7 @@ _BWD_DKDV: dict[str, _Tiles] = {
 
 
 def _attention_bwd(
+    table: str,
     tables: dict[str, _Tiles],
     loop: int,
     n: int,
@@ -176,8 +177,8 @@ def _attention_bwd(
     has_dropout: bool,
     arch: str,
     tf32: bool,
-    tuned: tuple[int, ...] | None,
 ) -> AttentionBackwardConfig:
+    """loop: which of block_m (0) and block_n (1) the kernel's loop goes along."""
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
     narrow = instructions == "fma" and tables is _BWD_DKDV and arch.startswith("sm_8")  # spills at 64
@@ -187,6 +188,7 @@ def _attention_bwd(
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
     rows = _rows(tables, instructions, arch)
+    tuned = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32)
     tile = tuned or (*next(tile for limit, tile in rows if head_dim <= limit), stages)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
@@ -197,16 +199,14 @@ def _attention_bwd(
 def attention_bwd_dq(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    tuned = _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
-    return _attention_bwd(_BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32, tuned)
+    return _attention_bwd("attention_bwd_dq", _BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32)
 
 
 @_tuned.cached
 def attention_bwd_dkdv(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    tuned = _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
-    return _attention_bwd(_BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32, tuned)
+    return _attention_bwd("attention_bwd_dkdv", _BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32)
 
 
 @_tuned.cached

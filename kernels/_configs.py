@@ -9,6 +9,11 @@ from dataclasses import dataclass
 from fastvit.kernels import _tuned
 
 
+def register_limit(max_registers: int | None) -> dict[str, int]:
+    """The launch option."""
+    return {} if max_registers is None else {"maxnreg": max_registers}
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 

@@ -85,11 +85,10 @@ def _launch_gemm(kernel: Any, a: Tensor, n: int, activation: str, args: tuple[An
     """a [M, K] @ [K, n] and the kernel's epilogue."""
     M, K = a.shape
     cfg = _configs.gemm(M, n, K, a.element_size(), _library.arch(a))
-    options = {} if cfg.max_registers is None else {"maxnreg": cfg.max_registers}
     kernel[(triton.cdiv(M, cfg.block_m) * triton.cdiv(n, cfg.block_n),)](
         *args, ACTIVATION=activation, EVEN_K=K % cfg.block_k == 0, PRECISION=dot_precision(a),
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_K=cfg.block_k, GROUP_M=cfg.group_m,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **options,
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
     )  # fmt: skip
 
 

@@ -138,10 +138,6 @@ def _config(
     )  # fmt: skip
 
 
-def _registers(cfg: _configs.PatchEmbedConfig) -> dict[str, int]:
-    return {} if cfg.max_registers is None else {"maxnreg": cfg.max_registers}
-
-
 def _rows_contiguous(image: Tensor) -> Tensor:
     """The kernels read runs of pixels of a row; a layout without them, such as channels_last, is copied."""
     return image if image.stride(3) == 1 or image.shape[3] == 1 else image.contiguous()
@@ -187,7 +183,7 @@ def _fwd_triton(
         B * N, N, P, D, grid_w, *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_D=cfg.block_n, BLOCK_K=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_registers(cfg),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
     )  # fmt: skip
     return out
 
@@ -217,7 +213,7 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
         B * N, N, N - math.prod(_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_registers(cfg),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0).to(weight.dtype)
 
@@ -237,7 +233,7 @@ def _bwd_image_triton(dout: Tensor, weight: Tensor, height: int, width: int, dty
         B * N, N, N - math.prod(_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_K=cfg.block_n, BLOCK_D=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_registers(cfg),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
     )  # fmt: skip
     return dimage
 
