@@ -23,7 +23,10 @@ def cases(grid: str) -> list[Case]:
     if grid == "quick":
         return [_case(1, 50, 3)]
     if grid == "cpu":
-        return [*(_case(1, N, 12) for N in (197, 257, 577, 1025)), _case(32, 197, 12), _case(1, 257, 16, 80)]
+        return [
+            *(_case(B, N, 12) for B, N in ((1, 197), (64, 197), (1, 257), (1, 577), (1, 1025), (8, 1025))),
+            _case(1, 257, 16, 80),
+        ]
     tokens = {197: (1, 32, 256), 257: (1, 128), 577: (1, 64), 1025: (1, 32), 1370: (1, 16), 4097: (1, 8), 16385: (1, 2)}
     cases = [_case(B, N, 16) for N, batches in tokens.items() for B in batches]
     return cases + [_case(B, N, 16, d) for d in (72, 80, 88, 96, 128) for N, B in ((257, 128), (1025, 32))]
