@@ -77,8 +77,13 @@ def global_accesses(text: str) -> list[Access]:
     block: Counter[tuple[str, int, str]] = Counter()
     names: dict[str, str] = {}  # of source files
     place = "?"
+    inline = False  # within inline assembly, whose lines LLVM may number on from where it stands in the source
     for line in text.splitlines():
-        if found := _LOCATION.match(line):
+        if "inline asm" in line:
+            inline = "begin inline asm" in line
+        elif found := _LOCATION.match(line):
+            if inline:
+                continue
             index, caller, row, column, name, position, callers = found.groups()
             names[index] = name
             calls = [f"{names.get(caller, '?')}:{row}:{column}"] if caller else _CALL.findall(callers)

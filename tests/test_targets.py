@@ -244,7 +244,10 @@ $L__BB0_0:
 $L__BB0_1:
 	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
 	.loc	1 7 3                           // norm.py:7:3
+	// begin inline asm
+	.loc	1 8 3                           // norm.py:8:3
 	@%p1 st.global.L1::evict_last.b16 [ %rd4 + 0 ], { %rs1 };
+	// end inline asm
 """
 
 TTIR = """
