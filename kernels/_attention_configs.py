@@ -42,11 +42,13 @@ def _rows(tables: dict[str, _Tiles], instructions: str, arch: str) -> _Tiles:
 
 @dataclass(frozen=True)
 class AttentionForwardConfig:
-    """Score tile [block_m queries, block_n keys], and `chunks`: the narrower tiles behind the last full one. block_n is
-    0 for the short kernel, whose chunks cover all keys at once. parts: the head dimension's, (D0, D1)."""
+    """Score tile [block_m queries, block_n keys], and `chunks`: the narrower tiles behind the last full one, of which
+    there are some if `full`. block_n is 0 for the short kernel, whose chunks cover all keys at once. parts: the head
+    dimension's, (D0, D1)."""
 
     block_m: int
     block_n: int
+    full: bool
     chunks: tuple[int, ...]
     parts: tuple[int, int]
     num_warps: int
@@ -71,6 +73,7 @@ def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
 _FWD: dict[str, _Tiles] = {
     "wgmma": ((128, (128, 128, 8)), (256, (128, 64, 8))),
     "wgmma dropout": ((64, (128, 128, 8)), (256, (128, 64, 8))),
+    "wgmma dropout sm_10": ((64, (128, 64, 8)),),
     "mma": ((64, (128, 128, 8)), (96, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
@@ -96,7 +99,7 @@ def attention_fwd(
     parts = split_head_dim(head_dim)
     width = sum(parts)
     special = f"{instructions} dropout"
-    rows = _FWD[special] if has_dropout and special in _FWD else _rows(_FWD, instructions, arch)
+    rows = _rows(_FWD, special if has_dropout and special in _FWD else instructions, arch)
     block_m, block_n, num_warps = next(tile for limit, tile in rows if width <= limit)
     stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
     if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
@@ -104,13 +107,13 @@ def attention_fwd(
     if tuned := _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32):
         block_m, block_n, num_warps, stages = tuned
     if block_n == 0:
-        return AttentionForwardConfig(block_m, 0, key_chunks(n, 128, 3), parts, num_warps, stages)
+        return AttentionForwardConfig(block_m, 0, False, key_chunks(n, 128, 3), parts, num_warps, stages)
     step = instructions == "tf32" and arch.startswith(_WGMMA) and block_m >= 64  # else they compile to mma
     whole = 32 if instructions == "tf32" and not step else 64
     if parts[0] > whole and parts[1] == 0 and instructions in ("mma", "tf32", "fma"):
         parts = (width // 2, width // 2)  # operands that come from registers: one half at a time
     chunks = key_chunks(n % block_n, block_n, 2)
-    return AttentionForwardConfig(block_m, block_n, chunks, parts, num_warps, stages, step)
+    return AttentionForwardConfig(block_m, block_n, n >= block_n, chunks, parts, num_warps, stages, step)
 
 
 # ---- attention backward ----
@@ -118,11 +121,12 @@ def attention_fwd(
 
 @dataclass(frozen=True)
 class AttentionBackwardConfig:
-    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile of the loop, 0 where all are full.
-    parts: the head dimension's, (D0, D1)."""
+    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile, 0 where all are full; `full`: some
+    are. parts: the head dimension's, (D0, D1)."""
 
     block_m: int
     block_n: int
+    full: bool
     tail: int
     parts: tuple[int, int]
     num_warps: int
@@ -132,7 +136,8 @@ class AttentionBackwardConfig:
 
 # By instructions: up to which head_dim -> block_m, block_n, num_warps.
 _BWD_DQ: dict[str, _Tiles] = {
-    "wgmma": ((96, (64, 64, 4)), (192, (128, 64, 8)), (256, (128, 32, 8))),
+    "wgmma": ((64, (128, 64, 8)), (128, (128, 128, 8)), (192, (128, 64, 8)), (256, (128, 32, 8))),
+    "wgmma sm_10": ((96, (128, 64, 8)),),  # 512 columns of tensor memory
     "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
     "mma": ((32, (64, 64, 4)), (64, (128, 32, 8)), (88, (64, 16, 4)), (128, (128, 32, 8)), (256, (16, 16, 4))),
     "amd": ((128, (64, 32, 4)), (256, (32, 16, 4))),
@@ -142,9 +147,8 @@ _BWD_DQ: dict[str, _Tiles] = {
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": (
-        (64, (64, 64, 4)),
         (80, (64, 128, 8)),
-        (96, (32, 64, 4)),
+        (96, (64, 64, 4)),
         (128, (32, 128, 8)),
         (192, (16, 128, 8)),
         (256, (32, 64, 8)),
@@ -167,6 +171,10 @@ _BWD_DKDV: dict[str, _Tiles] = {
 }
 
 
+def _padded(n: int, tile: int) -> int:
+    return -(-n // tile) * tile
+
+
 def _attention_bwd(
     table: str,
     tables: dict[str, _Tiles],
@@ -178,21 +186,27 @@ def _attention_bwd(
     arch: str,
     tf32: bool,
 ) -> AttentionBackwardConfig:
-    """loop: which of block_m (0) and block_n (1) the kernel's loop goes along."""
+    """loop: which of block_m (0) and block_n (1) the kernel's loop goes along. Its programs own tiles of the other. On
+    Hopper those of 128 halve what is read from L2, which could not feed tensor cores at 64; but not for a tile that
+    would be nearly empty."""
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
-    narrow = instructions == "fma" and tables is _BWD_DKDV and arch.startswith("sm_8")  # spills at 64
-    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 32 if narrow else 64):
+    whole = 128 if instructions.startswith("wgmma") else 64
+    if instructions == "fma" and tables is _BWD_DKDV:  # which registers hold
+        whole = 32 if arch.startswith("sm_8") else 128 if arch.startswith(_WGMMA) else 64
+    if parts[1] == 0 and parts[0] > whole:
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
     elif instructions == "tf32" and parts[0] == 64 and parts[1]:
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
-    rows = _rows(tables, instructions, arch)
-    tuned = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32)
-    tile = tuned or (*next(tile for limit, tile in rows if head_dim <= limit), stages)
+    tile = *next(tile for limit, tile in _rows(tables, instructions, arch) if head_dim <= limit), stages
+    half_empty = _padded(n, 64) * 1.1 < _padded(n, 128)
+    if half_empty and instructions == "wgmma" and arch == "sm_90" and head_dim <= 96 and tile[1 - loop] == 128:
+        tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
+    tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    return AttentionBackwardConfig(*tile[:2], tail, parts, *tile[2:], reload=itemsize > 2)
+    return AttentionBackwardConfig(*tile[:2], n >= tile[loop], tail, parts, *tile[2:], reload=itemsize > 2)
 
 
 @_tuned.cached
@@ -217,13 +231,13 @@ def attention_bwd_short(
     a third less traffic than the split kernels, but all registers: other targets and dtypes than these spill."""
     parts = split_head_dim(head_dim)
     if tuned := _tuned.choice(arch, "attention_bwd_short", n, head_dim, itemsize, has_dropout, tf32):
-        return AttentionBackwardConfig(*tuned[:2], 0, parts, *tuned[2:]) if tuned[0] else None
+        return AttentionBackwardConfig(*tuned[:2], True, 0, parts, *tuned[2:]) if tuned[0] else None
     if itemsize > 2 or arch != "sm_90":
         return None
     if n <= 64 and sum(parts) <= 64:
-        return AttentionBackwardConfig(64, 64, 0, parts, 4, 2)
+        return AttentionBackwardConfig(64, 64, True, 0, parts, 4, 2)
     if n <= 128 and sum(parts) <= (64 if has_dropout else 128):
-        return AttentionBackwardConfig(128, 64, 0, parts, 8, 2)
+        return AttentionBackwardConfig(128, 64, True, 0, parts, 8, 2)
     if n <= 256 and sum(parts) <= 64 and not has_dropout:
-        return AttentionBackwardConfig(256, 64, 0, parts, 8, 2)
+        return AttentionBackwardConfig(256, 64, True, 0, parts, 8, 2)
     return None

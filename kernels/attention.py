@@ -222,6 +222,7 @@ def attention_fwd_kernel(
     D1: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FULL: tl.constexpr,  # N >= BLOCK_N: there are full tiles
     TAIL_0: tl.constexpr,  # keys behind the last full tile, in up to two narrower ones; 0: none
     TAIL_1: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -245,7 +246,8 @@ def attention_fwd_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     scale2 = scale * LOG2E
-    # The narrow tiles come first: behind the loop, their matmuls on its accumulators make ptxas wait for every wgmma.
+    # The narrow tiles come first, and the loop surely runs. Behind a loop, and where it might be skipped, accumulators
+    # are moved: up to 30 registers more, and ptxas may wait for every wgmma.
     full = N // BLOCK_N * BLOCK_N
     if TAIL_0 > 0:
         k_tail = k_ptr + tl.cast(stride_kn, tl.int64) * full
@@ -261,14 +263,16 @@ def attention_fwd_kernel(
                 acc0, acc1, m, total, q0, q1, k_tail, v_tail, full + TAIL_0, stride_kn, stride_vn, N,
                 scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, False, PRECISION
             )  # fmt: skip
-    for start in tl.range(0, full, BLOCK_N):
-        acc0, acc1, m, total = _online_step(
-            acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
-            scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, False, PRECISION,
-            VALUES_STEP
-        )  # fmt: skip
-        k_ptr += BLOCK_N * stride_kn
-        v_ptr += BLOCK_N * stride_vn
+    if FULL:
+        tl.assume(full > 0)
+        for start in tl.range(0, full, BLOCK_N):
+            acc0, acc1, m, total = _online_step(
+                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
+                scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, False, PRECISION,
+                VALUES_STEP
+            )  # fmt: skip
+            k_ptr += BLOCK_N * stride_kn
+            v_ptr += BLOCK_N * stride_vn
     finish(
         acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
         D0, D1, HEAD_DIM

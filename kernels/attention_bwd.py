@@ -8,8 +8,9 @@
 `attention_bwd_dkdv_kernel`, which owns keys and loops over query tiles with the scores transposed, so that P~^T and
 dS^T are already where the tensor cores want them. Short sequences have a kernel of their own (attention_bwd_short.py).
 
-Queries beyond N get LSE = inf, so P = 0; keys beyond N are masked in the last key tile only. The last tile of a loop
-has its own, smaller size (TAIL, 0 if the tiles fit). Sums are float32; P and dS are rounded to the tensors' dtype.
+Queries beyond N get LSE = inf, so P = 0; keys beyond N are masked in the last key tile only. The last tile has its own,
+smaller size (TAIL, 0 if the tiles fit), and comes before the loop over full ones (FULL, if there are any), as in the
+forward kernel. Sums are float32; P and dS are rounded to the tensors' dtype.
 """
 
 import triton
@@ -106,11 +107,11 @@ def attention_bwd_dq_kernel(
     dq_stride_b, dq_stride_n, dq_stride_h,
     scale: tl.float32, dropout_p: tl.float32,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
     RELOAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_M),). Strides in units of UNIT elements; TAIL >= N % BLOCK_N; RELOAD reads q and do
-    in every step: for matmuls that take operands from registers, which would not hold the tiles."""
+    """Grid (B * H * cdiv(N, BLOCK_M),). Strides in units of UNIT elements; FULL: N >= BLOCK_N; TAIL >= N % BLOCK_N.
+    RELOAD reads q and do in every step: for matmuls that take operands from registers, which cannot hold the tiles."""
     tiles = tl.cdiv(N, BLOCK_M)
     head = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -138,24 +139,26 @@ def attention_bwd_dq_kernel(
     rows = first + tile
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_N * BLOCK_N
-    for start in range(0, full, BLOCK_N):
-        if RELOAD:
-            q0, q1 = load_parts(q_ptr, tile, q_stride, left, D0, D1, HEAD_DIM, True)
-            do0, do1 = load_parts(do_ptr, tile, do_stride, left, D0, D1, HEAD_DIM, True)
+    if TAIL > 0:
         dq0, dq1 = _dq_step(
             q0, q1, do0, do1, lse2, delta, dq0, dq1,
-            k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, start, head, scale2, dropout_p, N,
-            D0, D1, HEAD_DIM, BLOCK_N, False, PRECISION,
+            k_ptr + tl.cast(k_stride, tl.int64) * full, v_ptr + tl.cast(v_stride, tl.int64) * full,
+            k_stride, v_stride, seed_ptr, rows, full, head, scale2, dropout_p, N,
+            D0, D1, HEAD_DIM, TAIL, True, PRECISION,
         )  # fmt: skip
-        k_ptr += tl.cast(k_stride, tl.int64) * BLOCK_N
-        v_ptr += tl.cast(v_stride, tl.int64) * BLOCK_N
-    if TAIL > 0:
-        if full < N:  # always; without a branch around them, ptxas runs all wgmma of the kernel one by one
+    if FULL:
+        tl.assume(full > 0)
+        for start in range(0, full, BLOCK_N):
+            if RELOAD:
+                q0, q1 = load_parts(q_ptr, tile, q_stride, left, D0, D1, HEAD_DIM, True)
+                do0, do1 = load_parts(do_ptr, tile, do_stride, left, D0, D1, HEAD_DIM, True)
             dq0, dq1 = _dq_step(
                 q0, q1, do0, do1, lse2, delta, dq0, dq1,
-                k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, full, head, scale2, dropout_p, N,
-                D0, D1, HEAD_DIM, TAIL, True, PRECISION,
+                k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, start, head, scale2, dropout_p, N,
+                D0, D1, HEAD_DIM, BLOCK_N, False, PRECISION,
             )  # fmt: skip
+            k_ptr += tl.cast(k_stride, tl.int64) * BLOCK_N
+            v_ptr += tl.cast(v_stride, tl.int64) * BLOCK_N
     store_parts(dq_ptr, dq0 * scale, dq1 * scale, tile, dq_stride, left, D0, D1, HEAD_DIM)
 
 
@@ -204,11 +207,11 @@ def attention_bwd_dkdv_kernel(
     dv_stride_b, dv_stride_n, dv_stride_h,
     scale: tl.float32, dropout_p: tl.float32,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
     RELOAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_N),). Strides in units of UNIT elements; TAIL >= N % BLOCK_M; RELOAD as above, of k
-    and v. Keys beyond N need no mask: each has its own row of dK and dV, which is not stored."""
+    """Grid (B * H * cdiv(N, BLOCK_N),). Strides in units of UNIT elements; FULL: N >= BLOCK_M; TAIL >= N % BLOCK_M.
+    RELOAD as above, of k and v. Keys beyond N need no mask: each has its own row of dK and dV, which is not stored."""
     tiles = tl.cdiv(N, BLOCK_N)
     head = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_N
@@ -232,34 +235,35 @@ def attention_bwd_dkdv_kernel(
     keys = first + tile
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
-    # The tail first takes fewer registers, which matmuls of narrow tiles and of TF32 need for their operands. wgmma of
-    # wide ones, whose operands are in shared memory, ptxas would then run one by one.
-    TAIL_FIRST: tl.constexpr = BLOCK_M == 16 or PRECISION == "tf32"
-    if TAIL > 0 and TAIL_FIRST:
-        if full < N:  # as above
-            dk0, dk1, dv0, dv1 = _dkdv_step(
-                k0, k1, v0, v1, dk0, dk1, dv0, dv1,
-                q_ptr + tl.cast(q_stride, tl.int64) * full, do_ptr + tl.cast(do_stride, tl.int64) * full,
-                lse2_ptr + full, delta_ptr + full, q_stride, do_stride, seed_ptr, full, keys, head,
-                scale2, dropout_p, N,
-                D0, D1, HEAD_DIM, TAIL, True, PRECISION,
-            )  # fmt: skip
-    # at wgmma's widest tiles, what is moved out of the loop takes registers that it does not have
-    for start in tl.range(0, full, BLOCK_M, disable_licm=D0 + D1 > 128 and BLOCK_M > 16):
-        if RELOAD:
-            k0, k1 = load_parts(k_ptr, tile, k_stride, left, D0, D1, HEAD_DIM, True)
-            v0, v1 = load_parts(v_ptr, tile, v_stride, left, D0, D1, HEAD_DIM, True)
+    # wgmma's widest tiles fill the registers, and take more of them if the tail comes first, if the loop surely runs,
+    # or if anything is moved out of it
+    WIDE: tl.constexpr = D0 + D1 > 128 and BLOCK_M > 16
+    if TAIL > 0 and not WIDE:
         dk0, dk1, dv0, dv1 = _dkdv_step(
             k0, k1, v0, v1, dk0, dk1, dv0, dv1,
-            q_ptr, do_ptr, lse2_ptr, delta_ptr, q_stride, do_stride, seed_ptr, start, keys, head, scale2, dropout_p, N,
-            D0, D1, HEAD_DIM, BLOCK_M, False, PRECISION,
+            q_ptr + tl.cast(q_stride, tl.int64) * full, do_ptr + tl.cast(do_stride, tl.int64) * full,
+            lse2_ptr + full, delta_ptr + full, q_stride, do_stride, seed_ptr, full, keys, head, scale2, dropout_p, N,
+            D0, D1, HEAD_DIM, TAIL, True, PRECISION,
         )  # fmt: skip
-        q_ptr += tl.cast(q_stride, tl.int64) * BLOCK_M
-        do_ptr += tl.cast(do_stride, tl.int64) * BLOCK_M
-        lse2_ptr += BLOCK_M
-        delta_ptr += BLOCK_M
-    if TAIL > 0 and not TAIL_FIRST:
-        if full < N:  # as above
+    if FULL:
+        if not WIDE:
+            tl.assume(full > 0)
+        for start in tl.range(0, full, BLOCK_M, disable_licm=WIDE):
+            if RELOAD:
+                k0, k1 = load_parts(k_ptr, tile, k_stride, left, D0, D1, HEAD_DIM, True)
+                v0, v1 = load_parts(v_ptr, tile, v_stride, left, D0, D1, HEAD_DIM, True)
+            dk0, dk1, dv0, dv1 = _dkdv_step(
+                k0, k1, v0, v1, dk0, dk1, dv0, dv1,
+                q_ptr, do_ptr, lse2_ptr, delta_ptr, q_stride, do_stride, seed_ptr, start, keys, head,
+                scale2, dropout_p, N,
+                D0, D1, HEAD_DIM, BLOCK_M, False, PRECISION,
+            )  # fmt: skip
+            q_ptr += tl.cast(q_stride, tl.int64) * BLOCK_M
+            do_ptr += tl.cast(do_stride, tl.int64) * BLOCK_M
+            lse2_ptr += BLOCK_M
+            delta_ptr += BLOCK_M
+    if TAIL > 0 and WIDE:
+        if full < N:  # always
             dk0, dk1, dv0, dv1 = _dkdv_step(
                 k0, k1, v0, v1, dk0, dk1, dv0, dv1,
                 q_ptr, do_ptr, lse2_ptr, delta_ptr, q_stride, do_stride, seed_ptr, full, keys, head,

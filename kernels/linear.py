@@ -57,6 +57,7 @@ def _matmul_tile(
     a_ptrs = a_ptr + rows * stride_am + ks[None, :]
     b_ptrs = b_ptr + ks[:, None].to(tl.int64) * stride_bk + cols.to(tl.int64) * stride_bn
     acc = tl.zeros([rows.shape[0], cols.shape[1]], tl.float32)
+    tl.assume(K > 0)  # a loop that may not run costs registers and moves: its sums could be zeros or wgmma's
     for k in range(0, K, BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=rows < M, other=0.0)
@@ -194,9 +195,10 @@ def linear_dact_kernel(
     for i in tl.static_range(PARTS):
         cols = _cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
+        dh = _part(acc, i, PARTS)
         pre = tl.load(_addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M), mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
-        dpre = _part(acc, i, PARTS) * grad
+        dpre = dh * grad
         _store(h_ptr, h, tile_m, cols, mask, N)
         _store(dpre_ptr, dpre, tile_m, cols, mask, N)
         tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)

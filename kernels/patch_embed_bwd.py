@@ -62,7 +62,9 @@ def patch_embed_bwd_weight_kernel(
 
     acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     first = split * rows_per_split
-    for start in range(first, tl.minimum(first + rows_per_split, M), BLOCK_M):
+    stop = tl.minimum(first + rows_per_split, M)
+    tl.assume(first < stop)  # else ptxas runs wgmma one by one behind a loop that may not run, at 12.8
+    for start in range(first, stop, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         b, t, exists = token_of(row, M, N, P, reciprocal_n)
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]

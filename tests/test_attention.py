@@ -177,7 +177,9 @@ def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkey
     outputs = []
     for config in (
         _attention_configs.attention_fwd(N, 16, 2, True, "sm_90"),
-        _attention_configs.AttentionForwardConfig(64, 64, _attention_configs.key_chunks(N % 64, 64, 2), (16, 0), 4, 2),
+        _attention_configs.AttentionForwardConfig(
+            64, 64, True, _attention_configs.key_chunks(N % 64, 64, 2), (16, 0), 4, 2
+        ),
     ):
         monkeypatch.setattr(_attention_configs, "attention_fwd", lambda *_, config=config: config)
         torch.manual_seed(3)

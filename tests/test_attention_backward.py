@@ -30,7 +30,7 @@ def kernels(request, monkeypatch):
     def short(n, head_dim, itemsize, *_):
         rows = max(_configs.next_power_of_2(n), 64)
         parts = _attention_configs.split_head_dim(head_dim)
-        return _attention_configs.AttentionBackwardConfig(rows, 64 if itemsize == 2 else 16, 0, parts, 8, 2)
+        return _attention_configs.AttentionBackwardConfig(rows, 64 if itemsize == 2 else 16, True, 0, parts, 8, 2)
 
     forced = short if request.param == "short" else lambda *_: None
     monkeypatch.setattr(_attention_configs, "attention_bwd_short", forced)

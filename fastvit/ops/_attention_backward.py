@@ -62,12 +62,12 @@ def launch_backward(
     config = _attention_configs.attention_bwd_dq(*shape)
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
         q, k, v, o, do, lse, seed, dq, lse2, delta, N, H, *strides[:18],
-        scale, dropout_p, **common, **_tiles(config), TAIL=config.tail, RELOAD=config.reload,
+        scale, dropout_p, **common, **_tiles(config), FULL=config.full, TAIL=config.tail, RELOAD=config.reload,
     )  # fmt: skip
     config = _attention_configs.attention_bwd_dkdv(*shape)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
         q, k, v, do, lse2, delta, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:],
-        scale, dropout_p, **common, **_tiles(config), TAIL=config.tail, RELOAD=config.reload,
+        scale, dropout_p, **common, **_tiles(config), FULL=config.full, TAIL=config.tail, RELOAD=config.reload,
     )  # fmt: skip
 
 

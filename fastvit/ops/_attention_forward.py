@@ -79,7 +79,7 @@ def launch_forward(
     else:
         attention_fwd_kernel[grid](
             *tensors, N, H, *strides, scale, dropout_p,
-            BLOCK_N=config.block_n, TAIL_0=config.chunks[0], TAIL_1=config.chunks[1],
+            BLOCK_N=config.block_n, FULL=config.full, TAIL_0=config.chunks[0], TAIL_1=config.chunks[1],
             VALUES_STEP=config.values_step, **common,
         )  # fmt: skip
     return o, lse
