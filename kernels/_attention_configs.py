@@ -77,7 +77,7 @@ _FWD: dict[str, _Tiles] = {
     "mma": ((64, (128, 128, 8)), (96, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
-    "tf32": ((128, (128, 32, 8)), (256, (32, 16, 4))),
+    "tf32": ((128, (128, 32, 8)), (256, (16, 32, 4))),
     "tf32 gfx": ((96, (128, 32, 8)), (128, (64, 32, 4))),  # wider ones as elsewhere; likewise below
     "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
     "fma sm_10": ((64, (64, 32, 8)), (96, (32, 32, 8)), (128, (32, 16, 4))),
@@ -165,7 +165,7 @@ _BWD_DKDV: dict[str, _Tiles] = {
         (256, (16, 16, 8)),
     ),
     "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
-    "tf32": ((128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
+    "tf32": ((32, (16, 32, 4)), (128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
     "fma": ((96, (32, 32, 8)), (128, (16, 32, 8)), (256, (16, 16, 8))),
     "fma gfx": ((64, (32, 32, 8)), (96, (32, 32, 4))),
 }
@@ -187,14 +187,12 @@ def _attention_bwd(
     tf32: bool,
 ) -> AttentionBackwardConfig:
     """loop: which of block_m (0) and block_n (1) the kernel's loop goes along. Its programs own tiles of the other. On
-    Hopper those of 128 halve what is read from L2, which could not feed tensor cores at 64; but not for a tile that
-    would be nearly empty."""
+    Hopper, 128 of them halve what is read from L2, which is all that it gives at 64; not so where most of the last tile
+    would be empty."""
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
-    whole = 128 if instructions.startswith("wgmma") else 64
-    if instructions == "fma" and tables is _BWD_DKDV:  # which registers hold
-        whole = 32 if arch.startswith("sm_8") else 128 if arch.startswith(_WGMMA) else 64
-    if parts[1] == 0 and parts[0] > whole:
+    narrow = instructions == "fma" and tables is _BWD_DKDV and arch.startswith("sm_8")  # spills at 64
+    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 32 if narrow else 64):
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
     elif instructions == "tf32" and parts[0] == 64 and parts[1]:
         parts = (64, 64)  # mma of unlike parts spills

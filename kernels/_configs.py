@@ -25,19 +25,22 @@ class RowConfig:
     block_rows: int
     block_dim: int  # power of two >= D
     num_warps: int
+    max_registers: int | None = None  # a thread; NVIDIA only
 
 
 MAX_ROW = 65536  # elements of a row that a program can hold in registers
 
 
-def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> RowConfig:
+def layer_norm(dim: int, *, backward: bool = False, itemsize: int = 2, arch: str = "") -> RowConfig:
     """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte
-    accesses of bfloat16; the backward, with three tensors and three sums in registers, 8."""
+    accesses of bfloat16; the backward, with three tensors and three sums in registers, 8. itemsize: of x."""
     block_dim = max(next_power_of_2(dim), 16)
+    # without one, ptxas spills 8 bytes of float32 rows on Blackwell to fit one more program
+    limit = 128 if itemsize > 2 and 1024 < dim < 2048 and arch.startswith(("sm_10", "sm_12")) else None
     if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
-        return RowConfig(tuned[0], block_dim, tuned[1])
+        return RowConfig(tuned[0], block_dim, tuned[1], limit)
     threads = 32 * min(max(block_dim // 256, 8) if backward else max(block_dim // 512, 4), 32)
-    return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32)
+    return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32, limit)
 
 
 PROGRAMS_PER_SM = 2  # of a persistent grid that keeps partial sums
@@ -170,7 +173,7 @@ def patch_embed(
     longest = max(k // 256, 1) if split else 1
     large = itemsize == 2 and min(m, n) > 64 and -(-m // 128) * -(-n // 128) * longest >= multiprocessors
     # the operands of FMAs, and of them all those converted from bytes, live in registers: narrow tiles, or more warps
-    crowded = fma and unpacked and split
+    crowded = fma and unpacked and (split or arch == "sm_120")
     block, num_warps = (128, 8) if large else (64, 8 if crowded else 4)
     deep = loaded <= 2 and arch in ("sm_90", "sm_100", "sm_103") and (split or k % 64 == 0)
     stages = 2 if arch.startswith("gfx") else 3 if deep or loaded > 2 else 4
