@@ -264,7 +264,7 @@ def attention_fwd_kernel(
                 scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, False, PRECISION
             )  # fmt: skip
     if FULL:
-        if PRECISION != "ieee" or q_ptr.dtype.element_ty != tl.float32:  # FMAs, whose operands are in registers, spill
+        if q_ptr.dtype.element_ty != tl.float32:  # whose operands, in registers, would spill
             tl.assume(full > 0)
         for start in tl.range(0, full, BLOCK_N):
             acc0, acc1, m, total = _online_step(
