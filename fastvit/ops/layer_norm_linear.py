@@ -12,7 +12,6 @@ from torch import Tensor
 from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once, transforming
-from fastvit.ops._linear import addmm
 from fastvit.ops.linear import check_linear
 
 
@@ -26,11 +25,10 @@ def check_norm(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *,
 def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """[M, in] -> [M, out] of one layer, or of several in one buffer."""
     layers = list(zip(weights, biases, strict=True))
-    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
-        outputs = [F.linear(y, *layer) for layer in layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     if len(layers) == 1:
-        return addmm(y, *layers[0])
+        return F.linear(y, *layers[0])
+    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
+        return torch.cat([F.linear(y, *layer) for layer in layers], dim=1)
     widths = [len(weight) for weight in weights]
     out = y.new_empty(len(y), sum(widths))
     for columns, (weight, bias) in zip(out.split(widths, dim=1), layers, strict=True):
