@@ -42,8 +42,8 @@ def _rows(tables: dict[str, _Tiles], instructions: str, arch: str) -> _Tiles:
 
 @dataclass(frozen=True)
 class AttentionForwardConfig:
-    """Score tile [block_m queries, block_n keys], and `chunks`: the narrower tiles behind the last full one, of which
-    there are some if `full`. block_n is 0 for the short kernel, whose chunks cover all keys at once. parts: the head
+    """Score tile [block_m queries, block_n keys]; `full`: whether any is full, and `chunks`: the narrower tiles behind
+    the last full one. block_n is 0 for the short kernel, whose chunks cover all keys at once. parts: the head
     dimension's, (D0, D1)."""
 
     block_m: int

@@ -32,13 +32,13 @@ def out_dtype(x: Tensor, layer_scale: Tensor | None, residual: Tensor | None) ->
 # ---- ATen ----
 
 
-_LEAST = 8192
+_LEAST = 8192  # elements of x: for fewer, the cost of one call more shows
 
 
-def addmm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear of plain rows [M, K], outside of autograd and of traces. In float32 on the CPU a wide result is computed
     as one batched product over groups of K columns, which MKL does in 0.93 to 0.99 of the time (benchmarks/NOTES.md);
-    each sum over K is made the same way. Not for fewer than _LEAST elements of x, where a call more shows."""
+    each sum over K is made the same way."""
     (M, K), N = x.shape, weight.shape[0]
     if K < 128 or N <= K or N % K or x.dtype is not torch.float32 or not x.is_cpu or not weight.is_contiguous():
         return F.linear(x, weight, bias)
@@ -63,9 +63,8 @@ def _fwd_aten(
     residual: Tensor | None,
     rows: int,
 ) -> Tensor:
-    y = (
-        F.linear(x, weight, bias) if x.numel() < _LEAST else addmm(x, weight, bias)
-    )  # fresh, so the epilogue works in place
+    # fresh, so the epilogue works in place
+    y = F.linear(x, weight, bias) if x.numel() < _LEAST else _grouped_linear(x, weight, bias)
     if activation != "none":
         activate_(y, activation)
     if row_scale is not None:
@@ -78,7 +77,7 @@ def _fwd_aten(
 
 
 def _act_fwd_aten(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    pre = F.linear(x, weight, bias) if x.numel() < _LEAST else addmm(x, weight, bias)
+    pre = F.linear(x, weight, bias) if x.numel() < _LEAST else _grouped_linear(x, weight, bias)
     return activate(pre, activation), pre
 
 
