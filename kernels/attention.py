@@ -55,6 +55,7 @@ def load_tile(
 def store_tile(ptr, value, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The counterpart of load_tile, with the conversion to the pointer's dtype; rows from `limit` on are left alone."""
     cols = FIRST + tl.arange(0, WIDTH)
+    limit = tl.minimum(limit, rows.shape[0])  # the same rows, but no mask of a load is kept for it through a loop
     mask = (rows < limit)[:, None] & (cols < HEAD_DIM)[None, :]
     tl.store(ptr + rows[:, None] * stride + cols[None, :], value.to(ptr.dtype.element_ty), mask=mask)
 

@@ -30,7 +30,7 @@ def _fwd_aten(
     dtype = _parameter_dtype(x)
     if weight.dtype is not dtype or bias.dtype is not dtype:  # x.to(x.dtype) takes 1 us
         weight, bias = weight.to(dtype), bias.to(dtype)
-    y, mean, rstd = torch.native_layer_norm(x, (x.shape[1],), weight, bias, eps)
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
     return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype), mean, rstd
 
 

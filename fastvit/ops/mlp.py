@@ -73,9 +73,10 @@ def _run(
     options = MlpOptions(name, activation, dropout_p, keep_pre, keep_h, rows, fc1_weight.dtype, eps, residual_is_x)
     seeds = draw_seeds(2, x.device) if dropout_p else None
     residual = None if residual_is_x else residual
-    run: Any = Mlp.apply if autograd else mlp_forward
-    inputs = (x, *parameters, row_scale, residual)
-    return run(*(distinct(*inputs) if autograd else inputs), seeds, options)[0]
+    if autograd:
+        return Mlp.apply(*distinct(x, *parameters, row_scale, residual), seeds, options)[0]
+    forward: Any = mlp_forward
+    return forward(x, *parameters, row_scale, residual, seeds, options)[0]
 
 
 def mlp(
