@@ -33,7 +33,7 @@ def _instructions(itemsize: int, has_dropout: bool, arch: str, tf32: bool) -> st
 
 def _rows(tables: dict[str, _Tiles], instructions: str, arch: str) -> _Tiles:
     """Those of the target's family first."""
-    family = next((name for name in ("sm_10", "gfx") if arch.startswith(name)), "none")
+    family = next((name for name in ("sm_10", "sm_12", "gfx") if arch.startswith(name)), "none")
     return tables.get(f"{instructions} {family}", ()) + tables[instructions]
 
 
@@ -74,9 +74,9 @@ _FWD: dict[str, _Tiles] = {
     "wgmma": ((128, (128, 128, 8)), (256, (128, 64, 8))),
     "wgmma dropout": ((64, (128, 128, 8)), (256, (128, 64, 8))),
     "wgmma dropout sm_10": ((64, (128, 64, 8)),),
-    "mma": ((64, (128, 128, 8)), (96, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
+    "mma": ((80, (128, 128, 8)), (128, (128, 64, 8)), (256, (16, 64, 4))),
     "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
-    "amd": ((64, (128, 64, 4)), (128, (64, 64, 4)), (256, (64, 32, 4))),
+    "amd": ((128, (128, 64, 4)), (256, (64, 32, 4))),
     "tf32": ((128, (128, 32, 8)), (256, (16, 32, 4))),
     "tf32 gfx": ((96, (128, 32, 8)), (128, (64, 32, 4))),  # wider ones as elsewhere; likewise below
     "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
@@ -139,32 +139,26 @@ _BWD_DQ: dict[str, _Tiles] = {
     "wgmma": ((64, (128, 64, 8)), (128, (128, 128, 8)), (192, (128, 64, 8)), (256, (128, 32, 8))),
     "wgmma sm_10": ((96, (128, 64, 8)),),  # 512 columns of tensor memory
     "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
-    "mma": ((32, (64, 64, 4)), (64, (128, 32, 8)), (88, (64, 16, 4)), (128, (128, 32, 8)), (256, (16, 16, 4))),
-    "amd": ((128, (64, 32, 4)), (256, (32, 16, 4))),
+    "mma": ((80, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 16, 4))),
+    "amd": ((96, (128, 32, 4)), (128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
     "fma": ((16, (16, 32, 8)), (128, (32, 32, 8)), (256, (16, 16, 8))),
     "fma gfx": ((64, (32, 32, 8)), (128, (32, 32, 4)), (256, (16, 16, 4))),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
-    "wgmma": (
-        (80, (64, 128, 8)),
-        (96, (64, 64, 4)),
+    "wgmma": ((96, (64, 128, 8)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (32, 64, 8))),
+    "wgmma sm_10": ((32, (64, 64, 4)), (80, (64, 128, 8)), (96, (64, 64, 4))),
+    "wgmma dropout": (
+        (64, (64, 128, 8)),
+        (96, (32, 64, 4)),
         (128, (32, 128, 8)),
         (192, (16, 128, 8)),
-        (256, (32, 64, 8)),
+        (256, (16, 64, 8)),
     ),
-    "wgmma sm_10": ((32, (64, 64, 4)), (80, (64, 128, 8))),
-    "wgmma dropout": ((96, (32, 64, 4)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (16, 64, 8))),
-    "mma": (
-        (32, (64, 64, 4)),
-        (64, (32, 64, 4)),
-        (72, (16, 128, 8)),
-        (80, (32, 128, 8)),
-        (128, (16, 128, 8)),
-        (192, (16, 16, 4)),
-        (256, (16, 16, 8)),
-    ),
-    "amd": ((128, (32, 64, 4)), (256, (16, 32, 4))),
+    "wgmma dropout sm_10": ((96, (32, 64, 4)),),
+    "mma sm_12": ((64, (64, 128, 8)), (80, (32, 128, 8)), (96, (16, 128, 8))),
+    "mma": ((64, (64, 128, 8)), (96, (32, 128, 8)), (128, (16, 128, 8)), (192, (16, 16, 4)), (256, (16, 16, 8))),
+    "amd": ((96, (32, 128, 4)), (128, (32, 64, 4)), (256, (16, 32, 4))),
     "tf32": ((32, (16, 32, 4)), (128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
     "tf32 gfx": ((32, (16, 32, 4)), (128, (32, 32, 4)), (256, (16, 32, 4))),
     "fma": ((96, (32, 32, 8)), (128, (16, 32, 8)), (256, (16, 16, 8))),
@@ -187,20 +181,20 @@ def _attention_bwd(
     arch: str,
     tf32: bool,
 ) -> AttentionBackwardConfig:
-    """loop: which of block_m (0) and block_n (1) the kernel's loop goes along. Its programs own tiles of the other. On
-    Hopper, 128 of them halve what is read from L2, which is all that it gives at 64; not so where most of the last tile
+    """loop: which of block_m (0) and block_n (1) the kernel's loop goes along. Its programs own tiles of the other. 128
+    of them halve what is read from L2, which on Hopper is all that it gives at 64; not so where most of the last tile
     would be empty."""
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
-    narrow = instructions == "fma" and tables is _BWD_DKDV and arch.startswith("sm_8")  # spills at 64
-    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 32 if narrow else 64):
+    if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
-    elif instructions == "tf32" and parts[0] == 64 and parts[1]:
+    elif instructions == "tf32" and parts[0] == 64 and parts[1] > (16 if tables is _BWD_DQ else 0):
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
     tile = *next(tile for limit, tile in _rows(tables, instructions, arch) if head_dim <= limit), stages
     half_empty = _padded(n, 64) * 1.1 < _padded(n, 128)
-    if half_empty and instructions == "wgmma" and arch == "sm_90" and head_dim <= 96 and tile[1 - loop] == 128:
+    halves = instructions in ("mma", "amd") or (arch == "sm_90" and instructions.startswith("wgmma") and head_dim <= 96)
+    if half_empty and halves and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
     rest = n % tile[loop]
