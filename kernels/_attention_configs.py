@@ -37,6 +37,11 @@ def _rows(tables: dict[str, _Tiles], instructions: str, arch: str) -> _Tiles:
     return tables.get(f"{instructions} {family}", ()) + tables[instructions]
 
 
+def _half_empty(n: int) -> bool:
+    """Whether n rows in tiles of 64 instead of 128 are less by a tenth."""
+    return -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128
+
+
 # ---- attention forward ----
 
 
@@ -73,7 +78,6 @@ def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
 _FWD: dict[str, _Tiles] = {
     "wgmma": ((128, (128, 128, 8)), (256, (128, 64, 8))),
     "wgmma dropout": ((64, (128, 128, 8)), (256, (128, 64, 8))),
-    "wgmma dropout sm_10": ((64, (128, 64, 8)),),
     "mma": ((80, (128, 128, 8)), (128, (128, 64, 8)), (256, (16, 64, 4))),
     "mma dropout": ((64, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 64, 4))),
     "amd": ((128, (128, 64, 4)), (256, (64, 32, 4))),
@@ -102,6 +106,8 @@ def attention_fwd(
     rows = _rows(_FWD, special if has_dropout and special in _FWD else instructions, arch)
     block_m, block_n, num_warps = next(tile for limit, tile in rows if width <= limit)
     stages = 1 if instructions == "amd" and width > 128 else 2  # 64 KiB of shared memory
+    if block_m == 128 and _half_empty(n):
+        block_m, num_warps = 64, 4
     if n <= next((longest for limit, longest in _FWD_SHORT.get(instructions, ()) if width <= limit), 0):
         block_m, block_n, num_warps, stages = 64, 0, 4, 2
     if tuned := _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32):
@@ -137,17 +143,17 @@ class AttentionBackwardConfig:
 # By instructions: up to which head_dim -> block_m, block_n, num_warps.
 _BWD_DQ: dict[str, _Tiles] = {
     "wgmma": ((64, (128, 64, 8)), (128, (128, 128, 8)), (192, (128, 64, 8)), (256, (128, 32, 8))),
-    "wgmma sm_10": ((96, (128, 64, 8)),),  # 512 columns of tensor memory
+    "wgmma sm_10": ((96, (128, 64, 8)),),  # 512 columns of tensor memory; likewise below
     "wgmma dropout": ((192, (128, 64, 8)), (256, (128, 32, 8))),
     "mma": ((80, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 16, 4))),
     "amd": ((96, (128, 32, 4)), (128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
-    "fma": ((16, (16, 32, 8)), (128, (32, 32, 8)), (256, (16, 16, 8))),
+    "fma": ((16, (32, 32, 4)), (128, (32, 32, 8)), (256, (16, 16, 8))),
     "fma gfx": ((64, (32, 32, 8)), (128, (32, 32, 4)), (256, (16, 16, 4))),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 128, 8)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (32, 64, 8))),
-    "wgmma sm_10": ((32, (64, 64, 4)), (80, (64, 128, 8)), (96, (64, 64, 4))),
+    "wgmma sm_10": ((80, (64, 128, 8)), (96, (64, 64, 4))),
     "wgmma dropout": (
         (64, (64, 128, 8)),
         (96, (32, 64, 4)),
@@ -166,10 +172,6 @@ _BWD_DKDV: dict[str, _Tiles] = {
 }
 
 
-def _padded(n: int, tile: int) -> int:
-    return -(-n // tile) * tile
-
-
 def _attention_bwd(
     table: str,
     tables: dict[str, _Tiles],
@@ -182,8 +184,8 @@ def _attention_bwd(
     tf32: bool,
 ) -> AttentionBackwardConfig:
     """loop: which of block_m (0) and block_n (1) the kernel's loop goes along. Its programs own tiles of the other. 128
-    of them halve what is read from L2, which on Hopper is all that it gives at 64; not so where most of the last tile
-    would be empty."""
+    of them halve what is read from L2, which on Hopper is all that it gives at 64; not so where the last tile would be
+    half empty."""
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
     if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
@@ -192,9 +194,8 @@ def _attention_bwd(
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
     tile = *next(tile for limit, tile in _rows(tables, instructions, arch) if head_dim <= limit), stages
-    half_empty = _padded(n, 64) * 1.1 < _padded(n, 128)
     halves = instructions in ("mma", "amd") or (arch == "sm_90" and instructions.startswith("wgmma") and head_dim <= 96)
-    if half_empty and halves and tile[1 - loop] == 128:
+    if halves and _half_empty(n) and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
     rest = n % tile[loop]

@@ -386,6 +386,17 @@ def test_key_chunks(largest):
         assert sum(used[:-1]) < max(n, 1), "only the last chunk is masked"
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])
+@pytest.mark.parametrize("d", [64, 80])
+def test_last_tile_is_not_mostly_empty(arch, d):
+    for n in (17, 64, 65, 129, 197, 257, 300, 385, 577, 1025):
+        forward = _attention_configs.attention_fwd(n, d, 2, False, arch)
+        dq = _attention_configs.attention_bwd_dq(n, d, 2, False, arch, False)
+        dkdv = _attention_configs.attention_bwd_dkdv(n, d, 2, False, arch, False)
+        for rows in (forward.block_m, dq.block_m, dkdv.block_n):
+            assert -(-n // rows) * rows <= 1.1 * -(-n // 64) * 64
+
+
 BAD = {
     "q must be a tensor": (TypeError, lambda q, k, v: ops.attention([1.0], k, v)),
     "q must be float32": (TypeError, lambda q, k, v: ops.attention(q.long(), k, v)),
