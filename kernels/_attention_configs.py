@@ -83,8 +83,8 @@ _FWD: dict[str, _Tiles] = {
     "amd": ((128, (128, 64, 4)), (256, (64, 32, 4))),
     "tf32": ((128, (128, 32, 8)), (256, (16, 32, 4))),
     "tf32 gfx": ((96, (128, 32, 8)), (128, (64, 32, 4))),  # wider ones as elsewhere; likewise below
-    "fma": ((64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
-    "fma sm_10": ((64, (64, 32, 8)), (96, (32, 32, 8)), (128, (32, 16, 4))),
+    "fma": ((32, (64, 32, 4)), (64, (64, 32, 8)), (96, (32, 32, 8)), (256, (32, 16, 8))),
+    "fma sm_10": ((32, (64, 32, 4)), (64, (64, 32, 8)), (96, (32, 32, 8)), (128, (32, 16, 4))),
     "fma dropout": ((96, (32, 32, 8)), (256, (32, 16, 8))),
 }
 # By instructions: up to which D0 + D1 -> the longest sequence whose scores fit into registers, 64 rows to 4 warps.
@@ -138,6 +138,7 @@ class AttentionBackwardConfig:
     num_warps: int
     num_stages: int
     reload: bool = False  # the tile that stays is loaded again in every step instead of kept in registers
+    max_registers: int | None = None  # named where the compiler would rather spill a few to fit one more program
 
 
 # By instructions: up to which head_dim -> block_m, block_n, num_warps.
@@ -148,8 +149,8 @@ _BWD_DQ: dict[str, _Tiles] = {
     "mma": ((80, (128, 64, 8)), (128, (128, 32, 8)), (256, (16, 16, 4))),
     "amd": ((96, (128, 32, 4)), (128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
-    "fma": ((16, (32, 32, 4)), (128, (32, 32, 8)), (256, (16, 16, 8))),
-    "fma gfx": ((64, (32, 32, 8)), (128, (32, 32, 4)), (256, (16, 16, 4))),
+    "fma": ((64, (32, 32, 4)), (128, (32, 32, 8)), (256, (16, 16, 8))),
+    "fma gfx": ((128, (32, 32, 4)), (256, (16, 16, 4))),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 128, 8)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (32, 64, 8))),
@@ -167,8 +168,8 @@ _BWD_DKDV: dict[str, _Tiles] = {
     "amd": ((96, (32, 128, 4)), (128, (32, 64, 4)), (256, (16, 32, 4))),
     "tf32": ((32, (16, 32, 4)), (128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
     "tf32 gfx": ((32, (16, 32, 4)), (128, (32, 32, 4)), (256, (16, 32, 4))),
-    "fma": ((96, (32, 32, 8)), (128, (16, 32, 8)), (256, (16, 16, 8))),
-    "fma gfx": ((64, (32, 32, 8)), (96, (32, 32, 4))),
+    "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
+    "fma gfx": ((128, (32, 32, 4)),),
 }
 
 
@@ -200,7 +201,11 @@ def _attention_bwd(
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    return AttentionBackwardConfig(*tile[:2], n >= tile[loop], tail, parts, *tile[2:], reload=itemsize > 2)
+    crowded = instructions == "fma" and tables is _BWD_DQ and head_dim <= 128 and not arch.startswith("gfx")
+    return AttentionBackwardConfig(
+        *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
+        reload=itemsize > 2, max_registers=168 if crowded else None,
+    )  # fmt: skip
 
 
 @_tuned.cached

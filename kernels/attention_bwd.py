@@ -139,9 +139,7 @@ def attention_bwd_dq_kernel(
     rows = first + tile
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_N * BLOCK_N
-    # with all operands in registers, a tail before the loop, or a loop that surely runs, takes more of them
-    FMA: tl.constexpr = q_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee"
-    if TAIL > 0 and not FMA:
+    if TAIL > 0:
         dq0, dq1 = _dq_step(
             q0, q1, do0, do1, lse2, delta, dq0, dq1,
             k_ptr + tl.cast(k_stride, tl.int64) * full, v_ptr + tl.cast(v_stride, tl.int64) * full,
@@ -149,8 +147,7 @@ def attention_bwd_dq_kernel(
             D0, D1, HEAD_DIM, TAIL, True, PRECISION,
         )  # fmt: skip
     if FULL:
-        if not FMA:
-            tl.assume(full > 0)
+        tl.assume(full > 0)
         for start in range(0, full, BLOCK_N):
             if RELOAD:
                 q0, q1 = load_parts(q_ptr, tile, q_stride, left, D0, D1, HEAD_DIM, True)
@@ -162,13 +159,6 @@ def attention_bwd_dq_kernel(
             )  # fmt: skip
             k_ptr += tl.cast(k_stride, tl.int64) * BLOCK_N
             v_ptr += tl.cast(v_stride, tl.int64) * BLOCK_N
-    if TAIL > 0 and FMA:
-        if full < N:  # always
-            dq0, dq1 = _dq_step(
-                q0, q1, do0, do1, lse2, delta, dq0, dq1,
-                k_ptr, v_ptr, k_stride, v_stride, seed_ptr, rows, full, head, scale2, dropout_p, N,
-                D0, D1, HEAD_DIM, TAIL, True, PRECISION,
-            )  # fmt: skip
     store_parts(dq_ptr, dq0 * scale, dq1 * scale, tile, dq_stride, left, D0, D1, HEAD_DIM)
 
 
@@ -246,11 +236,9 @@ def attention_bwd_dkdv_kernel(
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
     # wgmma's widest tiles fill the registers, and take more of them if the tail comes first, if the loop surely runs,
-    # or if anything is moved out of it; FMAs, as above, if the tail is not the narrowest
+    # or if anything is moved out of it; operands in float32 fill them if the loop surely runs
     WIDE: tl.constexpr = D0 + D1 > 128 and BLOCK_M > 16
-    FMA: tl.constexpr = q_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee"
-    TAIL_LAST: tl.constexpr = WIDE or (FMA and BLOCK_M > 16)
-    if TAIL > 0 and not TAIL_LAST:
+    if TAIL > 0 and not WIDE:
         dk0, dk1, dv0, dv1 = _dkdv_step(
             k0, k1, v0, v1, dk0, dk1, dv0, dv1,
             q_ptr + tl.cast(q_stride, tl.int64) * full, do_ptr + tl.cast(do_stride, tl.int64) * full,
@@ -274,7 +262,7 @@ def attention_bwd_dkdv_kernel(
             do_ptr += tl.cast(do_stride, tl.int64) * BLOCK_M
             lse2_ptr += BLOCK_M
             delta_ptr += BLOCK_M
-    if TAIL > 0 and TAIL_LAST:
+    if TAIL > 0 and WIDE:
         if full < N:  # always
             dk0, dk1, dv0, dv1 = _dkdv_step(
                 k0, k1, v0, v1, dk0, dk1, dv0, dv1,

@@ -12,7 +12,7 @@ from fastvit.ops._library import dot_precision
 if _library.HAVE_TRITON:
     import triton
 
-    from fastvit.kernels import _attention_configs
+    from fastvit.kernels import _attention_configs, _configs
     from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
     from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 
@@ -79,4 +79,5 @@ def _tiles(config: _attention_configs.AttentionBackwardConfig) -> dict[str, int]
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **_configs.register_limit(config.max_registers),
     }
