@@ -204,7 +204,7 @@ def _attention_bwd(
     crowded = instructions == "fma" and tables is _BWD_DQ and head_dim <= 128 and not arch.startswith("gfx")
     return AttentionBackwardConfig(
         *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
-        reload=itemsize > 2, max_registers=168 if crowded else None,
+        reload=itemsize > 2, max_registers=255 if crowded else None,
     )  # fmt: skip
 
 
