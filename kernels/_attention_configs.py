@@ -199,9 +199,11 @@ def _attention_bwd(
     if halves and _half_empty(n) and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
+    crowded = instructions == "fma" and tables is _BWD_DQ and head_dim <= 128 and not arch.startswith("gfx")
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    crowded = instructions == "fma" and tables is _BWD_DQ and head_dim <= 128 and not arch.startswith("gfx")
+    if crowded and head_dim > 96 and rest:
+        tail = tile[loop]  # a narrower one has a layout of its own, and spills
     return AttentionBackwardConfig(
         *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
         reload=itemsize > 2, max_registers=255 if crowded else None,
