@@ -150,7 +150,7 @@ _BWD_DQ: dict[str, _Tiles] = {
     "amd": ((96, (128, 32, 4)), (128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
     "fma": ((64, (32, 32, 4)), (128, (32, 32, 8)), (256, (16, 16, 8))),
-    "fma gfx": ((128, (32, 32, 4)), (256, (16, 16, 4))),
+    "fma gfx": ((128, (32, 32, 4)),),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 128, 8)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (32, 64, 8))),
@@ -199,10 +199,10 @@ def _attention_bwd(
     if halves and _half_empty(n) and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
-    crowded = instructions == "fma" and tables is _BWD_DQ and head_dim <= 128 and not arch.startswith("gfx")
+    crowded = instructions == "fma" and head_dim <= 128 and arch.startswith("sm_10" if loop == 0 else "sm_")
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    if crowded and head_dim > 96 and rest:
+    if crowded and loop == 1 and head_dim > 80 and rest:
         tail = tile[loop]  # a narrower one has a layout of its own, and spills
     return AttentionBackwardConfig(
         *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
