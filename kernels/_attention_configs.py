@@ -199,7 +199,8 @@ def _attention_bwd(
     if halves and _half_empty(n) and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
-    crowded = instructions == "fma" and head_dim <= 128 and arch.startswith("sm_10" if loop == 0 else "sm_")
+    crowded = head_dim <= 128 if loop == 1 else 64 < head_dim <= 96
+    crowded = crowded and instructions == "fma" and arch.startswith("sm_")
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
     if crowded and loop == 1 and head_dim > 80 and rest:
