@@ -127,8 +127,8 @@ def attention_fwd(
 
 @dataclass(frozen=True)
 class AttentionBackwardConfig:
-    """Score tile [block_m queries, block_n keys]; `tail` is the narrower last tile, 0 where all are full; `full`: some
-    are. parts: the head dimension's, (D0, D1)."""
+    """Score tile [block_m queries, block_n keys]; `tail` is the last tile, as a rule narrower, 0 where all are full;
+    `full`: some are. parts: the head dimension's, (D0, D1)."""
 
     block_m: int
     block_n: int
@@ -193,7 +193,7 @@ def _attention_bwd(
     parts = split_head_dim(head_dim)
     if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
-    elif instructions == "tf32" and parts[0] == 64 and parts[1] > (16 if tables is _BWD_DQ else 0):
+    elif instructions == "tf32" and parts[0] == 64 and parts[1] > (16 if loop == 1 else 0):
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
     tile = *next(tile for limit, tile in _rows(tables, instructions, arch) if head_dim <= limit), stages
@@ -201,8 +201,8 @@ def _attention_bwd(
     if halves and _half_empty(n) and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
-    crowded = head_dim <= 128 if loop == 1 else 64 < head_dim <= 96
-    crowded = crowded and instructions == "fma" and arch.startswith("sm_")
+    fma = instructions == "fma" and arch.startswith("sm_")
+    crowded = fma and (head_dim <= 128 if loop == 1 else 64 < head_dim <= 96)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
     if crowded and loop == 1 and head_dim > 80 and rest:

@@ -53,7 +53,8 @@ def load_tile(
 
 @triton.jit
 def store_tile(ptr, value, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The counterpart of load_tile, with the conversion to the pointer's dtype; rows from `limit` on are left alone."""
+    """The counterpart of load_tile, with the conversion to the pointer's dtype; rows from `limit` on are left alone.
+    rows: 0, 1, ... of the tile."""
     cols = FIRST + tl.arange(0, WIDTH)
     limit = tl.minimum(limit, rows.shape[0])  # the same rows, but no mask of a load is kept for it through a loop
     mask = (rows < limit)[:, None] & (cols < HEAD_DIM)[None, :]

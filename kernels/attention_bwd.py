@@ -8,8 +8,8 @@
 `attention_bwd_dkdv_kernel`, which owns keys and loops over query tiles with the scores transposed, so that P~^T and
 dS^T are already where the tensor cores want them. Short sequences have a kernel of their own (attention_bwd_short.py).
 
-Queries beyond N get LSE = inf, so P = 0; keys beyond N are masked in the last key tile only. The last tile has its own,
-smaller size (TAIL, 0 if the tiles fit), and comes before the loop over full ones (FULL, if there are any), as in the
+Queries beyond N get LSE = inf, so P = 0; keys beyond N are masked in the last key tile only. The last tile has its own
+size (TAIL, 0 if the tiles fit), and comes before the loop over full ones (FULL, if there are any), as in the
 forward kernel, but for tiles that would spill registers so. Sums are float32; P and dS are rounded to T.
 """
 

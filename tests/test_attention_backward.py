@@ -104,7 +104,13 @@ def test_short_sequences(B, N, H, d, dtype, kernels, device):
 
 @pytest.mark.parametrize(
     ("N", "d", "dtype"),
-    [(257, 64, torch.bfloat16), (129, 72, torch.float32), (258, 128, torch.float16), (130, 256, torch.float16)],
+    [
+        (257, 64, torch.bfloat16),
+        (129, 72, torch.float32),
+        (70, 96, torch.float32),  # the tail as wide as the loop's tiles
+        (258, 128, torch.float16),
+        (130, 256, torch.float16),
+    ],
     ids=str,
 )
 def test_long_sequences(N, d, dtype, device):
