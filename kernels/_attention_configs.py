@@ -138,6 +138,7 @@ class AttentionBackwardConfig:
     num_warps: int
     num_stages: int
     reload: bool = False  # the tile that stays is loaded again in every step instead of kept in registers
+    keep_mask: bool = False  # of the rows, from the loads to the stores: two registers fewer on sm_90
     max_registers: int | None = None  # named where the compiler would rather spill a few to fit one more program
 
 
@@ -150,12 +151,17 @@ _BWD_DQ: dict[str, _Tiles] = {
     "amd": ((96, (128, 32, 4)), (128, (64, 32, 4)), (256, (32, 16, 4))),
     "tf32": ((128, (32, 32, 4)), (256, (16, 16, 4))),
     "fma": ((64, (32, 32, 4)), (128, (32, 32, 8)), (256, (16, 16, 8))),
-    "fma sm_10": ((64, (32, 32, 4)), (80, (32, 16, 8))),
     "fma gfx": ((128, (32, 32, 4)),),
 }
 _BWD_DKDV: dict[str, _Tiles] = {
     "wgmma": ((96, (64, 128, 8)), (128, (32, 128, 8)), (192, (16, 128, 8)), (256, (32, 64, 8))),
-    "wgmma sm_10": ((80, (64, 128, 8)), (96, (64, 64, 4))),
+    "wgmma sm_10": (
+        (80, (64, 128, 8)),
+        (96, (64, 64, 4)),
+        (128, (32, 128, 8)),
+        (192, (16, 128, 8)),
+        (256, (32, 64, 4)),
+    ),
     "wgmma dropout": (
         (64, (64, 128, 8)),
         (96, (32, 64, 4)),
@@ -170,7 +176,6 @@ _BWD_DKDV: dict[str, _Tiles] = {
     "tf32": ((32, (16, 32, 4)), (128, (32, 32, 4)), (192, (16, 16, 4)), (256, (16, 16, 8))),
     "tf32 gfx": ((32, (16, 32, 4)), (128, (32, 32, 4)), (256, (16, 32, 4))),
     "fma": ((128, (32, 32, 8)), (256, (16, 16, 8))),
-    "fma sm_10": ((16, (32, 32, 4)),),
     "fma gfx": ((128, (32, 32, 4)),),
 }
 
@@ -197,19 +202,18 @@ def _attention_bwd(
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
     tile = *next(tile for limit, tile in _rows(tables, instructions, arch) if head_dim <= limit), stages
-    halves = instructions in ("mma", "amd") or (arch == "sm_90" and instructions.startswith("wgmma") and head_dim <= 96)
+    hopper, fma = arch == "sm_90" and instructions.startswith("wgmma"), instructions == "fma"
+    halves = instructions in ("mma", "amd") or (hopper and head_dim <= 96)
     if halves and _half_empty(n) and tile[1 - loop] == 128:
         tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
-    fma = instructions == "fma" and arch.startswith("sm_")
-    crowded = fma and (head_dim <= 128 if loop == 1 else 64 < head_dim <= 96)
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
-    if crowded and loop == 1 and head_dim > 80 and rest:
-        tail = tile[loop]  # a narrower one has a layout of its own, and spills
     return AttentionBackwardConfig(
         *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
-        reload=itemsize > 2, max_registers=255 if crowded else None,
+        reload=(fma and head_dim > 128) or (instructions == "tf32" and (loop == 0 or head_dim > 80)),
+        keep_mask=hopper and loop == 1 and head_dim > 96,
+        max_registers=255 if fma and head_dim <= (96 if loop == 1 else 128) and arch.startswith("sm_") else None,
     )  # fmt: skip
 
 

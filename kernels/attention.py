@@ -52,11 +52,22 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(ptr, value, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+def store_tile(
+    ptr,
+    value,
+    rows,
+    stride,
+    limit,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEEP_MASK: tl.constexpr = False,
+):
     """The counterpart of load_tile, with the conversion to the pointer's dtype; rows from `limit` on are left alone.
-    rows: 0, 1, ... of the tile."""
+    rows: 0, 1, ... of the tile. KEEP_MASK: a load's mask of the same rows is kept for this store, through loops."""
     cols = FIRST + tl.arange(0, WIDTH)
-    limit = tl.minimum(limit, rows.shape[0])  # the same rows, but no mask of a load is kept for it through a loop
+    if not KEEP_MASK:
+        limit = tl.minimum(limit, rows.shape[0])  # the same rows by another expression
     mask = (rows < limit)[:, None] & (cols < HEAD_DIM)[None, :]
     tl.store(ptr + rows[:, None] * stride + cols[None, :], value.to(ptr.dtype.element_ty), mask=mask)
 

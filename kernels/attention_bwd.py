@@ -41,10 +41,21 @@ def add_dot(acc0, acc1, a, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def store_parts(ptr, value0, value1, rows, stride, limit, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr):
-    store_tile(ptr, value0, rows, stride, limit, 0, D0, HEAD_DIM)
+def store_parts(
+    ptr,
+    value0,
+    value1,
+    rows,
+    stride,
+    limit,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEEP_MASK: tl.constexpr = False,
+):
+    store_tile(ptr, value0, rows, stride, limit, 0, D0, HEAD_DIM, KEEP_MASK)
     if D1 > 0:
-        store_tile(ptr, value1, rows, stride, limit, D0, D1, HEAD_DIM)
+        store_tile(ptr, value1, rows, stride, limit, D0, D1, HEAD_DIM, KEEP_MASK)
 
 
 @triton.jit
@@ -108,10 +119,11 @@ def attention_bwd_dq_kernel(
     scale: tl.float32, dropout_p: tl.float32,
     D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
-    RELOAD: tl.constexpr, PRECISION: tl.constexpr,
+    RELOAD: tl.constexpr, KEEP_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Strides in units of UNIT elements; FULL: N >= BLOCK_N; TAIL >= N % BLOCK_N.
-    RELOAD reads q and do in every step: for matmuls that take operands from registers, which cannot hold the tiles."""
+    RELOAD reads q and do in every step: for matmuls that take operands from registers, which cannot hold the tiles.
+    KEEP_MASK: see store_tile."""
     tiles = tl.cdiv(N, BLOCK_M)
     head = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BLOCK_M
@@ -159,7 +171,7 @@ def attention_bwd_dq_kernel(
             )  # fmt: skip
             k_ptr += tl.cast(k_stride, tl.int64) * BLOCK_N
             v_ptr += tl.cast(v_stride, tl.int64) * BLOCK_N
-    store_parts(dq_ptr, dq0 * scale, dq1 * scale, tile, dq_stride, left, D0, D1, HEAD_DIM)
+    store_parts(dq_ptr, dq0 * scale, dq1 * scale, tile, dq_stride, left, D0, D1, HEAD_DIM, KEEP_MASK)
 
 
 @triton.jit
@@ -236,7 +248,7 @@ def attention_bwd_dkdv_kernel(
     scale2 = scale * log_unit(q_ptr.dtype.element_ty)
     full = N // BLOCK_M * BLOCK_M
     # wgmma's widest tiles fill the registers, and take more of them if the tail comes first, if the loop surely runs,
-    # or if anything is moved out of it; operands in float32 fill them if the loop surely runs
+    # or if anything is moved out of it; operands that are loaded again fill them if the loop surely runs
     WIDE: tl.constexpr = D0 + D1 > 128 and BLOCK_M > 16
     if TAIL > 0 and not WIDE:
         dk0, dk1, dv0, dv1 = _dkdv_step(
@@ -246,7 +258,7 @@ def attention_bwd_dkdv_kernel(
             D0, D1, HEAD_DIM, TAIL, True, PRECISION,
         )  # fmt: skip
     if FULL:
-        if not WIDE and q_ptr.dtype.element_ty != tl.float32:
+        if not WIDE and not RELOAD:
             tl.assume(full > 0)
         for start in tl.range(0, full, BLOCK_M, disable_licm=WIDE):
             if RELOAD:

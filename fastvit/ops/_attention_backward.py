@@ -61,8 +61,8 @@ def launch_backward(
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     config = _attention_configs.attention_bwd_dq(*shape)
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
-        q, k, v, o, do, lse, seed, dq, lse2, delta, N, H, *strides[:18],
-        scale, dropout_p, **common, **_tiles(config), FULL=config.full, TAIL=config.tail, RELOAD=config.reload,
+        q, k, v, o, do, lse, seed, dq, lse2, delta, N, H, *strides[:18], scale, dropout_p, **common, **_tiles(config),
+        FULL=config.full, TAIL=config.tail, RELOAD=config.reload, KEEP_MASK=config.keep_mask,
     )  # fmt: skip
     config = _attention_configs.attention_bwd_dkdv(*shape)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
