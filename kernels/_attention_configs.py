@@ -209,6 +209,7 @@ def _attention_bwd(
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
+    # The conditions are those under which some compiler would spill else: benchmarks/NOTES.md, "The full set".
     return AttentionBackwardConfig(
         *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
         reload=(fma and head_dim > 128) or (instructions == "tf32" and (loop == 0 or head_dim > 80)),
