@@ -96,6 +96,15 @@ LAYOUTS = {
 }
 
 
+def test_strides_of_dimensions_of_one(backend, device):
+    """One token a sample: contiguous to PyTorch, whatever the stride of the token dimension says."""
+    x = inputs("normal", 5, 1, 24, dtype=torch.float32, device=device)
+    weight, bias = (p.detach() for p in parameters(24, torch.float32, device))
+    odd = x.as_strided(x.shape, (24, 7, 1))
+    assert odd.is_contiguous()
+    assert torch.equal(ops.layer_norm(odd, weight, bias), ops.layer_norm(x, weight, bias))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
 def test_layouts(layout, backend, device):
     """Strided inputs and output gradients give bitwise what contiguous ones give."""
@@ -184,6 +193,7 @@ def test_opcheck(dresidual, backend, device):
     _, mean, rstd = registered.layer_norm_fwd(x, weight, bias, 1e-6, None)
     opcheck = torch.library.opcheck
     opcheck(torch.ops.fastvit.layer_norm_fwd, (x, weight, bias, 1e-6, torch.bfloat16 if dresidual else None))
+    opcheck(torch.ops.fastvit.layer_norm_fwd, (x.view(2, 3, 24), weight, bias, 1e-6, None))
     opcheck(torch.ops.fastvit.layer_norm_bwd, (dy, x, mean, rstd, weight, extra))
     opcheck(torch.ops.fastvit.layer_norm_bwd_recompute, (dy, x, mean, rstd, weight, bias, extra))
     opcheck(torch.ops.fastvit.add_layer_norm_fwd, (x, dy, weight, bias, gamma, drop, 2, 1e-6))

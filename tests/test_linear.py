@@ -183,6 +183,25 @@ def test_layouts(activation, layout, backend, device):
         torch.testing.assert_close(strided, plain, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
+@pytest.mark.parametrize("name", ["x", "residual"])
+def test_one_of_x_and_residual_strided(name, layout, backend, device):
+    arguments = tensors(3, 5, 24, out=24, dtype=torch.float32, device=device, epilogue=("residual",))
+    arranged = arguments | {name: LAYOUTS[layout](arguments[name])}
+    assert not arranged[name].is_contiguous()
+    torch.testing.assert_close(ops.linear(**arranged), ops.linear(**arguments), atol=2e-6, rtol=1e-5)
+
+
+def test_strides_of_dimensions_of_one(backend, device):
+    """One token a sample: contiguous to PyTorch, whatever the stride of the token dimension says."""
+    arguments = tensors(5, 1, 24, out=24, dtype=torch.float32, device=device, epilogue=("residual",))
+    arguments = {n: t.detach() for n, t in arguments.items()}
+    odd = {n: t.as_strided(t.shape, (24, 7, 1)) if t.dim() == 3 else t for n, t in arguments.items()}
+    assert odd["x"].is_contiguous()
+    with torch.no_grad():
+        assert torch.equal(ops.linear(**odd), ops.linear(**arguments))
+
+
 def test_strided_parameters(backend, device):
     arguments = tensors(4, 5, 24, out=24, dtype=torch.float32, device=device, epilogue=EPILOGUES["branch"])
     arguments = {n: t.detach() for n, t in arguments.items()}
@@ -320,6 +339,9 @@ def test_opcheck(full, backend, device):
     opcheck = torch.library.opcheck
     opcheck(torch.ops.fastvit.linear_fwd, (x, weight, vector if full else None, "gelu" if full else "none", *branch, 2))
     opcheck(torch.ops.fastvit.linear_act_fwd, (x, weight, vector if full else None, "silu"))
+    tokens, branch = x.view(3, 2, 24), (*branch[:2], None if branch[2] is None else branch[2].view(3, 2, 16))
+    opcheck(torch.ops.fastvit.linear_fwd, (tokens, weight, vector, "gelu", *branch, 2))
+    opcheck(torch.ops.fastvit.linear_act_fwd, (tokens, weight, None, "silu"))
     opcheck(torch.ops.fastvit.linear_dact, (dy, weight.t().contiguous(), pre, "gelu"))
     opcheck(torch.ops.fastvit.act_bwd, (pre, pre, "relu"))
 

@@ -18,12 +18,25 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def from_rows(rows: Tensor, x: Tensor) -> Tensor:
-    """[M, D] -> [..., D] with the leading dimensions of x."""
-    if x.dim() == 2:
-        return rows
-    D = rows.shape[1]
-    return rows.view_as(x) if x.shape[-1] == D else rows.view(*x.shape[:-1], D)
+def as_tokens(x: Tensor) -> Tensor:
+    """[..., D] as the forward ops take it: contiguous [B, N, D] as it is, which saves the 2 us of two views a call, and
+    anything else as rows [M, D]."""
+    return x if x.dim() == 3 and x.is_contiguous() else as_rows(x)
+
+
+def like_tokens(residual: Tensor, tokens: Tensor) -> Tensor:
+    """The residual of the x that became `tokens`, in the same form."""
+    return residual.contiguous() if tokens.dim() == 3 else as_rows(residual)
+
+
+def from_tokens(tokens: Tensor, x: Tensor) -> Tensor:
+    """[M, D] or [B, N, D] -> [..., D] with the leading dimensions of x."""
+    return tokens if tokens.dim() == x.dim() else tokens.view(*x.shape[:-1], tokens.shape[-1])
+
+
+def row_stride(tokens: Tensor) -> int:
+    """Elements from one row to the next of what `as_tokens` or `as_rows` returned."""
+    return tokens.stride(0) if tokens.dim() == 2 else tokens.shape[-1]
 
 
 def check_float(name: str, x: Tensor) -> None:

@@ -1,14 +1,18 @@
-"""The registered LayerNorm ops on rows [M, D], statistics [M, 1]: ATen path, Triton launch, fakes. The gradients are in
-layer_norm.py."""
+"""The registered LayerNorm ops: ATen path, Triton launch, fakes. The gradients are in layer_norm.py.
+
+All take rows [M, D] with statistics [M, 1]; `layer_norm_fwd` also contiguous tokens [B, N, D] with [B, N, 1], which the
+backward ops read as [M, 1]."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastvit.ops import _library
+from fastvit.ops._checks import as_rows, row_stride
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, register, stat_dtype
 
@@ -48,7 +52,9 @@ def _bwd_aten(
         x, dy = x.to(stat_dtype(x)), dy.to(stat_dtype(x))
     if weight.dtype is not _parameter_dtype(x):
         weight = weight.to(_parameter_dtype(x))
-    dx, dweight, dbias = _backward(dy, x, (x.shape[1],), mean, rstd, weight, weight, (True, True, True))
+    dx, dweight, dbias = _backward(
+        dy, x, (x.shape[1],), as_rows(mean), as_rows(rstd), weight, weight, (True, True, True)
+    )
     if dx.dtype is not dtype:
         dx = dx.to(dtype)
     if dresidual is not None:
@@ -61,7 +67,7 @@ def _bwd_aten(
 def _bwd_recompute_aten(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y = torch.addcmul(bias, (x - mean).mul_(rstd), weight)
+    y = torch.addcmul(bias, (x - as_rows(mean)).mul_(as_rows(rstd)), weight)
     return *_bwd_aten(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype)
 
 
@@ -117,7 +123,7 @@ def _add_bwd_aten(
 def _check_triton(x: Tensor) -> None:
     if x.dtype is torch.float64:
         raise Unsupported("float64")
-    if x.shape[1] > _configs.MAX_ROW:
+    if x.shape[-1] > _configs.MAX_ROW:
         raise Unsupported(f"rows of more than {_configs.MAX_ROW} elements")
 
 
@@ -133,15 +139,16 @@ def _launch_fwd(
     sum_out: Tensor | None,
     y: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Writes sum_out and y; returns mean, rstd [M, 1] f32."""
-    M, D = s.shape
-    mean, rstd = (torch.empty(M, 1, dtype=torch.float32, device=s.device) for _ in range(2))
+    """Writes sum_out and y; returns mean, rstd [..., 1] f32."""
+    *leading, D = s.shape
+    M = math.prod(leading)
+    mean, rstd = (torch.empty(*leading, 1, dtype=torch.float32, device=s.device) for _ in range(2))
     cfg = _configs.layer_norm(D, itemsize=s.element_size(), arch=_library.arch(s))
     if M:
         most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(s.device.index)
         layer_norm_fwd_kernel[(min(triton.cdiv(M, cfg.block_rows), most),)](
             s, branch, weight, bias, layer_scale, row_scale, sum_out, y, mean, rstd,
-            M, D, rows, s.stride(0), 0 if branch is None else branch.stride(0), eps,
+            M, D, rows, row_stride(s), 0 if branch is None else row_stride(branch), eps,
             HAS_ROW_SCALE=row_scale is not None,
             BLOCK_M=cfg.block_rows, BLOCK_D=cfg.block_dim, num_warps=cfg.num_warps,
             **_configs.register_limit(cfg.max_registers),
@@ -253,7 +260,7 @@ def _add_bwd_triton(
 def _fwd_fake(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean, rstd = (x.new_empty(x.shape[0], 1, dtype=stat_dtype(x)) for _ in range(2))
+    mean, rstd = (x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 

@@ -1,7 +1,11 @@
-"""The registered linear ops on rows [M, K]: ATen path, Triton launch, fakes. The gradient is in linear.py."""
+"""The registered linear ops: ATen path, Triton launch, fakes. The gradient is in linear.py.
+
+The two forward ops take x, and the residual like it, as rows [M, K] or as contiguous tokens [B, N, K], and return what
+they compute in the same form; the backward ops take rows."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from fastvit.ops import _library
 from fastvit.ops._activations import activate, activate_, activate_backward
+from fastvit.ops._checks import as_rows, row_stride
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, dot_precision, register
 
@@ -36,14 +41,15 @@ _LEAST = 8192  # elements of x: for fewer, the cost of one call more shows
 
 
 def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of plain rows [M, K], outside of autograd and of traces. In float32 on the CPU a wide result is computed
+    """F.linear of plain tensors, outside of autograd and of traces. In float32 on the CPU a wide result is computed
     as one batched product over groups of K columns, which MKL does in 0.93 to 0.99 of the time (benchmarks/NOTES.md);
     each sum over K is made the same way."""
-    (M, K), N = x.shape, weight.shape[0]
+    (*leading, K), N = x.shape, weight.shape[0]
     if K < 128 or N <= K or N % K or x.dtype is not torch.float32 or not x.is_cpu or not weight.is_contiguous():
         return F.linear(x, weight, bias)
-    groups = N // K
-    y = torch.empty(M, N, dtype=x.dtype)
+    groups, x = N // K, as_rows(x)
+    M = x.shape[0]
+    y = torch.empty(*leading, N, dtype=x.dtype)
     columns = y.view(M, groups, K).transpose(0, 1)
     matrices = weight.view(groups, K, K).transpose(1, 2)
     if bias is None:
@@ -68,7 +74,7 @@ def _fwd_aten(
     if activation != "none":
         activate_(y, activation)
     if row_scale is not None:
-        y.view(row_scale.shape[0], rows, y.shape[1]).mul_(row_scale[:, None, None])
+        y.view(row_scale.shape[0], rows, y.shape[-1]).mul_(row_scale[:, None, None])
     if layer_scale is not None:
         y = y.mul_(layer_scale) if layer_scale.dtype is y.dtype else y * layer_scale
     if residual is None:
@@ -94,18 +100,23 @@ def _act_bwd_aten(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Ten
 # ---- Triton ----
 
 
+def _rows_and_columns(x: Tensor) -> tuple[int, int]:
+    columns = x.shape[-1]
+    return x.numel() // columns, columns
+
+
 def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True) -> bool:
-    """Whether x [M, K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
+    """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
     if x.dtype is torch.float64:
         raise Unsupported("float64")
     if _library.INTERPRET:
         return True
-    return has_epilogue and _configs.use_triton_gemm(n, x.shape[1], x.element_size(), _library.arch(x))
+    return has_epilogue and _configs.use_triton_gemm(n, x.shape[-1], x.element_size(), _library.arch(x))
 
 
 def _launch_gemm(kernel: Any, a: Tensor, n: int, activation: str, args: tuple[Any, ...]) -> None:
-    """a [M, K] @ [K, n] and the kernel's epilogue."""
-    M, K = a.shape
+    """a [..., K] @ [K, n] and the kernel's epilogue."""
+    M, K = _rows_and_columns(a)
     cfg = _configs.gemm(M, n, K, a.element_size(), _library.arch(a))
     kernel[(triton.cdiv(M, cfg.block_m) * triton.cdiv(n, cfg.block_n),)](
         *args, ACTIVATION=activation, EVEN_K=K % cfg.block_k == 0, PRECISION=dot_precision(a),
@@ -127,13 +138,13 @@ def _launch_fwd(
     rows: int = 1,
 ) -> None:
     """Writes out and pre."""
-    (M, K), N = x.shape, weight.shape[0]
+    (M, K), N = _rows_and_columns(x), weight.shape[0]
     weight = _unit_columns(weight)
     bias, layer_scale, row_scale = (None if t is None else t.contiguous() for t in (bias, layer_scale, row_scale))
     if M:
         args = (
             x, weight, bias, layer_scale, row_scale, residual, out, pre, M, N, K, rows,
-            x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+            row_stride(x), weight.stride(0), 0 if residual is None else row_stride(residual),
         )  # fmt: skip
         _launch_gemm(linear_fwd_kernel, x, N, activation, args)
 
@@ -212,8 +223,8 @@ def _unit_columns(weight: Tensor) -> Tensor:
 # ---- registration ----
 
 
-def _rows_by(rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    return rows.new_empty(rows.shape[0], columns, dtype=dtype)
+def _like_by(x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(*x.shape[:-1], columns, dtype=dtype)
 
 
 def _fwd_fake(
@@ -226,11 +237,11 @@ def _fwd_fake(
     residual: Tensor | None,
     rows: int,
 ) -> Tensor:
-    return _rows_by(x, weight.shape[0], out_dtype(x, layer_scale, residual))
+    return _like_by(x, weight.shape[0], out_dtype(x, layer_scale, residual))
 
 
 def _act_fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    return _rows_by(x, weight.shape[0], x.dtype), _rows_by(x, weight.shape[0], x.dtype)
+    return _like_by(x, weight.shape[0], x.dtype), _like_by(x, weight.shape[0], x.dtype)
 
 
 def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,7 +253,7 @@ def _act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Ten
 
 
 def _fwd_flops(x: Any, weight: Any, *_: Any, out_shape: Any = None) -> int:
-    return int(2 * x[0] * x[1] * weight[0])
+    return int(2 * math.prod(x) * weight[0])
 
 
 def _dact_flops(dy: Any, weight: Any, *_: Any, out_shape: Any = None) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastvit.ops._activations import activate
 from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._checks import as_rows, from_rows
+from fastvit.ops._checks import as_rows, as_tokens, from_tokens, like_tokens
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, Together, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_dact, linear_fwd
@@ -49,31 +49,33 @@ def mlp_forward(
     seeds: Tensor | None,
     o: MlpOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """-> out (..., D), mean [M, 1], rstd [M, 1], pre [M, hidden], h [M, hidden]; None without a norm or o.keep_pre."""
-    rows = y = as_rows(x)
+    """-> out (..., D); mean and rstd [M, 1], pre and h [M, hidden], or with x's leading dimensions; None without a norm
+    or o.keep_pre."""
+    tokens = y = as_tokens(x)
     mean = rstd = pre = None
     tensors = (
-        rows, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, residual
+        tokens, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, residual
     )  # fmt: skip
     norm, linear, linear_act = _FORWARD.settle(tensors)
     if norm_weight is not None:
-        y, mean, rstd = norm(rows, norm_weight, norm_bias, o.eps, o.dtype)
+        y, mean, rstd = norm(tokens, norm_weight, norm_bias, o.eps, o.dtype)
     if o.keep_pre:
         h, pre = linear_act(y, fc1_weight, fc1_bias, o.activation)
     else:
         h = linear(y, fc1_weight, fc1_bias, o.activation, None, None, None, 1)
     del y
     if o.residual_is_x:
-        residual = rows
+        residual = tokens
     elif residual is not None:
-        residual = as_rows(residual)
+        residual = like_tokens(residual, tokens)
     if seeds is None:
         out = linear(h, fc2_weight, fc2_bias, "none", layer_scale, row_scale, residual, o.rows)
     else:
-        h = _drop(h, seeds[:1], o.dropout_p)
+        h = _drop(as_rows(h), seeds[:1], o.dropout_p)
         branch = F.linear(h, fc2_weight, fc2_bias)
+        residual = None if residual is None else as_rows(residual)
         out = dropout_rows(branch, seeds[1:], o.dropout_p, layer_scale, row_scale, residual, o.rows)
-    return from_rows(out, x), mean, rstd, pre, h
+    return from_tokens(out, x), mean, rstd, pre, h
 
 
 def _backward(
@@ -99,6 +101,7 @@ def _backward(
     want_hidden, want_h = any(wants[:5]), wants[5] or wants[7]
     rows: Any = None if x is None else as_rows(x)
     y: Any = rows if norm_weight is None else None
+    pre, h = None if pre is None else as_rows(pre), None if h is None else as_rows(h)
     dout = as_rows(dout)
     if seeds is None:
         g = scale_samples(dout.to(o.dtype), row_scale, o.rows)

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows, rows_per_sample
+from fastvit.ops._checks import (
+    as_rows,
+    as_tokens,
+    check_eps,
+    check_float,
+    check_like,
+    from_tokens,
+    rows_per_sample,
+)
 from fastvit.ops._layer_norm import (
     add_layer_norm_bwd,
     add_layer_norm_fwd,
@@ -22,8 +30,8 @@ class _LayerNorm(FusedFunction):
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, rstd = layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)
-        return from_rows(y, x), mean, rstd
+        y, mean, rstd = layer_norm_fwd(as_tokens(x), weight, bias, eps, out_dtype)
+        return from_tokens(y, x), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -39,7 +47,7 @@ class _LayerNorm(FusedFunction):
             return None, None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = once("layer_norm", layer_norm_bwd, as_rows(dy), as_rows(x), mean, rstd, weight, None)
-        return from_rows(dx, x), dweight, dbias, None, None
+        return from_tokens(dx, x), dweight, dbias, None, None
 
 
 class _AddLayerNorm(FusedFunction):
@@ -57,7 +65,7 @@ class _AddLayerNorm(FusedFunction):
         s, y, mean, rstd = add_layer_norm_fwd(
             as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps
         )
-        return from_rows(s, residual), from_rows(y, residual), mean, rstd
+        return from_tokens(s, residual), from_tokens(y, residual), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -130,7 +138,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     out_dtype = torch.float32 if cast and x.is_cuda else None
     if needs_autograd(x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, out_dtype)[0]
-    return from_rows(layer_norm_fwd(as_rows(x), weight, bias, eps, out_dtype)[0], x)
+    return from_tokens(layer_norm_fwd(as_tokens(x), weight, bias, eps, out_dtype)[0], x)
 
 
 def add_layer_norm(
@@ -172,4 +180,4 @@ def add_layer_norm(
         s, y, *_ = _AddLayerNorm.apply(*distinct(residual, branch, weight, bias, layer_scale, row_scale), rows, eps)
         return s, y
     s, y, *_ = add_layer_norm_fwd(as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps)
-    return from_rows(s, residual), from_rows(y, residual)
+    return from_tokens(s, residual), from_tokens(y, residual)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows, check_eps, check_float, check_like, from_rows
+from fastvit.ops._checks import as_rows, as_tokens, check_eps, check_float, check_like, from_tokens
 from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once, transforming
 from fastvit.ops.linear import check_linear
@@ -23,13 +23,13 @@ def check_norm(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *,
 
 
 def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """[M, in] -> [M, out] of one layer, or of several in one buffer."""
+    """[..., in] -> [..., out] of one layer, or of several in one buffer."""
     layers = list(zip(weights, biases, strict=True))
     if len(layers) == 1:
         return F.linear(y, *layers[0])
     if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
-        return torch.cat([F.linear(y, *layer) for layer in layers], dim=1)
-    widths = [len(weight) for weight in weights]
+        return torch.cat([F.linear(y, *layer) for layer in layers], dim=-1)
+    widths, y = [len(weight) for weight in weights], as_rows(y)
     out = y.new_empty(len(y), sum(widths))
     for columns, (weight, bias) in zip(out.split(widths, dim=1), layers, strict=True):
         if bias is None:
@@ -42,10 +42,10 @@ def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
 def _forward(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, layers: Sequence[Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """layers: n weights and n biases -> out (..., sum of out), mean [M, 1], rstd [M, 1]"""
+    """layers: n weights and n biases -> out (..., sum of out), mean and rstd [M, 1] or (..., 1)"""
     weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-    y, mean, rstd = layer_norm_fwd(as_rows(x), norm_weight, norm_bias, eps, weights[0].dtype)
-    return from_rows(_side_by_side(y, weights, biases), x), mean, rstd
+    y, mean, rstd = layer_norm_fwd(as_tokens(x), norm_weight, norm_bias, eps, weights[0].dtype)
+    return from_tokens(_side_by_side(y, weights, biases), x), mean, rstd
 
 
 def _backward(

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from fastvit.ops._activations import check_activation
 from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._checks import as_rows, check_float, check_like, from_rows, rows_per_sample
+from fastvit.ops._checks import (
+    as_rows,
+    as_tokens,
+    check_float,
+    check_like,
+    from_tokens,
+    like_tokens,
+    rows_per_sample,
+)
 from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
 from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_fwd
 
@@ -119,8 +127,9 @@ def _run(
     residual: Tensor | None,
     rows: int,
 ) -> Tensor:
-    residual = None if residual is None else as_rows(residual)
-    return from_rows(linear_fwd(as_rows(x), weight, bias, activation, layer_scale, row_scale, residual, rows), x)
+    tokens = as_tokens(x)
+    residual = None if residual is None else like_tokens(residual, tokens)
+    return from_tokens(linear_fwd(tokens, weight, bias, activation, layer_scale, row_scale, residual, rows), x)
 
 
 def check_linear(
