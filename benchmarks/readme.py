@@ -5,7 +5,7 @@
 
 A table stands between `<!-- results: FILES -->` and `<!-- end -->`; FILES is a path or a pattern (attention_*.json: the
 steps of one run, whose best ceilings count); an optional `ops=a,b` after it keeps those ops. Between
-`<!-- families: FILE -->` and `<!-- end -->` stands the table of benchmarks/families.py.
+`<!-- families: FILE -->` or `<!-- dispatch: FILE -->` and `<!-- end -->` stands the table of that module.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import families, table
+from benchmarks import dispatch, families, table
 from benchmarks.record import Provider, Record
 from benchmarks.timing import Ceilings, Quantiles
 
 ROOT = Path(__file__).resolve().parent.parent
 _SECTION = re.compile(r"(<!-- results: (?P<file>\S+)(?: ops=(?P<ops>\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-_FAMILIES = re.compile(r"(<!-- families: (?P<file>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_OTHER = re.compile(r"(<!-- (?P<table>families|dispatch): (?P<file>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_RENDER = {"families": families.render, "dispatch": dispatch.render}
 
 
 def _provider(data: dict[str, Any]) -> Provider:
@@ -83,8 +84,10 @@ def rewrite(text: str) -> str:
         ops = tuple(match["ops"].split(",")) if match["ops"] else ()
         return match[1] + render(sorted(ROOT.glob(match["file"])), ops) + match[4]
 
-    text = _SECTION.sub(section, text)
-    return _FAMILIES.sub(lambda match: f"{match[1]}\n{families.render(ROOT / match['file'])}\n{match[3]}", text)
+    def other(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{_RENDER[match['table']](ROOT / match['file'])}\n{match[4]}"
+
+    return _OTHER.sub(other, _SECTION.sub(section, text))
 
 
 def unused(text: str, results: Path) -> list[str]:

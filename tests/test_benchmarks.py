@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import eager, table, timing
+from benchmarks import dispatch, eager, table, timing
 from benchmarks.agreement import agreement, error_ratio
 from benchmarks.cases import Case, Draw, Runner
 from benchmarks.measure import cost, interleave
 from benchmarks.memory import exponent, peak_bytes, running_peak, saved_bytes
 from benchmarks.record import Provider, Record, environment
 from benchmarks.timing import Ceilings, Clock, Quantiles, plan_rounds, speedups
-from fastvit import reference
+from fastvit import ops, reference
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -281,3 +281,14 @@ def test_every_case_has_one_id(grid: str) -> None:
         ids = [case.id for case in module.cases(grid)]
         assert ids
         assert len(ids) == len(set(ids))
+
+
+def test_dispatch_measures_every_op(tmp_path) -> None:
+    found = dispatch.measure(rounds=1, calls=1)  # asserts that op and ATen calls agree
+    assert {name.split(",")[0] for name in found} == {*ops.__all__} - {"dropout"}  # no work in inference
+    assert all(row["fused"] > 0 and row["aten"] > 0 for row in found.values())
+    path = tmp_path / "dispatch.json"
+    path.write_text(
+        json.dumps({"environment": {"device": "x", "torch": "y"}, "commit": "z" * 40, "microseconds": found})
+    )
+    assert all(f"| {name} |" in dispatch.render(path) for name in found)

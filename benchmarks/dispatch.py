@@ -1,0 +1,121 @@
+"""What one call of an op costs on top of the ATen functions that do the work: one small image, inference, the CPU.
+
+    python -m benchmarks.dispatch benchmarks/results/cpu/dispatch.json
+
+An op and the bare ATen calls are timed in turns on one thread, each over many calls a round. Noise only ever adds, so
+the difference of the two least rounds is the cost. `python -m benchmarks.readme` makes README's table of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.provenance import commit, write_json
+from benchmarks.record import environment
+from fastvit import ops
+
+N, D, HEADS = 17, 64, 2
+
+Case = tuple[Callable[[], object], Callable[[], object]]
+
+
+def _parameters(*sizes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(*size)) for size in sizes]
+
+
+def cases() -> dict[str, Case]:
+    """name -> the op, and the ATen calls that give the same."""
+    torch.manual_seed(0)
+    x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
+    q, qkv = torch.randn(1, N, HEADS, D // HEADS), torch.randn(1, N, 3, HEADS, D // HEADS)
+    norm_weight, norm_bias = norm = _parameters((D,), (D,))
+    weight, bias, layer_scale = _parameters((D, D), (D,), (D,))
+    fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
+    image = torch.randn(1, 3, 16, 16)
+    patch, patch_bias, position, prefix = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))
+
+    def layer_norm(x: Tensor) -> Tensor:
+        return torch.native_layer_norm(x, (D,), norm_weight, norm_bias, 1e-6)[0]
+
+    def mlp(x: Tensor) -> Tensor:
+        return F.linear(torch._C._nn.gelu_(F.linear(x, *fc1)), *fc2)  # type: ignore[attr-defined]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+    def add_layer_norm() -> tuple[Tensor, Tensor]:
+        total = x + branch
+        return total, layer_norm(total)
+
+    def patch_embed() -> Tensor:
+        patches = F.conv2d(image, patch, patch_bias, 4).flatten(2).transpose(1, 2)
+        return torch.cat([prefix.expand(1, -1, -1), patches + position], dim=1)
+
+    return {
+        "layer_norm": (lambda: ops.layer_norm(x, norm_weight, norm_bias), lambda: layer_norm(x)),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, *norm), add_layer_norm),
+        "linear": (lambda: ops.linear(x, *fc1), lambda: F.linear(x, *fc1)),
+        "linear, layer_scale and residual": (
+            lambda: ops.linear(x, weight, bias, layer_scale=layer_scale, residual=branch),
+            lambda: F.linear(x, weight, bias).mul_(layer_scale).add_(branch),
+        ),
+        "attention": (lambda: ops.attention(q, q, q), lambda: attention(q, q, q)),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: attention(*qkv.unbind(2))),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, *norm, *fc1), lambda: F.linear(layer_norm(x), *fc1)),
+        "mlp": (lambda: ops.mlp(x, *fc1, *fc2, residual=x), lambda: mlp(x).add_(x)),
+        "layer_norm_mlp": (
+            lambda: ops.layer_norm_mlp(x, *norm, *fc1, *fc2, residual=x),
+            lambda: mlp(layer_norm(x)).add_(x),
+        ),
+        "patch_embed": (
+            lambda: ops.patch_embed(image, patch, patch_bias, pos_embed=position, prefix=prefix),
+            patch_embed,
+        ),
+    }
+
+
+@torch.inference_mode()
+def measure(rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    """name -> microseconds of the op ("fused") and of the ATen calls ("aten"), the least of the rounds."""
+    found = {}
+    for name, pair in cases().items():
+        for fused, aten in zip(*(_tensors(call()) for call in pair), strict=True):
+            torch.testing.assert_close(fused, aten)
+        seconds = [[timeit.timeit(call, number=calls) / calls for call in pair] for _ in range(rounds)]
+        fused_us, aten_us = (1e6 * min(column) for column in zip(*seconds, strict=True))
+        found[name] = {"fused": fused_us, "aten": aten_us}
+    return found
+
+
+def _tensors(outputs: object) -> tuple[object, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def render(path: Path) -> str:
+    """The table of a result file, for README."""
+    results = json.loads(path.read_text())
+    where = results["environment"]
+    lines = ["| op | ATen calls, us | added, us |", "|---|---|---|"]
+    for name, row in results["microseconds"].items():
+        lines.append(f"| {name} | {row['aten']:.1f} | {row['fused'] - row['aten']:.1f} |")
+    lines += ["", f"{where['device']}, torch {where['torch']}, commit {results['commit'][:10]}.", ""]
+    return "\n".join(lines)
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    where = environment(torch.device("cpu"), torch.float32)
+    write_json(path, {"commit": commit(), "environment": where, "microseconds": measure(rounds=200, calls=100)})
+    print(render(path))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
