@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from formulas import attention as eager
+from formulas import attention_qkvpacked
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,18 +29,6 @@ LONG = [
 ]
 
 
-def eager(q, k, v, scale=None, mask=None):
-    """The formula, materialised; mask: factors of the attention weights, (B, H, N, N)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    p = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
-    return ((p if mask is None else p * mask.to(p.dtype)) @ v).transpose(1, 2)
-
-
-def eager_packed(qkv, **options):
-    return eager(*qkv.unbind(2), **options)
-
-
 def packed(*shape, dtype=torch.float32, device, kind="normal"):
     B, N, H, d = shape
     return inputs(kind, B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
@@ -54,7 +44,7 @@ def separate(*shape, dtype=torch.float32, device, kind="normal"):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_packed(shape, dtype, backend, device):
     qkv = packed(*shape, dtype=dtype, device=device)
-    assert_op_as_accurate(ops.attention_qkvpacked, eager_packed, {"qkv": qkv})
+    assert_op_as_accurate(ops.attention_qkvpacked, attention_qkvpacked, {"qkv": qkv})
 
 
 @pytest.mark.parametrize(("shape", "dtype"), LONG, ids=str)

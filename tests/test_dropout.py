@@ -77,6 +77,15 @@ def test_end_of_a_branch(residual_dtype, backend, device):
     assert_as_accurate(got, eager(torch.bfloat16), eager(torch.float64), what="branch")
 
 
+def test_strided_vectors(backend, device):
+    x = torch.randn(6, 24, device=device)
+    seed = torch.tensor([7], device=device)
+    layer_scale, row_scale = torch.randn(24, device=device), torch.randn(3, device=device)
+    want = dropout_rows(x, seed, 0.3, layer_scale, row_scale, None, 2)
+    gaps = [torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0] for t in (layer_scale, row_scale)]
+    assert torch.equal(dropout_rows(x, seed, 0.3, *gaps, None, 2), want)
+
+
 def test_nan_is_not_dropped(backend, device):
     """As in eager, where 0 * NaN is NaN."""
     x = torch.ones(4, 40, device=device)

@@ -1,8 +1,8 @@
 """ops.layer_norm and ops.add_layer_norm against float64 and eager PyTorch, on both backends."""
 
+import formulas
 import pytest
 import torch
-import torch.nn.functional as F
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 
@@ -15,19 +15,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 192), (2, 197, 48), (3, 7, 1000), (2, 17, 768), (37, 130, 16), (4, 3, 2)]
 
 
-def eager_layer_norm(x, weight, bias, eps=1e-6):
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def eager_add_layer_norm(residual, branch, weight, bias, layer_scale=None, row_scale=None, eps=1e-6):
-    if layer_scale is not None:
-        branch = branch * layer_scale
-    if row_scale is not None:
-        branch = branch * row_scale.to(branch.dtype)[:, None, None]
-    total = residual + branch
-    return total, eager_layer_norm(total, weight, bias, eps)
-
-
 def parameters(dim, dtype, device, kind="normal"):
     return [inputs(kind, dim, dtype=dtype, device=device, seed=s).requires_grad_() for s in (1, 2)]
 
@@ -37,7 +24,7 @@ def parameters(dim, dtype, device, kind="normal"):
 def test_layer_norm(shape, dtype, backend, device):
     x = inputs("normal", *shape, dtype=dtype, device=device).requires_grad_()
     weight, bias = parameters(shape[-1], dtype, device)
-    assert_op_as_accurate(ops.layer_norm, eager_layer_norm, {"x": x, "weight": weight, "bias": bias})
+    assert_op_as_accurate(ops.layer_norm, formulas.layer_norm, {"x": x, "weight": weight, "bias": bias})
 
 
 @pytest.mark.parametrize("kind", ["integer", "large", "offset"])
@@ -45,7 +32,7 @@ def test_layer_norm_inputs(kind, backend, device):
     """Rows with mean 1000 expose one-pass variance and masked lanes that enter it (D = 769)."""
     x = inputs(kind, 2, 5, 769, dtype=torch.float32, device=device).requires_grad_()
     weight, bias = parameters(769, torch.float32, device)
-    assert_op_as_accurate(ops.layer_norm, eager_layer_norm, {"x": x, "weight": weight, "bias": bias}, what=kind)
+    assert_op_as_accurate(ops.layer_norm, formulas.layer_norm, {"x": x, "weight": weight, "bias": bias}, what=kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -60,7 +47,7 @@ def test_add_layer_norm(layer_scale, row_scale, dtype, backend, device):
     weight, bias = parameters(D, dtype, device)
     tensors = {"residual": residual, "branch": branch, "weight": weight, "bias": bias}
     tensors |= {"layer_scale": gamma, "row_scale": drop}
-    assert_op_as_accurate(ops.add_layer_norm, eager_add_layer_norm, tensors)
+    assert_op_as_accurate(ops.add_layer_norm, formulas.add_layer_norm, tensors)
 
 
 def test_add_layer_norm_uses_one_output(backend, device):
@@ -73,7 +60,7 @@ def test_add_layer_norm_uses_one_output(backend, device):
     (grad,) = torch.autograd.grad(total.sum(), residual, retain_graph=True)
     torch.testing.assert_close(grad, torch.ones_like(grad))
     (got,) = torch.autograd.grad(y.square().sum(), branch)
-    (want,) = torch.autograd.grad(eager_layer_norm(residual + branch, weight, bias).square().sum(), branch)
+    (want,) = torch.autograd.grad(formulas.layer_norm(residual + branch, weight, bias).square().sum(), branch)
     torch.testing.assert_close(got, want)
 
 
@@ -84,7 +71,7 @@ def test_mixed_residual_dtype(backend, device):
 
     weight, bias = parameters(40, torch.float32, device)
     tensors = {"residual": residual, "branch": branch, "weight": weight, "bias": bias}
-    assert_op_as_accurate(ops.add_layer_norm, eager_add_layer_norm, tensors)
+    assert_op_as_accurate(ops.add_layer_norm, formulas.add_layer_norm, tensors)
 
 
 LAYOUTS = {
@@ -94,6 +81,32 @@ LAYOUTS = {
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "column_strided": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
 }
+
+
+def test_strided_parameters(backend, device):
+    """Slices and expanded vectors, as a caller that keeps several parameters in one tensor passes them."""
+    x, branch = (
+        inputs("normal", 3, 5, 24, dtype=torch.float32, device=device, seed=s).requires_grad_() for s in (0, 1)
+    )
+    vectors = [
+        inputs("normal", n, dtype=torch.float32, device=device, seed=5 + i) for i, n in enumerate((24, 24, 24, 3))
+    ]
+
+    def results(weight, bias, layer_scale, row_scale):
+        y = ops.layer_norm(x, weight, bias)
+        s, z = ops.add_layer_norm(x, branch, weight, bias, layer_scale=layer_scale, row_scale=row_scale)
+        wanted = [x, branch, weight, bias, layer_scale]
+        return y, s, z, *torch.autograd.grad((y * s * z).sum(), wanted)
+
+    *scaled, row_scale = vectors
+    want = results(*(t.requires_grad_() for t in scaled), row_scale)
+    gaps = [torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0].detach() for t in vectors]
+    *scaled, row_scale = gaps
+    got = results(*(t.requires_grad_() for t in scaled), row_scale)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    one = torch.ones(1, device=device)
+    expanded = ops.layer_norm(x, one.expand(24), 0 * one.expand(24))
+    torch.testing.assert_close(expanded, formulas.layer_norm(x, None, None))
 
 
 def test_strides_of_dimensions_of_one(backend, device):
@@ -123,7 +136,7 @@ def test_expanded_gradient(backend, device):
     x = inputs("normal", 3, 5, 24, dtype=torch.float32, device=device).requires_grad_()
     weight, bias = parameters(24, torch.float32, device)
     got = torch.autograd.grad(ops.layer_norm(x, weight, bias).sum(), (x, weight, bias))
-    want = torch.autograd.grad(eager_layer_norm(x, weight, bias).sum(), (x, weight, bias))
+    want = torch.autograd.grad(formulas.layer_norm(x, weight, bias).sum(), (x, weight, bias))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
@@ -181,7 +194,7 @@ def test_float64_falls_back_with_one_warning(triton_backend, device):
         _library._warned.clear()
         with pytest.warns(UserWarning, match="runs on ATen instead of Triton: float64"):
             y = ops.layer_norm(x.to(device), weight.to(device), bias.to(device))
-    torch.testing.assert_close(y, eager_layer_norm(x, weight, bias).to(device))
+    torch.testing.assert_close(y, formulas.layer_norm(x, weight, bias).to(device))
 
 
 @pytest.mark.parametrize("dresidual", [False, True])
@@ -205,7 +218,7 @@ def test_recompute_returns_the_forward_output(backend, device):
     weight, bias = (p.detach() for p in parameters(40, torch.bfloat16, device))
     y, mean, rstd = registered.layer_norm_fwd(x, weight, bias, 1e-6, None)
     *_, again = registered.layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, None)
-    exact = eager_layer_norm(x.double(), weight.double(), bias.double())
+    exact = formulas.layer_norm(x.double(), weight.double(), bias.double())
     assert_as_accurate(again, y, exact, what="recomputed y")
 
 
@@ -255,7 +268,7 @@ def test_autocast_follows_eager(backend, device):
     for dtype in (torch.float32, torch.bfloat16):
         x = inputs("normal", 2, 5, 24, dtype=dtype, device=device).requires_grad_()
         with torch.autocast(device.type, torch.bfloat16):
-            got, want = ops.layer_norm(x, weight, bias), eager_layer_norm(x, weight, bias)
+            got, want = ops.layer_norm(x, weight, bias), formulas.layer_norm(x, weight, bias)
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, atol=2e-2, rtol=1e-2)
         gradients = torch.autograd.grad(got.sum(), (x, weight))

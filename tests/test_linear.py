@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from formulas import ACTIVATIONS
+from formulas import linear as eager
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,13 +16,6 @@ from fastvit.ops import _library
 from fastvit.ops import _linear as registered
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 EPILOGUES = {  # what of layer_scale, row_scale, residual is present
     "plain": (),
     "layer_scale": ("layer_scale",),
@@ -29,17 +23,6 @@ EPILOGUES = {  # what of layer_scale, row_scale, residual is present
     "residual": ("residual",),
     "branch": ("layer_scale", "row_scale", "residual"),
 }
-
-
-def eager(x, weight, bias=None, layer_scale=None, row_scale=None, residual=None, activation=None):
-    y = F.linear(x, weight, bias)
-    if activation is not None:
-        y = ACTIVATIONS[activation](y)
-    if layer_scale is not None:
-        y = y * layer_scale
-    if row_scale is not None:
-        y = y * row_scale.to(y.dtype).view(-1, *(1,) * (y.dim() - 1))
-    return y if residual is None else residual + y
 
 
 def tensors(*shape, out, dtype, device, bias=True, epilogue=(), kind="normal"):

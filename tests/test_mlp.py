@@ -2,49 +2,24 @@
 
 import functools
 
+import formulas
 import pytest
 import torch
-import torch.nn.functional as F
+from formulas import ACTIVATIONS
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
 from fastvit.ops.dropout import draw_seeds, dropout_rows
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 NORM = ("norm_weight", "norm_bias")
 FC = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
-def eager(
-    x,
-    fc1_weight,
-    fc1_bias,
-    fc2_weight,
-    fc2_bias,
-    norm_weight=None,
-    norm_bias=None,
-    layer_scale=None,
-    row_scale=None,
-    residual=None,
-    activation="gelu",
-    masks=(1, 1),
-):
-    """masks: what dropout multiplies with, after the activation and after fc2."""
-    y = x if norm_weight is None else F.layer_norm(x, x.shape[-1:], norm_weight, norm_bias, 1e-6)
-    h = ACTIVATIONS[activation](F.linear(y, fc1_weight, fc1_bias)) * masks[0]
-    branch = F.linear(h, fc2_weight, fc2_bias) * masks[1]
-    if layer_scale is not None:
-        branch = branch * layer_scale
-    if row_scale is not None:
-        branch = branch * row_scale.to(branch.dtype).view(-1, *(1,) * (x.dim() - 1))
-    return branch if residual is None else residual + branch
+def eager(norm_weight=None, norm_bias=None, **kwargs):
+    if norm_weight is None:
+        return formulas.mlp(**kwargs)
+    return formulas.layer_norm_mlp(norm_weight=norm_weight, norm_bias=norm_bias, **kwargs)
 
 
 def fused(norm_weight=None, norm_bias=None, **kwargs):

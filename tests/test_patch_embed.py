@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from formulas import patch_embed as eager
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,15 +14,6 @@ from fastvit.ops import _patch_embed as registered
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MEAN, STD = (0.485, 0.456, 0.406, 0.5), (0.229, 0.224, 0.225, 0.25)
-
-
-def eager(image, weight, bias=None, pos_embed=None, prefix=None):
-    patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
-    if pos_embed is not None:
-        patches = patches + pos_embed
-    if prefix is not None:
-        patches = torch.cat([prefix.expand(image.shape[0], -1, -1), patches], 1)
-    return patches
 
 
 def fused(image, weight, bias=None, pos_embed=None, prefix=None, **keywords):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ def like_tokens(residual: Tensor, tokens: Tensor) -> Tensor:
 def from_tokens(tokens: Tensor, x: Tensor) -> Tensor:
     """[M, D] or [B, N, D] -> [..., D] with the leading dimensions of x."""
     return tokens if tokens.dim() == x.dim() else tokens.view(*x.shape[:-1], tokens.shape[-1])
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a kernel reads without strides: vectors over columns or samples, as a caller may have sliced them."""
+    return tuple([None if t is None else t.contiguous() for t in tensors])
 
 
 def row_stride(tokens: Tensor) -> int:

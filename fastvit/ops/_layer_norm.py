@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._checks import as_rows, row_stride
+from fastvit.ops._checks import as_rows, contiguous, row_stride
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, register, stat_dtype
 
@@ -143,6 +143,7 @@ def _launch_fwd(
     *leading, D = s.shape
     M = math.prod(leading)
     mean, rstd = (torch.empty(*leading, 1, dtype=torch.float32, device=s.device) for _ in range(2))
+    weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
     cfg = _configs.layer_norm(D, itemsize=s.element_size(), arch=_library.arch(s))
     if M:
         most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(s.device.index)
@@ -175,6 +176,7 @@ def _launch_bwd(
     """-> ds [M, D] like s; dweight, dbias [D] and, with layer_scale, dlayer_scale [D]. Writes y and dbranch."""
     _check_triton(s)
     M, D = s.shape
+    weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
     ds = torch.empty(M, D, dtype=s.dtype, device=s.device)
     parameters = (weight, weight) if layer_scale is None else (weight, weight, layer_scale)
     if M == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastvit.ops import _library
 from fastvit.ops._activations import activate, activate_, activate_backward
-from fastvit.ops._checks import as_rows, row_stride
+from fastvit.ops._checks import as_rows, contiguous, row_stride
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, dot_precision, register
 
@@ -140,7 +140,7 @@ def _launch_fwd(
     """Writes out and pre."""
     (M, K), N = _rows_and_columns(x), weight.shape[0]
     weight = _unit_columns(weight)
-    bias, layer_scale, row_scale = (None if t is None else t.contiguous() for t in (bias, layer_scale, row_scale))
+    bias, layer_scale, row_scale = contiguous(bias, layer_scale, row_scale)
     if M:
         args = (
             x, weight, bias, layer_scale, row_scale, residual, out, pre, M, N, K, rows,

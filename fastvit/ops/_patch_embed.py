@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._checks import as_rows
+from fastvit.ops._checks import as_rows, contiguous
 from fastvit.ops._library import Unsupported, dot_precision, register
 
 if _library.HAVE_TRITON:
@@ -173,9 +173,8 @@ def _fwd_triton(
     if pos_embed is not None and prefix is not None:
         dtype = torch.promote_types(pos_embed.dtype, prefix.dtype)
         pos_embed, prefix = pos_embed.to(dtype), prefix.to(dtype)
-    pos_embed, prefix = (None if t is None else t.contiguous() for t in (pos_embed, prefix))
-    image, weight = _rows_contiguous(image), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    weight, bias, pos_embed, prefix = contiguous(weight, bias, pos_embed, prefix)
+    image = _rows_contiguous(image)
     cfg = _config(B * N, D, weight[0].numel(), weight, image)
     (grid_w, *strides), constants = _image_arguments(image, weight)
     patch_embed_fwd_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(D, cfg.block_n),)](

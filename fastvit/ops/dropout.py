@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._checks import as_rows, check_dropout, check_float
+from fastvit.ops._checks import as_rows, check_dropout, check_float, contiguous
 from fastvit.ops._library import FusedFunction, Unsupported, needs_autograd, once, register
 from fastvit.ops._linear import out_dtype
 
@@ -55,6 +55,7 @@ def _triton(
         raise Unsupported("float64")
     M, D = x.shape
     out = torch.empty(M, D, dtype=out_dtype(x, layer_scale, residual), device=x.device)
+    layer_scale, row_scale = contiguous(layer_scale, row_scale)
     if x.numel():
         cfg = _configs.dropout(D)
         grid = (triton.cdiv(M, cfg.block_rows) * triton.cdiv(D, 4 * cfg.block_dim),)

@@ -1,0 +1,88 @@
+"""The ops' formulas in plain PyTorch, every intermediate result materialised: what the oracle compares with."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def attention(q, k, v, scale=None, mask=None):
+    """mask: factors of the attention weights, (B, H, N, N)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    p = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
+    return ((p if mask is None else p * mask.to(p.dtype)) @ v).transpose(1, 2)
+
+
+def attention_qkvpacked(qkv, **options):
+    return attention(*qkv.unbind(2), **options)
+
+
+def layer_norm(x, weight, bias, eps=1e-6):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def add_layer_norm(residual, branch, weight, bias, layer_scale=None, row_scale=None, eps=1e-6):
+    total = _branch(branch, layer_scale, row_scale, residual)
+    return total, layer_norm(total, weight, bias, eps)
+
+
+def linear(x, weight, bias=None, layer_scale=None, row_scale=None, residual=None, activation=None):
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    return _branch(y, layer_scale, row_scale, residual)
+
+
+def mlp(
+    x,
+    fc1_weight,
+    fc1_bias,
+    fc2_weight,
+    fc2_bias,
+    layer_scale=None,
+    row_scale=None,
+    residual=None,
+    activation="gelu",
+    masks=(1, 1),
+):
+    """masks: what dropout multiplies with, after the activation and after fc2."""
+    h = ACTIVATIONS[activation](F.linear(x, fc1_weight, fc1_bias)) * masks[0]
+    return _branch(F.linear(h, fc2_weight, fc2_bias) * masks[1], layer_scale, row_scale, residual)
+
+
+def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6):
+    """weight and bias may be of several layers, side by side in the output."""
+    y = layer_norm(x, norm_weight, norm_bias, eps)
+    if isinstance(weight, torch.Tensor):
+        return F.linear(y, weight, bias)
+    return torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
+
+
+def layer_norm_mlp(x, norm_weight, norm_bias, *args, eps=1e-6, **kwargs):
+    return mlp(layer_norm(x, norm_weight, norm_bias, eps), *args, **kwargs)
+
+
+def patch_embed(image, weight, bias=None, pos_embed=None, prefix=None):
+    patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+    if pos_embed is not None:
+        patches = patches + pos_embed
+    if prefix is not None:
+        patches = torch.cat([prefix.expand(image.shape[0], -1, -1), patches], 1)
+    return patches
+
+
+def _branch(y, layer_scale, row_scale, residual):
+    if layer_scale is not None:
+        y = y * layer_scale
+    if row_scale is not None:
+        y = y * row_scale.to(y.dtype).view(-1, *(1,) * (y.dim() - 1))
+    return y if residual is None else residual + y
