@@ -84,7 +84,9 @@ def compare(
         if runs:  # the rounded gradients of the first run, exactly
             dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
         through = [(o, g) for o, g in zip(outputs, dout, strict=True) if o.requires_grad]
-        gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
+        gradients: tuple[Tensor, ...] = ()
+        if wanted:
+            gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
         runs.append((outputs, dict(zip(wanted, gradients, strict=True)), dout))
     (got, got_gradients, _), (same, same_gradients, _), (exact, exact_gradients, _) = runs
     for i, triple in enumerate(zip(got, same, exact, strict=True)):

@@ -1,0 +1,301 @@
+"""Every op on random shapes, dtypes, layouts, left-out arguments and sets of wanted gradients, on both backends.
+
+    FASTVIT_FUZZ=2000 pytest tests/test_fuzz.py -k mlp
+
+tries that many other cases of each op instead of the few fixed ones. A case that fails is made small and printed; it
+becomes an `@example`. How accurate the ops are is for their own tests: the oracle's rule needs many elements to compare
+errors fairly, and here is often one.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import formulas
+import pytest
+import torch
+from oracle import compare, inputs
+from torch import Tensor
+
+pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastvit import ops
+from fastvit.ops._activations import ACTIVATIONS
+
+EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
+fuzz = settings(
+    max_examples=EXAMPLES or (8 if torch.cuda.is_available() else 20),  # a GPU compiles for every case
+    derandomize=not EXAMPLES,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def _gaps(t: Tensor) -> Tensor:
+    """With NaN between the elements of the last dimension."""
+    return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
+
+
+def _padded(t: Tensor, dim: int) -> Tensor:
+    """With NaN before and after along dim."""
+    return torch.cat([torch.full_like(t, torch.nan), t, torch.full_like(t, torch.nan)], dim).narrow(
+        dim, t.shape[dim], t.shape[dim]
+    )
+
+
+def _swapped(t: Tensor, dim: int) -> Tensor:
+    """dim and the last one swapped in memory."""
+    return t.transpose(dim, -1).contiguous().transpose(dim, -1)
+
+
+def _odd_ones(t: Tensor) -> Tensor:
+    """With strides of dimensions of one that lead nowhere."""
+    return t.as_strided(t.shape, [77777 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "gaps": _gaps,
+    "last padded": lambda t: _padded(t, -1),
+    "first padded": lambda t: _padded(t, 0),
+    "second padded": lambda t: _padded(t, min(1, t.dim() - 1)),
+    "first swapped": lambda t: _swapped(t, 0),
+    "second swapped": lambda t: _swapped(t, min(1, t.dim() - 1)),
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "odd ones": _odd_ones,
+}
+# what an op's output goes through, so that the gradient arrives in another layout
+RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda y: y,
+    "transposed": lambda y: y.transpose(0, -1),
+    "summed": lambda y: y.sum(0),  # a gradient of stride 0
+    "halved": lambda y: y[..., y.shape[-1] // 2 :],
+}
+
+
+@dataclass(frozen=True)
+class Input:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    wanted: bool  # its gradient
+
+    def make(self, name: str, seed: int, device: torch.device) -> Tensor:
+        t = inputs("normal", *self.shape, dtype=torch.float64, device=device, seed=seed)
+        if name.endswith("weight") and t.dim() > 1:
+            t = t * math.prod(self.shape[1:]) ** -0.5
+        return LAYOUTS[self.layout](t.to(self.dtype)).detach().requires_grad_(self.wanted)
+
+
+@dataclass(frozen=True)
+class Case:
+    tensors: dict[str, Input | None]
+    result: str
+    options: dict[str, Any]
+
+    def check(self, fused: Callable[..., Any], eager: Callable[..., Any], device: torch.device, **only: Any) -> None:
+        """|got - exact| <= 8 (|eager - exact| + eps |exact|), each the largest of a tensor. Every one of the few
+        roundings on the way is at most half an eps of what is rounded; where that is larger than the result, so is
+        eager's error. An element from the wrong place is off by about |exact|: 16 times the bound in bfloat16, 128
+        times in float16. only: options of fused that change no result."""
+
+        def run(function: Callable[..., Any], more: dict[str, Any], **tensors: Any) -> Any:
+            outputs = function(**tensors, **self.options, **more)
+            result = RESULTS[self.result]
+            return tuple(map(result, outputs)) if isinstance(outputs, tuple) else result(outputs)
+
+        made = {n: t and t.make(n, seed, device) for seed, (n, t) in enumerate(self.tensors.items())}
+        for name, got, same, exact in compare(partial(run, fused, only), partial(run, eager, {}), made):
+            assert (got.shape, got.dtype) == (exact.shape, same.dtype), name
+            if got.numel():
+                size, error, allowed = (t.detach().abs().max().item() for t in (exact, got - exact, same - exact))
+                limit = 8 * (allowed + torch.finfo(got.dtype).eps * size)
+                assert error <= limit, f"{name}: off by {error:.3g} of {size:.3g}, eager by {allowed:.3g}"
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+BATCH, TOKENS, WIDTH = st.integers(0, 4), st.integers(1, 40), st.integers(1, 80)
+NORMED = st.integers(2, 80)  # a row of one is its mean: what is left of it is rounding
+BATCHED = st.one_of(st.tuples(BATCH, TOKENS), st.tuples(BATCH), st.tuples(BATCH, st.integers(1, 6), st.integers(1, 6)))
+LEADING = st.one_of(BATCHED, st.just(()))
+
+
+@st.composite
+def case(
+    draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], optional: str = "", **options: st.SearchStrategy[Any]
+) -> Case:
+    """Tensors of these shapes in one dtype, but that a residual may be wider. optional: names that may be left out."""
+    dtype = draw(DTYPES)
+    tensors: dict[str, Input | None] = {}
+    for name, shape in shapes.items():
+        if name in optional.split() and draw(st.booleans()):
+            tensors[name] = None
+        else:
+            wide = name == "residual" and draw(st.booleans())
+            layout, wanted = draw(st.sampled_from(list(LAYOUTS))), draw(st.booleans())
+            wanted = wanted and name != "row_scale"  # not differentiated
+            tensors[name] = Input(shape, torch.float32 if wide else dtype, layout, wanted)
+    return Case(tensors, draw(st.sampled_from(list(RESULTS))), {n: draw(option) for n, option in options.items()})
+
+
+def branch(leading: tuple[int, ...], out: int) -> dict[str, tuple[int, ...]]:
+    """What scales a branch of this size and what it is added to."""
+    shapes = {"layer_scale": (out,), "residual": (*leading, out)}
+    return shapes | ({"row_scale": leading[:1]} if leading else {})
+
+
+@st.composite
+def layer_norm_cases(draw: st.DrawFn) -> Case:
+    D = draw(NORMED)
+    return draw(case({"x": (*draw(LEADING), D), "weight": (D,), "bias": (D,)}, eps=st.sampled_from([1e-6, 1e-5, 0.1])))
+
+
+@fuzz
+@given(layer_norm_cases())
+def test_layer_norm(backend, device, case):
+    case.check(ops.layer_norm, formulas.layer_norm, device)
+
+
+@st.composite
+def add_layer_norm_cases(draw: st.DrawFn) -> Case:
+    leading, D = draw(BATCHED), draw(NORMED)
+    shapes = {"branch": (*leading, D), "weight": (D,), "bias": (D,), **branch(leading, D)}
+    found = draw(case(shapes, "layer_scale row_scale"))
+    dtype = found.tensors["residual"].dtype
+    wide = {n: Input(t.shape, dtype, t.layout, t.wanted) for n, t in found.tensors.items() if n in ("weight", "bias")}
+    return Case(found.tensors | wide, found.result, found.options)
+
+
+@fuzz
+@given(add_layer_norm_cases())
+def test_add_layer_norm(backend, device, case):
+    case.check(ops.add_layer_norm, formulas.add_layer_norm, device)
+
+
+@st.composite
+def linear_cases(draw: st.DrawFn) -> Case:
+    leading, K, out = draw(LEADING), draw(WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, K), "weight": (out, K), "bias": (out,), **branch(leading, out)}
+    activation = st.sampled_from([None, *ACTIVATIONS])
+    return draw(case(shapes, "bias layer_scale row_scale residual", activation=activation))
+
+
+@fuzz
+@given(linear_cases())
+def test_linear(backend, device, case):
+    case.check(ops.linear, formulas.linear, device)
+
+
+@st.composite
+def mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
+    leading, D, hidden, out = draw(LEADING), draw(NORMED if norm else WIDTH), draw(WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, D)}
+    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
+    shapes |= {"fc1_weight": (hidden, D), "fc1_bias": (hidden,), "fc2_weight": (out, hidden), "fc2_bias": (out,)}
+    shapes |= branch(leading, out)
+    return draw(
+        case(shapes, "fc1_bias fc2_bias layer_scale row_scale residual", activation=st.sampled_from(ACTIVATIONS))
+    )
+
+
+RECOMPUTE = st.sampled_from(["none", "activation", "all"])
+
+
+def to_itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With x as the residual, where it has the output's shape and there is no other."""
+
+    def run(x: Tensor, residual: Tensor | None, fc2_weight: Tensor, **rest: Any) -> Any:
+        if residual is None and fc2_weight.shape[0] == x.shape[-1]:
+            residual = x
+        return function(x=x, residual=residual, fc2_weight=fc2_weight, **rest)
+
+    return run
+
+
+@fuzz
+@given(mlp_cases(norm=False), RECOMPUTE)
+def test_mlp(backend, device, case, recompute):
+    case.check(to_itself(ops.mlp), to_itself(formulas.mlp), device, recompute=recompute)
+
+
+@fuzz
+@given(mlp_cases(norm=True), RECOMPUTE)
+def test_layer_norm_mlp(backend, device, case, recompute):
+    case.check(to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), device, recompute=recompute)
+
+
+@st.composite
+def layer_norm_linear_cases(draw: st.DrawFn) -> Case:
+    D, layers = draw(NORMED), draw(st.lists(WIDTH, min_size=1, max_size=3))
+    shapes = {"x": (*draw(LEADING), D), "norm_weight": (D,), "norm_bias": (D,)}
+    shapes |= {f"{i}weight": (out, D) for i, out in enumerate(layers)}
+    shapes |= {f"{i}bias": (out,) for i, out in enumerate(layers)}
+    return draw(case(shapes, "0bias 1bias 2bias", return_residual=st.booleans()))
+
+
+def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, return_residual: bool, **layers: Any) -> Any:
+        weight, bias = ([t for n, t in layers.items() if n.endswith(kind)] for kind in ("weight", "bias"))
+        return function(x, norm_weight, norm_bias, weight, bias, return_residual=return_residual)
+
+    return run
+
+
+def eager_layer_norm_linear(x: Tensor, *args: Any, return_residual: bool) -> Any:
+    out = formulas.layer_norm_linear(x, *args)
+    return (out, x * 1) if return_residual else out
+
+
+@fuzz
+@given(layer_norm_linear_cases())
+def test_layer_norm_linear(backend, device, case):
+    case.check(side_by_side(ops.layer_norm_linear), side_by_side(eager_layer_norm_linear), device)
+
+
+SIZES = st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(1, 3), st.integers(2, 12).map(lambda n: 8 * n))
+SCALE = st.sampled_from([None, 0.3])
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn) -> Case:
+    shape = draw(SIZES)
+    return draw(case(dict.fromkeys("qkv", shape), scale=SCALE))
+
+
+@fuzz
+@given(attention_cases())
+def test_attention(backend, device, case):
+    case.check(ops.attention, formulas.attention, device)
+
+
+@st.composite
+def attention_qkvpacked_cases(draw: st.DrawFn) -> Case:
+    B, N, H, d = draw(SIZES)
+    return draw(case({"qkv": (B, N, 3, H, d)}, scale=SCALE))
+
+
+@fuzz
+@given(attention_qkvpacked_cases())
+def test_attention_qkvpacked(backend, device, case):
+    case.check(ops.attention_qkvpacked, formulas.attention_qkvpacked, device)
+
+
+@st.composite
+def patch_embed_cases(draw: st.DrawFn) -> Case:
+    small = st.integers(1, 4)
+    B, C, h, w, P, D = draw(st.tuples(st.integers(0, 3), small, small, small, small, WIDTH))
+    ph, pw = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    shapes = {"image": (B, C, h * ph, w * pw), "weight": (D, C, ph, pw), "bias": (D,), "pos_embed": (h * w, D)}
+    return draw(case({**shapes, "prefix": (P, D)}, "bias pos_embed prefix"))
+
+
+@fuzz
+@given(patch_embed_cases())
+def test_patch_embed(backend, device, case):
+    case.check(ops.patch_embed, formulas.patch_embed, device)
