@@ -181,40 +181,34 @@ _BWD_DKDV: dict[str, _Tiles] = {
 
 
 def _attention_bwd(
-    table: str,
-    tables: dict[str, _Tiles],
-    loop: int,
-    n: int,
-    head_dim: int,
-    itemsize: int,
-    has_dropout: bool,
-    arch: str,
-    tf32: bool,
+    dq: bool, n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    """loop: which of block_m (0) and block_n (1) the kernel's loop goes along. Its programs own tiles of the other. 128
-    of them halve what is read from L2, which on Hopper is all that it gives at 64; not so where the last tile would be
-    half empty."""
+    """Of dQ, or else dK/dV. A program owns a tile of queries, or of keys, and its loop goes along the other. 128 of its
+    own halve what is read from L2, which on Hopper is all that it gives at 64; not so where the last tile would be half
+    empty."""
+    table, tables = ("attention_bwd_dq", _BWD_DQ) if dq else ("attention_bwd_dkdv", _BWD_DKDV)
+    own, loop = (0, 1) if dq else (1, 0)  # of block_m and block_n
     instructions = _instructions(itemsize, has_dropout, arch, tf32)
     parts = split_head_dim(head_dim)
     if parts[1] == 0 and parts[0] > (128 if instructions.startswith("wgmma") else 64):
         parts = (parts[0] // 2, parts[0] // 2)  # fewer operands at a time
-    elif instructions == "tf32" and parts[0] == 64 and parts[1] > (16 if loop == 1 else 0):
+    elif instructions == "tf32" and parts[0] == 64 and parts[1] > (16 if dq else 0):
         parts = (64, 64)  # mma of unlike parts spills
     stages = 1 if arch.startswith("gfx") else 2
     tile = *next(tile for limit, tile in _rows(tables, instructions, arch) if head_dim <= limit), stages
     hopper, fma = arch == "sm_90" and instructions.startswith("wgmma"), instructions == "fma"
     halves = instructions in ("mma", "amd") or (hopper and head_dim <= 96)
-    if halves and _half_empty(n) and tile[1 - loop] == 128:
-        tile = (tile[0], 64, 4, stages) if loop == 0 else (64, tile[1], 4, stages)
+    if halves and _half_empty(n) and tile[own] == 128:
+        tile = (64, tile[1], 4, stages) if dq else (tile[0], 64, 4, stages)
     tile = _tuned.choice(arch, table, n, head_dim, itemsize, has_dropout, tf32) or tile
     rest = n % tile[loop]
     tail = max(next_power_of_2(rest), 16) if rest else 0
     # The conditions are those under which some compiler would spill else: benchmarks/NOTES.md, "The full set".
     return AttentionBackwardConfig(
         *tile[:2], n >= tile[loop], tail, parts, *tile[2:],
-        reload=(fma and head_dim > 128) or (instructions == "tf32" and (loop == 0 or head_dim > 80)),
-        keep_mask=hopper and loop == 1 and head_dim > 96,
-        max_registers=255 if fma and head_dim <= (96 if loop == 1 else 128) and arch.startswith("sm_") else None,
+        reload=(fma and head_dim > 128) or (instructions == "tf32" and (head_dim > 80 or not dq)),
+        keep_mask=hopper and dq and head_dim > 96,
+        max_registers=255 if fma and head_dim <= (96 if dq else 128) and arch.startswith("sm_") else None,
     )  # fmt: skip
 
 
@@ -222,14 +216,14 @@ def _attention_bwd(
 def attention_bwd_dq(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd("attention_bwd_dq", _BWD_DQ, 1, n, head_dim, itemsize, has_dropout, arch, tf32)
+    return _attention_bwd(True, n, head_dim, itemsize, has_dropout, arch, tf32)
 
 
 @_tuned.cached
 def attention_bwd_dkdv(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd("attention_bwd_dkdv", _BWD_DKDV, 0, n, head_dim, itemsize, has_dropout, arch, tf32)
+    return _attention_bwd(False, n, head_dim, itemsize, has_dropout, arch, tf32)
 
 
 @_tuned.cached
