@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
+from library_imports import import_library
 from test_saved_memory import saved_bytes
-from timm_shim import import_library
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

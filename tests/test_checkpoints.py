@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoint_models import SIZES, SMALL, SQUARE_SIZES, check, image, randomised, with_prefix
-from timm_shim import import_timm
+from library_imports import import_timm
 from torch import Tensor, nn
 
 import fastvit

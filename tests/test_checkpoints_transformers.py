@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_models import SMALL, SQUARE_SIZES, Run, check, image, randomised, with_prefix
-from timm_shim import import_timm
+from library_imports import import_timm
 from torch import Tensor, nn
 
 import fastvit

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from timm_shim import import_library
+from library_imports import import_library
 from torch import Tensor, nn
 
 import fastvit

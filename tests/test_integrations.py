@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from library_imports import import_library
 from oracle import assert_as_accurate
-from timm_shim import import_library
 from torch import Tensor, nn
 
 import fastvit

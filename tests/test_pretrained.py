@@ -12,8 +12,8 @@ from typing import Any
 import pretrained
 import pytest
 import torch
+from library_imports import import_timm
 from oracle import assert_as_accurate
-from timm_shim import import_timm
 from torch import Tensor, nn
 
 import fastvit

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from library_imports import import_timm
 from oracle import GRADIENT
-from timm_shim import import_timm
 from torch import Tensor, nn
 
 import fastvit

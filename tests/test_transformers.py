@@ -3,7 +3,7 @@ implementations by name."""
 
 import pytest
 import torch
-from timm_shim import import_library
+from library_imports import import_library
 from torch import Tensor, nn
 
 import fastvit

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from library_imports import import_timm
 from oracle import GRADIENT, assert_as_accurate, inputs
-from timm_shim import import_timm
 from torch import Tensor, nn
 
 import fastvit

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from timm_shim import import_timm
+from library_imports import import_timm
 
 import fastvit
 from fastvit import reference, zoo
