@@ -1,4 +1,5 @@
-"""Every op on random shapes, dtypes, layouts, left-out arguments and sets of wanted gradients, on both backends.
+"""Every op with random shapes, dtypes, layouts, left-out arguments and wanted gradients, and the model with random
+arguments and frozen parts, on both backends.
 
     FASTVIT_FUZZ=2000 pytest tests/test_fuzz.py -k mlp
 
@@ -7,8 +8,10 @@ becomes an `@example`. How accurate the ops are is for their own tests: the orac
 errors fairly, and here is often one.
 """
 
+import copy
 import math
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +21,14 @@ import formulas
 import pytest
 import torch
 from oracle import compare, inputs
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_vit import randomised
 
-from fastvit import ops
+from fastvit import VisionTransformer, ops, reference
 from fastvit.ops._activations import ACTIVATIONS
 
 EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
@@ -100,10 +104,7 @@ class Case:
     options: dict[str, Any]
 
     def check(self, fused: Callable[..., Any], eager: Callable[..., Any], device: torch.device, **only: Any) -> None:
-        """|got - exact| <= 8 (|eager - exact| + eps |exact|), each the largest of a tensor. Every one of the few
-        roundings on the way is at most half an eps of what is rounded; where that is larger than the result, so is
-        eager's error. An element from the wrong place is off by about |exact|: 16 times the bound in bfloat16, 128
-        times in float16. only: options of fused that change no result."""
+        """only: options of fused that change no result."""
 
         def run(function: Callable[..., Any], more: dict[str, Any], **tensors: Any) -> Any:
             outputs = function(**tensors, **self.options, **more)
@@ -111,12 +112,20 @@ class Case:
             return tuple(map(result, outputs)) if isinstance(outputs, tuple) else result(outputs)
 
         made = {n: t and t.make(n, seed, device) for seed, (n, t) in enumerate(self.tensors.items())}
-        for name, got, same, exact in compare(partial(run, fused, only), partial(run, eager, {}), made):
-            assert (got.shape, got.dtype) == (exact.shape, same.dtype), name
-            if got.numel():
-                size, error, allowed = (t.detach().abs().max().item() for t in (exact, got - exact, same - exact))
-                limit = 8 * (allowed + torch.finfo(got.dtype).eps * size)
-                assert error <= limit, f"{name}: off by {error:.3g} of {size:.3g}, eager by {allowed:.3g}"
+        for compared in compare(partial(run, fused, only), partial(run, eager, {}), made):
+            assert_right(*compared)
+
+
+def assert_right(name: str, got: Tensor, same: Tensor, exact: Tensor) -> None:
+    """|got - exact| <= 8 (|same - exact| + eps |exact|), each the largest of a tensor; same is eager's in got's dtype.
+    Every one of the few roundings on the way is at most half an eps of what is rounded; where that is larger than the
+    result, so is eager's error. An element from the wrong place is off by about |exact|: 16 times the bound in
+    bfloat16, 128 times in float16."""
+    assert (got.shape, got.dtype) == (exact.shape, same.dtype), name
+    if got.numel():
+        size, error, allowed = (t.detach().abs().max().item() for t in (exact, got - exact, same - exact))
+        limit = 8 * (allowed + torch.finfo(got.dtype).eps * size)
+        assert error <= limit, f"{name}: off by {error:.3g} of {size:.3g}, eager by {allowed:.3g}"
 
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -302,3 +311,72 @@ def patch_embed_cases(draw: st.DrawFn) -> Case:
 @given(patch_embed_cases())
 def test_patch_embed(backend, device, case):
     case.check(ops.patch_embed, formulas.patch_embed, device)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of a small VisionTransformer."""
+    flag = st.booleans()
+    heads, patch = draw(st.integers(1, 3)), draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    class_token = draw(flag)
+    return {
+        "patch_size": patch,
+        "img_size": tuple(n * draw(st.integers(1, 4)) for n in patch),
+        "in_chans": draw(st.integers(1, 4)),
+        "num_classes": draw(st.integers(0, 9)),
+        "num_heads": heads,
+        "embed_dim": heads * draw(st.sampled_from([16, 24, 40])),
+        "depth": draw(st.integers(0, 2)),
+        "mlp_ratio": draw(st.sampled_from([0.5, 1.3, 4.0])),
+        "class_token": class_token,
+        "reg_tokens": draw(st.integers(0, 3)),
+        "global_pool": draw(st.sampled_from(["", "avg", "avgmax", "max"] + ["token"] * class_token)),
+        "init_values": draw(st.sampled_from([None, 0.3])),
+        "pos_embed": draw(st.sampled_from(["learn", "none"])),
+        "act_layer": draw(st.sampled_from(ACTIVATIONS)),
+        "block_fn": draw(st.sampled_from(["block", "res_post"])),
+        **{name: draw(flag) for name in ("qkv_bias", "proj_bias", "no_embed_class", "pre_norm", "final_norm")},
+        **{name: draw(flag) for name in ("fc_norm", "pool_include_prefix", "dynamic_img_size")},
+    }
+
+
+@st.composite
+def trained(draw: st.DrawFn) -> dict[str, Any]:
+    """What of a model is trained: as in fine-tuning of a few blocks, a probe of the head, a gradient of the image."""
+    return {
+        "share": draw(st.sampled_from([0.0, 0.2, 0.8, 1.0])),
+        "seed": draw(st.integers(0, 9)),
+        "image": draw(st.booleans()),
+        "checkpointing": draw(st.booleans()),
+    }
+
+
+def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Tensor]:
+    """Logits, and the gradients of the trained part, by name."""
+    chosen = random.Random(part["seed"])
+    wanted = {}
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad_(chosen.random() < part["share"]).requires_grad:
+            wanted[name] = parameter
+    image = image.detach().clone().requires_grad_(part["image"])
+    logits = model(image)
+    wanted |= {"image": image} if part["image"] else {}
+    dlogits = inputs("normal", *logits.shape, dtype=logits.dtype, device=image.device, seed=2)
+    gradients = torch.autograd.grad(logits, list(wanted.values()), dlogits, allow_unused=True) if wanted else ()
+    return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
+
+
+@fuzz
+@given(models(), trained(), st.integers(0, 3))
+def test_model(backend, device, arguments, part, batch):
+    model = randomised(VisionTransformer(**arguments, device=device))
+    model.set_grad_checkpointing(part["checkpointing"])
+    eager = reference.VisionTransformer(**arguments, device=device)
+    eager.load_state_dict(model.state_dict())
+    image = inputs("normal", batch, arguments["in_chans"], *arguments["img_size"], dtype=torch.float32, device=device)
+    same, exact = step(eager, image, part), step(copy.deepcopy(eager).double(), image.double(), part)
+    for name, got in step(model, image, part).items():
+        if exact[name] is None:  # of no influence on the logits: a norm behind which nothing is read
+            assert got is None or not got.any(), name
+        else:
+            assert_right(name, got, same[name], exact[name])
