@@ -30,7 +30,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("fastvit")
+        try:
+            return version("fastvit")
+        except PackageNotFoundError:  # a checkout on the path, not installed
+            return "0.0.0+unknown"
     raise AttributeError(f"module 'fastvit' has no attribute {name!r}")

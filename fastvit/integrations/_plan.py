@@ -81,7 +81,7 @@ _warned: set[tuple[str, str]] = set()
 
 def own_forward(module: nn.Module, reason: Cannot, *args: Any, **kwargs: Any) -> Any:
     """The forward of the module's class, with one warning for each class and reason."""
-    what = (type(module).__name__, str(reason))
+    what = (type(module).__name__, reason.args[0])  # torch.compile before 2.13 does not trace str(reason)
     if what not in _warned:
         if not torch.compiler.is_compiling():
             _warned.add(what)

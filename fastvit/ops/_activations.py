@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,26 +25,25 @@ def _quick_gelu_(x: Tensor) -> Tensor:
     return x.mul_((x * 1.702).sigmoid_())
 
 
-def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+def _quick_gelu_backward(dy: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
     s = (x * 1.702).sigmoid_()
-    return (dy * s).addcmul_(aten.sigmoid_backward(dy, s), x, value=1.702)
+    slope = aten.sigmoid_backward(dy, s)
+    return torch.mul(dy, s, out=grad_input).addcmul_(slope, x, value=1.702)
 
 
-def _relu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    return aten.threshold_backward(dy, x, 0)
-
+_Backward = Callable[..., Tensor]  # (dy, x, *, grad_input) -> grad_input, which may be dy itself
 
 # name -> (act(x), act in place, act'(x) * dy)
-_ATEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "gelu": (F.gelu, _gelu_, aten.gelu_backward.default),
+_ATEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], _Backward]] = {
+    "gelu": (F.gelu, _gelu_, aten.gelu_backward.grad_input),
     "gelu_tanh": (
         lambda x: F.gelu(x, approximate="tanh"),
         lambda x: _gelu_(x, approximate="tanh"),
-        lambda dy, x: aten.gelu_backward(dy, x, approximate="tanh"),
+        partial(aten.gelu_backward.grad_input, approximate="tanh"),
     ),
     "quick_gelu": (_quick_gelu, _quick_gelu_, _quick_gelu_backward),
-    "relu": (torch.relu, torch.relu_, _relu_backward),
-    "silu": (F.silu, _silu_, aten.silu_backward.default),
+    "relu": (torch.relu, torch.relu_, partial(aten.threshold_backward.grad_input, threshold=0)),
+    "silu": (F.silu, _silu_, aten.silu_backward.grad_input),
 }
 
 ACTIVATIONS = tuple(_ATEN)
@@ -66,4 +66,9 @@ def activate_(x: Tensor, name: str) -> Tensor:
 
 def activate_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
     """dy * act'(x), a fresh tensor."""
-    return _ATEN[name][2](dy, x)
+    return _ATEN[name][2](dy, x, grad_input=torch.empty_like(x))
+
+
+def activate_backward_(dy: Tensor, x: Tensor, name: str) -> Tensor:
+    """dy * act'(x), written over dy."""
+    return _ATEN[name][2](dy, x, grad_input=dy)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._activations import activate, activate_, activate_backward
+from fastvit.ops._activations import activate, activate_, activate_backward, activate_backward_
 from fastvit.ops._checks import as_rows, contiguous, row_stride
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, dot_precision, register
@@ -88,8 +88,8 @@ def _act_fwd_aten(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 
 def _dact_aten(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, dbias = _act_bwd_aten(dy @ weight, pre, activation)
-    return dpre, activate(pre, activation), dbias
+    dpre = activate_backward_(dy @ weight, pre, activation)
+    return dpre, activate(pre, activation), dpre.sum(0)
 
 
 def _act_bwd_aten(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:

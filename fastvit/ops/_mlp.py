@@ -51,7 +51,7 @@ def mlp_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """-> out (..., D); mean and rstd [M, 1], pre and h [M, hidden], or with x's leading dimensions; None without a norm
     or o.keep_pre."""
-    tokens = y = as_tokens(x)
+    tokens = y = as_tokens(x) if seeds is None else as_rows(x)  # which dropout takes
     mean = rstd = pre = None
     tensors = (
         tokens, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, residual
@@ -71,9 +71,8 @@ def mlp_forward(
     if seeds is None:
         out = linear(h, fc2_weight, fc2_bias, "none", layer_scale, row_scale, residual, o.rows)
     else:
-        h = _drop(as_rows(h), seeds[:1], o.dropout_p)
+        h = _drop(h, seeds[:1], o.dropout_p)
         branch = F.linear(h, fc2_weight, fc2_bias)
-        residual = None if residual is None else as_rows(residual)
         out = dropout_rows(branch, seeds[1:], o.dropout_p, layer_scale, row_scale, residual, o.rows)
     return from_tokens(out, x), mean, rstd, pre, h
 
