@@ -62,6 +62,22 @@ def test_a_padding_mask_is_honoured(vit, image) -> None:
     assert close(tokens(vit, image), unmasked)
 
 
+def test_a_mask_is_honoured_and_told_of_under_compile(vit, device) -> None:
+    """The warning comes while the graph is made, and does not break it."""
+    fastvit.accelerate(vit)
+    torch._dynamo.reset()
+    layer = next(module for module in vit.modules() if type(module).__name__ == "ViTLayer")
+    hidden = torch.randn(2, 17, vit.config.hidden_size, device=device)
+    mask = torch.zeros(2, 1, 17, 17, device=device)
+    mask[0, ..., 9:] = -torch.inf
+    want = type(layer).forward(layer, hidden, mask)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="ViTLayer runs its own forward instead of fastvit's: an attention mask"):
+        got = compiled(hidden, mask)
+    assert close(got, want)
+    assert not close(got, layer(hidden))
+
+
 @pytest.mark.parametrize("asked", ["by argument", "by configuration"])
 def test_attention_weights_and_hidden_states(vit, image, asked) -> None:
     vit.set_attn_implementation("eager")

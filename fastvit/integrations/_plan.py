@@ -81,12 +81,19 @@ _warned: set[tuple[str, str]] = set()
 
 def own_forward(module: nn.Module, reason: Cannot, *args: Any, **kwargs: Any) -> Any:
     """The forward of the module's class, with one warning for each class and reason."""
-    what = (type(module).__name__, reason.args[0])  # torch.compile before 2.13 does not trace str(reason)
-    if what not in _warned:
-        if not torch.compiler.is_compiling():
-            _warned.add(what)
-        warnings.warn(f"{what[0]} runs its own forward instead of fastvit's: {what[1]}", stacklevel=4)
+    _warn(type(module).__name__, reason.args[0])  # not str(reason), which torch.compile of 2.11 does not trace
     return type(module).forward(module, *args, **kwargs)
+
+
+def _warn(name: str, reason: str) -> None:
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"{name} runs its own forward instead of fastvit's: {reason}", stacklevel=5)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler, which then calls the function as it
+# traces: a warning itself cannot be traced by torch 2.11.
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _PLAIN = (Tensor, nn.Parameter)
