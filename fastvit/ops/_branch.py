@@ -12,7 +12,7 @@ def scale_samples(x: Tensor, row_scale: Tensor | None, rows: int) -> Tensor:
     """row_scale * x for x [M, D], `rows` rows a sample; x's dtype."""
     if row_scale is None:
         return x
-    return (x.view(-1, max(rows, 1), x.shape[1]) * row_scale[:, None, None]).to(x.dtype).view(x.shape)
+    return (x.view(row_scale.shape[0], rows, x.shape[1]) * row_scale[:, None, None]).to(x.dtype).view(x.shape)
 
 
 def input_gradient_operands(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:

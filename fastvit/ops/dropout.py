@@ -36,7 +36,7 @@ def _aten(
     torch.ge(numbers, min(round(p * 2**32), 2**32 - 1) - 2**31, out=out)
     out = out.mul_(x).mul_(1 / (1 - p)).to(out_dtype(x, layer_scale, residual))
     if row_scale is not None:
-        out.view(-1, max(rows, 1), x.shape[1]).mul_(row_scale[:, None, None])
+        out.view(row_scale.shape[0], rows, x.shape[1]).mul_(row_scale[:, None, None])
     if layer_scale is not None:
         out.mul_(layer_scale)
     return out if residual is None else out.add_(residual)
