@@ -181,7 +181,7 @@ _BWD_DKDV: dict[str, _Tiles] = {
 
 
 def _attention_bwd(
-    dq: bool, n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, *, dq: bool
 ) -> AttentionBackwardConfig:
     """Of dQ, or else dK/dV. A program owns a tile of queries, or of keys, and its loop goes along the other. 128 of its
     own halve what is read from L2, which on Hopper is all that it gives at 64; not so where the last tile would be half
@@ -216,14 +216,14 @@ def _attention_bwd(
 def attention_bwd_dq(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd(True, n, head_dim, itemsize, has_dropout, arch, tf32)
+    return _attention_bwd(n, head_dim, itemsize, has_dropout, arch, tf32, dq=True)
 
 
 @_tuned.cached
 def attention_bwd_dkdv(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
 ) -> AttentionBackwardConfig:
-    return _attention_bwd(False, n, head_dim, itemsize, has_dropout, arch, tf32)
+    return _attention_bwd(n, head_dim, itemsize, has_dropout, arch, tf32, dq=False)
 
 
 @_tuned.cached

@@ -40,6 +40,12 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple([None if t is None else t.contiguous() for t in tensors])
 
 
+def rows_and_columns(tokens: Tensor) -> tuple[int, int]:
+    """M and D of [M, D] or [B, N, D]."""
+    D = tokens.shape[-1]
+    return tokens.numel() // D, D
+
+
 def row_stride(tokens: Tensor) -> int:
     """Elements from one row to the next of what `as_tokens` or `as_rows` returned."""
     return tokens.stride(0) if tokens.dim() == 2 else tokens.shape[-1]

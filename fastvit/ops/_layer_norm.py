@@ -5,14 +5,13 @@ backward ops read as [M, 1]."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastvit.ops import _library
-from fastvit.ops._checks import as_rows, contiguous, row_stride
+from fastvit.ops._checks import as_rows, contiguous, row_stride, rows_and_columns
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, register, stat_dtype
 
@@ -140,9 +139,8 @@ def _launch_fwd(
     y: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Writes sum_out and y; returns mean, rstd [..., 1] f32."""
-    *leading, D = s.shape
-    M = math.prod(leading)
-    mean, rstd = (torch.empty(*leading, 1, dtype=torch.float32, device=s.device) for _ in range(2))
+    M, D = rows_and_columns(s)
+    mean, rstd = (torch.empty(*s.shape[:-1], 1, dtype=torch.float32, device=s.device) for _ in range(2))
     weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
     cfg = _configs.layer_norm(D, itemsize=s.element_size(), arch=_library.arch(s))
     if M:

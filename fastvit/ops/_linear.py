@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastvit.ops import _library
 from fastvit.ops._activations import activate, activate_, activate_backward, activate_backward_
-from fastvit.ops._checks import as_rows, contiguous, row_stride
+from fastvit.ops._checks import as_rows, contiguous, row_stride, rows_and_columns
 from fastvit.ops._column_sums import column_sums
 from fastvit.ops._library import Unsupported, dot_precision, register
 
@@ -100,11 +100,6 @@ def _act_bwd_aten(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Ten
 # ---- Triton ----
 
 
-def _rows_and_columns(x: Tensor) -> tuple[int, int]:
-    columns = x.shape[-1]
-    return x.numel() // columns, columns
-
-
 def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True) -> bool:
     """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
     if x.dtype is torch.float64:
@@ -116,7 +111,7 @@ def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True) -> bool:
 
 def _launch_gemm(kernel: Any, a: Tensor, n: int, activation: str, args: tuple[Any, ...]) -> None:
     """a [..., K] @ [K, n] and the kernel's epilogue."""
-    M, K = _rows_and_columns(a)
+    M, K = rows_and_columns(a)
     cfg = _configs.gemm(M, n, K, a.element_size(), _library.arch(a))
     kernel[(triton.cdiv(M, cfg.block_m) * triton.cdiv(n, cfg.block_n),)](
         *args, ACTIVATION=activation, EVEN_K=K % cfg.block_k == 0, PRECISION=dot_precision(a),
@@ -138,7 +133,7 @@ def _launch_fwd(
     rows: int = 1,
 ) -> None:
     """Writes out and pre."""
-    (M, K), N = _rows_and_columns(x), weight.shape[0]
+    (M, K), N = rows_and_columns(x), weight.shape[0]
     weight = _unit_columns(weight)
     bias, layer_scale, row_scale = contiguous(bias, layer_scale, row_scale)
     if M:
