@@ -40,8 +40,8 @@ DONE = ("passed", "skipped")
 _WITHOUT_GPU = {"test_targets", "test_benchmarks", "test_traffic", "test_gpu_run", "test_tune"}
 # Into how many steps a file is cut; the others are one
 _TEST_SHARDS = {
-    "test_attention": 3, "test_layer_norm": 2, "test_layers": 2, "test_linear": 4, "test_mlp": 3, "test_patch_embed": 4,
-    "test_vit": 2,
+    "test_attention": 3, "test_fuzz": 5, "test_layer_norm": 2, "test_layers": 2, "test_linear": 4, "test_mlp": 3,
+    "test_patch_embed": 4, "test_vit": 2,
 }  # fmt: skip
 # odd: forward and forward + backward alternate, and the second takes longer
 _BENCH_SHARDS = {"accelerate": 9, "attention": 7, "layer_norm": 3, "mlp": 9, "patch_embed": 7, "block": 9, "model": 19}

@@ -72,13 +72,16 @@ def test_model_is_as_accurate_as_the_reference(
     low, got = step(eager, x), step(ours, x)
     assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in low.items()}
     assert_as_accurate(*(results.pop("logits") for results in (got, low, exact)), what="logits")
-    assert_as_accurate(*(together(results, exact) for results in (got, low, exact)), factor=GRADIENT, what="gradients")
+    if dtype is torch.bfloat16:
+        got, low, exact = ({"all": together(results, exact)} for results in (got, low, exact))
+    for name in exact:
+        assert_as_accurate(got[name], low[name], exact[name], factor=GRADIENT, what=f"gradient of {name}")
 
 
 def together(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
-    """As one vector, each in units of its own size. Alone, one of 32 numbers in bfloat16 is now and then exact in eager
-    by luck: 2 of 520 were outside of the oracle's rule on one version of PyTorch and none on another, while the errors
-    of fused were the smaller ones in the median of both."""
+    """As one vector, each in units of its own size. Alone, a gradient of 32 numbers in bfloat16 is now and then exact
+    in eager by luck: 2 of 520 were outside of the oracle's rule on one version of PyTorch and none on another, while
+    the errors of fused were the smaller ones in the median of both."""
     return torch.cat([(g.double() / exact[name].square().mean().sqrt()).flatten() for name, g in gradients.items()])
 
 
