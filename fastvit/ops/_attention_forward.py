@@ -71,7 +71,7 @@ def launch_forward(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if config.block_n == 0:
+    if config.algorithm == "short":
         keys = config.chunks
         attention_short_fwd_kernel[grid](
             *tensors, N, H, *strides, scale, dropout_p, KEYS_0=keys[0], KEYS_1=keys[1], KEYS_2=keys[2], **common
@@ -79,7 +79,7 @@ def launch_forward(
     else:
         attention_fwd_kernel[grid](
             *tensors, N, H, *strides, scale, dropout_p,
-            BLOCK_N=config.block_n, FULL=config.full, TAIL_0=config.chunks[0], TAIL_1=config.chunks[1],
-            VALUES_STEP=config.values_step, **common,
+            BLOCK_N=config.block_n, LOOP=config.loop, TAIL_0=config.chunks[0], TAIL_1=config.chunks[1],
+            **common,
         )  # fmt: skip
     return o, lse
