@@ -142,7 +142,7 @@ def _launch_fwd(
     M, D = rows_and_columns(s)
     mean, rstd = (torch.empty(*s.shape[:-1], 1, dtype=torch.float32, device=s.device) for _ in range(2))
     weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
-    cfg = _configs.layer_norm(D, itemsize=s.element_size(), arch=_library.arch(s))
+    cfg = _configs.layer_norm(D, arch=_library.arch(s))
     if M:
         most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(s.device.index)
         layer_norm_fwd_kernel[(min(triton.cdiv(M, cfg.block_rows), most),)](
@@ -150,8 +150,7 @@ def _launch_fwd(
             M, D, rows, row_stride(s), 0 if branch is None else row_stride(branch), eps,
             HAS_ROW_SCALE=row_scale is not None,
             BLOCK_M=cfg.block_rows, BLOCK_D=cfg.block_dim, num_warps=cfg.num_warps,
-            **_configs.register_limit(cfg.max_registers),
-        )  # fmt: skip
+            )  # fmt: skip
     return mean, rstd
 
 
@@ -179,7 +178,7 @@ def _launch_bwd(
     parameters = (weight, weight) if layer_scale is None else (weight, weight, layer_scale)
     if M == 0:
         return ds, *(torch.zeros_like(p) for p in parameters)
-    cfg = _configs.layer_norm(D, backward=True, itemsize=s.element_size(), arch=_library.arch(s))
+    cfg = _configs.layer_norm(D, backward=True, arch=_library.arch(s))
     programs = min(triton.cdiv(M, cfg.block_rows), _configs.PROGRAMS_PER_SM * _library.multiprocessors(s.device.index))
     partial = torch.empty(len(parameters), programs, D, dtype=torch.float32, device=s.device)
     layer_norm_bwd_kernel[(programs,)](
@@ -188,7 +187,6 @@ def _launch_bwd(
         0 if branch is None else branch.stride(0),
         HAS_ROW_SCALE=row_scale is not None,
         BLOCK_M=cfg.block_rows, BLOCK_D=cfg.block_dim, num_warps=cfg.num_warps,
-        **_configs.register_limit(cfg.max_registers),
     )  # fmt: skip
     return ds, *column_sums(partial, *parameters)
 

@@ -133,8 +133,6 @@ def _config(
         m, n, k,
         itemsize=itemsize, loaded=max(itemsize, pixel.itemsize),
         arch=_library.arch(weight), multiprocessors=_library.multiprocessors(weight.device.index), split=split,
-        fma=itemsize == 4 and dot_precision(weight) == "ieee", unpacked=pixel is torch.uint8,
-        unrolled=image is not None and not split,
     )  # fmt: skip
 
 
@@ -182,7 +180,7 @@ def _fwd_triton(
         B * N, N, P, D, grid_w, *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_D=cfg.block_n, BLOCK_K=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
     return out
 
@@ -212,7 +210,7 @@ def _bwd_weight_triton(dout: Tensor, image: Tensor, weight: Tensor, normalize: T
         B * N, N, N - math.prod(_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0).to(weight.dtype)
 
@@ -232,7 +230,7 @@ def _bwd_image_triton(dout: Tensor, weight: Tensor, height: int, width: int, dty
         B * N, N, N - math.prod(_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_K=cfg.block_n, BLOCK_D=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
     return dimage
 
