@@ -10,8 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit._fusible import ACT_LAYERS, ActLayer, named, untouched
-from fastvit.layers import Block, Device, LayerNorm, NormLayer, Pair, PatchEmbed, ResPostBlock, join_tokens, pair
+from fastvit import fuse
+from fastvit.layers import (
+    ACT_LAYERS,
+    ActLayer,
+    Block,
+    Device,
+    LayerNorm,
+    NormLayer,
+    Pair,
+    PatchEmbed,
+    ResPostBlock,
+    by_name,
+    join_tokens,
+    pair,
+)
 
 POOLS = ("", "avg", "avgmax", "max", "token")
 NORM_LAYERS = {"layernorm": LayerNorm}
@@ -101,9 +114,9 @@ class VisionTransformer(nn.Module):
         _check_pool(global_pool, class_token)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
-        norm = named("norm_layer", norm_layer, NORM_LAYERS) if isinstance(norm_layer, str) else norm_layer
-        act = named("act_layer", act_layer, ACT_LAYERS) if isinstance(act_layer, str) else act_layer
-        block = named("block_fn", block_fn, BLOCKS) if isinstance(block_fn, str) else block_fn
+        norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
+        block = by_name("block_fn", block_fn, BLOCKS)
         norm = partial(norm, device=device, dtype=dtype)
 
         self.num_classes = num_classes
@@ -195,7 +208,7 @@ class VisionTransformer(nn.Module):
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
-        if untouched(self.patch_embed, PatchEmbed):
+        if fuse.read_or_none(fuse.submodules, self, patch_embed=("fastvit.layers.PatchEmbed",)):
             return self.patch_embed(x, pos, prefix)
         return join_tokens(self.patch_embed(x), pos, prefix)
 

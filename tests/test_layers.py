@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
-from fastvit import _fusible, layers, reference
+from fastvit import fuse, layers, reference
 
 B, N, D, H = 2, 17, 48, 3
 SUBMODULES = (
@@ -114,9 +114,10 @@ def test_block_under_autocast(tokens: int, device: torch.device) -> None:
 
 
 def test_activation_names() -> None:
-    for name, make in _fusible.ACT_LAYERS.items():
-        assert _fusible.activation_name(make()) == name
-    assert _fusible.activation_name(nn.ELU()) is None
+    for name in layers.ACT_LAYERS:
+        assert fuse.read_mlp(layers.Mlp(8, act_layer=name)).activation == name
+    with pytest.raises(fuse.Unsupported, match="act is ELU"):
+        fuse.read_mlp(layers.Mlp(8, act_layer=nn.ELU))
     with pytest.raises(ValueError, match=r"act_layer .*'gelu_tan'.*gelu_tanh"):
         layers.Mlp(8, act_layer="gelu_tan")
 
@@ -225,7 +226,8 @@ def test_a_replaced_linear_is_honoured(path: str) -> None:
 def test_a_hook_on_one_half_leaves_the_other_fused() -> None:
     block, _ = blocks()
     x = torch.randn(B, N, D)
-    fused, attention_half = operators(block, x), operators(block._attention_half, x)
+    attention_half = operators(lambda x: fuse.run_attention_half(x, fuse.read_attention_half(block)), x)
+    fused = operators(block, x)
     handle = block.mlp.fc1.register_forward_hook(double)
     hooked = operators(block, x)
     assert hooked != fused
