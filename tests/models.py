@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from oracle import GRADIENT, assert_as_accurate, inputs
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit import layers, reference
 
@@ -45,6 +46,10 @@ def tokens(
     return x, dy
 
 
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def step(module: nn.Module, x: Tensor, dy: Tensor | None = None, seed: int = 3) -> dict[str, Tensor]:
     """The output, and the gradients of x and of every parameter. dy: by default the same for outputs of one shape."""
     x = x.detach().clone().requires_grad_()
@@ -81,3 +86,28 @@ def assert_module_as_accurate(
     exact = step(copy.deepcopy(theirs).double(), x.to(dtype).double(), dy.to(dtype).double())
     x, dy = x.to(dtype), dy.to(dtype)
     assert_steps_as_accurate(step(ours, x, dy), step(theirs.to(dtype), x, dy), exact)
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that a piece of code calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+class LoRA(nn.Module):
+    """An adapter in the place of a linear layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))

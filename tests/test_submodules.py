@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import B, D, H, N, assert_same_step, blocks, tokens
+from models import B, Calls, D, H, LoRA, N, assert_same_step, blocks, tokens
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit import fuse, layers
 
@@ -15,18 +14,6 @@ SUBMODULES = (
     "norm1", "attn", "attn.qkv", "attn.attn_drop", "attn.proj", "attn.proj_drop", "ls1", "drop_path1",
     "norm2", "mlp", "mlp.fc1", "mlp.act", "mlp.drop1", "mlp.fc2", "mlp.drop2", "ls2", "drop_path2",
 )  # fmt: skip
-
-
-class Calls(TorchDispatchMode):
-    """The names of the operators that a piece of code calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **kwargs or {})
 
 
 def operators(module: Callable[[Tensor], Tensor], x: Tensor) -> list[str]:
@@ -76,17 +63,6 @@ def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module]
     for block in (ours, theirs):
         change(block.get_submodule(path))
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
-
-
-class LoRA(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 @pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
