@@ -152,11 +152,7 @@ LAYER_SCALE = (
     "timm.models.vision_transformer.LayerScale",
 )
 DROP_PATH = (*IDENTITY, "fastvit.layers.DropPath", "timm.layers.drop.DropPath")
-ATTENTION = (
-    "fastvit.layers.Attention",
-    "timm.layers.attention.Attention",
-    "timm.models.vision_transformer.Attention",
-)
+ATTENTION = ("fastvit.layers.Attention", "timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 MLP = ("fastvit.layers.Mlp", "timm.layers.mlp.Mlp")
 ACTIVATIONS = {
     "torch.nn.modules.activation.GELU": "gelu",
@@ -206,9 +202,7 @@ def read_attention(attn: Any) -> Attention:
 def read_mlp(mlp: Any) -> Mlp:
     if "norm" in mlp._modules:
         submodules(mlp, norm=IDENTITY)
-    fc1, act, drop1, fc2, drop2 = submodules(
-        mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT
-    )
+    fc1, act, drop1, fc2, drop2 = submodules(mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT)
     return describe_mlp(fc1, act, fc2, drop1, drop2)
 
 

@@ -70,11 +70,7 @@ class LayerScale(nn.Module):
     """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021)."""
 
     def __init__(
-        self,
-        dim: int,
-        init_values: float = 1e-5,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.init_values = init_values

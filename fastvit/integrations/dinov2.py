@@ -53,9 +53,7 @@ def check_block_call(block: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def check_attention_call(
-    attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_causal: bool = False
-) -> Any:
+def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any = None, is_causal: bool = False) -> Any:
     """mask: MemEffAttention's attn_bias, or Attention's is_causal."""
     if not (mask is None or mask is False) or attn_bias is not None or is_causal:
         raise Unsupported("an attention bias or causality")

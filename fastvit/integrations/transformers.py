@@ -11,18 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fastvit import fuse, ops
-from fastvit.fuse import (
-    DROPOUT,
-    IDENTITY,
-    LAYER_NORM,
-    LINEAR,
-    Attention,
-    Half,
-    Mlp,
-    Unsupported,
-    qualified_name,
-    submodules,
-)
+from fastvit.fuse import LINEAR, Attention, Half, Mlp, Unsupported, qualified_name, submodules
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 
 
@@ -123,14 +112,14 @@ class Layer(NamedTuple):
 def read_layer(prefix: str, layer: Any) -> Layer:
     names = _MODELS[prefix]
     norm1, norm2, mlp = submodules(
-        layer, **{names.norm1: LAYER_NORM, names.norm2: LAYER_NORM, "mlp": (_class(prefix, "MLP"),)}
+        layer, **{names.norm1: fuse.LAYER_NORM, names.norm2: fuse.LAYER_NORM, "mlp": (_class(prefix, "MLP"),)}
     )
     attn = _attention_of(layer, names.attention, _class(prefix, "Attention"))
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
-        (dropout,) = submodules(layer, dropout=DROPOUT)
+        (dropout,) = submodules(layer, dropout=fuse.DROPOUT)
     if "drop_path" in layer._modules:
-        (drop_path,) = submodules(layer, drop_path=(*IDENTITY, _class(prefix, "DropPath")))
+        (drop_path,) = submodules(layer, drop_path=(*fuse.IDENTITY, _class(prefix, "DropPath")))
         if drop_path.training and not isinstance(drop_path, nn.Identity):
             p = drop_path.drop_prob
     if "layer_scale1" in layer._modules:
