@@ -128,26 +128,23 @@ class VisionTransformer(nn.Module):
         self.pos_embed = tokens(n if pos_embed == "learn" else 0)
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
-        self.blocks = nn.Sequential(
-            *(
-                block(
-                    embed_dim,
-                    num_heads,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    proj_bias=proj_bias,
-                    proj_drop=proj_drop_rate,
-                    attn_drop=attn_drop_rate,
-                    init_values=init_values,
-                    drop_path=drop_path_rate * i / max(depth - 1, 1),
-                    act_layer=act,
-                    norm_layer=norm,
-                    device=device,
-                    dtype=dtype,
-                )
-                for i in range(depth)
-            )
+        make = partial(
+            block,
+            embed_dim,
+            num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            proj_drop=proj_drop_rate,
+            attn_drop=attn_drop_rate,
+            init_values=init_values,
+            act_layer=act,
+            norm_layer=norm,
+            device=device,
+            dtype=dtype,
         )
+        drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)

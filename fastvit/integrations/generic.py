@@ -17,12 +17,8 @@ def run_norm(x: Tensor, norm: Norm) -> Tensor:
 
 def read_patches(conv: Any) -> Linear:
     """weight (D, C, ph, pw)"""
-    if (
-        conv.kernel_size != conv.stride
-        or conv.padding not in ((0, 0), "valid")
-        or conv.dilation != (1, 1)
-        or conv.groups != 1
-    ):
+    of_patches = (conv.stride, (1, 1), 1)
+    if (conv.kernel_size, conv.dilation, conv.groups) != of_patches or conv.padding not in ((0, 0), "valid"):
         raise Unsupported("its convolution is not one of disjoint patches")
     return fuse.read_linear(conv)
 
