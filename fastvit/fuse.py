@@ -140,25 +140,25 @@ def _add_branch(x: Tensor, branch: Tensor, half: Half[Any]) -> Tensor:
 
 # ---- reading them from modules of timm's shape ----
 
-# Classes by qualified name, so that no library has to be imported to know its classes
-IDENTITY = ("torch.nn.modules.linear.Identity",)
-LINEAR = ("torch.nn.modules.linear.Linear",)
-DROPOUT = ("torch.nn.modules.dropout.Dropout",)
-LAYER_NORM = ("torch.nn.modules.normalization.LayerNorm", "fastvit.layers.LayerNorm", "timm.layers.norm.LayerNorm")
-LAYER_SCALE = (
-    *IDENTITY,
-    "fastvit.layers.LayerScale",
+# Exact classes: of torch, of ours, which `fastvit.layers` adds, and by qualified name those of libraries that need not
+# be imported for this
+Classes = set[type | str]
+
+LINEAR: Classes = {nn.Linear}
+DROPOUT: Classes = {nn.Dropout}
+LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
+LAYER_SCALE: Classes = {
+    nn.Identity,
     "timm.layers.layer_scale.LayerScale",
     "timm.models.vision_transformer.LayerScale",
-)
-DROP_PATH = (*IDENTITY, "fastvit.layers.DropPath", "timm.layers.drop.DropPath")
-ATTENTION = ("fastvit.layers.Attention", "timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
-MLP = ("fastvit.layers.Mlp", "timm.layers.mlp.Mlp")
-ACTIVATIONS = {
-    "torch.nn.modules.activation.GELU": "gelu",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "fastvit.layers.QuickGELU": "quick_gelu",
+}
+DROP_PATH: Classes = {nn.Identity, "timm.layers.drop.DropPath"}
+ATTENTION: Classes = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
+MLP: Classes = {"timm.layers.mlp.Mlp"}
+ACTIVATIONS: dict[type | str, str] = {
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
     "timm.layers.activations.QuickGELU": "quick_gelu",
@@ -176,7 +176,7 @@ class Unsupported(Exception):
     """Why no fused op stands for a module, or for what a call asks of it: the module's own forward has to run."""
 
 
-def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[str]) -> T | None:
+def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[type | str]) -> T | None:
     """read(module, **classes), or None where no fused op stands for the module."""
     try:
         return read(module, **classes)
@@ -185,11 +185,11 @@ def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collectio
 
 
 def read_attention(attn: Any) -> Attention:
-    for name, option in _ATTENTION_OPTIONS.items():
-        child = attn._modules.get(name)
-        if child is not None and type(child) is not nn.Identity:
-            raise Unsupported(f"{option} in attention")
     qkv, attn_drop, proj, proj_drop = submodules(attn, qkv=LINEAR, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
+    if len(attn._modules) > 4:
+        for name, option in _ATTENTION_OPTIONS.items():
+            if not isinstance(attn._modules.get(name), nn.Identity | None):
+                raise Unsupported(f"{option} in attention")
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     scale, training = attn.scale, attn_drop.training
@@ -201,12 +201,12 @@ def read_attention(attn: Any) -> Attention:
 
 def read_mlp(mlp: Any) -> Mlp:
     if "norm" in mlp._modules:
-        submodules(mlp, norm=IDENTITY)
+        submodules(mlp, norm={nn.Identity})
     fc1, act, drop1, fc2, drop2 = submodules(mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT)
     return describe_mlp(fc1, act, fc2, drop1, drop2)
 
 
-def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Collection[str]) -> Half[Any]:
+def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Collection[type | str]) -> Half[Any]:
     branch, norm, scale, drop_path = submodules(block, **classes)
     layer_scale = None if type(scale) is nn.Identity else scale.gamma
     p, scale_by_keep = 0.0, True
@@ -236,7 +236,7 @@ def qualified_name(module: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def submodules(module: nn.Module, **classes: Collection[str]) -> list[Any]:
+def submodules(module: nn.Module, **classes: Collection[type | str]) -> list[Any]:
     """The submodules of these names: each exactly of one of its classes, without hooks, with its class's forward.
 
     Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
@@ -247,9 +247,8 @@ def submodules(module: nn.Module, **classes: Collection[str]) -> list[Any]:
         child = children.get(name)
         if child is None:
             raise Unsupported(f"it has no {name}")
-        kind = type(child)
-        if f"{kind.__module__}.{kind.__qualname__}" not in allowed:
-            raise Unsupported(f"{name} is {kind.__name__}")
+        if type(child) not in allowed and qualified_name(child) not in allowed:
+            raise Unsupported(f"{name} is {type(child).__name__}")
         if (
             child._forward_hooks
             or child._forward_pre_hooks
@@ -310,7 +309,7 @@ def describe_mlp(
         raise Unsupported("a dropout of everything")
     if p1 not in (0.0, p2):
         raise Unsupported(f"its two dropouts differ: {p1} and {p2}")
-    activation = ACTIVATIONS[qualified_name(act)]
+    activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
     if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
         activation = "gelu_tanh"
     return Mlp(read_linear(fc1), read_linear(fc2), activation, p1, p2)

@@ -109,9 +109,6 @@ class DropPath(nn.Module):
         return f"drop_prob={self.drop_prob:.3g}"
 
 
-CONV = ("torch.nn.modules.conv.Conv2d",)
-
-
 class PatchEmbed(nn.Module):
     """Image (B, C, H, W) -> patches (B, h*w, D) by `ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
 
@@ -159,7 +156,7 @@ class PatchEmbed(nn.Module):
         """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
         if self.strict_img_size and x.shape[-2:] != self.img_size:
             raise ValueError(f"x must have image size {self.img_size}, got {tuple(x.shape[-2:])}")
-        if fuse.read_or_none(fuse.submodules, self, proj=CONV):
+        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}):
             weight, bias = fuse.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
             return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
@@ -318,3 +315,11 @@ class ResPostBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path1(self.norm1(self.attn(x)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+fuse.ACTIVATIONS[QuickGELU] = "quick_gelu"
+fuse.LAYER_NORM.add(LayerNorm)
+fuse.LAYER_SCALE.add(LayerScale)
+fuse.DROP_PATH.add(DropPath)
+fuse.ATTENTION.add(Attention)
+fuse.MLP.add(Mlp)

@@ -181,7 +181,7 @@ class VisionTransformer(nn.Module):
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
-        if fuse.read_or_none(fuse.submodules, self, patch_embed=("fastvit.layers.PatchEmbed",)):
+        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
             return self.patch_embed(x, pos, prefix)
         return join_tokens(self.patch_embed(x), pos, prefix)
 

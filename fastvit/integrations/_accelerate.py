@@ -16,7 +16,7 @@ from fastvit.integrations._plan import Plan, fused_forward
 from fastvit.integrations._report import Entry, Report, Status
 
 _FAMILIES = (timm, transformers, torchvision, dinov2)
-PLANS: dict[str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
+PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
 
@@ -97,7 +97,7 @@ def _decide(module: nn.Module, name: str, seen: set[int], plan: Plan | None = No
         yield Entry(name, kind, "as it was", "fused already"), module, None
         yield from _rest(module, name, seen, "as it was", "fused already")
         return
-    plan = plan or PLANS.get(qualified_name(module))
+    plan = plan or PLANS.get(type(module)) or PLANS.get(qualified_name(module))
     reason = None
     if plan is not None:
         try:

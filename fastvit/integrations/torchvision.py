@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from fastvit import fuse
 from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Linear, Mlp, Unsupported, submodules
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 
-ATTENTION = ("torch.nn.modules.activation.MultiheadAttention",)
-OUT_PROJ = (*LINEAR, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear")
-MLP = ("torchvision.models.vision_transformer.MLPBlock",)
+ATTENTION = {nn.MultiheadAttention}
+OUT_PROJ: fuse.Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
+MLP = {"torchvision.models.vision_transformer.MLPBlock"}
 
 
 def read_attention(attn: Any, dropout: Any) -> Attention:

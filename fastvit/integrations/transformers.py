@@ -64,7 +64,7 @@ def _own_hooks_only(attn: nn.Module) -> bool:
 def _attention_of(layer: Any, name: str, kind: str) -> Any:
     attn = layer._modules[name]
     if qualified_name(attn) != kind or not _own_hooks_only(attn):
-        (attn,) = submodules(layer, **{name: (kind,)})
+        (attn,) = submodules(layer, **{name: {kind}})
     elif _captures_attentions():
         raise Unsupported("attention weights are collected")
     return attn
@@ -111,19 +111,18 @@ class Layer(NamedTuple):
 
 def read_layer(prefix: str, layer: Any) -> Layer:
     names = _MODELS[prefix]
-    norm1, norm2, mlp = submodules(
-        layer, **{names.norm1: fuse.LAYER_NORM, names.norm2: fuse.LAYER_NORM, "mlp": (_class(prefix, "MLP"),)}
-    )
+    norms = {names.norm1: fuse.LAYER_NORM, names.norm2: fuse.LAYER_NORM}
+    norm1, norm2, mlp = submodules(layer, **norms, mlp={_class(prefix, "MLP")})
     attn = _attention_of(layer, names.attention, _class(prefix, "Attention"))
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
         (dropout,) = submodules(layer, dropout=fuse.DROPOUT)
     if "drop_path" in layer._modules:
-        (drop_path,) = submodules(layer, drop_path=(*fuse.IDENTITY, _class(prefix, "DropPath")))
+        (drop_path,) = submodules(layer, drop_path={nn.Identity, _class(prefix, "DropPath")})
         if drop_path.training and not isinstance(drop_path, nn.Identity):
             p = drop_path.drop_prob
     if "layer_scale1" in layer._modules:
-        kinds = (_class(prefix, "LayerScale"),)
+        kinds = {_class(prefix, "LayerScale")}
         gammas = [scale.lambda1 for scale in submodules(layer, layer_scale1=kinds, layer_scale2=kinds)]
     attention = Half(read_attention(attn, names.projection, dropout), fuse.read_norm(norm1), gammas[0], p)
     block = attention, Half(read_mlp(mlp, dropout), fuse.read_norm(norm2), gammas[1], p)
