@@ -70,17 +70,12 @@ def _looked_up(name: str, table: Mapping[str, str], otherwise: str) -> str:
     return otherwise
 
 
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
-
 def _ignored(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "")
 
 
-_TIMM_IN_MODEL = _same(
-    "cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre", "norm", "fc_norm", "head", "attn_pool"
-)
+_TIMM = ("cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre", "norm", "fc_norm", "head", "attn_pool")
+_TIMM_IN_MODEL = {name: name for name in _TIMM}
 _TIMM_IN_BLOCK = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # DeiT-III's own files
 _HEADS_OF_TRAINING = _ignored("dino_head", "ibot_head")
 _CLIP_TEXT = _ignored(

@@ -143,15 +143,10 @@ def _add_branch(x: Tensor, branch: Tensor, half: Half[Any]) -> Tensor:
 # Exact classes: of torch, of ours, which `fastvit.layers` adds, and by qualified name those of libraries that need not
 # be imported for this
 Classes = set[type | str]
-
 LINEAR: Classes = {nn.Linear}
 DROPOUT: Classes = {nn.Dropout}
 LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
-LAYER_SCALE: Classes = {
-    nn.Identity,
-    "timm.layers.layer_scale.LayerScale",
-    "timm.models.vision_transformer.LayerScale",
-}
+LAYER_SCALE: Classes = {nn.Identity, "timm.layers.layer_scale.LayerScale", "timm.models.vision_transformer.LayerScale"}
 DROP_PATH: Classes = {nn.Identity, "timm.layers.drop.DropPath"}
 ATTENTION: Classes = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
 MLP: Classes = {"timm.layers.mlp.Mlp"}

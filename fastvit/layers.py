@@ -97,9 +97,8 @@ class DropPath(nn.Module):
 
     def row_scale(self, x: Tensor) -> Tensor | None:
         """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
-        if not self.training or self.drop_prob == 0.0:
-            return None
-        return fuse.draw_drop_path(x, self.drop_prob, self.scale_by_keep)
+        p = self.drop_prob if self.training else 0.0
+        return fuse.draw_drop_path(x, p, self.scale_by_keep) if p else None
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.row_scale(x)
@@ -317,6 +316,7 @@ class ResPostBlock(Block):
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
+# What reads timm's modules reads ours
 fuse.ACTIVATIONS[QuickGELU] = "quick_gelu"
 fuse.LAYER_NORM.add(LayerNorm)
 fuse.LAYER_SCALE.add(LayerScale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,8 @@ class VisionTransformer(nn.Module):
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
         block = by_name("block_fn", block_fn, BLOCKS)
-        norm = partial(norm, device=device, dtype=dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = partial(norm, **factory)
 
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -121,7 +123,7 @@ class VisionTransformer(nn.Module):
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
 
         def tokens(count: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(1, count, embed_dim, device=device, dtype=dtype)) if count else None
+            return nn.Parameter(torch.empty(1, count, embed_dim, **factory)) if count else None
 
         self.cls_token = tokens(int(class_token))
         self.reg_token = tokens(reg_tokens)
@@ -140,8 +142,7 @@ class VisionTransformer(nn.Module):
             init_values=init_values,
             act_layer=act,
             norm_layer=norm,
-            device=device,
-            dtype=dtype,
+            **factory,
         )
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastvit.fuse import Unsupported
 
+# The ops that run, for the report
+FUSED_ATTENTION = "attention_qkvpacked, linear"
 FUSED_BLOCK = "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp"
 
 
@@ -74,9 +76,6 @@ def _warn(name: str, reason: str) -> None:
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-_PLAIN = (Tensor, nn.Parameter)
-
-
 def check_input(x: Any, description: Any, ndim: int | None) -> None:
     """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
     if not isinstance(x, Tensor) or x.is_nested:
@@ -85,7 +84,7 @@ def check_input(x: Any, description: Any, ndim: int | None) -> None:
         raise Unsupported(f"its input has {x.dim()} dimensions, not {ndim}")
     autocast = torch.is_autocast_enabled(x.device.type)
     for tensor in _tensors((x, description)):
-        if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        if type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
             raise Unsupported(f"a {type(tensor).__name__}")
         if x.dtype != tensor.dtype and not autocast:
             raise Unsupported(f"its input is {x.dtype} and its parameters are {tensor.dtype}")

@@ -8,8 +8,9 @@ from torch import nn
 
 from fastvit import fuse
 from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Mlp, Unsupported, submodules
-from fastvit.integrations._plan import FUSED_BLOCK, Plan, only_input
+from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan, only_input
 
+BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
 ATTENTION = {XFORMERS_ATTENTION, "dinov2.layers.attention.Attention"}
 MLP = {"dinov2.layers.mlp.Mlp"}
@@ -61,12 +62,9 @@ def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any 
     return x
 
 
-_BLOCK = Plan(read_block, fuse.run_block, FUSED_BLOCK, check_block_call)
-_ATTENTION = Plan(read_attention, fuse.run_attention, "attention_qkvpacked, linear", check_attention_call)
 PLANS = {
-    "dinov2.layers.block.Block": _BLOCK,
-    "dinov2.layers.block.NestedTensorBlock": _BLOCK,
-    **dict.fromkeys(ATTENTION, _ATTENTION),
+    **dict.fromkeys(BLOCK, Plan(read_block, fuse.run_block, FUSED_BLOCK, check_block_call)),
+    **dict.fromkeys(ATTENTION, Plan(read_attention, fuse.run_attention, FUSED_ATTENTION, check_attention_call)),
     **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)),
 }
 EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}

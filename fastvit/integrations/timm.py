@@ -8,7 +8,7 @@ from torch import nn
 
 from fastvit import fuse
 from fastvit.fuse import Unsupported
-from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan
 
 
 def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
@@ -19,9 +19,7 @@ def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool
 
 PLANS = {
     "timm.models.vision_transformer.Block": Plan(fuse.read_block, fuse.run_block, FUSED_BLOCK, check_call),
-    **dict.fromkeys(
-        fuse.ATTENTION, Plan(fuse.read_attention, fuse.run_attention, "attention_qkvpacked, linear", check_call)
-    ),
+    **dict.fromkeys(fuse.ATTENTION, Plan(fuse.read_attention, fuse.run_attention, FUSED_ATTENTION, check_call)),
     **dict.fromkeys(fuse.MLP, Plan(fuse.read_mlp, fuse.run_mlp, "mlp", ndim=None)),
 }
 EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

@@ -33,10 +33,7 @@ def read_mlp(mlp: Any) -> Mlp:
 def read_block(block: Any) -> fuse.Block:
     attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=LAYER_NORM)
     mlp, norm2 = submodules(block, mlp=MLP, ln_2=LAYER_NORM)
-    return (
-        Half(read_attention(attn, dropout), fuse.read_norm(norm1)),
-        Half(read_mlp(mlp), fuse.read_norm(norm2)),
-    )
+    return Half(read_attention(attn, dropout), fuse.read_norm(norm1)), Half(read_mlp(mlp), fuse.read_norm(norm2))
 
 
 PLANS = {

@@ -81,10 +81,8 @@ def read_attention(attn: Any, proj: str, dropout: nn.Dropout | None = None) -> A
     q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
     if not q.out_features == k.out_features == v.out_features:
         raise Unsupported("its keys have fewer heads than its queries")
-    p = getattr(attn, "attention_dropout", None)
-    p = attn.dropout if p is None else p
-    scale = getattr(attn, "scaling", None)
-    scale = attn.scale if scale is None else scale
+    p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
+    scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
     qkv = fuse.read_linear(q), fuse.read_linear(k), fuse.read_linear(v)
     heads = q.out_features // attn.head_dim
     return fuse.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
