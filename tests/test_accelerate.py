@@ -288,14 +288,17 @@ def test_tensor_subclasses_are_left_to_the_module(vit: nn.Module) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     x = torch.randn(2, 5, 192, device=vit.pos_embed.device)
-    mlp = vit.blocks[0].mlp
-    want = mlp(x)
+    mlp, block = vit.blocks[0].mlp, vit.blocks[0]
+    want, of_block = mlp(x), block(x)
     fastvit.accelerate(mlp)
     with pytest.warns(UserWarning, match="Mlp runs its own forward instead of fastvit's: a TwoTensor"):
         assert close(mlp(TwoTensor(x, x)).a, want)
     weight = mlp.fc2.weight.detach()
     mlp.fc2.weight = nn.Parameter(TwoTensor(weight, weight))
     assert close(mlp(x).a, want)
+    fastvit.accelerate(block)
+    with pytest.warns(UserWarning, match="Block runs its own forward instead of fastvit's: a TwoTensor"):
+        assert close(block(x).a, of_block)
 
 
 def test_subclasses_and_unknown_classes_are_left_alone(timm, tiny) -> None:

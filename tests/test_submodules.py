@@ -75,6 +75,14 @@ def test_a_replaced_linear_is_honoured(path: str) -> None:
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
 
 
+def test_a_replaced_linear_is_honoured_under_compile() -> None:
+    block, _ = blocks()
+    block.attn.qkv, block.mlp.fc1 = LoRA(block.attn.qkv), LoRA(block.mlp.fc1)
+    x, dy = tokens(dtype=torch.float32)
+    torch._dynamo.reset()
+    assert_same_step(torch.compile(block, backend="aot_eager", fullgraph=True), block, x, dy)
+
+
 def test_a_hook_on_one_half_leaves_the_other_fused() -> None:
     block, _ = blocks()
     x = torch.randn(B, N, D)

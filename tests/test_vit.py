@@ -83,33 +83,39 @@ def test_seventeen_tokens_without_gradients(backend: str, device: torch.device) 
 
 # ---- timm ----
 
-FEW = {"depth": 2, "img_size": 56}
-WITH_TIMM: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    "vit_tiny": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "num_classes": 5}, {}, (64, 64)),
-    "deit3": ("deit3_small_patch16_224", {"depth": 2, "img_size": 64, "init_values": 0.1}, {}, (64, 64)),
-    "dinov2_reg4": ("vit_small_patch14_reg4_dinov2", {**FEW, "init_values": 0.1, "num_classes": 5}, {}, (56, 56)),
-    "dinov2": ("vit_small_patch14_dinov2", {**FEW, "init_values": 0.1}, {}, (56, 56)),
-    "avg_pool": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "global_pool": "avg", "class_token": False}, {},
-                 (64, 64)),
-    "avgmax": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "global_pool": "avgmax", "reg_tokens": 2}, {},
-               (64, 64)),
-    "clip": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, **CLIP}, {}, (64, 64)),
-    "post_norm": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "init_values": 0.5, "block_fn": "res_post"},
-                  {"block_fn": "ResPostBlock"}, (64, 64)),
-    "non_square": ("vit_tiny_patch16_224", {"depth": 2, "img_size": (32, 80)}, {}, (32, 80)),
-    "dynamic": ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64, "dynamic_img_size": True}, {}, (48, 96)),
-    "dynamic_reg4": ("vit_small_patch14_reg4_dinov2", {**FEW, "dynamic_img_size": True}, {}, (70, 42)),
-}  # fmt: skip
+TINY_TIMM, REG4 = "vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"
+WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of 64 px unless it says otherwise
+    "vit_tiny": (TINY_TIMM, {"num_classes": 5}),
+    "deit3": ("deit3_small_patch16_224", {"init_values": 0.1}),
+    "dinov2_reg4": (REG4, {"img_size": 56, "init_values": 0.1, "num_classes": 5}),
+    "dinov2": ("vit_small_patch14_dinov2", {"img_size": 56, "init_values": 0.1}),
+    "avg_pool": (TINY_TIMM, {"global_pool": "avg", "class_token": False}),
+    "avgmax": (TINY_TIMM, {"global_pool": "avgmax", "reg_tokens": 2}),
+    "clip": (TINY_TIMM, CLIP),
+    "post_norm": (TINY_TIMM, {"init_values": 0.5, "block_fn": "res_post"}),
+    "non_square": (TINY_TIMM, {"img_size": (32, 80)}),
+    "dynamic": (TINY_TIMM, {"dynamic_img_size": True}),
+    "dynamic_reg4": (REG4, {"img_size": 56, "dynamic_img_size": True}),
+}
+OTHER_SIZES = {"dynamic": (48, 96), "dynamic_reg4": (70, 42)}
+
+
+def with_timm(name: str = TINY_TIMM, **arguments: Any) -> tuple[VisionTransformer, nn.Module]:
+    """Ours and timm's with the same parameters."""
+    timm = import_timm()
+    ours = fastvit.create_model(name, **arguments)
+    if arguments.get("block_fn") == "res_post":
+        arguments["block_fn"] = timm.models.vision_transformer.ResPostBlock
+    theirs = timm.create_model(name, **arguments)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
 
 
 @pytest.mark.parametrize("case", WITH_TIMM)
 def test_logits_and_gradients_agree_with_timm(case: str) -> None:
-    timm = import_timm()
-    name, arguments, differently, size = WITH_TIMM[case]
-    theirs_only = {k: getattr(timm.models.vision_transformer, v) for k, v in differently.items()}
-    theirs = randomised(timm.create_model(name, **{**arguments, **theirs_only}))
-    ours = fastvit.create_model(name, **arguments)
-    ours.load_state_dict(theirs.state_dict())
+    name, arguments = WITH_TIMM[case]
+    ours, theirs = twins(*with_timm(name, **{"depth": 2, "img_size": 64, **arguments}))
+    size = OTHER_SIZES.get(case, ours.patch_embed.img_size)
     x = inputs("normal", 2, 3, *size, dtype=torch.float32, device="cpu")
     expected = step(theirs, x)
     for key, got in step(ours, x).items():
@@ -117,22 +123,14 @@ def test_logits_and_gradients_agree_with_timm(case: str) -> None:
         torch.testing.assert_close(got, expected[key], rtol=1e-4, atol=3e-5 * scale, msg=lambda m, k=key: f"{k}: {m}")
     ours.eval(), theirs.eval()
     with torch.inference_mode():
-        expected_features = theirs.forward_features(x)
-        torch.testing.assert_close(ours.forward_features(x), expected_features, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            ours.forward_head(expected_features, pre_logits=True),
-            theirs.forward_head(expected_features, pre_logits=True),
-            rtol=1e-4,
-            atol=1e-4,
-        )
+        features = theirs.forward_features(x)
+        torch.testing.assert_close(ours.forward_features(x), features, rtol=1e-4, atol=1e-4)
+        pooled = (model.forward_head(features, pre_logits=True) for model in (ours, theirs))
+        torch.testing.assert_close(*pooled, rtol=1e-4, atol=1e-4)
 
 
 def test_drop_path_agrees_with_timm_under_one_seed() -> None:
-    timm = import_timm()
-    arguments = {"depth": 3, "img_size": 32, "drop_path_rate": 0.5}
-    theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
-    ours = fastvit.create_model("vit_tiny_patch16_224", **arguments)
-    ours.load_state_dict(theirs.state_dict())
+    ours, theirs = with_timm(depth=3, img_size=32, drop_path_rate=0.5)
     x = torch.randn(8, 3, 32, 32)
     outputs = []
     for model in (ours, theirs):
@@ -142,12 +140,8 @@ def test_drop_path_agrees_with_timm_under_one_seed() -> None:
 
 
 def test_a_new_input_size_agrees_with_timm() -> None:
-    timm = import_timm()
     for extra in ({}, {"reg_tokens": 2, "no_embed_class": True}, {"dtype": torch.bfloat16}):
-        arguments = {"depth": 1, "img_size": 64, **extra}
-        theirs = timm.create_model("vit_tiny_patch16_224", **arguments)
-        ours = fastvit.create_model("vit_tiny_patch16_224", **arguments)
-        ours.load_state_dict(theirs.state_dict())
+        ours, theirs = with_timm(depth=1, img_size=64, **extra)
         for model in (ours, theirs):
             model.set_input_size(img_size=(96, 48))
         torch.testing.assert_close(ours.pos_embed, theirs.pos_embed, rtol=0, atol=0)
