@@ -276,13 +276,11 @@ def read_norm(norm: nn.LayerNorm) -> Norm:
     return Norm(weight, bias, norm.eps)
 
 
+Dropout = nn.Dropout | None  # the layer, or None where there is none
+
+
 def describe_attention(
-    qkv: tuple[Linear, ...],
-    proj: nn.Linear,
-    num_heads: int,
-    scale: float | None,
-    attn_drop: float,
-    proj_drop: nn.Dropout | None,
+    qkv: tuple[Linear, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout
 ) -> Attention:
     """Checks that the ops take this head dimension and these probabilities."""
     head_dim, rest = divmod(proj.in_features, num_heads)
@@ -294,9 +292,7 @@ def describe_attention(
     return Attention(qkv, read_linear(proj), num_heads, scale, attn_drop, p)
 
 
-def describe_mlp(
-    fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: nn.Dropout | None, drop2: nn.Dropout | None
-) -> Mlp:
+def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout) -> Mlp:
     """Checks that the ops take these probabilities. act: of a class in ACTIVATIONS."""
     p1 = drop1.p if drop1 is not None and drop1.training else 0.0
     p2 = drop2.p if drop2 is not None and drop2.training else 0.0

@@ -100,11 +100,10 @@ class VisionTransformer(nn.Module):
         _check_pool(global_pool, class_token)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
-        norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
         act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
         block = by_name("block_fn", block_fn, BLOCKS)
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = partial(norm, **factory)
 
         self.num_classes = num_classes
         self.global_pool = global_pool

@@ -70,7 +70,7 @@ def _attention_of(layer: Any, name: str, kind: str) -> Any:
     return attn
 
 
-def read_attention(attn: Any, proj: str, dropout: nn.Dropout | None = None) -> Attention:
+def read_attention(attn: Any, proj: str, dropout: fuse.Dropout = None) -> Attention:
     if type(attn.config).__name__ == "CLIPTextConfig":
         raise Unsupported("the text tower's attention is causal")
     if getattr(attn, "is_causal", False):
@@ -95,7 +95,7 @@ def read_attention_alone(attn: Any, proj: str) -> Attention:
     return read_attention(attn, proj)
 
 
-def read_mlp(mlp: Any, dropout: nn.Dropout | None = None) -> Mlp:
+def read_mlp(mlp: Any, dropout: fuse.Dropout = None) -> Mlp:
     fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=fuse.ACTIVATIONS, fc2=LINEAR)
     return fuse.describe_mlp(fc1, act, fc2, None, dropout)
 
