@@ -16,10 +16,10 @@ targets: $(INSTALLED)  ## compile every kernel for every target, without a GPU
 	FASTVIT_TARGETS=all $(BIN)/pytest tests/test_targets.py $(ARGS)
 
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
-	$(BIN)/python -m benchmarks.compile_report $(ARGS)
+	$(BIN)/python -m benchmarks.codegen.report $(ARGS)
 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
-	$(BIN)/python -m benchmarks.traffic $(ARGS)
+	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps.
 GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \

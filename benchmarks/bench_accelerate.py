@@ -4,10 +4,10 @@ import importlib.util
 from collections.abc import Callable
 
 import fastvit
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.families import VIT_B_16, output
-from benchmarks.photographs import SOURCE, photographs
-from benchmarks.record import Record
+from benchmarks.harness.cases import Case, Draw, Runner
+from benchmarks.harness.families import VIT_B_16, output
+from benchmarks.harness.photographs import SOURCE, photographs
+from benchmarks.harness.record import Record
 
 
 def build(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
@@ -29,7 +29,7 @@ def _case(library: str, B: int, **options: int) -> Case:
 
 
 def cases(grid: str) -> list[Case]:
-    """On a CPU one library: benchmarks/families.py compares the three there."""
+    """On a CPU one library: benchmarks/harness/families.py compares the three there."""
     installed = [name for name in VIT_B_16 if importlib.util.find_spec(name) is not None]
     if grid == "quick":
         return [_case(name, 1, depth=1) for name in installed[:1]]

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from benchmarks import eager
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.record import Record
+from benchmarks.harness import providers as eager
+from benchmarks.harness.cases import Case, Draw, Runner
+from benchmarks.harness.record import Record
 from fastvit import ops
 
 

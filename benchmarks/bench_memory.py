@@ -7,8 +7,8 @@ Time is that of very few rounds here. Agreement with float64 is checked at the s
 from collections.abc import Callable
 
 from benchmarks import bench_attention, bench_block
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.record import Record
+from benchmarks.harness.cases import Case, Draw, Runner
+from benchmarks.harness.record import Record
 
 TOKENS = (197, 577, 1025, 2305, 4097)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from benchmarks import eager
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.photographs import SOURCE, photographs
-from benchmarks.record import Record
+from benchmarks.harness import providers as eager
+from benchmarks.harness.cases import Case, Draw, Runner
+from benchmarks.harness.photographs import SOURCE, photographs
+from benchmarks.harness.record import Record
 from fastvit import reference, zoo
 from fastvit.vit import VisionTransformer
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks import table
-from benchmarks.cases import MODES, PROVIDERS, Case
-from benchmarks.measure import Session
-from benchmarks.measure import measure as measure_case
-from benchmarks.plot import plot_growth
-from benchmarks.record import Record, environment
-from benchmarks.timing import Clock
+from benchmarks.harness import table
+from benchmarks.harness.cases import MODES, PROVIDERS, Case
+from benchmarks.harness.measure import Session
+from benchmarks.harness.measure import measure as measure_case
+from benchmarks.harness.plot import plot_growth
+from benchmarks.harness.record import Record, environment
+from benchmarks.harness.timing import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNFINISHED = 75

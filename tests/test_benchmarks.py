@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import dispatch, eager, table, timing
-from benchmarks.agreement import agreement, error_ratio
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.measure import cost, interleave
-from benchmarks.memory import exponent, peak_bytes, running_peak, saved_bytes
-from benchmarks.record import Provider, Record, environment
-from benchmarks.timing import Ceilings, Clock, Quantiles, plan_rounds, speedups
+from benchmarks.harness import dispatch, table, timing
+from benchmarks.harness import providers as eager
+from benchmarks.harness.agreement import agreement, error_ratio
+from benchmarks.harness.cases import Case, Draw, Runner
+from benchmarks.harness.measure import cost, interleave
+from benchmarks.harness.memory import exponent, peak_bytes, running_peak, saved_bytes
+from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds, speedups
 from fastvit import ops, reference
 
 CPU = torch.device("cpu")

@@ -9,11 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_attention, bench_block, bench_layer_norm, bench_model, gpu, provenance, readme, sanitize
-from benchmarks.gpu import Run, Step, execute
-from benchmarks.record import Provider, Record, environment
-from benchmarks.shard import _shard, pytest_collection_modifyitems
-from benchmarks.timing import Ceilings, Quantiles
+from benchmarks import bench_attention, bench_block, bench_layer_norm, bench_model
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu import sanitize
+from benchmarks.gpu.run import Run, Step, execute
+from benchmarks.gpu.shard import _shard, pytest_collection_modifyitems
+from benchmarks.harness import provenance
+from benchmarks.harness import results as readme
+from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.timing import Ceilings, Quantiles
 from fastvit.kernels import _tuned
 from fastvit.ops import _library
 
@@ -224,7 +228,7 @@ def test_findings_of_the_sanitizer_fail(
     assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
     arguments = seen.read_text()
     assert arguments.startswith("1 --tool racecheck --error-exitcode 1 ")
-    assert "benchmarks.sanitize --inside --op=dropout" in arguments
+    assert "benchmarks.gpu.sanitize --inside --op=dropout" in arguments
 
 
 # ---- the grid ----

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import accesses, sass
+from benchmarks.codegen import accesses, sass
 
 ROOT = Path(__file__).parent.parent
 FULL = os.environ.get("FASTVIT_TARGETS", "quick") == "all"
@@ -46,12 +46,12 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @functools.cache
 def report(target: str) -> list[Row]:
-    """Rows of benchmarks.compile_report, computed once a session."""
+    """Rows of benchmarks.codegen.report, computed once a session."""
     dtypes = ["all"] if FULL else ["bf16"]
     options = [f"--dtype={dtype}" for dtype in dtypes] + ([] if FULL else ["--quick"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        done = python("-m", "benchmarks.compile_report", f"--target={target}", f"--json={path}", *options)
+        done = python("-m", "benchmarks.codegen.report", f"--target={target}", f"--json={path}", *options)
         assert path.exists(), done.stderr[-3000:]
         rows: list[Row] = json.loads(path.read_text())
     return rows
@@ -153,7 +153,7 @@ import dataclasses
 import json
 import triton
 import triton.language as tl
-from benchmarks.aot import compile_kernel
+from benchmarks.codegen.aot import compile_kernel
 
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from benchmarks import traffic
-from benchmarks.traffic_counter import Traffic, count
+from benchmarks.codegen import traffic
+from benchmarks.codegen.traffic_counter import Traffic, count
 
 BF16 = torch.bfloat16
 

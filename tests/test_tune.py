@@ -18,9 +18,10 @@ from fastvit.ops import _library
 if not (_library.INTERPRET and _library.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
-from benchmarks import provenance, tune
-from benchmarks.tune import Tuner, decide, difference, using
-from benchmarks.tune_works import Work, candidates, works
+from benchmarks.gpu import tune
+from benchmarks.gpu.tune import Tuner, decide, difference, using
+from benchmarks.gpu.tune_works import Work, candidates, works
+from benchmarks.harness import provenance
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"
 CPU = torch.device("cpu")

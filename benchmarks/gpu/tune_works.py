@@ -1,4 +1,4 @@
-"""What benchmarks/tune.py times for every launch table, and the choices that it tries."""
+"""What benchmarks/gpu/tune.py times for every launch table, and the choices that it tries."""
 
 from __future__ import annotations
 

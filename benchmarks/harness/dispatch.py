@@ -1,9 +1,9 @@
 """What one call of an op costs on top of the ATen functions that do the work: one small image, inference, the CPU.
 
-    python -m benchmarks.dispatch benchmarks/results/cpu/dispatch.json
+    python -m benchmarks.harness.dispatch benchmarks/results/cpu/dispatch.json
 
 An op and the bare ATen calls are timed in turns on one thread, each over many calls a round. Noise only ever adds, so
-the difference of the two least rounds is the cost. `python -m benchmarks.readme` makes README's table of the file.
+the difference of the two least rounds is the cost. `python -m benchmarks.harness.results` makes a table of the file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.provenance import commit, write_json
-from benchmarks.record import environment
+from benchmarks.harness.provenance import commit, write_json
+from benchmarks.harness.record import environment
 from fastvit import ops
 
 N, D, HEADS = 17, 64, 2

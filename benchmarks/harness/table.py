@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.cases import PROVIDERS
-from benchmarks.memory import exponent
-from benchmarks.record import Provider, Record
-from benchmarks.timing import Ceilings
+from benchmarks.harness.cases import PROVIDERS
+from benchmarks.harness.memory import exponent
+from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.timing import Ceilings
 
 _ABSENT = "-"
 MODE = {"inference": "fwd", "training": "fwd+bwd"}

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.aot import Compiled
-from benchmarks.sass import Region
+from benchmarks.codegen.aot import Compiled
+from benchmarks.codegen.sass import Region
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Every kernel once, at small awkward shapes, under compute-sanitizer.
 
-    python -m benchmarks.sanitize --tool memcheck            # or racecheck, initcheck, synccheck
-    python -m benchmarks.sanitize --tool racecheck --op attention
+    python -m benchmarks.gpu.sanitize --tool memcheck            # or racecheck, initcheck, synccheck
+    python -m benchmarks.gpu.sanitize --tool racecheck --op attention
 
 Exit status: 0 without findings, 1 with some, 77 where the machine has no compute-sanitizer. On a machine without a GPU
-`--rehearse` runs the same cases in Triton's interpreter, where benchmarks/traffic_counter.py finds accesses outside
+`--rehearse` runs the same cases in the interpreter, where benchmarks/codegen/traffic_counter.py finds accesses outside
 the arguments and elements that two programs store.
 """
 
@@ -112,7 +112,7 @@ def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
 
 def rehearse(op: str) -> list[str]:
     """In the interpreter, without matmuls; the kernels that ran. Raises for an access out of bounds and for a race."""
-    from benchmarks.traffic_counter import count
+    from benchmarks.codegen.traffic_counter import count
 
     with count(compute=False) as traffic:
         run(op, torch.device("cpu"), torch.bfloat16)
@@ -147,11 +147,11 @@ def main(arguments: list[str] | None = None) -> int:
         return SKIPPED
     command = [
         tool, "--tool", chosen.tool, "--error-exitcode", "1", "--kernel-regex", f"kns={KERNELS}",
-        sys.executable, "-m", "benchmarks.sanitize", "--inside", *(f"--op={op}" for op in names),
+        sys.executable, "-m", "benchmarks.gpu.sanitize", "--inside", *(f"--op={op}" for op in names),
     ]  # fmt: skip
     # every tensor gets an allocation of its own, so that memcheck sees its end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, cwd=root, env=environment, check=False)
     print(f"{chosen.tool}, {', '.join(names)}: {'no findings' if done.returncode == 0 else 'FINDINGS'}")
     return int(done.returncode != 0)

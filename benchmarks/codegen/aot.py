@@ -1,6 +1,6 @@
 """Compiles one kernel for a real GPU on a machine without one, and reads off what it costs there.
 
-    from benchmarks.aot import compile_kernel
+    from benchmarks.codegen.aot import compile_kernel
     from fastvit.kernels.column_sum import column_sum_kernel
 
     c = compile_kernel(
@@ -35,11 +35,11 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks import sass
-from benchmarks.accesses import Access, global_accesses, narrow, tile_bytes
+from benchmarks.codegen import sass
+from benchmarks.codegen.accesses import Access, global_accesses, narrow, tile_bytes
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
-    raise RuntimeError("benchmarks.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")
+    raise RuntimeError("benchmarks.codegen.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def compile_source(
     options: Mapping[str, Any],
     granule: int = 16,
 ) -> Compiled:
-    """The same from what Triton's own launcher makes of the arguments (benchmarks/kernel_cases.py records that)."""
+    """The same from what Triton's own launcher makes of the arguments (benchmarks/codegen/launches.py records that)."""
     source = triton.compiler.ASTSource(kernel, dict(signature), dict(constants), dict(attrs))
     binary = triton.compile(source, target=TARGETS[target].gpu, options=dict(options))
     facts: dict[str, Any] = {

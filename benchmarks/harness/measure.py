@@ -11,12 +11,12 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.agreement import agreement, cotangents
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.eager import SdpaBackend
-from benchmarks.memory import peak_bytes, saved_bytes
-from benchmarks.record import Provider, Record, environment, gpu_state
-from benchmarks.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, speedups, warm
+from benchmarks.harness.agreement import agreement, cotangents
+from benchmarks.harness.cases import Case, Draw, Runner
+from benchmarks.harness.memory import peak_bytes, saved_bytes
+from benchmarks.harness.providers import SdpaBackend
+from benchmarks.harness.record import Provider, Record, environment, gpu_state
+from benchmarks.harness.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, speedups, warm
 
 
 @dataclass

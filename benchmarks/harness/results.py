@@ -1,7 +1,7 @@
 """Rewrites the measured tables of README.md from the result files that they name.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/all.json
-    python -m benchmarks.readme
+    python -m benchmarks.harness.results
 
 A table stands between `<!-- results: FILES -->` and `<!-- end -->`; FILES is a path or a pattern (attention_*.json: the
 steps of one run, whose best ceilings count); an optional `ops=a,b` after it keeps those ops. Between
@@ -19,11 +19,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks import dispatch, families, table
-from benchmarks.record import Provider, Record
-from benchmarks.timing import Ceilings, Quantiles
+from benchmarks.harness import dispatch, families, table
+from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.timing import Ceilings, Quantiles
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _SECTION = re.compile(r"(<!-- results: (?P<file>\S+)(?: ops=(?P<ops>\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _OTHER = re.compile(r"(<!-- (?P<table>families|dispatch): (?P<file>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _RENDER = {"families": families.render, "dispatch": dispatch.render}

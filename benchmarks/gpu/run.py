@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import ROOT, commit, now, sources, write_json
-from benchmarks.record import environment, gpu_state
+from benchmarks.harness.provenance import ROOT, commit, now, sources, write_json
+from benchmarks.harness.record import environment, gpu_state
 
 LIMIT = 530  # seconds
 LEAST = 60  # of --budget that a step must find
@@ -60,7 +60,7 @@ class Step:
 
 
 def _pytest(path: str, shard: str, *options: str) -> tuple[str, ...]:
-    plugins = ("-p", "no:cacheprovider", "-p", "benchmarks.shard", "--shard", shard)
+    plugins = ("-p", "no:cacheprovider", "-p", "benchmarks.gpu.shard", "--shard", shard)
     return ("-m", "pytest", path, "-q", *plugins, *options)
 
 
@@ -76,27 +76,27 @@ def gpu_steps(results: Path) -> Iterator[Step]:
                 yield Step(f"tests {path.stem} {shard}", _pytest(f"tests/{path.name}", shard, *workers))
     for tool in ("memcheck", "racecheck"):
         for op in _SANITIZED:
-            yield Step(f"sanitize {tool} {op}", ("-m", "benchmarks.sanitize", "--tool", tool, "--op", op))
+            yield Step(f"sanitize {tool} {op}", ("-m", "benchmarks.gpu.sanitize", "--tool", tool, "--op", op))
     for table in _TABLES:
         # a shape that has begun is finished: half a minute
-        yield Step(f"tune {table}", ("-m", "benchmarks.tune", "--table", table, "--seconds", str(LIMIT - 90)))
+        yield Step(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table, "--seconds", str(LIMIT - 90)))
     for op in [path.stem.removeprefix("bench_") for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))]:
         for shard in _shards(_BENCH_SHARDS.get(op, 1)):
             file = results / f"{op}_{shard.replace('/', 'of')}.json"
             options = ("--benchmark-only", "--benchmark-json", str(file), "--bench-minutes", "6", "--complete")
             yield Step(f"bench {op} {shard}", _pytest(f"benchmarks/bench_{op}.py", shard, *options))
-    yield Step("readme", ("-m", "benchmarks.readme", "--results", str(results)))
+    yield Step("readme", ("-m", "benchmarks.harness.results", "--results", str(results)))
 
 
 def rehearsal_steps(results: Path) -> Iterator[Step]:
     yield Step("tests test_library 1/1", _pytest("tests/test_library.py", "1/1"))
-    yield Step("sanitize memcheck dropout", ("-m", "benchmarks.sanitize", "--rehearse", "--op", "dropout"))
-    tune = ("-m", "benchmarks.tune", "--rehearse", "--table", "attention_fwd", "--out", str(results / "tuned"))
+    yield Step("sanitize memcheck dropout", ("-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout"))
+    tune = ("-m", "benchmarks.gpu.tune", "--rehearse", "--table", "attention_fwd", "--out", str(results / "tuned"))
     yield Step("tune attention_fwd", tune)
     file = results / "layer_norm_1of2.json"
     options = ("--benchmark-only", "--quick", "--benchmark-json", str(file), "--complete")
     yield Step("bench layer_norm 1/2", _pytest("benchmarks/bench_layer_norm.py", "1/2", *options))
-    readme = ("-m", "benchmarks.readme", "--to", str(results / "README.md"), "--results", str(results))
+    readme = ("-m", "benchmarks.harness.results", "--to", str(results / "README.md"), "--results", str(results))
     yield Step("readme", readme)
 
 

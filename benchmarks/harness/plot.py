@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from benchmarks.memory import exponent
+from benchmarks.harness.memory import exponent
 
 Curves = dict[str, dict[str, tuple[list[int], list[int]]]]
 COLOURS = {"eager": "tab:red", "sdpa": "tab:blue", "compile": "tab:orange", "fused": "tab:green"}

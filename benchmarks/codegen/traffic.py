@@ -1,7 +1,7 @@
 """Bytes that every kernel moves against the least possible, counted in Triton's interpreter: one table, and JSON.
 
-    python -m benchmarks.traffic                     # every case, two minutes
-    python -m benchmarks.traffic --op attention --json traffic.json
+    python -m benchmarks.codegen.traffic                     # every case, two minutes
+    python -m benchmarks.codegen.traffic --op attention --json traffic.json
 
 `loaded` and `stored` are bytes of unmasked lanes: what the programs ask of the caches. `least`: every element that
 the launch needs loaded once, every result stored once. `x least` = (loaded + stored) / least. `x tiled` is against the
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from benchmarks.traffic_counter import Argument, Launch, Traffic, count
+from benchmarks.codegen.traffic_counter import Argument, Launch, Traffic, count
 from fastvit import ops
 from fastvit.kernels import _configs
 from fastvit.ops import _library

@@ -4,8 +4,8 @@ The public ops run forward and backward on meta tensors (no memory, no arithmeti
 registered ops are sent to the Triton launchers, and Triton's own binder turns each launch into types, alignments,
 constants and options for the target GPU; then, instead of compiling and launching, the launch is recorded.
 
-    from benchmarks.kernel_cases import record
-    from benchmarks.workloads import workloads
+    from benchmarks.codegen.launches import record
+    from benchmarks.harness.workloads import workloads
     for launch in record(workloads("layer_norm"), target="sm_90", dtypes=["bf16"]):
         print(launch.label, launch.compile().summary())
 """
@@ -30,7 +30,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.driver import DriverBase
 
-from benchmarks.aot import TARGETS, Compiled, compile_source
+from benchmarks.codegen.aot import TARGETS, Compiled, compile_source
 from fastvit.ops import _library
 
 # "tf32" and "amp" are float32 tensors: with matmul precision "high", and under autocast to bfloat16.

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """What one evaluation of an activation costs in a kernel's epilogue: issue slots per element, load and store included.
 
-    python -m benchmarks.activation_probes [--target sm_90] [--dtype bf16]
+    python -m benchmarks.codegen.activation_probes [--target sm_90] [--dtype bf16]
 
 The derivative's probe multiplies it by a second tensor that it loads, as a backward epilogue does; "both" also stores
 the recomputed value.
@@ -14,7 +14,7 @@ import argparse
 import triton
 import triton.language as tl
 
-from benchmarks.aot import TARGETS, compile_kernel
+from benchmarks.codegen.aot import TARGETS, compile_kernel
 from fastvit.kernels._math import activate, activate_with_grad
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_cases import Workload
+from benchmarks.codegen.launches import Workload
 from fastvit import ops
 
 WIDTHS = (192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664)

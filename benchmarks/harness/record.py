@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import Ceilings, Quantiles
+from benchmarks.harness.timing import Ceilings, Quantiles
 from fastvit.ops._library import wants_triton
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case, Draw
+from benchmarks.harness.cases import Case, Draw
 
 FACTOR = {"inference": 2.0, "training": 3.0}
 

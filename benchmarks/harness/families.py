@@ -1,9 +1,9 @@
 """The models of other libraries that `fastvit.accelerate` knows: architectures, small and whole, with random weights.
 
-    python -m benchmarks.families benchmarks/results/cpu/families.json
+    python -m benchmarks.harness.families benchmarks/results/cpu/families.json
 
 runs every architecture whole at its own image size, untouched and accelerated, writes the agreement and what is fused,
-and `python -m benchmarks.readme` makes README's table of it.
+and `python -m benchmarks.harness.results` makes README's table of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fastvit
-from benchmarks.libraries import load
-from benchmarks.record import environment
-from benchmarks.timing import Quantiles
+from benchmarks.harness.libraries import load
+from benchmarks.harness.record import environment
+from benchmarks.harness.timing import Quantiles
 
 
 @dataclass(frozen=True)

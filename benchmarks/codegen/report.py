@@ -1,8 +1,8 @@
 """What every kernel costs on a GPU that is not at hand, from its disassembly: one table, and JSON.
 
-    python -m benchmarks.compile_report                                  # every kernel, sm_90, bf16
-    python -m benchmarks.compile_report --kernel attention --target sm_80 --target sm_90 --json report.json
-    python -m benchmarks.compile_report --target all --dtype all         # hundreds of kernels: tens of minutes
+    python -m benchmarks.codegen.report                                  # every kernel, sm_90, bf16
+    python -m benchmarks.codegen.report --kernel attention --target sm_80 --target sm_90 --json report.json
+    python -m benchmarks.codegen.report --target all --dtype all         # hundreds of kernels: tens of minutes
 
 Columns: `regs` and `spill` (bytes) per thread; `smem` KB and `progs` resident programs per SM; then the issue slots of
 the hot loop (of all of the kernel where it has none) by pipe; `per` = slots per score of attention, per element of
@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.aot import TARGETS, Compiled
-from benchmarks.kernel_cases import DTYPES, Launch, compile_all, record
-from benchmarks.roofline import bound, elements
-from benchmarks.workloads import workloads
+from benchmarks.codegen.aot import TARGETS, Compiled
+from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record
+from benchmarks.codegen.roofline import bound, elements
+from benchmarks.harness.workloads import workloads
 
 
 def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
