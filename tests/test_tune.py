@@ -19,8 +19,8 @@ if not (_library.INTERPRET and _library.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
 from benchmarks.gpu import tune
+from benchmarks.gpu.tables import Work, candidates, works
 from benchmarks.gpu.tune import Tuner, decide, difference, using
-from benchmarks.gpu.tune_works import Work, candidates, works
 from benchmarks.harness import provenance
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"

@@ -2,26 +2,54 @@
 
     python -m benchmarks.codegen.report                                  # every kernel, sm_90, bf16
     python -m benchmarks.codegen.report --kernel attention --target sm_80 --target sm_90 --json report.json
-    python -m benchmarks.codegen.report --target all --dtype all         # hundreds of kernels: tens of minutes
+    python -m benchmarks.codegen.report --use second --dtype all --target all
 
-Columns: `regs` and `spill` (bytes) per thread; `smem` KB and `progs` resident programs per SM; then the issue slots of
-the hot loop (of all of the kernel where it has none) by pipe; `per` = slots per score of attention, per element of
-row kernels, per output of a GEMM (there the slots outside the loop: its epilogue); `bound` = the pipe that limits the
-hot loop, and `tc%`, the most that tensor cores can then be busy. The exit status is 1 if a kernel has a problem.
+The exit status is 1 if a kernel has a problem. The JSON has more: slots by pipe, tensor-core instructions, and every
+global access with its width and source line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.codegen.aot import TARGETS, Compiled
 from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record
-from benchmarks.codegen.roofline import bound, elements
+from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
+
+# Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
+_MATMULS = {
+    "attention_fwd_kernel": 2,
+    "attention_short_fwd_kernel": 2,
+    "attention_bwd_dq_kernel": 3,
+    "attention_bwd_dkdv_kernel": 4,
+    "attention_bwd_short_kernel": 5,
+}
+_PER_LANE = {"dropout_kernel": 4}  # elements per index of the tile
+
+
+def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str] | None:
+    """What a thread owns in one pass of the hot loop, and what it is: scores, outputs of a GEMM tile or elements of
+    a row; None where the kernel has no such unit."""
+    threads = compiled.num_warps * TARGETS[compiled.target].gpu.warp_size
+    if compiled.name in _MATMULS:
+        depth = _MATMULS[compiled.name] * (constexprs["D0"] + constexprs["D1"])
+        macs = compiled.hot_loop.macs_per_thread
+        if macs:
+            return macs / depth, "score"
+        keys = sum(value for name, value in constexprs.items() if name == "BLOCK_N" or name.startswith("KEYS_"))
+        return constexprs["BLOCK_M"] * keys / threads, "score"
+    blocks = [value for name, value in constexprs.items() if name.startswith("BLOCK") and name != "BLOCK_K"]
+    if not blocks:
+        return None
+    unrolled = 1 if compiled.listing.loops else constexprs.get("STEPS", 1)
+    count = math.prod(blocks) * unrolled * _PER_LANE.get(compiled.name, 1) / threads
+    return count, "output" if "BLOCK_K" in constexprs else "element"
 
 
 def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
@@ -37,59 +65,41 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
     }
     if isinstance(compiled, str):
         return row | {"problems": [f"does not compile: {' '.join(compiled.split())[:500]}"]}
-    loop, limit, unit = compiled.hot_loop, bound(compiled), elements(compiled, launch.constexprs)
+    loop, unit = compiled.hot_loop, elements(compiled, launch.constexprs)
     row |= {
+        "first_tier": compiled.first_tier,
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
         "shared": compiled.shared,
         "programs_per_sm": compiled.programs_per_sm,
         "slots": compiled.whole.slots,
         "hot_slots": loop.slots,
-        "hot_loops": [region.slots for region in compiled.listing.hot_loops],
         "pipes": loop.pipes,
         "tensor_instructions": compiled.tensor_instructions,
         "tensor_dots": compiled.tensor_dots,
         "accesses": [str(access) for access in compiled.accesses],
-        "narrow": [str(access) for access in compiled.narrow_accesses],
-        "problems": compiled.problems + ["wgmma one by one"] * loop.one_by_one,
+        "problems": compiled.problems,
     }
     if unit is not None:
         count, what = unit
         slots = compiled.whole.slots - loop.slots if what == "output" and loop is not compiled.whole else loop.slots
         row |= {"slots_per": slots / count, "unit": what}
-    if limit is not None:
-        row |= {"cycles": limit.cycles, "bound": limit.pipe, "tensor_share": limit.share("tensor")}
     return row
 
 
-def report(
-    targets: list[str],
-    dtypes: list[str],
-    *,
-    kernel: str = "",
-    op: str | None = None,
-    quick: bool = False,
-    jobs: int = 0,
-) -> list[dict[str, Any]]:
-    """Rows of every kernel whose name contains `kernel`."""
-    chosen = workloads(op, quick=quick)
-    launches = [launch for target in targets for launch in record(chosen, target, dtypes) if kernel in launch.name]
-    return [facts(*pair) for pair in compile_all(launches, jobs or None)]
-
-
-_HEADER = (
-    f"{'config':<58} {'warps':>5} {'regs':>4} {'spill':>5} {'smem':>5} {'progs':>5} {'slots':>5} "
-    f"{'tensor':>6} {'sfu':>4} {'fma':>4} {'alu':>4} {'uni':>4} {'mem':>4} {'ctl':>4} "
-    f"{'per':>13} {'bound':>7} {'tc%':>4}"
-)
+LEGEND = """\
+warps/stages; registers and spilled bytes a thread; KB of shared memory, and programs that fit an SM; issue slots of the
+hot loop (of the whole kernel where it has none), and per score of attention, element of a row, or output of a GEMM
+(there the slots outside the loop: its epilogue)"""
+_COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", "slots", "per", "unit")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows grouped by kernel and target, then the list of problems."""
-    lines: list[str] = []
-    for group in dict.fromkeys((row["kernel"], row["target"]) for row in rows):
-        lines += ["", "  ".join(group), _HEADER]
-        lines += [_line(row) for row in rows if (row["kernel"], row["target"]) == group]
+    """Rows by kernel and target, then the list of problems."""
+    lines = [LEGEND]
+    for kernel, target in dict.fromkeys((row["kernel"], row["target"]) for row in rows):
+        mine = [row for row in rows if (row["kernel"], row["target"]) == (kernel, target)]
+        lines += ["", f"{kernel}  {target}", *make(_COLUMNS, map(_cells, mine), left=3)]
     broken = [row for row in rows if row["problems"]]
     lines += ["", f"{len(rows)} kernels, {len(broken)} with problems"]
     for row in broken:
@@ -98,19 +108,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _line(row: dict[str, Any]) -> str:
-    blocks = "x".join(str(v) for k, v in row["config"].items() if k.startswith("BLOCK"))
-    name = f"{row['workload']} {row['dtype']} {blocks}"
+def _cells(row: dict[str, Any]) -> list[str]:
+    tile = "x".join(str(v) for k, v in row["config"].items() if k.startswith("BLOCK"))
+    cells = [row["workload"], row["dtype"], tile, f"{row['num_warps']}/{row['num_stages']}"]
     if "slots" not in row:
-        return f"{name:<58} does not compile"
-    mix = " ".join(f"{n:>{6 if pipe == 'tensor' else 4}}" for pipe, n in row["pipes"].items())
-    per = f"{row['slots_per']:.2f}/{row['unit']}" if "slots_per" in row else ""
-    share = f"{100 * row['tensor_share']:.0f}" if row.get("tensor_share") else ""
-    warps = f"{row['num_warps']}/{row['num_stages']}"
-    return (
-        f"{name:<58} {warps:>5} {row['registers']:>4} {row['spill_bytes']:>5} {row['shared'] / 1024:>5.0f} "
-        f"{row['programs_per_sm']:>5} {row['hot_slots']:>5} {mix} {per:>13} {row.get('bound', ''):>7} {share:>4}"
-    )
+        return cells
+    per = [f"{row['slots_per']:.2f}", row["unit"]] if "slots_per" in row else []
+    numbers = (row[k] for k in ("registers", "spill_bytes", "shared", "programs_per_sm", "hot_slots"))
+    return [*cells, *(str(n // 1024 if i == 2 else n) for i, n in enumerate(numbers)), *per]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -118,14 +123,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=[*TARGETS, "all"], help="default: sm_90")
     parser.add_argument("--dtype", action="append", choices=[*DTYPES, "all"], help="default: bf16")
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
-    parser.add_argument("--op", help="only the workloads of this op")
-    parser.add_argument("--quick", action="store_true", help="the few workloads that touch every kernel")
-    parser.add_argument("--jobs", type=int, default=0, help="processes; default: one per core")
+    parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
+    parser.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
+    parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     chosen = parser.parse_args(arguments)
     targets = list(TARGETS) if "all" in (chosen.target or ()) else chosen.target or ["sm_90"]
     dtypes = list(DTYPES) if "all" in (chosen.dtype or ()) else chosen.dtype or ["bf16"]
-    rows = report(targets, dtypes, kernel=chosen.kernel, op=chosen.op, quick=chosen.quick, jobs=chosen.jobs)
+    selected = workloads(chosen.use, ops=tuple(chosen.op))
+    launches = [launch for target in targets for launch in record(selected, target, dtypes)]
+    launches = [launch for launch in launches if chosen.kernel in launch.name]
+    rows = [facts(*pair) for pair in compile_all(launches, chosen.jobs)]
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))

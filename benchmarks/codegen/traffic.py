@@ -3,13 +3,13 @@
     python -m benchmarks.codegen.traffic                     # every case, two minutes
     python -m benchmarks.codegen.traffic --op attention --json traffic.json
 
-`loaded` and `stored` are bytes of unmasked lanes: what the programs ask of the caches. `least`: every element that
-the launch needs loaded once, every result stored once. `x least` = (loaded + stored) / least. `x tiled` is against the
-least of the launch's tiling: every program loads an element that it needs once; above 1 a program loads something
-twice, or lanes load what nobody needs. Matmuls are not computed: no address depends on a value.
+Bytes are those of unmasked lanes: what the programs ask of the caches. The least: every element that the launch needs
+loaded once, every result stored once. The least of the launch's tiling: every program loads an element that it needs
+once; what is moved beyond that, a program loads twice, or lanes load that nobody needs. Matmuls are not computed: no
+address depends on a value.
 
-Cases have real N, d and D and the launch configurations of sm_90. Where the real case has too many rows, it is one
-part of a GPU: as many rows and multiprocessors as the label says, so a persistent program has its true share of rows.
+The workloads have real N, d and D and the launch configurations of sm_90. Where the real case has too many rows, they
+are one part of a GPU and of its rows, so that a persistent program has its true share of rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,118 +28,37 @@ if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
-from torch import Tensor
 
 from benchmarks.codegen.traffic_counter import Argument, Launch, Traffic, count
-from fastvit import ops
+from benchmarks.harness.columns import make
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _configs
 from fastvit.ops import _library
 
-Step = tuple[Callable[[], Any], tuple[Tensor, ...]]  # forward, and what it is differentiated by
-
-
-@dataclass(frozen=True)
-class Case:
-    """sms: multiprocessors of the part of the GPU; rows: real rows / rows here, for the configs of GEMMs."""
-
-    op: str
-    label: str
-    build: Callable[[torch.dtype], Step]
-    sms: int = 132
-    rows: int = 1
-    dtype: torch.dtype = torch.bfloat16
-
-
-def _leaf(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, requires_grad=True)
-
-
-def layer_norm(M: int, D: int, *, add: bool = False) -> Callable[[torch.dtype], Step]:
-    def build(dtype: torch.dtype) -> Step:
-        x, branch = (_leaf(M, D, dtype=dtype) for _ in range(2))
-        w, b, scale = (_leaf(D, dtype=dtype) for _ in range(3))
-        if add:
-            return lambda: ops.add_layer_norm(x, branch, w, b, layer_scale=scale), (x, branch, w, b, scale)
-        return lambda: ops.layer_norm(x, w, b), (x, w, b)
-
-    return build
-
-
-def attention(N: int, H: int, d: int) -> Callable[[torch.dtype], Step]:
-    def build(dtype: torch.dtype) -> Step:
-        qkv = _leaf(1, N, 3, H, d, dtype=dtype)
-        return lambda: ops.attention_qkvpacked(qkv), (qkv,)
-
-    return build
-
-
-def mlp(M: int, D: int) -> Callable[[torch.dtype], Step]:
-    def build(dtype: torch.dtype) -> Step:
-        x = _leaf(M, D, dtype=dtype)
-        shapes = ((D,), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,))
-        parameters = tuple(_leaf(*shape, dtype=dtype) for shape in shapes)
-        return lambda: ops.layer_norm_mlp(x, *parameters, residual=x), (x, *parameters)
-
-    return build
-
-
-def patch_embed(B: int, px: int, patch: int, D: int) -> Callable[[torch.dtype], Step]:
-    def build(dtype: torch.dtype) -> Step:
-        image = torch.zeros(B, 3, px, px, dtype=dtype)
-        w, b = _leaf(D, 3, patch, patch, dtype=dtype), _leaf(D, dtype=dtype)
-        position, prefix = _leaf((px // patch) ** 2, D, dtype=dtype), _leaf(1, D, dtype=dtype)
-        leaves = (w, b, position, prefix)
-        return lambda: ops.patch_embed(image, w, b, pos_embed=position, prefix=prefix), leaves
-
-    return build
-
-
-def dropout(M: int, D: int) -> Callable[[torch.dtype], Step]:
-    def build(dtype: torch.dtype) -> Step:
-        x = _leaf(M, D, dtype=dtype)
-        return lambda: ops.dropout(x, 0.1), (x,)
-
-    return build
-
-
-SHARE = 382  # rows of a 132nd of 256 x 197
-CASES = [
-    *(Case("layer_norm", f"256x197 rows, 1/132; D={D}", layer_norm(SHARE, D), sms=1) for D in (384, 768, 1664)),
-    Case("layer_norm", "197 rows, D=768", layer_norm(197, 768)),
-    Case("add_layer_norm", "256x197 rows, 1/132; D=768", layer_norm(SHARE, 768, add=True), sms=1),
-    *(Case("attention", f"N={N}, H={H}, d=64", attention(N, H, 64)) for N, H in ((50, 3), (197, 3), (257, 2))),
-    Case("attention", "N=257, H=2, d=80", attention(257, 2, 80)),
-    Case("attention", "N=577, H=1, d=64", attention(577, 1, 64)),
-    Case("attention", "N=1025, H=1, d=64", attention(1025, 1, 64)),
-    Case("layer_norm_mlp", "256x197 rows, 1/128; D=768", mlp(394, 768), sms=1, rows=128),
-    Case("patch_embed", "224/16, batch 5 of 256, D=768", patch_embed(5, 224, 16, 768), sms=3),
-    Case("patch_embed", "224/16, batch 1, D=768", patch_embed(1, 224, 16, 768)),
-    Case("patch_embed", "518/14, batch 1 of 16, D=1024", patch_embed(1, 518, 14, 1024), sms=8),
-    Case("dropout", "197 rows, D=768", dropout(197, 768)),
-]
+SMS = 132  # of the GPU whose launch configurations are counted, an H100
 
 
 @contextlib.contextmanager
-def _part_of_gpu(case: Case) -> Iterator[None]:
-    """The launchers see the case's multiprocessors, and configs of GEMMs are those of the real number of rows."""
+def _part_of_gpu(parts: int) -> Iterator[None]:
+    """The launchers see the part's multiprocessors, and configs of GEMMs are those of the real number of rows."""
     gemm = _configs.gemm
     with (
         _library.use_backend("triton"),
-        mock.patch.object(_library, "multiprocessors", return_value=case.sms),
-        mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * case.rows, *rest)),
+        mock.patch.object(_library, "multiprocessors", return_value=round(SMS / parts)),
+        mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
     ):
         yield
 
 
-def measure(case: Case) -> dict[str, Traffic]:
-    """The traffic of the forward and of the backward pass."""
-    forward, leaves = case.build(case.dtype)
-    with _part_of_gpu(case):
+def measure(workload: Workload) -> dict[str, Traffic]:
+    """The traffic of the forward and of the backward pass, in bfloat16."""
+    runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
+    with _part_of_gpu(workload.parts):
         with count(compute=False) as ahead:
-            out = forward()
-        outputs = out if isinstance(out, tuple) else (out,)
+            outputs = runner.outputs()
         with count(compute=False) as back:
-            torch.autograd.grad(outputs, leaves, [torch.zeros_like(t) for t in outputs])
+            torch.autograd.grad(outputs, runner.leaves, [torch.zeros_like(t) for t in outputs])
     return {"forward": ahead, "backward": back}
 
 
@@ -192,67 +110,74 @@ def why(launch: Launch) -> str:
 # ---- goals ----
 
 
-def goal(op: str, step: str, label: str, least: float, tiled: float) -> str:
+def goal(workload: Workload, step: str, least: float, tiled: float) -> str:
     """How an operation stands to its goal: LayerNorm 1.05 of the least, patch embedding and attention's forward at
     short N 1.15 of the least for their tiling."""
+    op, short = workload.op, workload.sizes.get("N", 0) <= 257
     if op.endswith("layer_norm"):
         return f"<= 1.05 of least: {'met' if least <= 1.05 else 'MISSED'}"
-    short = any(label.startswith(f"N={n},") for n in (50, 197, 257))
     if op == "patch_embed" or (op == "attention" and step == "forward" and short):
         return f"<= 1.15 of tiled: {'met' if tiled <= 1.15 else 'MISSED'}"
     return ""
 
 
-def rows(case: Case) -> Iterator[dict[str, Any]]:
+def rows(workload: Workload) -> Iterator[dict[str, Any]]:
     """A row for every kernel, and one for the pass where it has several or a goal."""
-    for step, traffic in measure(case).items():
+    for step, traffic in measure(workload).items():
         kernels: dict[str, list[Launch]] = {}
         for launch in traffic.launches:
             kernels.setdefault(launch.kernel, []).append(launch)
         for name, launches in kernels.items():
-            yield _row(case, step, name, launches, sum(launch.least for launch in launches))
-        yield _row(case, step, "", traffic.launches, traffic.least)
+            yield _row(workload, step, name, launches, sum(launch.least for launch in launches))
+        yield _row(workload, step, "", traffic.launches, traffic.least)
 
 
-def _row(case: Case, step: str, kernel: str, launches: list[Launch], least: int) -> dict[str, Any]:
-    loaded, stored = (sum(getattr(launch, what) for launch in launches) for what in ("loaded", "stored"))
-    tiled = (loaded + stored) / sum(launch.least_tiled for launch in launches)
-    ratio = (loaded + stored) / least
+def _row(workload: Workload, step: str, kernel: str, launches: list[Launch], least: int) -> dict[str, Any]:
+    moved = sum(launch.loaded + launch.stored for launch in launches)
+    tiled = sum(launch.least_tiled for launch in launches)
     row: dict[str, Any] = {
-        "op": case.op, "case": case.label, "dtype": str(case.dtype).removeprefix("torch."), "step": step,
-        "kernel": kernel, "launches": len(launches), "programs": sum(launch.programs for launch in launches),
-        "loaded": loaded, "stored": stored, "least": least, "of_least": ratio, "of_tiled": tiled,
+        "op": workload.op, "case": str(workload), "parts": workload.parts, "step": step, "kernel": kernel,
+        "launches": len(launches), "programs": sum(launch.programs for launch in launches), "moved": moved,
+        "least": least, "of_least": moved / least, "least_tiled": tiled, "of_tiled": moved / tiled,
     }  # fmt: skip
     if not kernel:
-        return row | {"goal": goal(case.op, step, case.label, ratio, tiled)}
+        return row | {"goal": goal(workload, step, moved / least, moved / tiled)}
     arguments = [
         {"launch": i, **vars(argument)} for i, launch in enumerate(launches) for argument in launch.arguments.values()
     ]
-    return row | {"why": " | ".join(filter(None, dict.fromkeys(map(why, launches)))), "arguments": arguments}
+    return row | {"why": "; ".join(filter(None, dict.fromkeys(map(why, launches)))), "arguments": arguments}
+
+
+LEGEND = """\
+KB moved: loaded and stored by unmasked lanes. KB least: every element loaded once and every result stored once. KB
+tiled: loaded once by every program that needs it. moved / least and moved / tiled are of the figures in the row."""
+_COLUMNS = ("kernel", "why, or goal", "moved\nKB", "least\nKB", "tiled\nKB", "moved\n/ least", "moved\n/ tiled")
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    lines = [
-        f"{'kernel':<30} {'launches':>8} {'programs':>8} {'loaded':>8} {'stored':>8} {'least':>8} "
-        f"{'x least':>8} {'x tiled':>8}  why / goal      (KB)"
-    ]
-    for i, row in enumerate(found):
-        if i == 0 or (row["op"], row["case"], row["step"]) != tuple(found[i - 1][k] for k in ("op", "case", "step")):
-            lines += ["", f"{row['op']}, {row['step']}: {row['case']}, {row['dtype']}"]
-        sizes = " ".join(f"{row[k] / 1024:>8,.0f}" for k in ("loaded", "stored", "least"))
-        lines.append(
-            f"{row['kernel'] or '  all of it':<30} {row['launches']:>8} {row['programs']:>8} {sizes} "
-            f"{row['of_least']:>8.3f} {row['of_tiled']:>8.3f}  {row.get('why', row.get('goal'))}".rstrip()
-        )
+    lines = [LEGEND]
+    for op, case, parts, step in dict.fromkeys((row["op"], row["case"], row["parts"], row["step"]) for row in found):
+        mine = [row for row in found if (row["op"], row["case"], row["step"]) == (op, case, step)]
+        share = f", one of {parts} parts of the GPU and of the rows" if parts > 1 else ""
+        cells = [
+            [
+                row["kernel"] or "all of it",
+                row["why"] if row["kernel"] else row["goal"],
+                *(f"{row[k] / 1024:,.0f}" for k in ("moved", "least", "least_tiled")),
+                *(f"{row[k]:.3f}" for k in ("of_least", "of_tiled")),
+            ]
+            for row in mine
+        ]
+        lines += ["", f"{op}, {step}: {case}{share}", *make(_COLUMNS, cells, left=2, wrap=1)]
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--op", choices=sorted({case.op for case in CASES}), help="only the cases of this op")
+    parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
     parser.add_argument("--json", type=Path, help="also write the rows, with every argument, to this file")
     chosen = parser.parse_args(arguments)
-    found = [row for case in CASES if chosen.op in (None, case.op) for row in rows(case)]
+    found = [row for workload in workloads("traffic", ops=tuple(chosen.op)) for row in rows(workload)]
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=1))
     print(table(found))

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, as steps of under nine minutes each: tests, sanitizers, tuning, benchmarks, README.
+"""Everything that needs a GPU, as steps of under nine minutes each: tests, sanitizers, tuning, benchmarks, results.
 
     make gpu                                   # all that is not done yet
     python -m benchmarks.gpu --list
@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import sanitize
+from benchmarks.gpu.tables import TABLES
 from benchmarks.harness.provenance import ROOT, commit, now, sources, write_json
 from benchmarks.harness.record import environment, gpu_state
 
@@ -45,11 +47,6 @@ _TEST_SHARDS = {
 }  # fmt: skip
 # odd: forward and forward + backward alternate, and the second takes longer
 _BENCH_SHARDS = {"accelerate": 9, "attention": 7, "layer_norm": 3, "mlp": 9, "patch_embed": 7, "block": 9, "model": 19}
-_TABLES = (
-    "layer_norm", "column_sum", "activation_backward", "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv",
-    "attention_bwd_short", "gemm", "use_triton_gemm", "patch_embed",
-)  # fmt: skip
-_SANITIZED = ("attention", "layer_norm", "linear", "mlp", "patch_embed", "dropout")
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,9 @@ def gpu_steps(results: Path) -> Iterator[Step]:
             for shard in _shards(_TEST_SHARDS.get(path.stem, 1)):
                 yield Step(f"tests {path.stem} {shard}", _pytest(f"tests/{path.name}", shard, *workers))
     for tool in ("memcheck", "racecheck"):
-        for op in _SANITIZED:
+        for op in sanitize.ops():
             yield Step(f"sanitize {tool} {op}", ("-m", "benchmarks.gpu.sanitize", "--tool", tool, "--op", op))
-    for table in _TABLES:
+    for table in TABLES:
         # a shape that has begun is finished: half a minute
         yield Step(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table, "--seconds", str(LIMIT - 90)))
     for op in [path.stem.removeprefix("bench_") for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))]:
@@ -85,7 +82,7 @@ def gpu_steps(results: Path) -> Iterator[Step]:
             file = results / f"{op}_{shard.replace('/', 'of')}.json"
             options = ("--benchmark-only", "--benchmark-json", str(file), "--bench-minutes", "6", "--complete")
             yield Step(f"bench {op} {shard}", _pytest(f"benchmarks/bench_{op}.py", shard, *options))
-    yield Step("readme", ("-m", "benchmarks.harness.results", "--results", str(results)))
+    yield Step("page", ("-m", "benchmarks.harness.results"))
 
 
 def rehearsal_steps(results: Path) -> Iterator[Step]:
@@ -96,8 +93,7 @@ def rehearsal_steps(results: Path) -> Iterator[Step]:
     file = results / "layer_norm_1of2.json"
     options = ("--benchmark-only", "--quick", "--benchmark-json", str(file), "--complete")
     yield Step("bench layer_norm 1/2", _pytest("benchmarks/bench_layer_norm.py", "1/2", *options))
-    readme = ("-m", "benchmarks.harness.results", "--to", str(results / "README.md"), "--results", str(results))
-    yield Step("readme", readme)
+    yield Step("page", ("-m", "benchmarks.harness.results", str(results), "--to", str(results / "README.md")))
 
 
 class Run:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.tune_works import Choice, Work, candidates, works
+from benchmarks.gpu.tables import Choice, Work, candidates, works
 from benchmarks.harness.provenance import commit, now, sources, write_json
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Clock, Quantiles

@@ -3,7 +3,7 @@
     python -m benchmarks.harness.families benchmarks/results/cpu/families.json
 
 runs every architecture whole at its own image size, untouched and accelerated, writes the agreement and what is fused,
-and `python -m benchmarks.harness.results` makes README's table of it.
+and `python -m benchmarks.harness.results` makes a table of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fastvit
+from benchmarks.harness.columns import make
 from benchmarks.harness.libraries import load
+from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Quantiles
 
@@ -235,32 +237,33 @@ def versions() -> dict[str, str]:
     return {name: load(name).__version__ for name in ("timm", "transformers", "torchvision")}
 
 
-def render(path: Path) -> str:
-    """The table of a result file, for README."""
+def render(path: Path) -> list[str]:
+    """The table of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
-    lines = [
-        "| library | model | px | ops | classes left alone | difference |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in results["agreements"]:
-        fused = ", ".join(dict.fromkeys(op for ops in row["fused"].values() for op in ops.split(", ")))
-        skipped = ", ".join(row["skipped"]) or "-"
-        px = "x".join(map(str, dict.fromkeys(row["image_size"])))
-        cells = (row["library"], row["name"], px, fused, skipped, f"{row['difference']:.1e}")
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
+    fused = [[op for ops in row["fused"].values() for op in ops.split(", ")] for row in results["agreements"]]
+    common = [op for op in dict.fromkeys(fused[0]) if all(op in ops for ops in fused)]
+    rows = [
+        (
+            row["library"], row["name"], ", ".join(sorted({*ops} - {*common})), ", ".join(row["skipped"]),
+            "x".join(map(str, dict.fromkeys(row["image_size"]))), f"{row['difference']:.1e}",
+        )
+        for row, ops in zip(results["agreements"], fused, strict=True)
+    ]  # fmt: skip
     slowest = max(row["seconds"] for row in results["agreements"])
     ratios = ", ".join(f"{row['library']} {row['faster']['median']:.2f}x" for row in results["speeds"])
-    lines += [
+    return [
+        *make(("library", "model", "also", "left alone", "px", "difference"), rows, left=4, wrap=3),
         "",
-        "difference: the largest, over the largest absolute output. "
-        f"{where['device']}, torch {where['torch']}, {versions}.",
-        f"`accelerate` took at most {1e3 * slowest:.0f} ms. ViT-B/16 at 224 px, batch 1, inference on "
-        f"{where['threads']} threads of that CPU, untouched / accelerated, median of paired runs: {ratios}.",
-        "",
+        f"every model: {', '.join(common)}",
+        "also: ops of that model besides. left alone: classes that stay as they are.",
+        "difference: the largest, over the largest |output|.",
+        f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}",
+        ", ".join(f"{name} {version}" for name, version in where["libraries"].items()),
+        f"accelerate() took at most {1e3 * slowest:.0f} ms. ViT-B/16 at 224 px, one image, inference,",
+        "untouched / accelerated, median of the ratios of paired runs:",
+        ratios,
     ]
-    return "\n".join(lines)
 
 
 def main(path: Path) -> None:
@@ -270,7 +273,7 @@ def main(path: Path) -> None:
         print(f"{architecture}: {rows[-1].difference:.1e}, {1e3 * rows[-1].seconds:.1f} ms", flush=True)
     where = environment(torch.device("cpu"), torch.float32) | {"libraries": versions()}
     found = {"agreements": [asdict(row) for row in rows], "speeds": [asdict(speed(name, 60)) for name in VIT_B_16]}
-    path.write_text(json.dumps({"environment": where, **found}, indent=1) + "\n")
+    write_json(path, {"environment": where, **found})
 
 
 if __name__ == "__main__":

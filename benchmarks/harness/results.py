@@ -1,11 +1,11 @@
-"""Rewrites the measured tables of README.md from the result files that they name.
+"""Writes benchmarks/results/README.md from the result files beside it.
 
-    pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/all.json
+    pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.harness.results
 
-A table stands between `<!-- results: FILES -->` and `<!-- end -->`; FILES is a path or a pattern (attention_*.json: the
-steps of one run, whose best ceilings count); an optional `ops=a,b` after it keeps those ops. Between
-`<!-- families: FILE -->` or `<!-- dispatch: FILE -->` and `<!-- end -->` stands the table of that module.
+In each folder: runs of the benchmarks (`attention_2of7.json`: a step of a run that was cut into steps; all of
+them are one table, with the best limits that any measured), `families.json` and `dispatch.json` of the modules of
+those names, and pictures of benchmarks/harness/plot.py.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import dispatch, families, table
+from benchmarks.harness import dispatch, families, plot, table
+from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
 
-ROOT = Path(__file__).resolve().parents[2]
-_SECTION = re.compile(r"(<!-- results: (?P<file>\S+)(?: ops=(?P<ops>\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-_OTHER = re.compile(r"(<!-- (?P<table>families|dispatch): (?P<file>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_RENDER = {"families": families.render, "dispatch": dispatch.render}
+RESULTS = ROOT / "benchmarks" / "results"
+_INTRODUCTION = f"""\
+# Results
 
+Made by `python -m benchmarks.harness.results` from the files beside this page; how they were measured is in
+[../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
+about the Triton kernels' speed.
 
-def _provider(data: dict[str, Any]) -> Provider:
-    time = data.pop("time")
-    return Provider(time=None if time is None else Quantiles(**time), **data)
+{table.LEGEND}
+"""
 
 
 def _record(data: dict[str, Any]) -> Record:
@@ -40,15 +42,18 @@ def _record(data: dict[str, Any]) -> Record:
     return Record(**known)
 
 
+def _provider(data: dict[str, Any]) -> Provider:
+    return Provider(**{**data, "time": None if data["time"] is None else Quantiles(**data["time"])})
+
+
 def _step(path: Path) -> tuple[str, int]:
-    """Sorts attention_2of12.json before attention_10of12.json."""
-    name, _, part = path.stem.rpartition("_")
-    step = part.partition("of")[0]
-    return (name, int(step)) if step.isdigit() else (path.stem, 0)
+    """("attention", 10) of attention_10of12.json; (stem, 0) of a run in one piece."""
+    found = re.fullmatch(r"(.+)_(\d+)of\d+", path.stem)
+    return (found[1], int(found[2])) if found else (path.stem, 0)
 
 
-def render(paths: Sequence[Path], ops: tuple[str, ...] = ()) -> str:
-    """The run's table and notes as a fenced block, with commit and date."""
+def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
+    """The records of one run, its limits, and where and when it was."""
     runs = [json.loads(path.read_text()) for path in sorted(paths, key=_step)]
     # step i of n ran every n-th benchmark: taken in turn they are in order again
     turns = itertools.zip_longest(*([b["extra_info"] for b in run["benchmarks"]] for run in runs))
@@ -58,53 +63,54 @@ def render(paths: Sequence[Path], ops: tuple[str, ...] = ()) -> str:
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
     if len(devices) > 1:
         raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
-    records = [_record(i) for i in info]
-    if ops:
-        records = [r for r in records if r.op in ops]
-    if len(runs) > 1:
-        order = list(dict.fromkeys(r.op for r in records))
-        records.sort(key=lambda r: order.index(r.op))
     ceilings = Ceilings(*(max(i["ceilings"][f.name] for i in info) for f in fields(Ceilings)))
     commit = runs[0]["commit_info"]
-    lines = [
-        f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{' (with local changes)' if commit['dirty'] else ''}",
-        *table.header(info[0]["environment"], ceilings),
-        "",
-        *table.render(records, ceilings),
-        *table.notes(records),
-        *table.growth_lines([r for r in records if r.op.startswith("memory")]),
-    ]
+    dirty = " with local changes" * commit["dirty"]
+    when = f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{dirty}"
+    return [_record(i) for i in info], ceilings, [*table.header(info[0]["environment"], ceilings), when]
+
+
+def render(paths: Sequence[Path]) -> str:
+    """Section of one run: a part for each op."""
+    records, ceilings, where = read(paths)
+    parts = [_fenced(where)]
+    for op, lines in table.render(records, ceilings):
+        parts.append(f"### {op}\n\n{_fenced(lines)}")
+    return "\n".join(parts)
+
+
+def _fenced(lines: Sequence[str]) -> str:
     return "\n".join(["```text", *lines, "```", ""])
 
 
-def rewrite(text: str) -> str:
-    """README's text with every results section made anew."""
-
-    def section(match: re.Match[str]) -> str:
-        ops = tuple(match["ops"].split(",")) if match["ops"] else ()
-        return match[1] + render(sorted(ROOT.glob(match["file"])), ops) + match[4]
-
-    def other(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{_RENDER[match['table']](ROOT / match['file'])}\n{match[4]}"
-
-    return _OTHER.sub(other, _SECTION.sub(section, text))
+def page(folders: Sequence[Path] = ()) -> str:
+    """The whole page, of all folders of results unless they are given."""
+    folders = folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    return "\n".join([_INTRODUCTION, *(part for folder in folders for part in _folder(folder))])
 
 
-def unused(text: str, results: Path) -> list[str]:
-    """Result files in a folder that no section of README's text names."""
-    named = {path for match in _SECTION.finditer(text) for path in ROOT.glob(match["file"])}
-    return [path.name for path in sorted(results.resolve().glob("*_*of*.json")) if path not in named]
+def _folder(folder: Path) -> Iterator[str]:
+    special = {"families": families.render, "dispatch": dispatch.render}
+    runs: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.stem not in (*special, "run"):
+            runs.setdefault("all steps" if _step(path)[1] else path.stem, []).append(path)
+    for name, paths in runs.items():
+        yield f"## {folder.name}, {name}\n"
+        if (folder / plot.FILES["light"]).exists():
+            yield plot.picture(folder.name)
+        yield render(paths)
+    for name, function in special.items():
+        if (folder / f"{name}.json").exists():
+            yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--to", type=Path, default=ROOT / "README.md", help="where the new text goes")
-    parser.add_argument("--results", type=Path, help="says which files of this folder no section names")
+    parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
+    parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
     chosen = parser.parse_args(arguments)
-    text = (ROOT / "README.md").read_text()
-    chosen.to.write_text(rewrite(text))
-    for name in unused(text, chosen.results) if chosen.results else []:
-        print(f"README.md has no section with {name}")
+    chosen.to.write_text(page(chosen.folders))
 
 
 if __name__ == "__main__":

@@ -1,45 +1,78 @@
-"""The one table at the end of a run."""
+"""What a run of the benchmarks measured, op by op."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.harness.cases import PROVIDERS
+from benchmarks.harness.columns import make
 from benchmarks.harness.memory import exponent
+from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
 
-_ABSENT = "-"
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
+LEGEND = """\
+ms: median of interleaved rounds. MB: the most that one step allocates at a time. eager / fused: the quotient of the two
+figures in the row, above 1 where fused is faster or smaller; ~ where the rounds do not tell the two apart. ceiling: the
+share of the machine's measured limits that fused reaches. error: fused's against float64, over eager's + one ulp."""
 
 
 def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
     e = environment
     lines = [
-        f"{e['path']}: {e['device']}, {e['dtype']}, {e['threads']} threads, "
-        f"torch {e['torch']}, triton {e['triton']}, python {e['python']}"
+        f"{e['path']}: {e['device']}, {e['dtype']}, {e['threads']} threads",
+        f"torch {e['torch']}, triton {e['triton']}, python {e['python']}",
     ]
     if ceilings is not None:
         lines.append(
-            f"ceilings measured in this run: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
+            f"limits measured in this run: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
             f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s"
         )
-    return [
-        *lines,
-        "time: median ms of interleaved rounds; peak: MB that one step allocates; faster, smaller: provider / fused;",
-        "ceiling: the share of it that fused reaches; error against float64: fused's / (eager's + ulp)",
-    ]
+    return lines
 
 
-def _milliseconds(p: Provider) -> str:
-    if p.skipped:
-        return "skipped"
-    return _ABSENT if p.time is None else _digits(p.time.median * 1e3)
+def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
+    """(op, lines) for each op: tables of times and of peak memory. The memory study has too few rounds for times."""
+    for op in dict.fromkeys(r.op for r in records):
+        mine = [r for r in records if r.op == op]
+        names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
+        lines = [] if op.startswith("memory") else [*_times(mine, names, ceilings), ""]
+        yield op, [*lines, *_peaks(mine, names), *_remarks(mine)]
 
 
-def _megabytes(p: Provider) -> str:
-    return _ABSENT if p.peak_bytes is None else _digits(p.peak_bytes / 1e6)
+def _times(records: Sequence[Record], names: list[str], ceilings: Ceilings | None) -> list[str]:
+    rivals = [name for name in names if name != "fused"]
+    rows = []
+    for r in records:
+        ratios = r.time_ratios()
+        share = r.rates(ceilings).get("fused", {}).get("share_of_ceiling") if ceilings else None
+        error = r.providers.get("fused", Provider()).error_ratio
+        rows.append([
+            r.case,
+            MODE[r.mode],
+            *(_time(r.providers.get(name, Provider())) for name in names),
+            *("~" * (name in ratios and not r.told_apart(name)) + _ratio(ratios.get(name)) for name in rivals),
+            "-" if share is None else f"{share:.0%}",
+            "-" if error is None else f"{error:.2f}",
+        ])  # fmt: skip
+    over = [f"{name}\n/ fused" for name in rivals]
+    return make(["case", "step", *(f"{name}\nms" for name in names), *over, "ceiling", "error"], rows, left=2)
+
+
+def _peaks(records: Sequence[Record], names: list[str]) -> list[str]:
+    rivals = [name for name in names if name != "fused"]
+    rows = []
+    for r in records:
+        peaks = [r.providers.get(name, Provider()).peak_bytes for name in names]
+        ratios = [_ratio(r.memory_ratios().get(name)) for name in rivals]
+        rows.append([r.case, MODE[r.mode], *("-" if p is None else _digits(p / 1e6) for p in peaks), *ratios])
+    over = [f"{name}\n/ fused" for name in rivals]
+    return make(["case", "step", *(f"{name}\nMB" for name in names), *over], rows, left=2)
+
+
+def _time(p: Provider) -> str:
+    return "skipped" if p.skipped else "-" if p.time is None else _digits(p.time.median * 1e3)
 
 
 def _digits(value: float) -> str:
@@ -50,74 +83,20 @@ def _digits(value: float) -> str:
 
 
 def _ratio(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:.2f}x"
+    return "-" if value is None else f"{value:.2f}x"
 
 
-def render(records: Sequence[Record], ceilings: Ceilings | None) -> list[str]:
-    """Lines of the table: one row per case and mode, a block per op; providers that nobody ran have no column."""
-    providers = [name for name in PROVIDERS if any(name in r.providers for r in records)]
-    rivals = [name for name in providers if name != "fused"]
-    top = [""] * 2 + ["time"] * len(providers) + ["peak"] * len(providers)
-    top += ["faster"] * len(rivals) + ["smaller"] * len(rivals) + ["", ""]
-    names = ["case", "step", *providers, *providers, *rivals, *rivals, "ceiling", "error"]
-    rows: list[list[str] | None] = []
-    previous = ""
-    for r in records:
-        if previous and r.op != previous:
-            rows.append(None)
-        previous = r.op
-        rows.append(_row(r, providers, rivals, ceilings))
-    return _align(_grouped(top), names, rows)
-
-
-def _row(r: Record, providers: Sequence[str], rivals: Sequence[str], ceilings: Ceilings | None) -> list[str]:
-    figures = [r.providers.get(name, Provider()) for name in providers]
-    memory = r.memory_ratios()
-    fused = r.providers.get("fused", Provider())
-    share = r.rates(ceilings).get("fused", {}).get("share_of_ceiling") if ceilings else None
-    return [
-        f"{r.op} {r.case}",
-        MODE[r.mode],
-        *map(_milliseconds, figures),
-        *map(_megabytes, figures),
-        *(_ratio(r.speedups.get(name)) for name in rivals),
-        *(_ratio(memory.get(name)) for name in rivals),
-        _ABSENT if share is None else f"{share:.0%}",
-        _ABSENT if fused.error_ratio is None else f"{fused.error_ratio:.2f}",
-    ]
-
-
-def _grouped(top: Sequence[str]) -> list[str]:
-    """Each label once, over the first column of its group."""
-    return [label if i == 0 or label != top[i - 1] else "" for i, label in enumerate(top)]
-
-
-def _align(top: Sequence[str], names: Sequence[str], rows: Sequence[list[str] | None]) -> list[str]:
-    lines = [list(top), list(names), *(row for row in rows if row is not None)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-
-    def line(cells: Sequence[str]) -> str:
-        left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
-        return "  ".join(left + right).rstrip()
-
-    rule = "-" * len(line(names).ljust(sum(widths) + 2 * (len(widths) - 1)))
-    return [line(top), line(names), rule, *("" if row is None else line(row) for row in rows), rule]
-
-
-def notes(records: Sequence[Record]) -> list[str]:
+def _remarks(records: Sequence[Record]) -> list[str]:
     """What a reader must know that is not a number: what was left out and why, and which SDPA ran."""
     lines = [
-        f"skipped: {r.op} {r.case} {MODE[r.mode]}, {name}: {p.skipped}"
+        f"skipped: {r.case} {MODE[r.mode]}, {name}: {p.skipped}"
         for r in records
         for name, p in r.providers.items()
         if p.skipped
     ]
-    lines += sorted({f"note: {r.note}" for r in records if r.note})
+    lines += sorted({r.note for r in records if r.note})
     backends = sorted({r.sdpa_backend for r in records if r.sdpa_backend})
-    if backends:
-        lines.append(f"kernel behind the sdpa provider: {', '.join(backends)}")
-    return lines
+    return lines + ([f"sdpa runs {', '.join(backends)}"] if backends else []) + growth_lines(records)
 
 
 def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
@@ -125,7 +104,7 @@ def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], li
     curves: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
     for r in records:
         for name, p in r.providers.items():
-            if p.peak_bytes is not None:
+            if r.op.startswith("memory") and p.peak_bytes is not None:
                 tokens, peaks = curves.setdefault(r.op, {}).setdefault(name, ([], []))
                 tokens.append(r.shape["N"])
                 peaks.append(p.peak_bytes)
@@ -135,13 +114,12 @@ def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], li
 def growth_lines(records: Sequence[Record]) -> list[str]:
     """Fitted exponents of peak memory against N, over all points and over the largest three."""
     lines = []
-    for op, by_provider in growth(records).items():
+    for by_provider in growth(records).values():
         for name, (tokens, peaks) in by_provider.items():
-            fits = [slice(None)] if len(tokens) >= 3 else []
-            fits += [slice(-3, None)] if len(tokens) > 3 else []
+            parts = (slice(None), slice(-3, None))[: max(0, min(len(tokens) - 2, 2))]
             text = [
-                f"N^{exponent(tokens[part], peaks[part]):.2f} over N = {tokens[part][0]}..{tokens[-1]}" for part in fits
+                f"N^{exponent(tokens[part], peaks[part]):.2f} over N = {tokens[part][0]}..{tokens[-1]}"
+                for part in parts
             ]
-            if text:
-                lines.append(f"{op}, training step, {name}: peak ~ {', '.join(text)}")
+            lines += [f"{name}: peak ~ {', '.join(text)}"] if text else []
     return lines
