@@ -1,5 +1,6 @@
 """`make gpu`: the steps, resuming, time limits, and the page made of several result files."""
 
+import contextlib
 import json
 import os
 import time
@@ -124,6 +125,27 @@ def test_the_budget_ends_a_call_and_not_a_result(tmp_path: Path, capsys: pytest.
     assert "cut: not begun" in capsys.readouterr().out
     assert run.run(steps[0], limit=0.5) == "cut off", "shorter than its own limit: no verdict on the step"
     assert runs(tmp_path, "later") == 0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    provenance.write_json(path, {"old": 1})
+    written: list[Path] = []
+
+    def write(self: Path, text: str) -> None:
+        written.append(self)
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2] if interrupted else text)
+        if interrupted:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(OSError, match="disk full") if interrupted else contextlib.nullcontext():
+        provenance.write_json(path, {"new": [1, 2, 3]})
+    assert path not in written, "nothing is ever written into the file that others read"
+    assert json.loads(path.read_text()) == ({"old": 1} if interrupted else {"new": [1, 2, 3]})
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---- the steps ----
