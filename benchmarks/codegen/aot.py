@@ -9,10 +9,7 @@
         {"BLOCK_P": 32, "BLOCK_D": 32},
         target="sm_90", num_warps=4, aligned=("partial_ptr", "out_ptr", "D"),
     )
-    c.registers, c.spill_bytes, c.shared
-    c.hot_loop.pipes, c.hot_loop.slots, c.hot_loop.slots_per(32 * 32 / 128)
-    c.accesses                   # every kind of global load and store with its width and source line
-    print(c.assembly)            # SASS, or AMD assembly
+    c.registers, c.spill_bytes, c.shared, c.hot_loop.pipes, c.hot_loop.slots, c.accesses, c.assembly
 
 Needs triton and a process without TRITON_INTERPRET=1. Scalars equal to 1 are passed as constants by a launch:
 give them in `constexprs`, like absent pointers (None).
@@ -113,14 +110,6 @@ class Compiled:
         return global_accesses(self.virtual)
 
     @property
-    def narrow_accesses(self) -> list[Access]:
-        """Tiles that threads read or write element by element though they could move 16 bytes at once. On AMD loads
-        only: that backend stores a matmul's result straight from registers, in pieces of 8 bytes, on purpose."""
-        threads = self.num_warps * TARGETS[self.target].gpu.warp_size
-        found = narrow(self.accesses, self.tiles, threads, self.granule)
-        return [a for a in found if a.kind == "load" or TARGETS[self.target].nvidia]
-
-    @property
     def programs_per_sm(self) -> int:
         """Resident programs that registers, shared memory and threads allow."""
         t = TARGETS[self.target]
@@ -163,7 +152,8 @@ class Compiled:
             found.append("HMMA instead of wgmma")
         if self.hot_loop.one_by_one:
             found.append("wgmma one by one")
-        return found + [str(access) for access in self.narrow_accesses]
+        threads = self.num_warps * TARGETS[self.target].gpu.warp_size
+        return found + [str(access) for access in narrow(self.accesses, self.tiles, threads, self.granule)]
 
 
 def compile_kernel(

@@ -69,10 +69,6 @@ class Launch:
         """By name: compile-time parameters, absent pointers, scalars equal to 1."""
         return {self.kernel.arg_names[i]: value for (i,), value in self.constants.items()}
 
-    @property
-    def label(self) -> str:
-        return f"{self.name}[{self.workload}, {self.dtype}, {self.target}]"
-
     def compile(self) -> Compiled:
         return compile_source(
             self.kernel, self.signature, self.constants, self.attrs, self.target, self.options, self.granule, self.dtype

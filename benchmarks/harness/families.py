@@ -166,22 +166,9 @@ VIT_B_16: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@dataclass(frozen=True)
-class Agreement:
+def agree(architecture: Architecture) -> dict[str, Any]:
     """Of one whole model at batch 1 in float32. difference: the largest, over the largest |output| of the library's own
     model. fused: the ops that run, by class of module; skipped: class and reason; seconds: of `accelerate`."""
-
-    library: str
-    name: str
-    image_size: tuple[int, int]
-    parameters: int
-    difference: float
-    fused: dict[str, str]
-    skipped: dict[str, str]
-    seconds: float
-
-
-def agree(architecture: Architecture) -> Agreement:
     model = architecture.model(whole=True)
     image = architecture.image(model, 1)
     with torch.inference_mode():
@@ -190,28 +177,21 @@ def agree(architecture: Architecture) -> Agreement:
         report = fastvit.accelerate(model)
         seconds = time.perf_counter() - start
         difference = ((output(model(image)) - own).abs().max() / own.abs().max()).item()
-    return Agreement(
-        architecture.library,
-        architecture.name,
-        image_size(model),
-        sum(p.numel() for p in model.parameters()),
-        difference,
-        {entry.kind: entry.detail for entry in report.accelerated},
-        {entry.kind: entry.detail for entry in report.skipped},
-        seconds,
-    )
+    return {
+        "library": architecture.library,
+        "name": architecture.name,
+        "image_size": image_size(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "difference": difference,
+        "fused": {entry.kind: entry.detail for entry in report.accelerated},
+        "skipped": {entry.kind: entry.detail for entry in report.skipped},
+        "seconds": seconds,
+    }
 
 
-@dataclass(frozen=True)
-class Speed:
-    """ViT-B/16 at 224 px, batch 1, inference: untouched time / accelerated time in pairs of runs, alternating order."""
-
-    library: str
-    milliseconds: float  # median, accelerated
-    faster: Quantiles
-
-
-def speed(library: str, rounds: int) -> Speed:
+def speed(library: str, rounds: int) -> dict[str, Any]:
+    """ViT-B/16 at 224 px, batch 1, inference: the median in ms, accelerated, and untouched time / accelerated time in
+    pairs of runs, in alternating order."""
     model = VIT_B_16[library]().eval()
     image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
@@ -221,16 +201,14 @@ def speed(library: str, rounds: int) -> Speed:
         model(image)
         return time.perf_counter() - start
 
-    ratios, times = [], []
+    pairs = []
     with torch.inference_mode():
         for i in range(-2, rounds):
-            first = seconds(accelerated=bool(i % 2))
-            second = seconds(accelerated=not i % 2)
-            own, fused = (second, first) if i % 2 else (first, second)
-            if i >= 0:
-                ratios.append(own / fused)
-                times.append(fused)
-    return Speed(library, 1e3 * Quantiles.of(times).median, Quantiles.of(ratios))
+            taken = {accelerated: seconds(accelerated) for accelerated in (i % 2 == 0, i % 2 == 1)}
+            pairs += [taken] * (i >= 0)  # the first two warm up
+    ratios = Quantiles.of([taken[False] / taken[True] for taken in pairs])
+    fused = Quantiles.of([taken[True] for taken in pairs])
+    return {"library": library, "milliseconds": 1e3 * fused.median, "faster": asdict(ratios)}
 
 
 def versions() -> dict[str, str]:
@@ -270,9 +248,9 @@ def main(path: Path) -> None:
     rows = []
     for architecture in ARCHITECTURES:
         rows.append(agree(architecture))
-        print(f"{architecture}: {rows[-1].difference:.1e}, {1e3 * rows[-1].seconds:.1f} ms", flush=True)
+        print(f"{architecture}: {rows[-1]['difference']:.1e}, {1e3 * rows[-1]['seconds']:.1f} ms", flush=True)
     where = environment(torch.device("cpu"), torch.float32) | {"libraries": versions()}
-    found = {"agreements": [asdict(row) for row in rows], "speeds": [asdict(speed(name, 60)) for name in VIT_B_16]}
+    found = {"agreements": rows, "speeds": [speed(name, 60) for name in VIT_B_16]}
     write_json(path, {"environment": where, **found})
 
 

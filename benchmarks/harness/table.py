@@ -37,38 +37,31 @@ def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tup
     for op in dict.fromkeys(r.op for r in records):
         mine = [r for r in records if r.op == op]
         names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
-        lines = [] if op.startswith("memory") else [*_times(mine, names, ceilings), ""]
-        yield op, [*lines, *_peaks(mine, names), *_remarks(mine)]
+        times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings), ""]
+        yield op, [*times, *_table(mine, names, "MB", None), *_remarks(mine)]
 
 
-def _times(records: Sequence[Record], names: list[str], ceilings: Ceilings | None) -> list[str]:
+def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None) -> list[str]:
+    """unit: "ms" for times, with the share of the ceilings and the error; "MB" for peaks."""
     rivals = [name for name in names if name != "fused"]
     rows = []
     for r in records:
+        figures = [r.providers.get(name, Provider()) for name in names]
+        fused = r.providers.get("fused", Provider())
+        if unit == "MB":
+            peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
+            rows.append([r.case, MODE[r.mode], *peaks, *(_ratio(r.memory_ratios().get(name)) for name in rivals)])
+            continue
         ratios = r.time_ratios()
+        marks = ["~" * (name in ratios and not r.told_apart(name)) for name in rivals]
         share = r.rates(ceilings).get("fused", {}).get("share_of_ceiling") if ceilings else None
-        error = r.providers.get("fused", Provider()).error_ratio
         rows.append([
-            r.case,
-            MODE[r.mode],
-            *(_time(r.providers.get(name, Provider())) for name in names),
-            *("~" * (name in ratios and not r.told_apart(name)) + _ratio(ratios.get(name)) for name in rivals),
-            "-" if share is None else f"{share:.0%}",
-            "-" if error is None else f"{error:.2f}",
+            r.case, MODE[r.mode], *map(_time, figures),
+            *(mark + _ratio(ratios.get(name)) for mark, name in zip(marks, rivals, strict=True)),
+            "-" if share is None else f"{share:.0%}", "-" if fused.error_ratio is None else f"{fused.error_ratio:.2f}",
         ])  # fmt: skip
-    over = [f"{name}\n/ fused" for name in rivals]
-    return make(["case", "step", *(f"{name}\nms" for name in names), *over, "ceiling", "error"], rows, left=2)
-
-
-def _peaks(records: Sequence[Record], names: list[str]) -> list[str]:
-    rivals = [name for name in names if name != "fused"]
-    rows = []
-    for r in records:
-        peaks = [r.providers.get(name, Provider()).peak_bytes for name in names]
-        ratios = [_ratio(r.memory_ratios().get(name)) for name in rivals]
-        rows.append([r.case, MODE[r.mode], *("-" if p is None else _digits(p / 1e6) for p in peaks), *ratios])
-    over = [f"{name}\n/ fused" for name in rivals]
-    return make(["case", "step", *(f"{name}\nMB" for name in names), *over], rows, left=2)
+    columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fused" for name in rivals)]
+    return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2)
 
 
 def _time(p: Provider) -> str:
