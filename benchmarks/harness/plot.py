@@ -103,6 +103,8 @@ def _level_ends(by_provider: dict[str, Curve]) -> list[list[str]]:
 
 
 def _label(name: str, tokens: list[int], peaks: list[int]) -> str:
+    if len(tokens) < 3:
+        return f"{NAMES[name]} {_size(peaks[-1])}"
     return f"{NAMES[name]} {_size(peaks[-1])}, $\\mathregular{{N^{{{exponent(tokens[-3:], peaks[-3:]):.2f}}}}}$"
 
 

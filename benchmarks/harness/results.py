@@ -30,7 +30,7 @@ _INTRODUCTION = f"""\
 
 Made by `python -m benchmarks.harness.results` from the files beside this page; how they were measured is in
 [../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
-about the Triton kernels' speed.
+about the Triton kernels' speed. `make results` draws the picture anew, too.
 
 {table.LEGEND}
 """

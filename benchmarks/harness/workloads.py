@@ -80,10 +80,9 @@ def _words(sizes: dict[str, Any]) -> Iterator[str]:
 
 def workloads(*uses: str, ops: tuple[str, ...] = ()) -> list[Workload]:
     """Those of any of the uses and, if given, of these ops, in the order of the list."""
-    found = [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
-    if not found:
-        raise ValueError(f"no workload of op {' or '.join(ops)!r} for {' or '.join(uses)}; ops: {sorted(OPS)}")
-    return found
+    if unknown := {*ops} - {*OPS}:
+        raise ValueError(f"no op {sorted(unknown)}, the ops are {sorted(OPS)}")
+    return [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
 
 
 def _rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes: Any) -> Iterator[Workload]:
