@@ -144,25 +144,14 @@ ARCHITECTURES = [
 ]
 
 
-def _timm_b16(**options: Any) -> nn.Module:
-    return load("timm").create_model("vit_base_patch16_224", **options)
-
-
-def _transformers_b16(**options: Any) -> nn.Module:
-    transformers = load("transformers")
-    config = {"num_hidden_layers": depth} if (depth := options.get("depth")) else {}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000, **config))
-
-
-def _torchvision_b16(**options: Any) -> nn.Module:
-    kind = load("torchvision").models.VisionTransformer
-    return kind(224, 16, options.get("depth", 12), 12, 768, 3072)
-
-
 VIT_B_16: dict[str, Callable[..., nn.Module]] = {
-    "timm": _timm_b16,
-    "transformers": _transformers_b16,
-    "torchvision": _torchvision_b16,
+    "timm": lambda depth=12: _timm("vit_base_patch16_224", depth=depth),
+    "transformers": lambda depth=12: _transformers(
+        "ViTForImageClassification", num_labels=1000, num_hidden_layers=depth
+    ),
+    "torchvision": lambda depth=12: _torchvision(
+        "", image_size=224, patch_size=16, num_layers=depth, num_heads=12, hidden_dim=768, mlp_dim=3072
+    ),
 }
 
 
