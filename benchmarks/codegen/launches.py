@@ -7,7 +7,7 @@ constants and options for the target GPU; then, instead of compiling and launchi
     from benchmarks.codegen.launches import record
     from benchmarks.harness.workloads import workloads
     for launch in record(workloads("kernels", ops=("layer_norm",)), target="sm_90", dtypes=["bf16"]):
-        print(launch.label, launch.compile().registers)
+        print(launch.name, launch.workload, launch.compile().registers)
 """
 
 from __future__ import annotations

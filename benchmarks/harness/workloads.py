@@ -73,7 +73,8 @@ def _words(sizes: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, bool):
-            yield from [name] * value
+            if value:
+                yield name
         else:
             yield f"{name}{value}"
 
