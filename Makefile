@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test bench lint targets report traffic gpu tune clean
+.PHONY: test bench lint targets report results traffic gpu tune clean
 
 test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
 	$(BIN)/pytest $(ARGS)
@@ -12,20 +12,24 @@ test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processe
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
 
-targets: $(INSTALLED)  ## compile every kernel for every target, without a GPU
+targets: $(INSTALLED)  ## compile every kernel for every target, by tier, without a GPU
 	FASTVIT_TARGETS=all $(BIN)/pytest tests/test_targets.py $(ARGS)
 
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
-	$(BIN)/python -m benchmarks.compile_report $(ARGS)
+	$(BIN)/python -m benchmarks.codegen.report $(ARGS)
+
+results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the result files
+	$(BIN)/python -m benchmarks.harness.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
+	$(BIN)/python -m benchmarks.harness.results
 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
-	$(BIN)/python -m benchmarks.traffic $(ARGS)
+	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps.
 GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
 	&& echo $(PYTHON) || echo $(BIN)/python)
 
-gpu:  ## tests, sanitizers, tuning, benchmarks and README on a GPU, resumable; ARGS="--list" or "--steps tests --budget 540"
+gpu:  ## tests, sanitizers, tuning, benchmarks and their page on a GPU, resumable; ARGS="--list" or "--steps tests --budget 540"
 	@test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 

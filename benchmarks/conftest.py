@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
@@ -18,13 +18,14 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks import table
-from benchmarks.cases import MODES, PROVIDERS, Case
-from benchmarks.measure import Session
-from benchmarks.measure import measure as measure_case
-from benchmarks.plot import plot_growth
-from benchmarks.record import Record, environment
-from benchmarks.timing import Clock
+from benchmarks.harness import table
+from benchmarks.harness.measure import Measure, Session
+from benchmarks.harness.measure import measure as measure_one
+from benchmarks.harness.plot import save
+from benchmarks.harness.providers import PROVIDERS
+from benchmarks.harness.record import environment
+from benchmarks.harness.timing import Clock
+from benchmarks.harness.workloads import workloads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNFINISHED = 75
@@ -75,12 +76,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each bench module's `cases(grid)` gives its cases; each runs forward only, and forward + backward."""
-    if "case" in metafunc.fixturenames:
-        cases: list[Case] = metafunc.module.cases(metafunc.config.stash[SESSION].grid)
-        metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+    """The workloads of a bench module's OPS; each runs forward only, and forward + backward."""
+    if "workload" in metafunc.fixturenames:
+        chosen = workloads(metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
+        metafunc.parametrize("workload", chosen, ids=[workload.id for workload in chosen])
     if "mode" in metafunc.fixturenames:
-        metafunc.parametrize("mode", MODES)
+        metafunc.parametrize("mode", table.MODE)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -100,9 +101,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iterator[Callable[[Case, str], Record]]:
+def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iterator[Measure]:
     session = request.config.stash[SESSION]
-    yield lambda case, mode: measure_case(benchmark, session, case, mode)
+    yield lambda workload, mode: measure_one(benchmark, session, workload, mode)
     session.remaining -= 1
 
 
@@ -123,17 +124,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     write = terminalreporter.write_line
     terminalreporter.section("fused against PyTorch")
-    for line in table.header(environment(session.device, session.dtype), session.ceilings):
+    where = table.header(environment(session.device, session.dtype), session.ceilings)
+    for line in (*where, "", *table.LEGEND.splitlines()):
         write(line)
-    write("")
-    for line in table.render(session.records, session.ceilings):
-        write(line)
-    for line in table.notes(session.records):
-        write(line)
+    for op, lines in table.render(session.records, session.ceilings):
+        terminalreporter.section(op, sep="-")
+        for line in lines:
+            write(line)
     if session.left_out:
         write(f"left out: {session.left_out} benchmarks, because the time of --bench-minutes was over")
-    study = [r for r in session.records if r.op.startswith("memory")]
-    for line in table.growth_lines(study):
-        write(line)
-    if config.option.plot is not None and study:
-        write(f"plot: {plot_growth(table.growth(study), config.option.plot)}")
+    if config.option.plot is not None:
+        write(f"plot: {', '.join(save(session.records, where[0], config.option.plot))}")

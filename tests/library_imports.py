@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from benchmarks import libraries
+from benchmarks.harness import libraries
 
 
 def import_library(name: str) -> ModuleType:

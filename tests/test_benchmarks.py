@@ -3,19 +3,22 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import dispatch, eager, table, timing
-from benchmarks.agreement import agreement, error_ratio
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.measure import cost, interleave
-from benchmarks.memory import exponent, peak_bytes, running_peak, saved_bytes
-from benchmarks.record import Provider, Record, environment
-from benchmarks.timing import Ceilings, Clock, Quantiles, plan_rounds, speedups
+from benchmarks.harness import dispatch, eager, plot, table, timing
+from benchmarks.harness.agreement import agreement, error_ratio
+from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.measure import cost, interleave
+from benchmarks.harness.memory import exponent, peak_bytes, running_peak, saved_bytes
+from benchmarks.harness.providers import OPS, Op
+from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
+from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
 
 CPU = torch.device("cpu")
@@ -84,12 +87,6 @@ def test_exponent_needs_points() -> None:
         exponent([1.0], [1.0])
 
 
-def test_ratios_are_of_the_same_round() -> None:
-    """A machine that slows down for a while, and a hiccup in one round, leave the ratio; medians alone would say 30."""
-    samples = {"eager": [3.0, 30.0, 30.0], "fused": [1.0, 10.0, 1.0]}
-    assert speedups(samples, "fused") == {"eager": pytest.approx(3.0)}
-
-
 class _Plugin:
     """pytest-benchmark's fixture, as far as `interleave` uses it."""
 
@@ -144,30 +141,37 @@ def test_error_ratio_is_the_rule() -> None:
         error_ratio(near.half(), near, exact, 2.0)
 
 
-def _toy(error: float) -> Case:
+def _workload(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Runner], **sizes: int) -> Workload:
+    monkeypatch.setitem(OPS, "toy", Op(build))
+    return Workload("toy", sizes)
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-3])
+def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(
+    error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def build(provider: str, draw: Draw, M: int) -> Runner:
         x = draw.normal(M, 8)
         return Runner(lambda: x * x + (error if provider == "fused" else 0.0), (x,))
 
-    return Case("toy", {"M": 16}, build, ("eager", "fused"))
+    toy = _workload(monkeypatch, build, M=16)
+    if error:
+        with pytest.raises(AssertionError, match="fused is not timed"):
+            agreement(toy, "inference", ("eager", "fused"), torch.float32, CPU)
+    else:
+        ratios = agreement(toy, "inference", ("eager", "fused"), torch.float32, CPU)
+        assert ratios["fused"] == ratios["eager"] < 1.0
 
 
-def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong() -> None:
-    right = agreement(_toy(0.0), "inference", ("eager", "fused"), torch.float32, CPU)
-    assert right["fused"] == right["eager"] < 1.0
-    with pytest.raises(AssertionError, match="fused is not timed"):
-        agreement(_toy(1e-3), "inference", ("eager", "fused"), torch.float32, CPU)
-
-
-def test_cost_of_a_matmul() -> None:
+def test_cost_of_a_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(provider: str, draw: Draw, M: int, K: int, N: int) -> Runner:
         a, b = draw.normal(M, K), draw.normal(K, N)
         return Runner(lambda: a @ b, (a,), (b,))
 
-    case = Case("matmul", {"M": 8, "K": 16, "N": 32}, build)
+    matmul = _workload(monkeypatch, build, M=8, K=16, N=32)
     read, written = 4 * (8 * 16 + 16 * 32), 4 * 8 * 32
-    assert cost(case, "inference", torch.float32) == (2 * 8 * 16 * 32, read + written)
-    assert cost(case, "training", torch.float32) == (3 * 2 * 8 * 16 * 32, 3 * read + 2 * written)
+    assert cost(matmul, "inference", torch.float32) == (2 * 8 * 16 * 32, read + written)
+    assert cost(matmul, "training", torch.float32) == (3 * 2 * 8 * 16 * 32, 3 * read + 2 * written)
 
 
 def test_draw_gives_every_precision_the_same_numbers() -> None:
@@ -201,34 +205,66 @@ def test_sdpa_baseline_is_the_reference() -> None:
 def _record(op: str, N: int, eager_peak: int, fused_peak: int) -> Record:
     record = Record(op, f"N{N}", "training", {"N": N}, {}, flops=10**9, moved_bytes=10**6)
     record.providers = {
-        "eager": Provider(Quantiles.of([0.012, 0.012]), eager_peak, 100, 1.0),
+        "eager": Provider(Quantiles.of([0.012, 0.0123, 0.0126]), eager_peak, 100, 1.0),
         "sdpa": Provider(skipped="does not fit"),
-        "fused": Provider(Quantiles.of([0.004, 0.004]), fused_peak, 10, 0.5),
+        "fused": Provider(Quantiles.of([0.004, 0.0041, 0.0042]), fused_peak, 10, 0.5),
     }
-    record.speedups = {"eager": 3.0}
     return record
+
+
+def _lines(record: Record, ceilings: Ceilings | None = None) -> list[str]:
+    ((op, lines),) = table.render([record], ceilings)
+    assert op == record.op
+    return lines
+
+
+def _row(lines: list[str], column: str) -> list[str]:
+    """The first row of the table that has this column."""
+    start = next(i for i, line in enumerate(lines) if f" {column} " in f"{line} ")
+    return lines[start + 2].split()
 
 
 def test_table_shows_times_ratios_and_gaps() -> None:
     ceilings = Ceilings(bytes_per_second=1e10, flops_per_second=1e12)
-    lines = table.render([_record("attention", 197, 8_000_000, 2_000_000)], ceilings)
-    row = lines[3].split()
-    times, peaks, ratios = ["12.0", "skipped", "4.00"], ["8.00", "-", "2.00"], ["3.00x", "-", "4.00x", "-"]
-    assert row == ["attention", "N197", "fwd+bwd", *times, *peaks, *ratios, "25%", "0.50"]
+    lines = _lines(_record("attention", 197, 8_000_000, 2_000_000), ceilings)
+    assert _row(lines, "ms") == ["N197", "fwd+bwd", "12.3", "skipped", "4.10", "3.00x", "-", "24%", "0.50"]
+    assert _row(lines, "MB") == ["N197", "fwd+bwd", "8.00", "-", "2.00", "4.00x", "-"]
     assert "compile" not in "".join(lines)
-    assert len({len(line) for line in lines if set(line) == {"-"}}) == 1
+    assert "skipped: N197 fwd+bwd, sdpa: does not fit" in lines
+
+
+def test_printed_ratios_are_those_of_the_figures_beside_them() -> None:
+    """Also where the median of the rounds' own ratios says otherwise: 1.5 here."""
+    record = _record("attention", 197, 8, 2)
+    fused, eager = [1.0, 2.0, 4.0], [1.5, 1.9, 6.0]
+    record.providers = {"eager": Provider(Quantiles.of(eager)), "fused": Provider(Quantiles.of(fused))}
+    assert _row(_lines(record), "ms")[2:5] == ["1,900", "2,000", "~0.95x"]
+
+
+@pytest.mark.parametrize(
+    ("eager", "apart"), [([1.2, 1.21, 1.22], True), ([0.7, 1.05, 1.4], False), ([1.2, 1.2], False), ([1.3], False)]
+)
+def test_what_the_rounds_do_not_tell_apart_is_marked(eager: list[float], apart: bool) -> None:
+    record = _record("attention", 197, 8, 2)
+    record.providers = {"eager": Provider(Quantiles.of(eager)), "fused": Provider(Quantiles.of([1.0, 1.01, 1.02]))}
+    assert record.told_apart("eager") is apart
+    assert _row(_lines(record), "ms")[4].startswith("~") is not apart
 
 
 def test_table_without_fused_has_no_ratios() -> None:
     record = _record("attention", 197, 8, 2)
     del record.providers["fused"]
-    record.speedups = {}
-    assert record.memory_ratios() == {}
-    assert table.render([record], None)[3].split()[-2:] == ["-", "-"]
+    assert record.memory_ratios() == record.time_ratios() == {}
+    assert _row(_lines(record), "ms")[-4:] == ["-", "-", "-", "-"]
 
 
-def test_notes_name_what_was_skipped() -> None:
-    assert "skipped: attention N197 fwd+bwd, sdpa: does not fit" in table.notes([_record("attention", 197, 8, 2)])
+def test_tables_fit_a_hundred_columns() -> None:
+    record = _record("model", 197, 8, 2)
+    record.case = "vit_small_patch16_224 B16 px518 patch_size14"
+    record.providers["compile"] = Provider(Quantiles.of([1234.5] * 3), 10**11, 1, 1.0)
+    lines = _lines(record, Ceilings(1e10, 1e12))
+    assert max(map(len, lines)) <= 100
+    assert "patch_size14" in "".join(lines).replace("\n", ""), "long names are broken, not cut"
 
 
 def test_growth_is_fitted_per_provider() -> None:
@@ -237,6 +273,25 @@ def test_growth_is_fitted_per_provider() -> None:
     assert any("eager: peak ~ N^2.00" in line for line in lines)
     assert any("fused: peak ~ N^1.00" in line for line in lines)
     assert len(lines) == 2
+    assert table.growth_lines(records[:2]) == []
+
+
+def test_the_picture_names_every_line_and_its_slope(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = [_record("memory, attention", n, 4000 * n * n, 64000 * n) for n in (197, 577, 1025)]
+    for r, peak in zip(records, (n * 64100 for n in (197, 577, 1025)), strict=True):
+        r.shape |= {"B": 1, "H": 12}
+        r.providers["sdpa"] = Provider(peak_bytes=peak)
+    (panel,) = plot.draw(table.growth(records), "a CPU", "dark").axes
+    texts = [text.get_text() for text in panel.texts]
+    assert [text.split()[0] for text in texts] == ["eager", "SDPA", "fastvit", "the"]
+    assert ["{2.00}" in texts[0], "{1.00}" in texts[1], "{1.00}" in texts[2], texts[3]] == [
+        *[True] * 3,
+        "the lines overlap",
+    ]
+    for name in plot.save(records, "a CPU", tmp_path):
+        assert "<svg" in Path(name).read_text()
+    assert plot.save([], "a CPU", tmp_path) == ["none, the memory study did not run"]
 
 
 def test_header_says_plainly_that_no_gpu_was_measured() -> None:
@@ -250,37 +305,42 @@ def test_record_survives_json() -> None:
     record = _record("attention", 197, 8, 2)
     ceilings = Ceilings(1e10, 1e12)
     data = json.loads(json.dumps(record.as_dict(environment(CPU, torch.float32), ceilings)))
-    assert data["providers"]["eager"]["time"] == dataclasses.asdict(Quantiles.of([0.012, 0.012]))
-    assert data["memory_ratios"] == {"eager": 4.0}
-    assert data["rates"]["fused"]["tflops_per_second"] == pytest.approx(0.25)
-    assert data["rates"]["fused"]["share_of_ceiling"] == pytest.approx(0.25)
+    assert data["providers"]["eager"]["time"] == dataclasses.asdict(Quantiles.of([0.012, 0.0123, 0.0126]))
+    assert (data["memory_ratios"], data["time_ratios"]) == ({"eager": 4.0}, {"eager": pytest.approx(3.0)})
+    assert data["rates"]["fused"]["tflops_per_second"] == pytest.approx(1 / 4.1)
+    assert data["rates"]["fused"]["share_of_ceiling"] == pytest.approx(1 / 4.1)
 
 
-@pytest.mark.parametrize("grid", ["quick", "cpu", "gpu"])
-def test_every_case_has_one_id(grid: str) -> None:
-    from benchmarks import (
-        bench_attention,
-        bench_block,
-        bench_layer_norm,
-        bench_memory,
-        bench_mlp,
-        bench_model,
-        bench_patch_embed,
-    )
+# ---- the list of workloads ----
 
-    modules = (
-        bench_attention,
-        bench_block,
-        bench_layer_norm,
-        bench_memory,
-        bench_mlp,
-        bench_model,
-        bench_patch_embed,
-    )
-    for module in modules:
-        ids = [case.id for case in module.cases(grid)]
-        assert ids
-        assert len(ids) == len(set(ids))
+
+def test_every_benchmark_has_one_id() -> None:
+    for grid in ("quick", "cpu", "gpu"):
+        found = [(w.id, w.uses & {grid}) for w in workloads(grid)]
+        assert len(found) == len(set(found))
+    assert {w.op for w in workloads("quick")} == {w.op for w in workloads("gpu")}
+
+
+def test_an_unknown_op_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no op \['softmax'\], the ops are"):
+        workloads("quick", ops=("softmax",))
+
+
+def test_labels_name_every_size() -> None:
+    sizes = {"name": "vit", "B": 1, "scales": True, "residual": False, "dropout_p": 0.1}
+    assert str(Workload("model", sizes)) == "vit B1 scales dropout_p0.1"
+
+
+@pytest.mark.parametrize("workload", workloads("sanitize", "kernels"), ids=lambda w: w.id)
+def test_every_option_builds_on_a_device_without_memory(workload: Workload) -> None:
+    """What the sanitizer and the compilers run, by fakes: shapes and leaves fit together."""
+    runner = workload.runner("fused", Draw(torch.bfloat16, "meta"))
+    outputs = runner.outputs()
+    gradients = runner.gradients(tuple(torch.empty_like(out) for out in outputs))
+    assert [g.shape for g in gradients] == [leaf.shape for leaf in runner.leaves]
+
+
+# ---- dispatch ----
 
 
 def test_dispatch_measures_every_op(tmp_path) -> None:
@@ -291,4 +351,5 @@ def test_dispatch_measures_every_op(tmp_path) -> None:
     path.write_text(
         json.dumps({"environment": {"device": "x", "torch": "y"}, "commit": "z" * 40, "microseconds": found})
     )
-    assert all(f"| {name} |" in dispatch.render(path) for name in found)
+    lines = dispatch.render(path)
+    assert all(any(line.startswith(f"{name} ") for line in lines) for name in found)

@@ -1,5 +1,6 @@
-"""`make gpu`: the steps, resuming, time limits, and the README made of several result files."""
+"""`make gpu`: the steps, resuming, time limits, and the page made of several result files."""
 
+import contextlib
 import json
 import os
 import time
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_attention, bench_block, bench_layer_norm, bench_model, gpu, provenance, readme, sanitize
-from benchmarks.gpu import Run, Step, execute
-from benchmarks.record import Provider, Record, environment
-from benchmarks.shard import _shard, pytest_collection_modifyitems
-from benchmarks.timing import Ceilings, Quantiles
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu import sanitize
+from benchmarks.gpu.run import Run, Step, execute
+from benchmarks.gpu.shard import _shard, pytest_collection_modifyitems
+from benchmarks.harness import plot, provenance, results
+from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.timing import Ceilings, Quantiles
+from benchmarks.harness.workloads import workloads
 from fastvit.kernels import _tuned
 from fastvit.ops import _library
 
@@ -38,19 +42,19 @@ def runs(folder: Path, name: str) -> int:
 
 
 def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "results"
+    folder = tmp_path / "results"
     steps = [counting(tmp_path, "first"), counting(tmp_path, "broken", 3), counting(tmp_path, "third")]
-    assert execute(Run(results, "gpu", "code"), steps) == 1
+    assert execute(Run(folder, "gpu", "code"), steps) == 1
     assert "broken: failed" in capsys.readouterr().out
     steps[1] = counting(tmp_path, "broken")  # mended
-    assert execute(Run(results, "gpu", "code"), steps) == 0
+    assert execute(Run(folder, "gpu", "code"), steps) == 0
     assert [runs(tmp_path, step.name) for step in steps] == [1, 2, 1]
-    state = json.loads((results / "run.json").read_text())
+    state = json.loads((folder / "run.json").read_text())
     assert {name: entry["status"] for name, entry in state["steps"].items()} == dict.fromkeys(
         ("first", "broken", "third"), "passed"
     )
     assert (state["device"], state["sources"]) == ("gpu", "code")
-    assert "done third" in (results / state["steps"]["third"]["log"]).read_text()
+    assert "done third" in (folder / state["steps"]["third"]["log"]).read_text()
 
 
 @pytest.mark.parametrize(("device", "code"), [("other gpu", "code"), ("gpu", "other code")])
@@ -123,6 +127,27 @@ def test_the_budget_ends_a_call_and_not_a_result(tmp_path: Path, capsys: pytest.
     assert runs(tmp_path, "later") == 0
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.json"
+    provenance.write_json(path, {"old": 1})
+    written: list[Path] = []
+
+    def write(self: Path, text: str) -> None:
+        written.append(self)
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2] if interrupted else text)
+        if interrupted:
+            raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(OSError, match="disk full") if interrupted else contextlib.nullcontext():
+        provenance.write_json(path, {"new": [1, 2, 3]})
+    assert path not in written, "nothing is ever written into the file that others read"
+    assert json.loads(path.read_text()) == ({"old": 1} if interrupted else {"new": [1, 2, 3]})
+    assert list(tmp_path.iterdir()) == [path]
+
+
 # ---- the steps ----
 
 
@@ -137,9 +162,9 @@ def test_steps_are_complete_and_short() -> None:
     assert {name.split()[1] for name in names if name.startswith("bench ")} == benches
     assert {name.split()[1] for name in names if name.startswith("tune ")} == set(_tuned.FIELDS)
     assert {tuple(name.split()[1:]) for name in names if name.startswith("sanitize ")} == {
-        (tool, op) for tool in ("memcheck", "racecheck") for op in sanitize.CASES
+        (tool, op) for tool in ("memcheck", "racecheck") for op in sanitize.ops()
     }
-    assert names[-1] == "readme"
+    assert names[-1] == "page"
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +185,13 @@ def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
 def test_rehearsal_runs_every_kind_of_step(tmp_path: Path) -> None:
     assert gpu.main(["--cpu-rehearsal", "--out", str(tmp_path)]) == 0
     state = json.loads((tmp_path / "run.json").read_text())
-    assert [name.split()[0] for name in state["steps"]] == ["tests", "sanitize", "tune", "bench", "readme"]
+    assert [name.split()[0] for name in state["steps"]] == ["tests", "sanitize", "tune", "bench", "page"]
     tuned = json.loads((tmp_path / "tuned" / "tuned_interpreter.json").read_text())
     assert list(tuned["samples"]) == ["attention_fwd[20,16,2,0,0]"]
     bench = json.loads((tmp_path / "layer_norm_1of2.json").read_text())
     assert [b["extra_info"]["mode"] for b in bench["benchmarks"]] == ["inference", "inference"]
-    assert (tmp_path / "README.md").read_text() == readme.rewrite((provenance.ROOT / "README.md").read_text())
+    assert (tmp_path / "README.md").read_text() == results.page([tmp_path])
+    assert "### layer_norm" in (tmp_path / "README.md").read_text()
 
 
 def test_shard_option() -> None:
@@ -203,7 +229,7 @@ def test_sanitizer_cases_launch_every_kernel() -> None:
         for line in path.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }
-    assert {kernel for op in sanitize.CASES for kernel in sanitize.rehearse(op)} == kernels
+    assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == kernels
 
 
 def test_a_missing_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,26 +250,27 @@ def test_findings_of_the_sanitizer_fail(
     assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
     arguments = seen.read_text()
     assert arguments.startswith("1 --tool racecheck --error-exitcode 1 ")
-    assert "benchmarks.sanitize --inside --op=dropout" in arguments
+    assert "benchmarks.gpu.sanitize --inside --op=dropout" in arguments
 
 
 # ---- the grid ----
 
 
+def sizes(op: str, *names: str) -> set[tuple[object, ...]]:
+    return {tuple(w.sizes[name] for name in names) for w in workloads("gpu", ops=(op,))}
+
+
 def test_the_gpu_grid_is_complete() -> None:
-    attention = {(case.shape["N"], case.shape["d"]) for case in bench_attention.cases("gpu")}
-    assert attention >= {(N, 64) for N in (197, 257, 577, 1025, 1370, 4097, 16385)}
-    assert attention >= {(N, d) for d in (72, 80, 88, 96, 128) for N in (257, 1025)}
-    assert {case.shape["B"] for case in bench_attention.cases("gpu")} >= {1, 256}
-    widths = {case.shape["D"] for case in bench_layer_norm.cases("gpu")}
-    assert widths >= {192, 384, 768, 1024, 1152, 1280, 1408, 1536, 1664}
-    blocks = {(case.shape["N"], case.shape["D"]) for case in bench_block.cases("gpu")}
-    assert blocks >= {(N, D) for N in (197, 257, 1370, 4097) for D in (384, 768, 1024, 1280)}
-    models = {(case.name.split("_")[1], case.shape["px"]) for case in bench_model.cases("gpu")}
+    assert sizes("attention", "N", "d") >= {(N, 64) for N in (197, 257, 577, 1025, 1370, 4097, 16385)}
+    assert sizes("attention", "N", "d") >= {(N, d) for d in (72, 80, 88, 96, 128) for N in (257, 1025)}
+    assert sizes("attention", "B") >= {(1,), (256,)}
+    assert sizes("layer_norm", "D") >= {(D,) for D in (192, 384, 768, 1024, 1152, 1280, 1408, 1536, 1664)}
+    assert sizes("block", "N", "D") >= {(N, D) for N in (197, 257, 1370, 4097) for D in (384, 768, 1024, 1280)}
+    models = {(name.split("_")[1], px) for name, px in sizes("model", "name", "px")}
     assert models >= {(size, px) for size in ("small", "base", "large", "huge") for px in (224, 518, 1024)}
 
 
-# ---- README ----
+# ---- the results page ----
 
 
 def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a GPU") -> Path:
@@ -251,7 +278,6 @@ def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a G
     for N in lengths:
         record = Record("attention", f"N{N}", "inference", {"N": N}, {}, flops=10**9, moved_bytes=10**6)
         record.providers = {"eager": Provider(Quantiles.of([0.012] * 3)), "fused": Provider(Quantiles.of([0.004] * 3))}
-        record.speedups = {"eager": 3.0}
         where = environment(torch.device("cpu"), torch.float32) | {"device": device}
         benchmarks.append({"extra_info": record.as_dict(where, Ceilings(copy, 1e12))})
     commit = {"id": "0123456789abcdef", "dirty": False}
@@ -262,24 +288,26 @@ def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a G
 
 def test_one_table_of_several_steps(tmp_path: Path) -> None:
     lengths = [17, 197, 50, 257, 577]
-    parts = [tuple(lengths[i::2]) for i in range(2)]
-    second = result(tmp_path / "a_10of10.json", parts[1], 3e12)
-    first = result(tmp_path / "a_2of10.json", parts[0], 1e12)
-    text = readme.render([second, first])
-    places = [text.index(f"attention N{N} ") for N in lengths]
+    second = result(tmp_path / "a_10of10.json", (197, 257), 3e12)
+    first = result(tmp_path / "a_2of10.json", (17, 50, 577), 1e12)
+    text = results.render([second, first])
+    places = [text.index(f"\nN{N} ") for N in lengths]
     assert places == sorted(places), "in the order in which one step would have run them"
     assert "large copy 3,000 GB/s" in text, "the best that the machine reached"
     assert "commit 0123456789" in text
+    assert text in results.page([tmp_path]), "a folder's steps are one run"
     with pytest.raises(ValueError, match="several devices"):
-        readme.render([first, result(tmp_path / "b.json", (197,), 1e12, "another GPU")])
+        results.render([first, result(tmp_path / "b.json", (197,), 1e12, "another GPU")])
     with pytest.raises(ValueError, match="no benchmark"):
-        readme.render([])
+        results.render([])
 
 
-def test_results_without_a_section_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme, "ROOT", tmp_path)
-    result(tmp_path / "attention_1of1.json", (197,), 1e12)
-    result(tmp_path / "block_1of1.json", (197,), 1e12)
-    text = "<!-- results: attention_*.json -->\nold\n<!-- end -->\n"
-    assert "attention N197" in readme.rewrite(text)
-    assert readme.unused(text, tmp_path) == ["block_1of1.json"]
+def test_the_page_is_that_of_the_result_files() -> None:
+    """`python -m benchmarks.harness.results` makes it."""
+    text = (results.RESULTS / "README.md").read_text()
+    assert text == results.page()
+    tables = [line for block in text.split("```")[1::2] for line in block.splitlines()]
+    assert max(map(len, tables)) <= 100
+    for file in plot.FILES.values():
+        assert f"cpu/{file}" in text
+        assert (results.RESULTS / "cpu" / file).exists()

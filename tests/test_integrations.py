@@ -12,7 +12,7 @@ from oracle import assert_as_accurate
 from torch import Tensor, nn
 
 import fastvit
-from benchmarks.families import ARCHITECTURES, Architecture, output
+from benchmarks.harness.families import ARCHITECTURES, Architecture, output
 
 BATCH = 2
 UNKNOWN = {"AttentionPoolLatent", "SiglipMultiheadAttentionPoolingHead", "MultiheadAttention"}  # cross-attention

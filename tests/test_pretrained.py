@@ -17,7 +17,7 @@ from oracle import assert_as_accurate
 from torch import Tensor, nn
 
 import fastvit
-from benchmarks.photographs import photographs
+from benchmarks.harness.photographs import photographs
 from fastvit import reference, zoo
 
 NAME = "vit_small_patch14_dinov2"

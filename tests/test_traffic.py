@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
-from benchmarks import traffic
-from benchmarks.traffic_counter import Traffic, count
+from benchmarks.codegen import traffic
+from benchmarks.codegen.traffic_counter import Traffic, count
+from benchmarks.harness.workloads import Workload
 
 BF16 = torch.bfloat16
 
@@ -99,8 +100,8 @@ def test_counting_ends_with_the_context() -> None:
 # ---- goals ----
 
 
-def passes(case: traffic.Case) -> tuple[Traffic, Traffic]:
-    found = traffic.measure(case)
+def passes(op: str, parts: int = 1, **sizes: int) -> tuple[Traffic, Traffic]:
+    found = traffic.measure(Workload(op, sizes, parts=parts))
     return found["forward"], found["backward"]
 
 
@@ -108,30 +109,30 @@ def tiled(found: Traffic) -> float:
     return found.moved / sum(launch.least_tiled for launch in found.launches)
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_layer_norm_is_within_five_percent_of_the_least(add: bool) -> None:
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
+def test_layer_norm_is_within_five_percent_of_the_least(op: str) -> None:
     """At the rows that a program has at batch 256: a 132nd of the GPU."""
-    forward, backward = passes(traffic.Case("layer_norm", "", traffic.layer_norm(traffic.SHARE, 192, add=add), sms=1))
+    forward, backward = passes(op, parts=traffic.SMS, B=1, N=382, D=192)
     assert [launch.kernel for launch in forward.launches] == ["layer_norm_fwd_kernel"]
     assert [launch.kernel for launch in backward.launches] == ["layer_norm_bwd_kernel", "column_sum_kernel"]
     for found in (forward, backward):
         assert 1.0 <= found.moved / found.least <= 1.05
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_layer_norm_moves_every_row_once(add: bool) -> None:
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
+def test_layer_norm_moves_every_row_once(op: str) -> None:
     """At any size; parameters are loaded by each program, and never twice by one."""
-    forward, _ = passes(traffic.Case("layer_norm", "", traffic.layer_norm(197, 192, add=add), sms=1))
+    forward, _ = passes(op, parts=traffic.SMS, B=1, N=197, D=192)
     (launch,) = forward.launches
     rows = [a for a in launch.arguments.values() if a.name not in ("w_ptr", "b_ptr", "layer_scale_ptr")]
-    assert len(rows) == (6 if add else 4)
+    assert len(rows) == {"layer_norm": 4, "add_layer_norm": 6}[op]
     assert sum(a.loaded + a.stored for a in rows) == sum(a.loaded_once + a.stored_once for a in rows)
     assert all(a.reloads in (0.0, 1.0) for a in launch.arguments.values())
 
 
 @pytest.mark.parametrize(("N", "d"), [(50, 64), (197, 64), (256, 64), (197, 80)])
 def test_attention_loads_a_tile_once_per_program(N: int, d: int) -> None:
-    forward, backward = passes(traffic.Case("attention", "", traffic.attention(N, 1, d)))
+    forward, backward = passes("attention", B=1, N=N, H=1, d=d)
     assert tiled(forward) <= 1.15
     assert tiled(backward) <= 1.15
     (launch,) = forward.launches
@@ -140,26 +141,34 @@ def test_attention_loads_a_tile_once_per_program(N: int, d: int) -> None:
 
 
 def test_short_attention_backward_moves_the_least() -> None:
-    _, backward = passes(traffic.Case("attention", "", traffic.attention(197, 1, 64)))
+    _, backward = passes("attention", B=1, N=197, H=1, d=64)
     assert backward.moved == backward.least == 8 * 197 * 64 * 2 + 197 * 4
 
 
 def test_patch_embed_loads_a_tile_once_per_program() -> None:
-    forward, backward = passes(traffic.Case("patch_embed", "", traffic.patch_embed(3, 224, 16, 128), sms=1))
+    forward, backward = passes("patch_embed", parts=traffic.SMS, B=3, px=224, patch=16, D=128)
     assert 1.0 <= tiled(forward) <= 1.15
     assert 1.0 <= tiled(backward) <= 1.15
 
 
 def test_no_excess_is_unexplained() -> None:
-    case = traffic.Case("layer_norm_mlp", "", traffic.mlp(150, 64), sms=1)
-    found = list(traffic.rows(case))
+    found = list(traffic.rows(Workload("layer_norm_mlp", {"B": 1, "N": 150, "D": 64}, parts=traffic.SMS)))
     assert {row["kernel"] for row in found} >= {"linear_fwd_kernel", "linear_dact_kernel", "layer_norm_bwd_kernel"}
     assert traffic.UNEXPLAINED not in traffic.table(found)
-    assert "once for each row tile" in traffic.table(found)
+    assert any("once for each row tile" in row.get("why", "") for row in found)
+    assert max(map(len, traffic.table(found).splitlines())) <= 120
 
 
-def test_the_goal_is_named_and_judged() -> None:
-    assert traffic.goal("layer_norm", "forward", "", 1.04, 1.0).endswith("met")
-    assert traffic.goal("add_layer_norm", "backward", "", 1.06, 1.0).endswith("MISSED")
-    assert traffic.goal("attention", "forward", "N=197, H=3", 2.5, 1.16).endswith("MISSED")
-    assert traffic.goal("attention", "forward", "N=1025, H=1", 9.0, 1.2) == ""
+@pytest.mark.parametrize(
+    ("op", "step", "N", "ratios", "judgement"),
+    [
+        ("layer_norm", "forward", 382, (1.04, 1.0), "met"),
+        ("add_layer_norm", "backward", 382, (1.06, 1.0), "MISSED"),
+        ("attention", "forward", 197, (2.5, 1.16), "MISSED"),
+        ("attention", "forward", 1025, (9.0, 1.2), ""),
+    ],
+)
+def test_the_goal_is_named_and_judged(op: str, step: str, N: int, ratios: tuple[float, float], judgement: str) -> None:
+    found = traffic.goal(Workload(op, {"N": N}), step, *ratios)
+    assert found.endswith(judgement)
+    assert bool(found) is bool(judgement)

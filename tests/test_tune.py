@@ -18,9 +18,9 @@ from fastvit.ops import _library
 if not (_library.INTERPRET and _library.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
-from benchmarks import provenance, tune
-from benchmarks.tune import Tuner, decide, difference, using
-from benchmarks.tune_works import Work, candidates, works
+from benchmarks.gpu import tune
+from benchmarks.gpu.tables import Work, candidates, works
+from benchmarks.gpu.tune import Tuner, decide, difference, using
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"
 CPU = torch.device("cpu")
@@ -54,21 +54,21 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, data: Any) -> None:
 # ---- the margin ----
 
 
-def test_a_choice_must_be_two_percent_faster() -> None:
-    shipped = [1.0, 1.0, 1.0]
-    assert decide(shipped, {(1,): [0.981] * 3}) is None
-    assert decide(shipped, {(1,): [0.979] * 3}) == (1,)
-    assert decide(shipped, {(1,): [0.979] * 3, (2,): [0.9] * 3, (3,): [1.1] * 3}) == (2,)
-    assert decide(shipped, {}) is None
+TRIED: list[tuple[Any, Any]] = [
+    ({(1,): [0.981] * 3}, None), ({(1,): [0.979] * 3}, (1,)), ({}, None),
+    ({(1,): [0.979] * 3, (2,): [0.9] * 3, (3,): [1.1] * 3}, (2,)),
+    ({(1,): [0.1, 1.0, 1.0]}, None),  # one lucky round
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tried", "chosen"), TRIED)
+def test_a_choice_must_be_two_percent_faster(tried: Any, chosen: Any) -> None:
+    assert decide([1.0, 1.0, 1.0], tried) == chosen
 
 
 def test_ratios_are_of_the_same_round() -> None:
-    """A machine that slows down half-way makes nobody faster; one lucky round decides nothing."""
+    """A machine that slows down half-way makes nobody faster."""
     assert decide([1.0, 3.0, 3.0], {(1,): [1.0, 3.0, 3.0]}) is None
-    assert decide([1.0, 1.0, 1.0, 1.0, 1.0], {(1,): [0.1, 1.0, 1.0, 1.0, 1.0]}) is None
-
-
-def test_two_rounds_decide_nothing() -> None:
     with pytest.raises(ValueError, match="three or more rounds"):
         decide([1.0, 1.0], {(1,): [0.5, 0.5]})
 
@@ -117,64 +117,63 @@ def test_the_shipped_choice_stays_within_the_margin(tmp_path: Path) -> None:
     assert data["samples"]["attention_fwd[20,16,2,0,0]"]["chosen"] is None
 
 
-def choosing(outcome: Callable[[tuple[int, ...] | None], torch.Tensor]) -> Work:
+Outcome = Callable[[tuple[int, ...] | None], float]
+
+
+def choosing(outcome: Outcome) -> Work:
     """A work whose result is a function of the choice in use."""
-
-    def run() -> tuple[torch.Tensor, ...]:
-        return (outcome(_tuned.choice(ARCH, "attention_fwd", *KEY)),)
-
-    return Work("attention_fwd", "outcome", lambda device: run)
+    use = lambda: (torch.tensor([outcome(_tuned.choice(ARCH, "attention_fwd", *KEY))]),)  # noqa: E731
+    return Work("attention_fwd", "outcome", lambda device: use)
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), 2.0])
-def test_a_choice_with_other_results_is_unfit(wrong: float, tmp_path: Path) -> None:
+def too_large(choice: tuple[int, ...] | None) -> float:
+    if choice is not None and choice[0] == 128:
+        raise RuntimeError("out of resource: shared memory")
+    return 1.0
+
+
+UNFIT: list[tuple[Outcome, str]] = [
+    (lambda choice: float("nan") if choice and choice[0] == 128 else 1.0, "differs from the shipped"),
+    (lambda choice: 2.0 if choice and choice[0] == 128 else 1.0, "differs from the shipped"),
+    (too_large, "shared memory"),
+]
+
+
+@pytest.mark.parametrize(("outcome", "reason"), UNFIT)
+def test_a_choice_with_other_results_or_none_is_unfit(outcome: Outcome, reason: str, tmp_path: Path) -> None:
     """However fast it is."""
-    work = choosing(lambda choice: torch.tensor([wrong if choice and choice[0] == 128 else 1.0]))
-    (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(work)
-    assert "as shipped; 1 tried, 1 unfit" in line
-    data = json.loads((tmp_path / _tuned.file_name(GPU)).read_text())
-    assert "differs from the shipped" in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(128, 0, 8, 2)"]
-
-
-def test_a_choice_that_does_not_fit_is_unfit(tmp_path: Path) -> None:
-    def outcome(choice: tuple[int, ...] | None) -> torch.Tensor:
-        if choice is not None and choice[0] == 128:
-            raise RuntimeError("out of resource: shared memory")
-        return torch.ones(1)
-
     (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(choosing(outcome))
     assert "as shipped; 1 tried, 1 unfit" in line
-    assert "shared memory" in (tmp_path / _tuned.file_name(GPU)).read_text()
+    data = json.loads((tmp_path / _tuned.file_name(GPU)).read_text())
+    assert reason in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(128, 0, 8, 2)"]
 
 
-def test_a_shipped_choice_that_fails_is_an_error(tmp_path: Path) -> None:
-    def outcome(choice: tuple[int, ...] | None) -> torch.Tensor:
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        tuner(tmp_path, seconds_by_block_m({64: 1.0})).tune(choosing(outcome))
+def broken(*_: Any) -> float:
+    raise RuntimeError("broken")
 
 
-def test_a_work_that_asks_for_nothing_is_an_error(tmp_path: Path) -> None:
-    work = Work("gemm", "nothing", lambda device: lambda: (torch.ones(1),))
-    with pytest.raises(RuntimeError, match="no launch asked"):
+def asking(table: str, ask: Callable[[], object]) -> Work:
+    return Work(table, "a call", lambda device: lambda: (ask(), torch.ones(1))[1:])
+
+
+NO_WORK: list[tuple[Work, str]] = [
+    (choosing(broken), "broken"),
+    (asking("gemm", lambda: None), "no launch asked"),
+    (asking("layer_norm", lambda: _configs.layer_norm(768)), "without the target"),
+]
+
+
+@pytest.mark.parametrize(("work", "message"), NO_WORK)
+def test_a_work_that_cannot_be_tuned_is_an_error(work: Work, message: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=message):
         tuner(tmp_path, seconds_by_block_m({64: 1.0})).tune(work)
-
-
-def test_a_table_asked_without_the_target_is_an_error(tmp_path: Path) -> None:
-    def run() -> tuple[torch.Tensor, ...]:
-        _configs.layer_norm(768)
-        return (torch.ones(1),)
-
-    with pytest.raises(RuntimeError, match="without the target"):
-        tuner(tmp_path, seconds_by_block_m({64: 1.0})).tune(Work("layer_norm", "no target", lambda device: run))
 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_tuning_goes_on_unless_the_code_has_changed(
     changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = choosing(lambda choice: torch.ones(1))
+    work = choosing(lambda choice: 1.0)
     timer = seconds_by_block_m({64: 1.0, 128: 0.5})
     monkeypatch.setattr(tune, "sources", lambda: "code")
     assert len(tuner(tmp_path, timer).tune(work)) == 1
@@ -183,30 +182,6 @@ def test_tuning_goes_on_unless_the_code_has_changed(
     again = tuner(tmp_path, timer)
     assert len(again.tune(work)) == (1 if changed else 0)
     assert again.entries == {("attention_fwd", KEY): (128, 0, 8, 2)}
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "table.json"
-    provenance.write_json(path, {"old": 1})
-    written: list[Path] = []
-
-    def write(self: Path, text: str) -> None:
-        written.append(self)
-        with self.open("w") as file:
-            file.write(text[: len(text) // 2] if interrupted else text)
-        if interrupted:
-            raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_text", write)
-    if interrupted:
-        with pytest.raises(OSError, match="disk full"):
-            provenance.write_json(path, {"new": [1, 2, 3]})
-    else:
-        provenance.write_json(path, {"new": [1, 2, 3]})
-    assert path not in written, "nothing is ever written into the file that others read"
-    assert json.loads(path.read_text()) == ({"old": 1} if interrupted else {"new": [1, 2, 3]})
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_differences_are_of_the_largest_result() -> None:
@@ -293,13 +268,7 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
 
 @pytest.mark.parametrize(("table", "key", "choice", "config", "expected"), OVERRIDES, ids=[o[0] for o in OVERRIDES])
 def test_the_file_overrides_its_table(
-    table: str,
-    key: str,
-    choice: tuple[int, ...],
-    config: Callable[[], Any],
-    expected: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    table: str, key: str, choice: Any, config: Any, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped = dataclasses.asdict(config())
     load(monkeypatch, tmp_path, document({table: {key: entry(table, *choice)}}))
@@ -345,34 +314,40 @@ def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-GOOD = {"20,16,2,0,0": entry("attention_fwd", 128, 0, 8, 2)}
+GOOD = entry("attention_fwd", 128, 0, 8, 2)
+SHORT = entry("attention_bwd_short", 128, 64, 8, 2)
+
+
+def one(table: str, key: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return document({table: {key: fields}})
+
+
+def fwd(**changes: Any) -> dict[str, Any]:
+    return one("attention_fwd", "20,16,2,0,0", GOOD | changes)
+
+
 DAMAGED: dict[str, tuple[Any, str]] = {
-    "cut off": (json.dumps(document({"attention_fwd": GOOD}))[:-20], "delimiter|Expecting|Unterminated"),
+    "cut off": (json.dumps(fwd())[:-20], "delimiter|Expecting|Unterminated"),
     "no text": ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), "Expecting"),
     "a list": ([1, 2], "not of format 1"),
     "another format": (document({}, format=2), "not of format 1"),
     "another GPU": (document({}, gpu="Another"), "made on 'Another'"),
     "another arch": (document({}, arch="sm_80"), "not on 'Test GPU 80GB', 'sm_90'"),
     "no tables": (document(None), "tables is no object"),
-    "an unknown table": (document({"softmax": GOOD}), "no table 'softmax'"),
-    "a short key": (document({"attention_fwd": {"20,16": GOOD["20,16,2,0,0"]}}), "key or fields"),
-    "a key of words": (document({"attention_fwd": {"a,b,c,d,e": GOOD["20,16,2,0,0"]}}), "invalid literal"),
-    "a missing field": (document({"attention_fwd": {"20,16,2,0,0": {"block_m": 64}}}), "key or fields"),
-    "no number": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "block_m": "64"}}}), "'64'"),
-    "a fraction": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "num_warps": 4.0}}}), "4.0"),
-    "true": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "num_warps": True}}}), "True"),
-    "96 rows": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "block_m": 96}}}), "power of two"),
-    "8 rows": (document({"attention_fwd": {"20,16,2,0,0": {**GOOD["20,16,2,0,0"], "block_m": 8}}}), "less than 16"),
-    "long for the short kernel": (
-        document({"attention_fwd": {"577,64,2,0,0": GOOD["20,16,2,0,0"]}}), "no more than 384 keys"
-    ),
-    "a row too many": (
-        document({"attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 128, 64, 8, 2)}}),
-        "less than the 197 queries",
-    ),
-    "no stage": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 128, 64, 1, 8, 0, 0)}}), "not of 1 to 32"),
-    "a narrow tile": (document({"gemm": {"1,2,3,2": entry("gemm", 128, 32, 64, 1, 8, 3, 0)}}), "less than 64"),
-}  # fmt: skip
+    "an unknown table": (one("softmax", "20,16,2,0,0", GOOD), "no table 'softmax'"),
+    "a short key": (one("attention_fwd", "20,16", GOOD), "key or fields"),
+    "a key of words": (one("attention_fwd", "a,b,c,d,e", GOOD), "invalid literal"),
+    "a missing field": (one("attention_fwd", "20,16,2,0,0", {"block_m": 64}), "key or fields"),
+    "no number": (fwd(block_m="64"), "'64'"),
+    "a fraction": (fwd(num_warps=4.0), "4.0"),
+    "true": (fwd(num_warps=True), "True"),
+    "96 rows": (fwd(block_m=96), "power of two"),
+    "8 rows": (fwd(block_m=8), "less than 16"),
+    "long for the short kernel": (one("attention_fwd", "577,64,2,0,0", GOOD), "no more than 384 keys"),
+    "a row too many": (one("attention_bwd_short", "197,64,2,0,0", SHORT), "less than the 197 queries"),
+    "no stage": (one("gemm", "1,2,3,2", entry("gemm", 128, 128, 64, 1, 8, 0, 0)), "not of 1 to 32"),
+    "a narrow tile": (one("gemm", "1,2,3,2", entry("gemm", 128, 32, 64, 1, 8, 3, 0)), "less than 64"),
+}
 
 
 @pytest.mark.parametrize("what", DAMAGED)

@@ -178,37 +178,30 @@ class _Counter:
         owners = storage.owner[at]
         if owners.min() < 0:
             raise MemoryError(f"{self.launch.kernel} {verb} a part of {storage.names} that no argument covers")
-        width = itemsize // storage.granule
-        if store:
-            self._store(storage, at, owners, program, width, itemsize)
-        else:
-            self._load(storage, at, owners, program, width, itemsize)
+        self._move(storage, at, owners, program, itemsize, store)
 
-    def _load(self, s: _Storage, at: Any, owners: Any, program: int, width: int, itemsize: int) -> None:
-        fresh = s.distinct(at[s.loader[at] != program])
-        s.loader[fresh] = program
-        once = fresh[~s.loaded[fresh]]
-        for offset in range(width):
-            s.loaded[once + offset] = True
-        for i, name in enumerate(s.names):
-            argument = self.launch.arguments[name]
-            argument.loaded += int((owners == i).sum()) * itemsize
-            argument.loaded_per_program += int((s.owner[fresh] == i).sum()) * itemsize
-            argument.loaded_once += int((s.owner[once] == i).sum()) * itemsize
-
-    def _store(self, s: _Storage, at: Any, owners: Any, program: int, width: int, itemsize: int) -> None:
-        before = s.storer[at]
-        if ((before >= 0) & (before != program)).any():
+    def _move(self, s: _Storage, at: Any, owners: Any, program: int, itemsize: int, store: bool) -> None:
+        last, touched = (s.storer, s.stored) if store else (s.loader, s.loaded)
+        before = last[at]
+        if store and ((before >= 0) & (before != program)).any():
             names = sorted({s.names[i] for i in set(owners.tolist())})
             raise MemoryError(f"{self.launch.kernel}: two programs store one element of {', '.join(names)}")
-        once = s.distinct(at[before != program])
-        s.storer[once] = program
-        for offset in range(width):
-            s.stored[once + offset] = True
+        fresh = s.distinct(at[before != program])
+        last[fresh] = program
+        once = fresh[~touched[fresh]]
+        for offset in range(itemsize // s.granule):
+            touched[once + offset] = True
         for i, name in enumerate(s.names):
             argument = self.launch.arguments[name]
-            argument.stored += int((owners == i).sum()) * itemsize
-            argument.stored_once += int((s.owner[once] == i).sum()) * itemsize
+            moved = int((owners == i).sum()) * itemsize
+            by_program, by_launch = (int((s.owner[some] == i).sum()) * itemsize for some in (fresh, once))
+            if store:
+                argument.stored += moved
+                argument.stored_once += by_launch
+            else:
+                argument.loaded += moved
+                argument.loaded_per_program += by_program
+                argument.loaded_once += by_launch
 
 
 @contextlib.contextmanager

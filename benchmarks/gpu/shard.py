@@ -1,5 +1,5 @@
-"""A pytest plugin: `-p benchmarks.shard --shard 2/4` runs the second of every four tests, so that a long file becomes
-steps of minutes."""
+"""A pytest plugin: `-p benchmarks.gpu.shard --shard 2/4` runs the second of every four tests, so that a long file
+becomes steps of minutes."""
 
 from __future__ import annotations
 

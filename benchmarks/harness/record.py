@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import Ceilings, Quantiles
+from benchmarks.harness.timing import Ceilings, Quantiles
 from fastvit.ops._library import wants_triton
 
 
@@ -32,25 +33,31 @@ class Record:
     op: str
     case: str
     mode: str
-    shape: dict[str, int]
-    check: dict[str, int]  # sizes that differed where agreement with float64 was checked
+    shape: dict[str, Any]
+    check: dict[str, Any]  # sizes that differed where agreement with float64 was checked
     flops: int  # what eager needs, nothing recomputed
     moved_bytes: int  # every input, parameter, output and gradient once a pass
     providers: dict[str, Provider] = field(default_factory=dict)
-    speedups: dict[str, float] = field(default_factory=dict)  # fused over each, median of the rounds' ratios
     sdpa_backend: str = ""
     note: str = ""
 
+    def time_ratios(self) -> dict[str, float]:
+        """Median time of each provider / that of fused."""
+        return self._over_fused({name: p.time.median for name, p in self.providers.items() if p.time})
+
     def memory_ratios(self) -> dict[str, float]:
         """Peak of each provider / peak of fused."""
-        own = self.providers.get("fused", Provider()).peak_bytes
-        if not own:
-            return {}
-        return {
-            name: p.peak_bytes / own
-            for name, p in self.providers.items()
-            if name != "fused" and p.peak_bytes is not None
-        }
+        return self._over_fused({name: p.peak_bytes for name, p in self.providers.items() if p.peak_bytes})
+
+    @staticmethod
+    def _over_fused(values: dict[str, float]) -> dict[str, float]:
+        own = values.pop("fused", None)
+        return {name: value / own for name, value in values.items()} if own else {}
+
+    def told_apart(self, name: str) -> bool:
+        """Whether the provider's median differs from fused's by more than both medians' uncertainty."""
+        times = [self.providers[key].time for key in (name, "fused")]
+        return abs(math.log(self.time_ratios()[name])) > math.hypot(*(t.uncertainty for t in times if t is not None))
 
     def rates(self, ceilings: Ceilings) -> dict[str, dict[str, float]]:
         """Achieved rates by provider, and the share of the ceiling that binds: 1.0 would be the machine's limit."""
@@ -69,6 +76,7 @@ class Record:
         """All of it, ready for JSON."""
         return {
             **asdict(self),
+            "time_ratios": self.time_ratios(),
             "memory_ratios": self.memory_ratios(),
             "rates": self.rates(ceilings),
             "ceilings": asdict(ceilings),

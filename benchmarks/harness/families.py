@@ -1,9 +1,9 @@
 """The models of other libraries that `fastvit.accelerate` knows: architectures, small and whole, with random weights.
 
-    python -m benchmarks.families benchmarks/results/cpu/families.json
+    python -m benchmarks.harness.families benchmarks/results/cpu/families.json
 
 runs every architecture whole at its own image size, untouched and accelerated, writes the agreement and what is fused,
-and `python -m benchmarks.readme` makes README's table of it.
+and `python -m benchmarks.harness.results` makes a table of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import fastvit
-from benchmarks.libraries import load
-from benchmarks.record import environment
-from benchmarks.timing import Quantiles
+from benchmarks.harness.columns import make
+from benchmarks.harness.libraries import load
+from benchmarks.harness.provenance import write_json
+from benchmarks.harness.record import environment
+from benchmarks.harness.timing import Quantiles
 
 
 @dataclass(frozen=True)
@@ -142,44 +144,20 @@ ARCHITECTURES = [
 ]
 
 
-def _timm_b16(**options: Any) -> nn.Module:
-    return load("timm").create_model("vit_base_patch16_224", **options)
-
-
-def _transformers_b16(**options: Any) -> nn.Module:
-    transformers = load("transformers")
-    config = {"num_hidden_layers": depth} if (depth := options.get("depth")) else {}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000, **config))
-
-
-def _torchvision_b16(**options: Any) -> nn.Module:
-    kind = load("torchvision").models.VisionTransformer
-    return kind(224, 16, options.get("depth", 12), 12, 768, 3072)
-
-
 VIT_B_16: dict[str, Callable[..., nn.Module]] = {
-    "timm": _timm_b16,
-    "transformers": _transformers_b16,
-    "torchvision": _torchvision_b16,
+    "timm": lambda depth=12: _timm("vit_base_patch16_224", depth=depth),
+    "transformers": lambda depth=12: _transformers(
+        "ViTForImageClassification", num_labels=1000, num_hidden_layers=depth
+    ),
+    "torchvision": lambda depth=12: _torchvision(
+        "", image_size=224, patch_size=16, num_layers=depth, num_heads=12, hidden_dim=768, mlp_dim=3072
+    ),
 }
 
 
-@dataclass(frozen=True)
-class Agreement:
+def agree(architecture: Architecture) -> dict[str, Any]:
     """Of one whole model at batch 1 in float32. difference: the largest, over the largest |output| of the library's own
     model. fused: the ops that run, by class of module; skipped: class and reason; seconds: of `accelerate`."""
-
-    library: str
-    name: str
-    image_size: tuple[int, int]
-    parameters: int
-    difference: float
-    fused: dict[str, str]
-    skipped: dict[str, str]
-    seconds: float
-
-
-def agree(architecture: Architecture) -> Agreement:
     model = architecture.model(whole=True)
     image = architecture.image(model, 1)
     with torch.inference_mode():
@@ -188,28 +166,21 @@ def agree(architecture: Architecture) -> Agreement:
         report = fastvit.accelerate(model)
         seconds = time.perf_counter() - start
         difference = ((output(model(image)) - own).abs().max() / own.abs().max()).item()
-    return Agreement(
-        architecture.library,
-        architecture.name,
-        image_size(model),
-        sum(p.numel() for p in model.parameters()),
-        difference,
-        {entry.kind: entry.detail for entry in report.accelerated},
-        {entry.kind: entry.detail for entry in report.skipped},
-        seconds,
-    )
+    return {
+        "library": architecture.library,
+        "name": architecture.name,
+        "image_size": image_size(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "difference": difference,
+        "fused": {entry.kind: entry.detail for entry in report.accelerated},
+        "skipped": {entry.kind: entry.detail for entry in report.skipped},
+        "seconds": seconds,
+    }
 
 
-@dataclass(frozen=True)
-class Speed:
-    """ViT-B/16 at 224 px, batch 1, inference: untouched time / accelerated time in pairs of runs, alternating order."""
-
-    library: str
-    milliseconds: float  # median, accelerated
-    faster: Quantiles
-
-
-def speed(library: str, rounds: int) -> Speed:
+def speed(library: str, rounds: int) -> dict[str, Any]:
+    """ViT-B/16 at 224 px, batch 1, inference: the median in ms, accelerated, and untouched time / accelerated time in
+    pairs of runs, in alternating order."""
     model = VIT_B_16[library]().eval()
     image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
 
@@ -219,58 +190,57 @@ def speed(library: str, rounds: int) -> Speed:
         model(image)
         return time.perf_counter() - start
 
-    ratios, times = [], []
+    pairs = []
     with torch.inference_mode():
         for i in range(-2, rounds):
-            first = seconds(accelerated=bool(i % 2))
-            second = seconds(accelerated=not i % 2)
-            own, fused = (second, first) if i % 2 else (first, second)
-            if i >= 0:
-                ratios.append(own / fused)
-                times.append(fused)
-    return Speed(library, 1e3 * Quantiles.of(times).median, Quantiles.of(ratios))
+            taken = {accelerated: seconds(accelerated) for accelerated in (i % 2 == 0, i % 2 == 1)}
+            pairs += [taken] * (i >= 0)  # the first two warm up
+    ratios = Quantiles.of([taken[False] / taken[True] for taken in pairs])
+    fused = Quantiles.of([taken[True] for taken in pairs])
+    return {"library": library, "milliseconds": 1e3 * fused.median, "faster": asdict(ratios)}
 
 
 def versions() -> dict[str, str]:
     return {name: load(name).__version__ for name in ("timm", "transformers", "torchvision")}
 
 
-def render(path: Path) -> str:
-    """The table of a result file, for README."""
+def render(path: Path) -> list[str]:
+    """The table of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
-    lines = [
-        "| library | model | px | ops | classes left alone | difference |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in results["agreements"]:
-        fused = ", ".join(dict.fromkeys(op for ops in row["fused"].values() for op in ops.split(", ")))
-        skipped = ", ".join(row["skipped"]) or "-"
-        px = "x".join(map(str, dict.fromkeys(row["image_size"])))
-        cells = (row["library"], row["name"], px, fused, skipped, f"{row['difference']:.1e}")
-        lines.append(f"| {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in where["libraries"].items())
+    fused = [[op for ops in row["fused"].values() for op in ops.split(", ")] for row in results["agreements"]]
+    common = [op for op in dict.fromkeys(fused[0]) if all(op in ops for ops in fused)]
+    rows = [
+        (
+            row["library"], row["name"], ", ".join(sorted({*ops} - {*common})), ", ".join(row["skipped"]),
+            "x".join(map(str, dict.fromkeys(row["image_size"]))), f"{row['difference']:.1e}",
+        )
+        for row, ops in zip(results["agreements"], fused, strict=True)
+    ]  # fmt: skip
     slowest = max(row["seconds"] for row in results["agreements"])
     ratios = ", ".join(f"{row['library']} {row['faster']['median']:.2f}x" for row in results["speeds"])
-    lines += [
+    return [
+        *make(("library", "model", "also", "left alone", "px", "difference"), rows, left=4, wrap=3),
         "",
-        "difference: the largest, over the largest absolute output. "
-        f"{where['device']}, torch {where['torch']}, {versions}.",
-        f"`accelerate` took at most {1e3 * slowest:.0f} ms. ViT-B/16 at 224 px, batch 1, inference on "
-        f"{where['threads']} threads of that CPU, untouched / accelerated, median of paired runs: {ratios}.",
-        "",
+        f"every model: {', '.join(common)}",
+        "also: ops of that model besides. left alone: classes that stay as they are.",
+        "difference: the largest, over the largest |output|.",
+        f"{where['device']}, float32, {where['threads']} threads, torch {where['torch']}",
+        ", ".join(f"{name} {version}" for name, version in where["libraries"].items()),
+        f"accelerate() took at most {1e3 * slowest:.0f} ms. ViT-B/16 at 224 px, one image, inference,",
+        "untouched / accelerated, median of the ratios of paired runs:",
+        ratios,
     ]
-    return "\n".join(lines)
 
 
 def main(path: Path) -> None:
     rows = []
     for architecture in ARCHITECTURES:
         rows.append(agree(architecture))
-        print(f"{architecture}: {rows[-1].difference:.1e}, {1e3 * rows[-1].seconds:.1f} ms", flush=True)
+        print(f"{architecture}: {rows[-1]['difference']:.1e}, {1e3 * rows[-1]['seconds']:.1f} ms", flush=True)
     where = environment(torch.device("cpu"), torch.float32) | {"libraries": versions()}
-    found = {"agreements": [asdict(row) for row in rows], "speeds": [asdict(speed(name, 60)) for name in VIT_B_16]}
-    path.write_text(json.dumps({"environment": where, **found}, indent=1) + "\n")
+    found = {"agreements": rows, "speeds": [speed(name, 60) for name in VIT_B_16]}
+    write_json(path, {"environment": where, **found})
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""What a benchmark case is: one op on one shape, buildable for every provider from the same random numbers."""
+"""What a workload is built from, the same for every provider, and what it is once it is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-PROVIDERS = ("eager", "sdpa", "compile", "fused")
-MODES = ("inference", "training")
-GRIDS = ("quick", "cpu", "gpu")
+from benchmarks.harness.photographs import photographs
 
 
 class Draw:
@@ -38,9 +36,11 @@ class Draw:
         """A leaf that wants a gradient."""
         return self._random(shape, std, mean).requires_grad_()
 
-    def constant(self, x: Tensor) -> Tensor:
-        """Given data, such as a photograph, in this draw's precision; without a gradient."""
-        return x.to(self.device).to(self.dtype).to(self.compute)
+    def photographs(self, count: int, size: int) -> Tensor:
+        """(count, 3, size, size), normalised, in this draw's precision; without a gradient."""
+        if self.device.type == "meta":
+            return self._random((count, 3, size, size), 1.0, 0.0)
+        return photographs(count, size).to(self.device).to(self.dtype).to(self.compute)
 
     def module(self, factory: Callable[[], nn.Module]) -> nn.Module:
         """A module whose parameters are random, by name, and away from the degenerate values of an initialisation."""
@@ -89,40 +89,3 @@ class Runner:
     @staticmethod
     def of(module: nn.Module, *inputs: Tensor) -> Runner:
         return Runner(lambda: module(*inputs), inputs, tuple(module.parameters()), module)
-
-
-@dataclass(frozen=True)
-class Case:
-    """`build(provider, draw, **shape)` gives the runner of "eager", "sdpa" or "fused".
-
-    check: sizes that replace those of `shape` where providers are compared with float64, for shapes where eager in
-        float64 would take too long or not fit.
-    max_rounds: where one round is enough, as in a study of memory.
-    """
-
-    op: str
-    shape: dict[str, int]
-    build: Callable[..., Runner]
-    providers: tuple[str, ...] = PROVIDERS
-    name: str = ""
-    check: dict[str, int] = field(default_factory=dict)
-    max_rounds: int = 200
-    note: str = ""  # printed under the table
-
-    def __str__(self) -> str:
-        sizes = " ".join(f"{key}{value}" for key, value in self.shape.items())
-        return f"{self.name} {sizes}".strip()
-
-    @property
-    def id(self) -> str:
-        return f"{self.op} {self}".replace(",", "").replace(" ", "-")
-
-    def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
-        shape = {**self.shape, **self.check} if check else self.shape
-        if provider != "compile":
-            return self.build(provider, draw, **shape)
-        # the best plain PyTorch that there is for this op
-        runner = self.build("sdpa" if "sdpa" in self.providers else "eager", draw, **shape)
-        torch.compiler.reset()
-        runner.forward = torch.compile(runner.forward, dynamic=False)
-        return runner

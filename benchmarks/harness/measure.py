@@ -11,12 +11,16 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.agreement import agreement, cotangents
-from benchmarks.cases import Case, Draw, Runner
-from benchmarks.eager import SdpaBackend
-from benchmarks.memory import peak_bytes, saved_bytes
-from benchmarks.record import Provider, Record, environment, gpu_state
-from benchmarks.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, speedups, warm
+from benchmarks.harness.agreement import agreement, cotangents
+from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.eager import SdpaBackend
+from benchmarks.harness.memory import peak_bytes, saved_bytes
+from benchmarks.harness.providers import OPS
+from benchmarks.harness.record import Provider, Record, environment, gpu_state
+from benchmarks.harness.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, warm
+from benchmarks.harness.workloads import Workload
+
+Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
 
 
 @dataclass
@@ -42,10 +46,10 @@ class Session:
         return min(self.case_seconds, left / (2 * max(1, self.remaining)))
 
 
-def cost(case: Case, mode: str, dtype: torch.dtype) -> tuple[int, int]:
+def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
     """FLOPs that eager needs, and the bytes that must move: both from shapes alone, on the meta device."""
     draw = Draw(dtype, "meta")
-    runner = case.runner("eager", draw)
+    runner = workload.runner("eager", draw)
     with FlopCounterMode(display=False) as counter:
         outputs = runner.outputs()
         if mode == "training":
@@ -58,40 +62,42 @@ def cost(case: Case, mode: str, dtype: torch.dtype) -> tuple[int, int]:
     return counter.get_total_flops(), moved
 
 
-def _step(case: Case, provider: str, mode: str, session: Session) -> tuple[Callable[[], object], Runner]:
+def _step(workload: Workload, provider: str, mode: str, session: Session) -> tuple[Callable[[], object], Runner]:
     draw = Draw(session.dtype, session.device)
-    runner = case.runner(provider, draw).train(mode == "training")
+    runner = workload.runner(provider, draw).train(mode == "training")
     if mode == "inference":
         return runner.infer, runner
     gradients = cotangents(runner.outputs(), draw)
     return (lambda: runner.gradients(gradients)), runner
 
 
-def _sdpa_backend(case: Case, session: Session) -> str:
-    runner = case.runner("sdpa", Draw(session.dtype, session.device), check=True)
+def _sdpa_backend(workload: Workload, session: Session) -> str:
+    runner = workload.runner("sdpa", Draw(session.dtype, session.device), check=True)
     with SdpaBackend() as backend:
         runner.outputs()
     return backend.name
 
 
-def measure(benchmark: BenchmarkFixture, session: Session, case: Case, mode: str) -> Record:
+def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
     """Fills `benchmark` with fused's samples (or the last provider's, if fused was not asked for), records everybody's.
 
     Raises AssertionError before any timing if fused is less accurate than the rule allows.
     """
     if session.ceilings is None:
         session.ceilings = measure_ceilings(session.clock, session.dtype)
-    names = [name for name in session.providers if name in case.providers]
-    flops, moved = cost(case, mode, session.dtype)
-    record = Record(case.op, str(case), mode, case.shape, case.check, flops, moved, note=case.note)
-    ratios = agreement(case, mode, names, session.dtype, session.device)
+    names = [name for name in session.providers if name in workload.providers]
+    flops, moved = cost(workload, mode, session.dtype)
+    record = Record(
+        workload.op, str(workload), mode, workload.sizes, workload.check, flops, moved, note=OPS[workload.op].note
+    )
+    ratios = agreement(workload, mode, names, session.dtype, session.device)
 
     steps: dict[str, Callable[[], object]] = {}
     seconds: dict[str, float] = {}
     for name in names:
         provider = record.providers[name] = Provider(error_ratio=ratios[name])
         try:
-            steps[name], runner = _step(case, name, mode, session)
+            steps[name], runner = _step(workload, name, mode, session)
             if name == "compile":
                 steps[name]()  # compiles: no estimate of a round
             seconds[name] = warm(steps[name], session.clock)
@@ -99,21 +105,20 @@ def measure(benchmark: BenchmarkFixture, session: Session, case: Case, mode: str
             if mode == "training":
                 provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
             if name == "sdpa":
-                record.sdpa_backend = _sdpa_backend(case, session)
+                record.sdpa_backend = _sdpa_backend(workload, session)
         except torch.OutOfMemoryError as error:
             if name == "fused":
                 raise
             steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
 
-    samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=case.max_rounds)
+    samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=workload.max_rounds)
     for name, values in samples.items():
         record.providers[name].time = Quantiles.of(values)
-    record.speedups = speedups(samples, "fused") if "fused" in samples else {}
     where = environment(session.device, session.dtype)
     if session.device.type == "cuda":
         where |= gpu_state()
-    benchmark.group = f"{case.op}, {mode}"
+    benchmark.group = f"{workload.op}, {mode}"
     benchmark.extra_info.update(record.as_dict(where, session.ceilings))
     session.records.append(record)
     return record

@@ -4,10 +4,10 @@ The public ops run forward and backward on meta tensors (no memory, no arithmeti
 registered ops are sent to the Triton launchers, and Triton's own binder turns each launch into types, alignments,
 constants and options for the target GPU; then, instead of compiling and launching, the launch is recorded.
 
-    from benchmarks.kernel_cases import record
-    from benchmarks.workloads import workloads
-    for launch in record(workloads("layer_norm"), target="sm_90", dtypes=["bf16"]):
-        print(launch.label, launch.compile().summary())
+    from benchmarks.codegen.launches import record
+    from benchmarks.harness.workloads import workloads
+    for launch in record(workloads("kernels", ops=("layer_norm",)), target="sm_90", dtypes=["bf16"]):
+        print(launch.name, launch.workload, launch.compile().registers)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,9 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.driver import DriverBase
 
-from benchmarks.aot import TARGETS, Compiled, compile_source
+from benchmarks.codegen.aot import TARGETS, Compiled, compile_source
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload
 from fastvit.ops import _library
 
 # "tf32" and "amp" are float32 tensors: with matmul precision "high", and under autocast to bfloat16.
@@ -67,13 +69,9 @@ class Launch:
         """By name: compile-time parameters, absent pointers, scalars equal to 1."""
         return {self.kernel.arg_names[i]: value for (i,), value in self.constants.items()}
 
-    @property
-    def label(self) -> str:
-        return f"{self.name}[{self.workload}, {self.dtype}, {self.target}]"
-
     def compile(self) -> Compiled:
         return compile_source(
-            self.kernel, self.signature, self.constants, self.attrs, self.target, self.options, self.granule
+            self.kernel, self.signature, self.constants, self.attrs, self.target, self.options, self.granule, self.dtype
         )
 
 
@@ -149,16 +147,11 @@ def _recording(target: str) -> Iterator[_Recorder]:
         yield recorder
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One op at one shape, forward and backward."""
-
-    op: str
-    label: str
-    run: Callable[[torch.dtype], None]
-    quick: bool = False
-    contiguous: int = 8  # elements that lie together and aligned: a multiple of 8, or a patch's width
-    itemsize: int | None = None  # of the tensor with that width, if it is not of the workload's dtype
+def _granule(workload: Workload, dtype: torch.dtype) -> int:
+    """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, or a patch's
+    width."""
+    itemsize = 1 if workload.sizes.get("image") == "uint8" else dtype.itemsize
+    return math.gcd(workload.sizes.get("patch", 8) * itemsize, 16)
 
 
 def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:
@@ -170,10 +163,10 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
                 recorder.dtype = dtype
                 torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
                 for workload in workloads:
-                    recorder.workload = f"{workload.op} {workload.label}"
-                    itemsize = workload.itemsize or DTYPES[dtype].itemsize
-                    recorder.granule = math.gcd(workload.contiguous * itemsize, 16)
-                    workload.run(DTYPES[dtype])
+                    recorder.workload = f"{workload.op} {workload}"
+                    recorder.granule = _granule(workload, DTYPES[dtype])
+                    runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
+                    runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
         finally:
             torch.set_float32_matmul_precision(before)
     return list(recorder.launches.values())

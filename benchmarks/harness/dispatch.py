@@ -1,9 +1,9 @@
 """What one call of an op costs on top of the ATen functions that do the work: one small image, inference, the CPU.
 
-    python -m benchmarks.dispatch benchmarks/results/cpu/dispatch.json
+    python -m benchmarks.harness.dispatch benchmarks/results/cpu/dispatch.json
 
 An op and the bare ATen calls are timed in turns on one thread, each over many calls a round. Noise only ever adds, so
-the difference of the two least rounds is the cost. `python -m benchmarks.readme` makes README's table of the file.
+the difference of the two least rounds is the cost. `python -m benchmarks.harness.results` makes a table of the file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.provenance import commit, write_json
-from benchmarks.record import environment
+from benchmarks.harness.columns import make
+from benchmarks.harness.provenance import commit, write_json
+from benchmarks.harness.record import environment
 from fastvit import ops
 
 N, D, HEADS = 17, 64, 2
@@ -99,22 +100,26 @@ def _tensors(outputs: object) -> tuple[object, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def render(path: Path) -> str:
-    """The table of a result file, for README."""
+def render(path: Path) -> list[str]:
+    """The table of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
-    lines = ["| op | ATen calls, us | added, us |", "|---|---|---|"]
-    for name, row in results["microseconds"].items():
-        lines.append(f"| {name} | {row['aten']:.1f} | {row['fused'] - row['aten']:.1f} |")
-    lines += ["", f"{where['device']}, torch {where['torch']}, commit {results['commit'][:10]}.", ""]
-    return "\n".join(lines)
+    rows = [(name, *(f"{us:.1f}" for us in (row["aten"], row["fused"], row["fused"] - row["aten"])))
+            for name, row in results["microseconds"].items()]  # fmt: skip
+    return [
+        *make(("op", "ATen calls\nus", "op\nus", "added\nus"), rows),
+        "",
+        "One image of 17 tokens, D = 64, inference, one thread: the op, and the ATen calls of eager code",
+        "that give the same.",
+        f"{where['device']}, torch {where['torch']}, commit {results['commit'][:10]}",
+    ]
 
 
 def main(path: Path) -> None:
     torch.set_num_threads(1)
     where = environment(torch.device("cpu"), torch.float32)
     write_json(path, {"commit": commit(), "environment": where, "microseconds": measure(rounds=200, calls=100)})
-    print(render(path))
+    print(*render(path), sep="\n")
 
 
 if __name__ == "__main__":

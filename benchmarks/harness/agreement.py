@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case, Draw
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload
 
 FACTOR = {"inference": 2.0, "training": 3.0}
 
@@ -42,9 +43,9 @@ def _rms(t: Tensor) -> float:
     return float(t.square().mean().sqrt())
 
 
-def results(case: Case, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
+def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
     """The outputs, or for training the gradients; dropout off, since providers draw different masks."""
-    runner = case.runner(provider, draw, check=True).train(False)
+    runner = workload.runner(provider, draw, check=True).train(False)
     if mode == "inference":
         return runner.infer()
     outputs = runner.outputs()
@@ -57,20 +58,20 @@ def cotangents(outputs: Sequence[Tensor], draw: Draw) -> tuple[Tensor, ...]:
 
 
 def agreement(
-    case: Case, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
+    workload: Workload, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
     """Each provider's error ratio, over all outputs or all gradients. AssertionError if fused breaks the rule."""
-    exact = results(case, "eager", mode, Draw(dtype, device, torch.float64))
-    eager = results(case, "eager", mode, Draw(dtype, device))
+    exact = results(workload, "eager", mode, Draw(dtype, device, torch.float64))
+    eager = results(workload, "eager", mode, Draw(dtype, device))
     factor = FACTOR[mode]
     ratios = {}
     for provider in providers:
-        got = eager if provider == "eager" else results(case, provider, mode, Draw(dtype, device))
+        got = eager if provider == "eager" else results(workload, provider, mode, Draw(dtype, device))
         pairs = zip(got, eager, exact, strict=True)
         ratios[provider] = max(error_ratio(*triple, factor) for triple in pairs)
     fused = ratios.get("fused", 0.0)
     assert fused <= factor, (
-        f"{case}, {mode}: fused is not timed, its error ratio {fused:.2f} is over {factor}: "
+        f"{workload.op} {workload}, {mode}: fused is not timed, its error ratio {fused:.2f} is over {factor}: "
         "error / (error of eager + ulp), against float64"
     )
     return ratios

@@ -1,7 +1,7 @@
 """Measures the launch tables of fastvit/kernels on the GPU at hand: writes kernels/tuned_<gpu>.json.
 
-    python -m benchmarks.tune                                   # every table; goes on where it was stopped
-    python -m benchmarks.tune --table attention_fwd --seconds 500
+    python -m benchmarks.gpu.tune                                   # every table; goes on where it was stopped
+    python -m benchmarks.gpu.tune --table attention_fwd --seconds 500
 
 For every shape the shipped choice and the candidates run in turn, A B C A B C, by CUDA events with a cleared L2 cache:
 three rounds for all, then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more
@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.provenance import commit, now, sources, write_json
-from benchmarks.record import environment
-from benchmarks.timing import Clock, Quantiles
-from benchmarks.tune_works import Choice, Work, candidates, works
+from benchmarks.gpu.tables import Choice, Work, candidates, works
+from benchmarks.harness.provenance import commit, now, sources, write_json
+from benchmarks.harness.record import environment
+from benchmarks.harness.timing import Clock, Quantiles
 from fastvit.kernels import _tuned
 from fastvit.ops import _library
 

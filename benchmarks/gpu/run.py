@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, as steps of under nine minutes each: tests, sanitizers, tuning, benchmarks, README.
+"""Everything that needs a GPU, as steps of under nine minutes each: tests, sanitizers, tuning, benchmarks, results.
 
     make gpu                                   # all that is not done yet
     python -m benchmarks.gpu --list
@@ -28,8 +28,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.provenance import ROOT, commit, now, sources, write_json
-from benchmarks.record import environment, gpu_state
+from benchmarks.gpu import sanitize
+from benchmarks.gpu.tables import TABLES
+from benchmarks.harness.provenance import ROOT, commit, now, sources, write_json
+from benchmarks.harness.record import environment, gpu_state
 
 LIMIT = 530  # seconds
 LEAST = 60  # of --budget that a step must find
@@ -45,11 +47,6 @@ _TEST_SHARDS = {
 }  # fmt: skip
 # odd: forward and forward + backward alternate, and the second takes longer
 _BENCH_SHARDS = {"accelerate": 9, "attention": 7, "layer_norm": 3, "mlp": 9, "patch_embed": 7, "block": 9, "model": 19}
-_TABLES = (
-    "layer_norm", "column_sum", "activation_backward", "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv",
-    "attention_bwd_short", "gemm", "use_triton_gemm", "patch_embed",
-)  # fmt: skip
-_SANITIZED = ("attention", "layer_norm", "linear", "mlp", "patch_embed", "dropout")
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Step:
 
 
 def _pytest(path: str, shard: str, *options: str) -> tuple[str, ...]:
-    plugins = ("-p", "no:cacheprovider", "-p", "benchmarks.shard", "--shard", shard)
+    plugins = ("-p", "no:cacheprovider", "-p", "benchmarks.gpu.shard", "--shard", shard)
     return ("-m", "pytest", path, "-q", *plugins, *options)
 
 
@@ -75,29 +72,28 @@ def gpu_steps(results: Path) -> Iterator[Step]:
             for shard in _shards(_TEST_SHARDS.get(path.stem, 1)):
                 yield Step(f"tests {path.stem} {shard}", _pytest(f"tests/{path.name}", shard, *workers))
     for tool in ("memcheck", "racecheck"):
-        for op in _SANITIZED:
-            yield Step(f"sanitize {tool} {op}", ("-m", "benchmarks.sanitize", "--tool", tool, "--op", op))
-    for table in _TABLES:
+        for op in sanitize.ops():
+            yield Step(f"sanitize {tool} {op}", ("-m", "benchmarks.gpu.sanitize", "--tool", tool, "--op", op))
+    for table in TABLES:
         # a shape that has begun is finished: half a minute
-        yield Step(f"tune {table}", ("-m", "benchmarks.tune", "--table", table, "--seconds", str(LIMIT - 90)))
+        yield Step(f"tune {table}", ("-m", "benchmarks.gpu.tune", "--table", table, "--seconds", str(LIMIT - 90)))
     for op in [path.stem.removeprefix("bench_") for path in sorted((ROOT / "benchmarks").glob("bench_*.py"))]:
         for shard in _shards(_BENCH_SHARDS.get(op, 1)):
             file = results / f"{op}_{shard.replace('/', 'of')}.json"
             options = ("--benchmark-only", "--benchmark-json", str(file), "--bench-minutes", "6", "--complete")
             yield Step(f"bench {op} {shard}", _pytest(f"benchmarks/bench_{op}.py", shard, *options))
-    yield Step("readme", ("-m", "benchmarks.readme", "--results", str(results)))
+    yield Step("page", ("-m", "benchmarks.harness.results"))
 
 
 def rehearsal_steps(results: Path) -> Iterator[Step]:
     yield Step("tests test_library 1/1", _pytest("tests/test_library.py", "1/1"))
-    yield Step("sanitize memcheck dropout", ("-m", "benchmarks.sanitize", "--rehearse", "--op", "dropout"))
-    tune = ("-m", "benchmarks.tune", "--rehearse", "--table", "attention_fwd", "--out", str(results / "tuned"))
+    yield Step("sanitize memcheck dropout", ("-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout"))
+    tune = ("-m", "benchmarks.gpu.tune", "--rehearse", "--table", "attention_fwd", "--out", str(results / "tuned"))
     yield Step("tune attention_fwd", tune)
     file = results / "layer_norm_1of2.json"
     options = ("--benchmark-only", "--quick", "--benchmark-json", str(file), "--complete")
     yield Step("bench layer_norm 1/2", _pytest("benchmarks/bench_layer_norm.py", "1/2", *options))
-    readme = ("-m", "benchmarks.readme", "--to", str(results / "README.md"), "--results", str(results))
-    yield Step("readme", readme)
+    yield Step("page", ("-m", "benchmarks.harness.results", str(results), "--to", str(results / "README.md")))
 
 
 class Run:

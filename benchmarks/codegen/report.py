@@ -1,0 +1,144 @@
+"""What every kernel costs on a GPU that is not at hand, from its disassembly: one table, and JSON.
+
+    python -m benchmarks.codegen.report                                  # every kernel, sm_90, bf16
+    python -m benchmarks.codegen.report --kernel attention --target sm_80 --target sm_90 --json report.json
+    python -m benchmarks.codegen.report --use second --dtype all --target all
+
+The exit status is 1 if a kernel has a problem. The JSON has more: slots by pipe, tensor-core instructions, and every
+global access with its width and source line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.codegen.aot import TARGETS, Compiled
+from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record
+from benchmarks.harness.columns import make
+from benchmarks.harness.workloads import workloads
+
+# Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
+_MATMULS = {
+    "attention_fwd_kernel": 2,
+    "attention_short_fwd_kernel": 2,
+    "attention_bwd_dq_kernel": 3,
+    "attention_bwd_dkdv_kernel": 4,
+    "attention_bwd_short_kernel": 5,
+}
+_PER_LANE = {"dropout_kernel": 4}  # elements per index of the tile
+
+
+def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str] | None:
+    """What a thread owns in one pass of the hot loop, and what it is: scores, outputs of a GEMM tile or elements of
+    a row; None where the kernel has no such unit."""
+    threads = compiled.num_warps * TARGETS[compiled.target].gpu.warp_size
+    if compiled.name in _MATMULS:
+        depth = _MATMULS[compiled.name] * (constexprs["D0"] + constexprs["D1"])
+        macs = compiled.hot_loop.macs_per_thread
+        if macs:
+            return macs / depth, "score"
+        keys = sum(value for name, value in constexprs.items() if name == "BLOCK_N" or name.startswith("KEYS_"))
+        return constexprs["BLOCK_M"] * keys / threads, "score"
+    blocks = [value for name, value in constexprs.items() if name.startswith("BLOCK") and name != "BLOCK_K"]
+    if not blocks:
+        return None
+    unrolled = 1 if compiled.listing.loops else constexprs.get("STEPS", 1)
+    count = math.prod(blocks) * unrolled * _PER_LANE.get(compiled.name, 1) / threads
+    return count, "output" if "BLOCK_K" in constexprs else "element"
+
+
+def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
+    """One row of the report."""
+    row: dict[str, Any] = {
+        "kernel": launch.name,
+        "workload": launch.workload,
+        "dtype": launch.dtype,
+        "target": launch.target,
+        "config": {k: v for k, v in launch.constexprs.items() if isinstance(v, int | str) and k.isupper()},
+        "num_warps": launch.options["num_warps"],
+        "num_stages": launch.options["num_stages"],
+    }
+    if isinstance(compiled, str):
+        return row | {"problems": [f"does not compile: {' '.join(compiled.split())[:500]}"]}
+    loop, unit = compiled.hot_loop, elements(compiled, launch.constexprs)
+    row |= {
+        "first_tier": compiled.first_tier,
+        "registers": compiled.registers,
+        "spill_bytes": compiled.spill_bytes,
+        "shared": compiled.shared,
+        "programs_per_sm": compiled.programs_per_sm,
+        "slots": compiled.whole.slots,
+        "hot_slots": loop.slots,
+        "pipes": loop.pipes,
+        "tensor_instructions": compiled.tensor_instructions,
+        "tensor_dots": compiled.tensor_dots,
+        "accesses": [str(access) for access in compiled.accesses],
+        "problems": compiled.problems,
+    }
+    if unit is not None:
+        count, what = unit
+        slots = compiled.whole.slots - loop.slots if what == "output" and loop is not compiled.whole else loop.slots
+        row |= {"slots_per": slots / count, "unit": what}
+    return row
+
+
+LEGEND = """\
+warps/stages; registers and spilled bytes a thread; KB of shared memory, and programs that fit an SM; issue slots of the
+hot loop (of the whole kernel where it has none), and per score of attention, element of a row, or output of a GEMM
+(there the slots outside the loop: its epilogue)"""
+_COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", "slots", "per", "unit")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows by kernel and target, then the list of problems."""
+    lines = [LEGEND]
+    for kernel, target in dict.fromkeys((row["kernel"], row["target"]) for row in rows):
+        mine = [row for row in rows if (row["kernel"], row["target"]) == (kernel, target)]
+        lines += ["", f"{kernel}  {target}", *make(_COLUMNS, map(_cells, mine), left=3)]
+    broken = [row for row in rows if row["problems"]]
+    lines += ["", f"{len(rows)} kernels, {len(broken)} with problems"]
+    for row in broken:
+        lines.append(f"  {row['kernel']} [{row['workload']}, {row['dtype']}, {row['target']}]")
+        lines += [f"    {problem}" for problem in row["problems"]]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    tile = "x".join(str(v) for k, v in row["config"].items() if k.startswith("BLOCK"))
+    cells = [row["workload"], row["dtype"], tile, f"{row['num_warps']}/{row['num_stages']}"]
+    if "slots" not in row:
+        return cells
+    per = [f"{row['slots_per']:.2f}", row["unit"]] if "slots_per" in row else []
+    numbers = (row[k] for k in ("registers", "spill_bytes", "shared", "programs_per_sm", "hot_slots"))
+    return [*cells, *(str(n // 1024 if i == 2 else n) for i, n in enumerate(numbers)), *per]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", action="append", choices=[*TARGETS, "all"], help="default: sm_90")
+    parser.add_argument("--dtype", action="append", choices=[*DTYPES, "all"], help="default: bf16")
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
+    parser.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
+    parser.add_argument("--jobs", type=int, help="processes; default: one per core")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    chosen = parser.parse_args(arguments)
+    targets = list(TARGETS) if "all" in (chosen.target or ()) else chosen.target or ["sm_90"]
+    dtypes = list(DTYPES) if "all" in (chosen.dtype or ()) else chosen.dtype or ["bf16"]
+    selected = workloads(chosen.use, ops=tuple(chosen.op))
+    launches = [launch for target in targets for launch in record(selected, target, dtypes)]
+    launches = [launch for launch in launches if chosen.kernel in launch.name]
+    rows = [facts(*pair) for pair in compile_all(launches, chosen.jobs)]
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1))
+    print(table(rows))
+    return int(any(row["problems"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

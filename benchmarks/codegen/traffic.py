@@ -1,0 +1,188 @@
+"""Bytes that every kernel moves against the least possible, counted in Triton's interpreter: one table, and JSON.
+
+    python -m benchmarks.codegen.traffic                     # every case, two minutes
+    python -m benchmarks.codegen.traffic --op attention --json traffic.json
+
+Bytes are those of unmasked lanes: what the programs ask of the caches. The least: every element that the launch needs
+loaded once, every result stored once. The least of the launch's tiling: every program loads an element that it needs
+once; what is moved beyond that, a program loads twice, or lanes load that nobody needs. Matmuls are not computed: no
+address depends on a value.
+
+The workloads have real N, d and D and the launch configurations of sm_90. Where the real case has too many rows, they
+are one part of a GPU and of its rows, so that a persistent program has its true share of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch
+
+from benchmarks.codegen.traffic_counter import Argument, Launch, Traffic, count
+from benchmarks.harness.columns import make
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload, workloads
+from fastvit.kernels import _configs
+from fastvit.ops import _library
+
+SMS = 132  # of the GPU whose launch configurations are counted, an H100
+
+
+@contextlib.contextmanager
+def _part_of_gpu(parts: int) -> Iterator[None]:
+    """The launchers see the part's multiprocessors, and configs of GEMMs are those of the real number of rows."""
+    gemm = _configs.gemm
+    with (
+        _library.use_backend("triton"),
+        mock.patch.object(_library, "multiprocessors", return_value=round(SMS / parts)),
+        mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
+    ):
+        yield
+
+
+def measure(workload: Workload) -> dict[str, Traffic]:
+    """The traffic of the forward and of the backward pass, in bfloat16."""
+    runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
+    with _part_of_gpu(workload.parts):
+        with count(compute=False) as ahead:
+            outputs = runner.outputs()
+        with count(compute=False) as back:
+            torch.autograd.grad(outputs, runner.leaves, [torch.zeros_like(t) for t in outputs])
+    return {"forward": ahead, "backward": back}
+
+
+# ---- why a launch moves more than the least ----
+
+_TILE = {  # what the programs that share an argument differ in
+    "layer_norm_fwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
+    "layer_norm_bwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
+    "attention_short_fwd_kernel": dict.fromkeys("kv", "query tile"),
+    "attention_fwd_kernel": dict.fromkeys("kv", "query tile"),
+    "attention_bwd_dq_kernel": dict.fromkeys("kv", "query tile"),
+    "attention_bwd_dkdv_kernel": dict.fromkeys(("q", "do", "lse2", "delta"), "key tile"),
+    "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},
+    "linear_dact_kernel": {"dy": "column tile", "w": "row tile"},
+    "patch_embed_fwd_kernel": {
+        "image": "feature tile", "weight": "token tile", "bias": "token tile", "pos": "token tile"
+    },
+    "patch_embed_bwd_weight_kernel": {"dout": "tile of pixels", "image": "feature tile"},
+    "patch_embed_bwd_image_kernel": {"dout": "tile of pixels", "weight": "token tile"},
+    "dropout_kernel": {"seed": "program", "layer_scale": "row tile"},
+}  # fmt: skip
+_AGAIN = {  # what makes one program load an element again
+    ("patch_embed_fwd_kernel", "image"): "lanes without a patch load the first one, unmasked",
+    ("patch_embed_bwd_weight_kernel", "image"): "lanes without a patch load the first one, unmasked",
+    ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
+    ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
+}
+UNEXPLAINED = "unexplained"
+
+
+def _reasons(launch: Launch, argument: Argument) -> Iterator[str]:
+    name = argument.name.removesuffix("_ptr")
+    if argument.readers > 1.005:
+        tile = _TILE.get(launch.kernel, {}).get(name)
+        yield f"{name} x{argument.readers:.3g}: " + (f"once for each {tile}, from the cache" if tile else UNEXPLAINED)
+    if argument.reloads > 1.005:
+        yield f"{name} x{argument.reloads:.3g}: " + _AGAIN.get((launch.kernel, name), UNEXPLAINED)
+
+
+def why(launch: Launch) -> str:
+    """What accounts for the launch's excess over its least, the largest part first; parts under 1 % left out."""
+    excess = {name: a.loaded - a.loaded_once for name, a in launch.arguments.items()}
+    large = [name for name in sorted(excess, key=lambda n: -excess[n]) if excess[name] > 0.01 * launch.least]
+    reasons = [reason for name in large for reason in _reasons(launch, launch.arguments[name])]
+    reasons += [f"{n} stored again: {UNEXPLAINED}" for n, a in launch.arguments.items() if a.stored > a.stored_once]
+    return "; ".join(reasons)
+
+
+# ---- goals ----
+
+
+def goal(workload: Workload, step: str, least: float, tiled: float) -> str:
+    """How an operation stands to its goal: LayerNorm 1.05 of the least, patch embedding and attention's forward at
+    short N 1.15 of the least for their tiling."""
+    op, short = workload.op, workload.sizes.get("N", 0) <= 257
+    if op.endswith("layer_norm"):
+        return f"<= 1.05 of least: {'met' if least <= 1.05 else 'MISSED'}"
+    if op == "patch_embed" or (op == "attention" and step == "forward" and short):
+        return f"<= 1.15 of tiled: {'met' if tiled <= 1.15 else 'MISSED'}"
+    return ""
+
+
+def rows(workload: Workload) -> Iterator[dict[str, Any]]:
+    """A row for every kernel, and one for the pass where it has several or a goal."""
+    for step, traffic in measure(workload).items():
+        kernels: dict[str, list[Launch]] = {}
+        for launch in traffic.launches:
+            kernels.setdefault(launch.kernel, []).append(launch)
+        for name, launches in kernels.items():
+            yield _row(workload, step, name, launches, sum(launch.least for launch in launches))
+        yield _row(workload, step, "", traffic.launches, traffic.least)
+
+
+def _row(workload: Workload, step: str, kernel: str, launches: list[Launch], least: int) -> dict[str, Any]:
+    moved = sum(launch.loaded + launch.stored for launch in launches)
+    tiled = sum(launch.least_tiled for launch in launches)
+    row: dict[str, Any] = {
+        "op": workload.op, "case": str(workload), "parts": workload.parts, "step": step, "kernel": kernel,
+        "launches": len(launches), "programs": sum(launch.programs for launch in launches), "moved": moved,
+        "least": least, "of_least": moved / least, "least_tiled": tiled, "of_tiled": moved / tiled,
+    }  # fmt: skip
+    if not kernel:
+        return row | {"goal": goal(workload, step, moved / least, moved / tiled)}
+    arguments = [
+        {"launch": i, **vars(argument)} for i, launch in enumerate(launches) for argument in launch.arguments.values()
+    ]
+    return row | {"why": "; ".join(filter(None, dict.fromkeys(map(why, launches)))), "arguments": arguments}
+
+
+LEGEND = """\
+KB moved: loaded and stored by unmasked lanes. KB least: every element loaded once and every result stored once. KB
+tiled: loaded once by every program that needs it. moved / least and moved / tiled are of the figures in the row."""
+_COLUMNS = ("kernel", "why, or goal", "moved\nKB", "least\nKB", "tiled\nKB", "moved\n/ least", "moved\n/ tiled")
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = [LEGEND]
+    for op, case, parts, step in dict.fromkeys((row["op"], row["case"], row["parts"], row["step"]) for row in found):
+        mine = [row for row in found if (row["op"], row["case"], row["step"]) == (op, case, step)]
+        share = f", one of {parts} parts of the GPU and of the rows" if parts > 1 else ""
+        cells = [
+            [
+                row["kernel"] or "all of it",
+                row["why"] if row["kernel"] else row["goal"],
+                *(f"{row[k] / 1024:,.0f}" for k in ("moved", "least", "least_tiled")),
+                *(f"{row[k]:.3f}" for k in ("of_least", "of_tiled")),
+            ]
+            for row in mine
+        ]
+        lines += ["", f"{op}, {step}: {case}{share}", *make(_COLUMNS, cells, left=2, wrap=1)]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
+    parser.add_argument("--json", type=Path, help="also write the rows, with every argument, to this file")
+    chosen = parser.parse_args(arguments)
+    found = [row for workload in workloads("traffic", ops=tuple(chosen.op)) for row in rows(workload)]
+    if chosen.json:
+        chosen.json.write_text(json.dumps(found, indent=1))
+    print(table(found))
+    return int(any(UNEXPLAINED in row.get("why", "") for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

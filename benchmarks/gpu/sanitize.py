@@ -1,0 +1,98 @@
+"""Every kernel once, at small awkward shapes, under compute-sanitizer.
+
+    python -m benchmarks.gpu.sanitize --tool memcheck            # or racecheck, initcheck, synccheck
+    python -m benchmarks.gpu.sanitize --tool racecheck --op attention
+
+Exit status: 0 without findings, 1 with some, 77 where the machine has no compute-sanitizer. On a machine without a GPU
+`--rehearse` runs the same cases in the interpreter, where benchmarks/codegen/traffic_counter.py finds accesses outside
+the arguments and elements that two programs store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+
+if "--rehearse" in sys.argv and __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import torch
+
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.provenance import ROOT
+from benchmarks.harness.workloads import workloads
+from fastvit.ops import _library
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SKIPPED = 77
+KERNELS = "(attention|layer_norm|linear|act_bwd|patch_embed|column_sum|dropout)_"
+_PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
+
+
+def ops() -> list[str]:
+    """Those that have workloads for the sanitizer."""
+    return list(dict.fromkeys(workload.op for workload in workloads("sanitize")))
+
+
+def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
+    """The op's workloads, forward and backward."""
+    for workload, dtype in itertools.product(workloads("sanitize", ops=(op,)), dtypes):
+        runner = workload.runner("fused", Draw(dtype, device))
+        with _library.use_backend("triton"):
+            runner.gradients(tuple(torch.randn_like(out) for out in runner.outputs()))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def rehearse(op: str) -> list[str]:
+    """In the interpreter, without matmuls; the kernels that ran. Raises for an access out of bounds and for a race."""
+    from benchmarks.codegen.traffic_counter import count
+
+    with count(compute=False) as traffic:
+        run(op, torch.device("cpu"), torch.bfloat16)
+    return [launch.kernel for launch in traffic.launches]
+
+
+def sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(_PLACES))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tool", choices=TOOLS, default="memcheck")
+    parser.add_argument("--op", action="append", choices=ops(), help="default: all")
+    parser.add_argument("--rehearse", action="store_true", help="in the interpreter, without the tool")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # already under the tool
+    chosen = parser.parse_args(arguments)
+    names = chosen.op or ops()
+    torch.manual_seed(0)
+    if chosen.rehearse:
+        for op in names:
+            kernels = rehearse(op)
+            print(f"{op}: {len(kernels)} launches of {len(set(kernels))} kernels, in bounds and without races")
+        return 0
+    if chosen.inside:
+        for op in names:
+            run(op, torch.device("cuda"), torch.bfloat16, torch.float32)
+        return 0
+    tool = sanitizer()
+    if tool is None:
+        print(f"SKIPPED: no compute-sanitizer on this machine (PATH, {', '.join(_PLACES)})")
+        return SKIPPED
+    command = [
+        tool, "--tool", chosen.tool, "--error-exitcode", "1", "--kernel-regex", f"kns={KERNELS}",
+        sys.executable, "-m", "benchmarks.gpu.sanitize", "--inside", *(f"--op={op}" for op in names),
+    ]  # fmt: skip
+    # every tensor gets an allocation of its own, so that memcheck sees its end
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    print(f"{chosen.tool}, {', '.join(names)}: {'no findings' if done.returncode == 0 else 'FINDINGS'}")
+    return int(done.returncode != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The launch tables that can be measured: which workloads ask for each, and the choices that are tried."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload, workloads
+
+Choice = tuple[int, ...]  # in the order of fastvit.kernels._tuned.FIELDS
+Run = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op at one shape. `build(device)` gives the call to time, whose launches ask for choices of `table`."""
+
+    table: str
+    label: str
+    build: Callable[[torch.device], Run]
+    fixed: Mapping[str, Choice] = field(default_factory=dict)  # choices of other tables, at every key
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measured by an op's workloads. step: "forward", "backward" or "both", as one call. leaves: which of the op's
+    tensors backward differentiates by, all of them if none is named: no GEMM is timed with the kernel in question."""
+
+    op: str
+    steps: tuple[str, ...]
+    leaves: tuple[int, ...] = ()
+    fixed: Mapping[str, Choice] = field(default_factory=dict)
+    suits: Callable[[dict[str, Any]], bool] = lambda sizes: True
+
+
+_SPLIT = {"attention_bwd_short": (0, 64, 4, 2)}
+TABLES = {  # in the order in which they build on each other: a choice between two kernels comes after theirs
+    "layer_norm": Table("layer_norm", ("forward", "backward")),
+    "column_sum": Table("layer_norm", ("backward",)),
+    "activation_backward": Table("linear", ("backward",), (2,), suits=lambda sizes: sizes["B"] <= 64),
+    "attention_fwd": Table("attention", ("forward",)),
+    "attention_bwd_dq": Table("attention", ("backward",), fixed=_SPLIT),
+    "attention_bwd_dkdv": Table("attention", ("backward",), fixed=_SPLIT),
+    "attention_bwd_short": Table("attention", ("backward",), suits=lambda sizes: sizes["N"] <= 256),
+    # forward and backward, since fc1 and the gradient behind it share a choice
+    "gemm": Table("mlp", ("both",), fixed={"use_triton_gemm": (1,)}),
+    "use_triton_gemm": Table("linear", ("forward",), suits=lambda sizes: sizes["B"] == 256),
+    "patch_embed": Table("patch_embed", ("forward", "backward"), (0, 1)),
+}
+
+
+def works(*, tiny: bool = False) -> Iterator[Work]:
+    """Everything there is to measure; tiny: for the interpreter, where all matmuls are Triton's."""
+    for name, table in TABLES.items():
+        for workload in workloads("rehearse" if tiny else "tune", ops=(table.op,)):
+            for step in table.steps if table.suits(workload.sizes) else ():
+                build = functools.partial(_build, workload, step, table.leaves)
+                yield Work(name, f"{workload} {step}", build, table.fixed)
+
+
+def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch.device) -> Run:
+    runner = workload.runner("fused", Draw(torch.bfloat16, device))
+    if step == "forward":
+        return runner.infer
+    outputs = runner.outputs()
+    gradients = tuple(torch.randn_like(out) for out in outputs)
+    if step == "both":
+        return lambda: runner.gradients(gradients)
+    wanted = [runner.leaves[i] for i in leaves] or runner.leaves
+    return lambda: torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
+
+
+_ATTENTION = [(m, n, w, s) for m, n, w in ((64, 64, 4), (128, 64, 8), (128, 128, 8)) for s in (2, 3)] + [
+    (64, 128, 4, 2), (64, 128, 8, 2), (128, 64, 4, 2), (64, 32, 4, 2)
+]  # fmt: skip
+_ATTENTION_BWD = [
+    (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 2),
+    (64, 128, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (128, 32, 8, 2),
+]  # fmt: skip
+_GEMM = [
+    (128, 128, 64, 8, 3, 128), (128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 4, 0), (128, 128, 64, 4, 3, 0),
+    (128, 256, 64, 8, 3, 0), (128, 256, 64, 8, 4, 0), (256, 128, 64, 8, 3, 0), (64, 128, 64, 4, 4, 0),
+    (64, 64, 64, 4, 4, 0), (128, 64, 64, 4, 4, 0),
+]  # fmt: skip
+_PATCH = [
+    (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 64, 64, 4, 3), (64, 64, 32, 4, 4),
+    (128, 64, 64, 4, 3), (64, 128, 64, 4, 3), (128, 256, 64, 8, 3),
+]  # fmt: skip
+
+
+def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
+    """What is tried besides the shipped choice. What does not compile or fit is found out by compiling."""
+    if table == "layer_norm":
+        width = max(1 << (key[0] - 1).bit_length(), 16)
+        pairs = [(rows, warps) for rows in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8, 16)]
+        return [(rows, warps) for rows, warps in pairs if 4 <= rows * width // (32 * warps) <= 32]
+    if table == "column_sum":
+        rows = (
+            (16, 32, 4),
+            (32, 32, 4),
+            (32, 32, 8),
+            (64, 32, 4),
+            (64, 32, 8),
+            (128, 16, 8),
+            (32, 64, 4),
+            (32, 128, 8),
+        )
+        return list(rows)
+    if table == "activation_backward":
+        tiles = ((8, 256, 4), (4, 512, 4), (4, 256, 4), (8, 256, 8), (8, 128, 4), (16, 128, 4))
+        return [(m, n, steps, warps) for m, n, warps in tiles for steps in (4, 8, 16)]
+    if table == "attention_fwd":
+        short = [(m, 0, warps, 2) for m, warps in ((64, 4), (128, 8), (64, 8))] if key[0] <= 288 else []
+        return [*short, *_ATTENTION]
+    if table in ("attention_bwd_dq", "attention_bwd_dkdv"):
+        return list(_ATTENTION_BWD)
+    if table == "attention_bwd_short":
+        whole = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8), (256, 32, 8), (256, 64, 16)]
+        return [(0, 64, 4, 2), *((m, n, warps, 2) for m, n, warps in whole if key[0] <= m <= 2 * key[0])]
+    if table == "gemm":
+        return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
+    if table == "use_triton_gemm":
+        return [(0,), (1,)]
+    if table == "patch_embed":
+        return list(_PATCH)
+    raise ValueError(f"no candidates for table {table!r}")

@@ -1,0 +1,212 @@
+"""Every op and model as each provider runs it: eager, SDPA, fastvit. A builder draws its tensors in one fixed order, so
+that all providers get the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastvit
+from benchmarks.harness import eager
+from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.families import VIT_B_16, output
+from benchmarks.harness.photographs import SOURCE
+from fastvit import layers, ops, reference, zoo
+
+PROVIDERS = ("eager", "sdpa", "compile", "fused")
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def attention(
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0
+) -> Runner:
+    if separate:
+        q, k, v = (draw.normal(B, N, H, d) for _ in range(3))
+        return Runner(lambda: ops.attention(q, k, v, dropout_p=dropout_p), (q, k, v))
+    qkv = draw.normal(B, N, 3, H, d)
+    if provider == "fused":
+        return Runner(lambda: ops.attention_qkvpacked(qkv, dropout_p=dropout_p), (qkv,))
+    function = eager.attention if provider == "eager" else eager.attention_sdpa
+    return Runner(lambda: function(qkv), (qkv,))
+
+
+def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
+    x = draw.normal(B, N, D)
+    return Runner(lambda: ops.dropout(x, 0.1), (x,))
+
+
+def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
+    x, norm = draw.normal(B, N, D), _norm(draw, D)
+    function = ops.layer_norm if provider == "fused" else eager.layer_norm
+    return Runner(lambda: function(x, *norm), (x,), norm)
+
+
+def add_layer_norm(
+    provider: str, draw: Draw, B: int, N: int, D: int, layer_scale: bool = True, row_scale: bool = False
+) -> Runner:
+    residual, branch, norm = draw.normal(B, N, D), draw.normal(B, N, D), _norm(draw, D)
+    gamma = draw.normal(D) if layer_scale else None
+    parameters = norm if gamma is None else (*norm, gamma)
+    if provider != "fused":
+        return Runner(lambda: eager.add_layer_norm(residual, branch, *parameters), (residual, branch), parameters)
+    options: dict[str, Any] = {"layer_scale": gamma, "row_scale": _row_scale(draw, B) if row_scale else None}
+    return Runner(lambda: ops.add_layer_norm(residual, branch, *norm, **options), (residual, branch), parameters)
+
+
+def linear(
+    provider: str, draw: Draw, B: int, N: int, D: int, out: int,
+    activation: str | None = None, residual: bool = False, scales: bool = False,
+) -> Runner:  # fmt: skip
+    """scales: layer_scale, row_scale and the residual that they go with."""
+    x = draw.normal(B, N, D)
+    weight, bias = draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1)
+    if provider != "fused":
+        return Runner(lambda: eager.linear_gelu(x, weight, bias), (x,), (weight, bias))
+    other = draw.normal(B, N, out) if residual or scales else None
+    gamma, rows = _scales(draw, B, out, scales)
+    options: dict[str, Any] = {"activation": activation, "residual": other, "layer_scale": gamma, "row_scale": rows}
+    optional = tuple(t for t in (gamma, other) if t is not None)
+    return Runner(lambda: ops.linear(x, weight, bias, **options), (x,), (weight, bias, *optional))
+
+
+def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int, residual: bool = False) -> Runner:
+    x, parameters = draw.normal(B, N, D), (*_norm(draw, D), draw.normal(out, D, std=D**-0.5), draw.normal(out))
+    function: Callable[..., Any] = ops.layer_norm_linear
+    return Runner(lambda: function(x, *parameters, return_residual=residual), (x,), parameters)
+
+
+def mlp(
+    provider: str, draw: Draw, B: int, N: int, D: int,
+    activation: str = "gelu", recompute: str = "activation", dropout_p: float = 0.0, residual: bool = False,
+    scales: bool = False, norm: bool = False,
+) -> Runner:  # fmt: skip
+    """D -> 4 D -> D. norm: behind a LayerNorm, where the residual is what the norm reads."""
+    x = draw.normal(B, N, D)
+    parameters = _norm(draw, D) if norm else ()
+    parameters += (draw.normal(4 * D, D, std=D**-0.5), draw.normal(4 * D, std=0.1))
+    parameters += (draw.normal(D, 4 * D, std=(4 * D) ** -0.5), draw.normal(D, std=0.1))
+    if provider != "fused":
+        plain = eager.layer_norm_mlp if norm else eager.mlp
+        return Runner(lambda: plain(x, *parameters), (x,), parameters)
+    gamma, rows = _scales(draw, B, D, scales)
+    options: dict[str, Any] = {"activation": activation, "recompute": recompute, "dropout_p": dropout_p}
+    options |= {"layer_scale": gamma, "row_scale": rows, "residual": x if residual or scales or norm else None}
+    function = ops.layer_norm_mlp if norm else ops.mlp
+    leaves = parameters if gamma is None else (*parameters, gamma)
+    return Runner(lambda: function(x, *parameters, **options), (x,), leaves)
+
+
+def layer_norm_mlp(provider: str, draw: Draw, **sizes: Any) -> Runner:
+    return mlp(provider, draw, **sizes, norm=True)
+
+
+def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
+    """image: "photographs", "wanted" (with a gradient) or "uint8" (normalised by the kernel)."""
+    if image == "uint8":
+        pixels = torch.randint(256, (B, 3, px, px), dtype=torch.uint8, device=draw.device)
+    else:
+        pixels = draw.photographs(B, px) if image == "photographs" else draw.normal(B, 3, px, px)
+    weight, bias = draw.normal(D, 3, patch, patch, std=(3 * patch * patch) ** -0.5), draw.normal(D, std=0.1)
+    position, prefix = draw.normal((px // patch) ** 2, D), draw.normal(1, D)
+    parameters = (weight, bias, position, prefix)
+    if provider != "fused":
+        return Runner(lambda: eager.patch_embed(pixels, *parameters), (pixels,), parameters)
+    options: dict[str, Any] = {"mean": _MEAN, "std": _STD} if image == "uint8" else {}
+    options |= {"pos_embed": position, "prefix": prefix}
+    return Runner(lambda: ops.patch_embed(pixels, weight, bias, **options), (pixels,), parameters)
+
+
+def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
+    kind = layers.Block if provider == "fused" else reference.Block
+    module = draw.module(lambda: kind(D, H, qkv_bias=True))
+    if provider == "sdpa":
+        eager.use_sdpa(module)
+    return Runner.of(module, draw.normal(B, N, D))
+
+
+def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
+    """A model of the zoo on photographs."""
+    kind = fastvit.VisionTransformer if provider == "fused" else reference.VisionTransformer
+    vit = draw.module(lambda: kind(**{**zoo.config(name), "img_size": px, **options}))
+    if provider == "sdpa":
+        eager.use_sdpa(vit)
+    return Runner.of(vit, draw.photographs(B, px))
+
+
+def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
+    """ViT-B/16 of another library, untouched (as "sdpa", which is what they run) or accelerated."""
+    vit = draw.module(lambda: VIT_B_16[library](**options))
+    if provider == "fused":
+        fastvit.accelerate(vit, strict=True)
+    images = draw.photographs(B, 224)
+    return Runner(lambda: output(vit(images)), (images,), tuple(vit.parameters()), vit)
+
+
+def _norm(draw: Draw, D: int) -> tuple[Tensor, ...]:
+    return draw.normal(D, std=0.1, mean=1.0), draw.normal(D, std=0.1)
+
+
+def _row_scale(draw: Draw, B: int) -> Tensor:
+    """DropPath's factors, one a sample."""
+    return torch.ones(B, device=draw.device)
+
+
+def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
+
+
+# ---- what agreement is checked on where eager in float64 would take too long or not fit ----
+
+Sizes = dict[str, Any]
+
+
+def _few_scores(sizes: Sizes) -> Sizes:
+    B, N, H = (sizes[name] for name in "BNH")
+    return {"B": min(B, 2), "H": 1 if N > 4000 else H} if B * N >= 10_000 else {}
+
+
+def _few_samples(sizes: Sizes) -> Sizes:
+    return {"B": min(sizes["B"], 2)} if sizes["B"] * sizes["N"] > 10_000 else {}
+
+
+def _few_images(sizes: Sizes) -> Sizes:
+    px = sizes["px"]
+    return {"B": 1, "depth": 2} if px > 1000 else {"B": 1 if px > 500 else min(sizes["B"], 2)}
+
+
+def _two_blocks(sizes: Sizes) -> Sizes:
+    return {"B": min(sizes["B"], 2), "depth": 2}
+
+
+@dataclass(frozen=True)
+class Op:
+    """check: sizes that replace others where providers are compared with float64."""
+
+    build: Callable[..., Runner]
+    providers: tuple[str, ...] = ("eager", "compile", "fused")
+    check: Callable[[Sizes], Sizes] = lambda sizes: {}
+    note: str = ""
+
+
+OPS = {
+    "attention": Op(attention, PROVIDERS, _few_scores),
+    "dropout": Op(dropout, ("fused",)),
+    "layer_norm": Op(layer_norm),
+    "add_layer_norm": Op(add_layer_norm),
+    "linear": Op(linear),
+    "layer_norm_linear": Op(layer_norm_linear, ("fused",)),
+    "mlp": Op(mlp),
+    "layer_norm_mlp": Op(layer_norm_mlp),
+    "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
+    "block": Op(block, PROVIDERS, _few_samples),
+    "model": Op(model, PROVIDERS, _few_images, f"on {SOURCE}"),
+    "accelerate": Op(
+        accelerate, PROVIDERS[1:], _two_blocks, f"ViT-B/16 at 224 px on {SOURCE}; sdpa: the library's own model"
+    ),
+    "memory, attention": Op(attention, PROVIDERS, lambda sizes: {"H": 1}),
+    "memory, block": Op(block, PROVIDERS, lambda sizes: {"D": 64, "H": 1}),
+}

@@ -1,0 +1,117 @@
+"""Writes benchmarks/results/README.md from the result files beside it.
+
+    pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
+    python -m benchmarks.harness.results
+
+In each folder: runs of the benchmarks (`attention_2of7.json`: a step of a run that was cut into steps; all of
+them are one table, with the best limits that any measured), `families.json` and `dispatch.json` of the modules of
+those names, and pictures of benchmarks/harness/plot.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import dispatch, families, plot, table
+from benchmarks.harness.provenance import ROOT
+from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.timing import Ceilings, Quantiles
+
+RESULTS = ROOT / "benchmarks" / "results"
+_INTRODUCTION = f"""\
+# Results
+
+Made by `python -m benchmarks.harness.results` from the files beside this page; how they were measured is in
+[../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
+about the Triton kernels' speed. `make results` draws the picture anew, too.
+
+{table.LEGEND}
+"""
+
+
+def _record(data: dict[str, Any]) -> Record:
+    known = {f.name: data[f.name] for f in fields(Record)}
+    known["providers"] = {name: _provider(p) for name, p in known["providers"].items()}
+    return Record(**known)
+
+
+def _provider(data: dict[str, Any]) -> Provider:
+    return Provider(**{**data, "time": None if data["time"] is None else Quantiles(**data["time"])})
+
+
+def _step(path: Path) -> tuple[str, int]:
+    """("attention", 10) of attention_10of12.json; (stem, 0) of a run in one piece."""
+    found = re.fullmatch(r"(.+)_(\d+)of\d+", path.stem)
+    return (found[1], int(found[2])) if found else (path.stem, 0)
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
+    """The records of one run, its limits, and where and when it was."""
+    runs = [json.loads(path.read_text()) for path in sorted(paths, key=_step)]
+    # step i of n ran every n-th benchmark: taken in turn they are in order again
+    turns = itertools.zip_longest(*([b["extra_info"] for b in run["benchmarks"]] for run in runs))
+    info = [i for turn in turns for i in turn if i is not None]
+    if not info:
+        raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
+    devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
+    if len(devices) > 1:
+        raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
+    ceilings = Ceilings(*(max(i["ceilings"][f.name] for i in info) for f in fields(Ceilings)))
+    commit = runs[0]["commit_info"]
+    dirty = " with local changes" * commit["dirty"]
+    when = f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{dirty}"
+    return [_record(i) for i in info], ceilings, [*table.header(info[0]["environment"], ceilings), when]
+
+
+def render(paths: Sequence[Path]) -> str:
+    """Section of one run: a part for each op."""
+    records, ceilings, where = read(paths)
+    parts = [_fenced(where)]
+    for op, lines in table.render(records, ceilings):
+        parts.append(f"### {op}\n\n{_fenced(lines)}")
+    return "\n".join(parts)
+
+
+def _fenced(lines: Sequence[str]) -> str:
+    return "\n".join(["```text", *lines, "```", ""])
+
+
+def page(folders: Sequence[Path] = ()) -> str:
+    """The whole page, of all folders of results unless they are given."""
+    folders = folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    return "\n".join([_INTRODUCTION, *(part for folder in folders for part in _folder(folder))])
+
+
+def _folder(folder: Path) -> Iterator[str]:
+    special = {"families": families.render, "dispatch": dispatch.render}
+    runs: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.stem not in (*special, "run"):
+            runs.setdefault("all steps" if _step(path)[1] else path.stem, []).append(path)
+    for name, paths in runs.items():
+        yield f"## {folder.name}, {name}\n"
+        if (folder / plot.FILES["light"]).exists():
+            yield plot.picture(folder.name)
+        yield render(paths)
+    for name, function in special.items():
+        if (folder / f"{name}.json").exists():
+            yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
+    parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
+    chosen = parser.parse_args(arguments)
+    chosen.to.write_text(page(chosen.folders))
+
+
+if __name__ == "__main__":
+    main()

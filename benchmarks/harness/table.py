@@ -1,0 +1,118 @@
+"""What a run of the benchmarks measured, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.harness.columns import make
+from benchmarks.harness.memory import exponent
+from benchmarks.harness.providers import PROVIDERS
+from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.timing import Ceilings
+
+MODE = {"inference": "fwd", "training": "fwd+bwd"}
+LEGEND = """\
+ms: median of interleaved rounds. MB: the most that one step allocates at a time. eager / fused: the quotient of the two
+figures in the row, above 1 where fused is faster or smaller; ~ where the rounds do not tell the two apart. ceiling: the
+share of the machine's measured limits that fused reaches. error: fused's against float64, over eager's + one ulp."""
+
+
+def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
+    e = environment
+    lines = [
+        f"{e['path']}: {e['device']}, {e['dtype']}, {e['threads']} threads",
+        f"torch {e['torch']}, triton {e['triton']}, python {e['python']}",
+    ]
+    if ceilings is not None:
+        lines.append(
+            f"limits measured in this run: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
+            f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s"
+        )
+    return lines
+
+
+def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
+    """(op, lines) for each op: tables of times and of peak memory. The memory study has too few rounds for times."""
+    for op in dict.fromkeys(r.op for r in records):
+        mine = [r for r in records if r.op == op]
+        names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
+        times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings), ""]
+        yield op, [*times, *_table(mine, names, "MB", None), *_remarks(mine)]
+
+
+def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None) -> list[str]:
+    """unit: "ms" for times, with the share of the ceilings and the error; "MB" for peaks."""
+    rivals = [name for name in names if name != "fused"]
+    rows = []
+    for r in records:
+        figures = [r.providers.get(name, Provider()) for name in names]
+        fused = r.providers.get("fused", Provider())
+        if unit == "MB":
+            peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
+            rows.append([r.case, MODE[r.mode], *peaks, *(_ratio(r.memory_ratios().get(name)) for name in rivals)])
+            continue
+        ratios = r.time_ratios()
+        marks = ["~" * (name in ratios and not r.told_apart(name)) for name in rivals]
+        share = r.rates(ceilings).get("fused", {}).get("share_of_ceiling") if ceilings else None
+        rows.append([
+            r.case, MODE[r.mode], *map(_time, figures),
+            *(mark + _ratio(ratios.get(name)) for mark, name in zip(marks, rivals, strict=True)),
+            "-" if share is None else f"{share:.0%}", "-" if fused.error_ratio is None else f"{fused.error_ratio:.2f}",
+        ])  # fmt: skip
+    columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fused" for name in rivals)]
+    return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2)
+
+
+def _time(p: Provider) -> str:
+    return "skipped" if p.skipped else "-" if p.time is None else _digits(p.time.median * 1e3)
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and all before the decimal point."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _remarks(records: Sequence[Record]) -> list[str]:
+    """What a reader must know that is not a number: what was left out and why, and which SDPA ran."""
+    lines = [
+        f"skipped: {r.case} {MODE[r.mode]}, {name}: {p.skipped}"
+        for r in records
+        for name, p in r.providers.items()
+        if p.skipped
+    ]
+    lines += sorted({r.note for r in records if r.note})
+    backends = sorted({r.sdpa_backend for r in records if r.sdpa_backend})
+    return lines + ([f"sdpa runs {', '.join(backends)}"] if backends else []) + growth_lines(records)
+
+
+def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
+    """For the memory study: by op, by provider, token counts and peak bytes."""
+    curves: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
+    for r in records:
+        for name, p in r.providers.items():
+            if r.op.startswith("memory") and p.peak_bytes is not None:
+                tokens, peaks = curves.setdefault(r.op, {}).setdefault(name, ([], []))
+                tokens.append(r.shape["N"])
+                peaks.append(p.peak_bytes)
+    return curves
+
+
+def growth_lines(records: Sequence[Record]) -> list[str]:
+    """Fitted exponents of peak memory against N, over all points and over the largest three."""
+    lines = []
+    for by_provider in growth(records).values():
+        for name, (tokens, peaks) in by_provider.items():
+            parts = (slice(None), slice(-3, None))[: max(0, min(len(tokens) - 2, 2))]
+            text = [
+                f"N^{exponent(tokens[part], peaks[part]):.2f} over N = {tokens[part][0]}..{tokens[-1]}"
+                for part in parts
+            ]
+            lines += [f"{name}: peak ~ {', '.join(text)}"] if text else []
+    return lines

@@ -1,0 +1,256 @@
+"""The one list of workloads: which op at which sizes, and what for. Benchmarks, tuning, the traffic count, the
+sanitizer and ahead-of-time compilation all take theirs from it; `Workload.runner` builds the same call for each.
+
+Uses:
+
+    quick, cpu, gpu     benchmarks: one tiny case an op; the CPU path in minutes; the full grid of a GPU
+    tune, rehearse      shapes for which launch tables are measured; tiny ones for the interpreter
+    traffic             counted in the interpreter with real N, d and D: where the real case has too many rows, one of
+                        `parts` equal parts of a GPU and of its rows
+    sanitize            small and awkward: tails, odd widths, every option that has code of its own
+    compile             every width, head dimension, length, activation and patch, for the first tier of targets
+    second              one of each kind of kernel and class of head dimension, for the other targets
+    kernels             the few that touch every kernel
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.families import VIT_B_16
+from benchmarks.harness.providers import OPS
+
+BATCH = 256 * 197  # rows of the large batch whose parts are counted
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One op at one shape, forward and backward. sizes: arguments of the op's builder in harness/providers.py."""
+
+    op: str
+    sizes: dict[str, Any]
+    uses: frozenset[str] = frozenset()
+    parts: int = 1
+    max_rounds: int = 200
+
+    def __str__(self) -> str:
+        return " ".join(_words(self.sizes))
+
+    @property
+    def id(self) -> str:
+        return f"{self.op} {self}".replace(",", "").replace(" ", "-")
+
+    @property
+    def check(self) -> dict[str, Any]:
+        return OPS[self.op].check(self.sizes)
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        return OPS[self.op].providers
+
+    def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
+        sizes = {**self.sizes, **self.check} if check else self.sizes
+        if provider != "compile":
+            return OPS[self.op].build(provider, draw, **sizes)
+        # the best plain PyTorch that there is for this op
+        runner = OPS[self.op].build("sdpa" if "sdpa" in self.providers else "eager", draw, **sizes)
+        torch.compiler.reset()
+        runner.forward = torch.compile(runner.forward, dynamic=False)
+        return runner
+
+
+def _words(sizes: dict[str, Any]) -> Iterator[str]:
+    """{"B": 1, "d": 64, "activation": "gelu", "scales": True} -> B1 d64 gelu scales"""
+    for name, value in sizes.items():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, bool):
+            if value:
+                yield name
+        else:
+            yield f"{name}{value}"
+
+
+def workloads(*uses: str, ops: tuple[str, ...] = ()) -> list[Workload]:
+    """Those of any of the uses and, if given, of these ops, in the order of the list."""
+    if unknown := {*ops} - {*OPS}:
+        raise ValueError(f"no op {sorted(unknown)}, the ops are {sorted(OPS)}")
+    return [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
+
+
+def _rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes: Any) -> Iterator[Workload]:
+    """Every combination of the sizes that are given as lists."""
+    choices = [value if isinstance(value, list) else [value] for value in sizes.values()]
+    for values in itertools.product(*choices):
+        yield Workload(op, dict(zip(sizes, values, strict=True)), frozenset(uses.split()), parts, max_rounds)
+
+
+@functools.cache
+def _all() -> tuple[Workload, ...]:
+    return tuple(itertools.chain(_attention(), _norms(), _gemms(), _patch_embed(), _models(), _memory()))
+
+
+def _attention() -> Iterator[Workload]:
+    rows = functools.partial(_rows, "attention")
+    yield from rows("quick", B=1, N=50, H=3, d=64)
+    for B, N in ((1, 197), (64, 197), (1, 257), (1, 577), (1, 1025), (8, 1025)):
+        yield from rows("cpu", B=B, N=N, H=12, d=64)
+    yield from rows("cpu", B=1, N=257, H=16, d=80)
+    batches = {197: [1, 32, 256], 257: [1, 128], 577: [1, 64], 1025: [1, 32], 1370: [1, 16], 4097: [1, 8]}
+    for N, several in {**batches, 16385: [1, 2]}.items():
+        yield from rows("gpu", B=several, N=N, H=16, d=64)
+        yield from rows("tune", B=max(50_000 // N, 1), N=N, H=16, d=64)
+    for d in (72, 80, 88, 96, 128):
+        for N, B in ((257, 128), (1025, 32)):
+            yield from rows("gpu", B=B, N=N, H=16, d=d)
+            yield from rows("tune", B=50_000 // N, N=N, H=16, d=d)
+    yield from rows("rehearse", B=1, N=20, H=1, d=16)
+    for N, H, d in ((50, 3, 64), (197, 3, 64), (257, 2, 64), (257, 2, 80), (577, 1, 64), (1025, 1, 64)):
+        yield from rows("traffic", B=1, N=N, H=H, d=d)
+    for N, d, p in ((50, 64, 0.0), (197, 64, 0.0), (300, 64, 0.0), (130, 80, 0.0), (70, 64, 0.1)):
+        yield from rows("sanitize", B=2, N=N, H=2, d=d, dropout_p=p)
+    for N in (17, 65, 197, 256, 257, 577, 1024, 1025, 1370, 4097):
+        few = {197: "second kernels", 1024: "kernels", 1025: "second kernels"}.get(N, "")
+        yield from rows(f"compile {few}", B=64, N=N, H=12, d=64)
+    for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):  # one part; two: 64 + 8 to 64 + 32; one again; the largest
+        few = {32: "second", 72: "second kernels", 96: "second", 128: "second", 256: "second"}.get(d, "")
+        yield from rows(f"compile {few}", B=64, N=[197, 1370], H=8, d=d, separate=True)
+    yield from rows("compile", B=64, N=197, H=12, d=64, dropout_p=0.1)
+    yield from rows("compile second kernels", B=64, N=577, H=12, d=64, dropout_p=0.1)
+
+
+_WIDTHS = [192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664]
+
+
+def _norms() -> Iterator[Workload]:
+    every = [192, 384, 768, 1024, 1152, 1280, 1408, 1536, 1664]
+    for op, some in (("layer_norm", [192, 768, 1280]), ("add_layer_norm", [768])):
+        yield from _rows(op, "quick", B=1, N=50, D=192)
+        yield from _rows(op, "cpu", B=8, N=197, D=some)
+        yield from _rows(op, "gpu", B=[1, 256], N=197, D=every)
+    yield from _rows("layer_norm", "tune", B=64, N=197, D=every)
+    yield from _rows("layer_norm", "rehearse", B=1, N=8, D=32)
+    share = BATCH // 132
+    yield from _rows("layer_norm", "traffic", B=1, N=share, D=[384, 768, 1664], parts=132)
+    yield from _rows("layer_norm", "traffic", B=1, N=197, D=768)
+    yield from _rows("add_layer_norm", "traffic", B=1, N=share, D=768, parts=132)
+    yield from _rows("layer_norm", "sanitize", B=5, N=7, D=200)
+    yield from _rows("add_layer_norm", "sanitize", B=5, N=7, D=200, row_scale=True)
+    for D in _WIDTHS:
+        few = {768: "second kernels", 1664: "second"}.get(D, "")
+        yield from _rows("layer_norm", f"compile {few}", B=64, N=197, D=D)
+        yield from _rows("add_layer_norm", "compile", B=64, N=197, D=D, layer_scale=False)
+        yield from _rows("add_layer_norm", f"compile {few}", B=64, N=197, D=D, row_scale=True)
+    yield from _rows("dropout", "traffic", B=1, N=197, D=768)
+    yield from _rows("dropout", "sanitize", B=1, N=37, D=200)
+    yield from _rows("dropout", "compile second kernels", B=64, N=197, D=768)
+
+
+def _gemms() -> Iterator[Workload]:
+    for B, N, D, uses in ((1, 50, 192, "quick"), (1, 197, 768, "cpu")):
+        yield from _rows("linear", uses, B=B, N=N, D=D, out=4 * D, activation="gelu")
+        yield from _rows("mlp", uses, B=B, N=N, D=D)
+        yield from _rows("layer_norm_mlp", uses, B=B, N=N, D=D)
+    yield from _rows("mlp", "cpu", B=1, N=197, D=384)
+    for D, (B, N) in itertools.product((384, 768, 1024, 1280), ((1, 197), (1, 1370), (1, 4097), (32, 197), (256, 197))):
+        yield from _rows("linear", "gpu tune" if B == 256 else "gpu", B=B, N=N, D=D, out=4 * D, activation="gelu")
+        yield from _rows("mlp", "gpu", B=B, N=N, D=D)
+        yield from _rows("layer_norm_mlp", "gpu", B=B, N=N, D=D)
+    for D in (384, 768, 1024, 1280):
+        for B, N in ((1, 197), (1, 1370), (32, 197), (256, 197)):
+            yield from _rows("mlp", "tune", B=B, N=N, D=D, residual=True)
+        yield from _rows("linear", "tune", B=256, N=197, D=4 * D, out=D, residual=True)
+        yield from _rows("linear", "tune", B=256, N=197, D=D, out=D, residual=True)
+    for D in (192, 384, 768, 1024, 1152, 1280, 1408, 1536, 1664):
+        yield from _rows("linear", "tune", B=64, N=197, D=D, out=4 * D, activation="gelu")
+    yield from _rows("linear", "rehearse", B=1, N=8, D=32, out=128, activation="gelu")
+    yield from _rows("mlp", "rehearse", B=1, N=16, D=32, residual=True)
+    yield from _rows("layer_norm_mlp", "traffic", B=1, N=BATCH // 128, D=768, parts=128)
+    yield from _rows("linear", "sanitize", B=7, N=10, D=72, out=136, activation="gelu")
+    yield from _rows("linear", "sanitize", B=7, N=10, D=72, out=136, scales=True)
+    yield from _rows("mlp", "sanitize", B=7, N=10, D=40, recompute=["none", "activation", "all"], residual=True)
+    yield from _rows("mlp", "sanitize", B=7, N=10, D=40, dropout_p=0.1)
+    yield from _rows("layer_norm_mlp", "sanitize", B=7, N=10, D=40)
+    large = functools.partial(_rows, B=64, N=197)
+    for D in _WIDTHS:
+        few = "second kernels" if D == 768 else ""
+        yield from large("linear", "compile", D=D, out=D)
+        yield from large("linear", f"compile {few}", D=D, out=D, scales=True)
+        yield from large("mlp", f"compile {few}", D=D)
+        yield from large("layer_norm_linear", f"compile {few}", D=D, out=3 * D, residual=[False, True])
+        yield from large("layer_norm_mlp", "compile", D=D, scales=True)
+    for activation in ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"):
+        few = "second kernels" if activation == "gelu" else ""
+        yield from large("linear", f"compile {few}", D=768, out=768, activation=activation)
+        recompute = ["none", "activation", "all"]
+        yield from large("mlp", "compile", D=768, activation=activation, recompute=recompute, scales=True)
+    yield from large("mlp", "compile second kernels", D=768, dropout_p=0.1, scales=True)
+
+
+def _patch_embed() -> Iterator[Workload]:
+    rows = functools.partial(_rows, "patch_embed")
+    yield from rows("quick", B=1, px=64, patch=16, D=192)
+    for B, px, patch, D in ((1, 224, 16, 768), (8, 224, 16, 768), (1, 224, 14, 768), (32, 32, 4, 192)):
+        yield from rows("cpu", B=B, px=px, patch=patch, D=D)
+    grid = {(224, 16): [1, 32, 256], (224, 14): [1, 32, 256], (518, 14): [1, 16, 64], (1024, 16): [1, 4, 16]}
+    for (px, patch), batches in grid.items():
+        yield from rows("gpu", B=batches, px=px, patch=patch, D=[384, 768, 1024, 1280])
+        yield from rows("tune", B=batches[:2], px=px, patch=patch, D=[384, 768, 1024, 1280])
+    yield from rows("tune", B=256, px=224, patch=16, D=[384, 768, 1024, 1280])
+    yield from rows("tune", B=128, px=224, patch=14, D=[384, 768, 1024, 1280])
+    yield from rows("rehearse", B=1, px=8, patch=4, D=32)
+    yield from rows("traffic", B=5, px=224, patch=16, D=768, parts=51)  # of a batch of 256
+    yield from rows("traffic", B=1, px=224, patch=16, D=768)
+    yield from rows("traffic", B=1, px=518, patch=14, D=1024, parts=16)
+    yield from rows("sanitize", B=3, px=48, patch=16, D=72, image=["wanted", "uint8"])
+    yield from rows("sanitize", B=3, px=42, patch=14, D=72, image="wanted")
+    for patch, px, D in ((4, 32, 192), (8, 224, 768), (14, 518, 1024), (16, 224, 768), (32, 224, 768)):
+        few = {14: "second kernels", 16: "second kernels"}.get(patch, "")
+        yield from rows(f"compile {few}", B=64, px=px, patch=patch, D=D, image="wanted")
+        few = "second kernels" if patch == 14 else ""
+        yield from rows(f"compile {few}", B=64, px=px, patch=patch, D=D, image="uint8")
+
+
+def _models() -> Iterator[Workload]:
+    yield from _rows("block", "quick", B=1, N=50, D=192, H=3)
+    yield from _rows("block", "cpu", B=1, N=[50, 197, 257, 577, 1025], D=768, H=12)
+    yield from _rows("block", "cpu", B=8, N=197, D=384, H=6)
+    for (D, H), (N, B) in itertools.product(
+        ((384, 6), (768, 12), (1024, 16), (1280, 16)),
+        {197: [1, 32, 256], 257: [1, 64], 1370: [1, 16], 4097: [1, 4]}.items(),
+    ):
+        yield from _rows("block", "gpu", B=B, N=N, D=D, H=H)
+    names = [f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
+    cifar = [f"vit_cifar_{size}" for size in ("small", "base", "large")]
+    yield from _rows("model", "quick", name="vit_cifar_small", B=1, px=32, depth=2)
+    yield from _rows("model", "cpu", name=names[:3], B=1, px=224)
+    yield from _rows("model", "cpu", name="vit_cifar_small", B=8, px=32)
+    yield from _rows("model", "cpu", name="vit_cifar_base", B=1, px=32)
+    yield from _rows("model", "gpu", name=cifar, B=[1, 256], px=32)
+    yield from _rows("model", "gpu", name=names, B=[1, 32, 256], px=224)
+    yield from _rows("model", "gpu", name="vit_huge_patch14_224", B=[1, 32, 128], px=224)
+    large = [*names[1:], "vit_huge_patch14_224"]
+    yield from _rows("model", "gpu", name=large, B=[1, 16], px=518, patch_size=14)
+    yield from _rows("model", "gpu", name=large, B=[1, 4], px=1024, patch_size=16)
+    installed = [name for name in VIT_B_16 if importlib.util.find_spec(name) is not None]
+    yield from _rows("accelerate", "quick", library=installed[:1], B=1, depth=1)
+    yield from _rows("accelerate", "cpu", library=installed[:1], B=1)  # harness/families.py compares the three there
+    yield from _rows("accelerate", "gpu", library=installed, B=[1, 32, 256])
+
+
+def _memory() -> Iterator[Workload]:
+    for N in (17, 50, 197):
+        yield from _rows("memory, attention", "quick", B=1, N=N, H=3, d=64, max_rounds=3)
+        yield from _rows("memory, block", "quick", B=1, N=N, D=192, H=3, max_rounds=3)
+    for N in (197, 577, 1025, 2305, 4097):
+        rounds = 3 if N < 2000 else 1
+        yield from _rows("memory, attention", "cpu gpu", B=1, N=N, H=12, d=64, max_rounds=rounds)
+        yield from _rows("memory, block", "cpu gpu", B=1, N=N, D=768, H=12, max_rounds=rounds)
