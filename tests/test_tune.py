@@ -92,15 +92,15 @@ def tuner(folder: Path, timer: tune.Timer) -> Tuner:
 def test_the_faster_choice_is_written_and_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped choice has 64 query rows; the candidate with 128 is timed as twice as fast."""
     (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(attention_work())
-    assert "(128, 0, 8, 2), 2.000x" in line
+    assert "(1, 128, 128, 8, 2), 2.000x" in line
     path = tmp_path / _tuned.file_name(GPU)
     data = json.loads(path.read_text())
-    assert data["tables"] == {"attention_fwd": {"20,16,2,0,0": entry("attention_fwd", 128, 0, 8, 2)}}
+    assert data["tables"] == {"attention_fwd": {"20,16,2,0,0": entry("attention_fwd", 1, 128, 128, 8, 2)}}
     assert (data["gpu"], data["arch"]) == (GPU, ARCH)
     assert {"commit", "sources", "torch", "triton", "device", "when"} <= set(data["measured"])
     sample = data["samples"]["attention_fwd[20,16,2,0,0]"]
     assert sample["shipped"] == {"median": 1.0, "q20": 1.0, "q80": 1.0, "least": 1.0, "rounds": tune.LAST_ROUNDS}
-    assert sample["tried"]["(128, 0, 8, 2)"]["median"] == 0.5
+    assert sample["tried"]["(1, 128, 128, 8, 2)"]["median"] == 0.5
     before = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
     load(monkeypatch, tmp_path, data)
     after = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
@@ -127,14 +127,14 @@ def choosing(outcome: Outcome) -> Work:
 
 
 def too_large(choice: tuple[int, ...] | None) -> float:
-    if choice is not None and choice[0] == 128:
+    if choice is not None and choice[1] == 128:
         raise RuntimeError("out of resource: shared memory")
     return 1.0
 
 
 UNFIT: list[tuple[Outcome, str]] = [
-    (lambda choice: float("nan") if choice and choice[0] == 128 else 1.0, "differs from the shipped"),
-    (lambda choice: 2.0 if choice and choice[0] == 128 else 1.0, "differs from the shipped"),
+    (lambda choice: float("nan") if choice and choice[1] == 128 else 1.0, "differs from the shipped"),
+    (lambda choice: 2.0 if choice and choice[1] == 128 else 1.0, "differs from the shipped"),
     (too_large, "shared memory"),
 ]
 
@@ -145,7 +145,7 @@ def test_a_choice_with_other_results_or_none_is_unfit(outcome: Outcome, reason: 
     (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(choosing(outcome))
     assert "as shipped; 1 tried, 1 unfit" in line
     data = json.loads((tmp_path / _tuned.file_name(GPU)).read_text())
-    assert reason in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(128, 0, 8, 2)"]
+    assert reason in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(1, 128, 128, 8, 2)"]
 
 
 def broken(*_: Any) -> float:
@@ -181,7 +181,7 @@ def test_tuning_goes_on_unless_the_code_has_changed(
         monkeypatch.setattr(tune, "sources", lambda: "other code")
     again = tuner(tmp_path, timer)
     assert len(again.tune(work)) == (1 if changed else 0)
-    assert again.entries == {("attention_fwd", KEY): (128, 0, 8, 2)}
+    assert again.entries == {("attention_fwd", KEY): (1, 128, 128, 8, 2)}
 
 
 def test_the_differences_are_of_the_largest_result() -> None:
@@ -192,7 +192,7 @@ def test_the_differences_are_of_the_largest_result() -> None:
 
 def test_using_ends_with_the_context() -> None:
     shipped = _attention_configs.attention_fwd(197, 64, 2, False, ARCH)
-    with using({("attention_fwd", (197, 64, 2, 0, 0)): (128, 64, 8, 3)}) as asked:
+    with using({("attention_fwd", (197, 64, 2, 0, 0)): (0, 128, 64, 8, 3)}) as asked:
         assert _attention_configs.attention_fwd(197, 64, 2, False, ARCH).num_stages == 3
     assert asked == {(ARCH, "attention_fwd", (197, 64, 2, 0, 0))}
     assert _attention_configs.attention_fwd(197, 64, 2, False, ARCH) == shipped
@@ -238,7 +238,7 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
         {"block_m": 64, "block_k": 32, "num_stages": 5, "max_registers": None},
     ),
     (
-        "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3),
+        "attention_fwd", "197,64,2,0,0", (0, 128, 32, 8, 3),
         lambda: _attention_configs.attention_fwd(197, 64, 2, False, ARCH),
         {"block_m": 128, "block_n": 32, "chunks": (16, 0), "num_stages": 3},
     ),
@@ -252,7 +252,7 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
         {"block_m": 32, "parts": (64, 16)},
     ),
     (
-        "attention_bwd_short", "197,64,2,0,0", (256, 32, 16, 2),
+        "attention_bwd_short", "197,64,2,0,0", (1, 256, 32, 16, 2),
         lambda: _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False),
         {"block_n": 32, "num_warps": 16},
     ),
@@ -282,7 +282,7 @@ def test_a_kernel_can_be_replaced_by_another(tmp_path: Path, monkeypatch: pytest
     assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is not None
     assert _configs.use_triton_gemm(3072, 768, 2, ARCH)
     tables = {
-        "attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 0, 64, 4, 2)},
+        "attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 0, 64, 64, 4, 2)},
         "use_triton_gemm": {"3072,768,2": {"use": 0}},
     }
     load(monkeypatch, tmp_path, document(tables))
@@ -304,7 +304,7 @@ def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch
 
     shipped = results()
     tables = {
-        "attention_fwd": {"37,16,4,0,0": entry("attention_fwd", 16, 16, 4, 2)},
+        "attention_fwd": {"37,16,4,0,0": entry("attention_fwd", 0, 16, 16, 4, 2)},
         "attention_bwd_dq": {"37,16,4,0,0": entry("attention_bwd_dq", 64, 16, 4, 2)},
         "attention_bwd_dkdv": {"37,16,4,0,0": entry("attention_bwd_dkdv", 16, 64, 4, 2)},
     }
@@ -314,8 +314,8 @@ def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-GOOD = entry("attention_fwd", 128, 0, 8, 2)
-SHORT = entry("attention_bwd_short", 128, 64, 8, 2)
+GOOD = entry("attention_fwd", 1, 128, 128, 8, 2)
+SHORT = entry("attention_bwd_short", 1, 128, 64, 8, 2)
 
 
 def one(table: str, key: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ _TILE = {  # what the programs that share an argument differ in
     "attention_short_fwd_kernel": dict.fromkeys("kv", "query tile"),
     "attention_fwd_kernel": dict.fromkeys("kv", "query tile"),
     "attention_bwd_dq_kernel": dict.fromkeys("kv", "query tile"),
-    "attention_bwd_dkdv_kernel": dict.fromkeys(("q", "do", "lse2", "delta"), "key tile"),
+    "attention_bwd_dkdv_kernel": dict.fromkeys(("q", "do", "statistics"), "key tile"),
     "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},
     "linear_dact_kernel": {"dy": "column tile", "w": "row tile"},
     "patch_embed_fwd_kernel": {

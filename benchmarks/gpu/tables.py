@@ -39,7 +39,7 @@ class Table:
     suits: Callable[[dict[str, Any]], bool] = lambda sizes: True
 
 
-_SPLIT = {"attention_bwd_short": (0, 64, 4, 2)}
+_SPLIT = {"attention_bwd_short": (0, 64, 64, 4, 2)}
 TABLES = {  # in the order in which they build on each other: a choice between two kernels comes after theirs
     "layer_norm": Table("layer_norm", ("forward", "backward")),
     "column_sum": Table("layer_norm", ("backward",)),
@@ -116,13 +116,13 @@ def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
         tiles = ((8, 256, 4), (4, 512, 4), (4, 256, 4), (8, 256, 8), (8, 128, 4), (16, 128, 4))
         return [(m, n, steps, warps) for m, n, warps in tiles for steps in (4, 8, 16)]
     if table == "attention_fwd":
-        short = [(m, 0, warps, 2) for m, warps in ((64, 4), (128, 8), (64, 8))] if key[0] <= 288 else []
-        return [*short, *_ATTENTION]
+        short = [(1, m, 128, warps, 2) for m, warps in ((64, 4), (128, 8), (64, 8))] if key[0] <= 288 else []
+        return [*short, *((0, *tile) for tile in _ATTENTION)]
     if table in ("attention_bwd_dq", "attention_bwd_dkdv"):
         return list(_ATTENTION_BWD)
     if table == "attention_bwd_short":
         whole = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8), (256, 32, 8), (256, 64, 16)]
-        return [(0, 64, 4, 2), *((m, n, warps, 2) for m, n, warps in whole if key[0] <= m <= 2 * key[0])]
+        return [(0, 64, 64, 4, 2), *((1, m, n, warps, 2) for m, n, warps in whole if key[0] <= m <= 2 * key[0])]
     if table == "gemm":
         return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
     if table == "use_triton_gemm":
