@@ -1,0 +1,32 @@
+"""The linear ops on PyTorch's own functions."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops._activations import activate, activate_, activate_backward, activate_backward_
+from fastvit.ops._checks import as_rows
+from fastvit.ops._epilogue import add_residual_
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
+    y = F.linear(x, weight, bias)  # fresh, so what follows works in place
+    if activation != "none":
+        activate_(y, activation)
+    return add_residual_(y, *epilogue)
+
+
+def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    pre = F.linear(x, weight, bias)
+    return activate(pre, activation), pre
+
+
+def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    dpre = activate_backward_(dy @ weight, pre, activation)
+    return dpre, activate(pre, activation), as_rows(dpre).sum(0)
+
+
+def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    dpre = activate_backward(dy, pre, activation)
+    return dpre, as_rows(dpre).sum(0)
