@@ -58,16 +58,15 @@ def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool =
 
 
 def check_norm(
-    x_name: str, x: Tensor, prefix: str, weight: Tensor, bias: Tensor, eps: float, columns: str, *, dtype: bool
+    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor, eps: float, meaning: str, *, dtype: bool
 ) -> None:
-    """The parameters of a LayerNorm over the last dimension of x, which `columns` puts into words."""
-    D = x.shape[-1] if x.dim() else 0
-    if D == 0:
+    """The parameters of a LayerNorm over the last dimension of x, a shape that `meaning` puts into words; `names` are
+    x's, weight's and bias's."""
+    x_name, weight_name, bias_name = names
+    shape = x.shape[-1:]
+    if not shape or shape[0] == 0:
         raise ValueError(f"{x_name} must have a non-empty last dimension, got shape {tuple(x.shape)}")
-    shape, meaning = (D,), f"({columns},)"
-    check_like(
-        x_name, x, (f"{prefix}weight", weight, shape, meaning), (f"{prefix}bias", bias, shape, meaning), dtype=dtype
-    )
+    check_like(x_name, x, (weight_name, weight, shape, meaning), (bias_name, bias, shape, meaning), dtype=dtype)
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")
 

@@ -27,7 +27,17 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
-from fastvit.ops import _private
+from fastvit.ops._private import (
+    are_functorch_transforms_active,
+    has_forward_level,
+    is_any_autocast_enabled,
+    is_torch_function_mode_enabled,
+    is_tracing,
+    is_zerotensor,
+    len_torch_dispatch_stack,
+    profiler_enabled,
+    unwrap_if_dead,
+)
 
 BACKENDS = ("auto", "triton", "aten")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -136,13 +146,13 @@ _PLAIN_TYPES = frozenset({Tensor, Parameter, type(None), bool, int, float, str, 
 
 # Without one of these nobody can say whether a call is observed
 _KNOWS_OBSERVERS = None not in (
-    _private.len_torch_dispatch_stack,
-    _private.is_torch_function_mode_enabled,
-    _private.are_functorch_transforms_active,
-    _private.is_any_autocast_enabled,
-    _private.is_tracing,
-    _private.profiler_enabled,
-    _private.is_zerotensor,
+    len_torch_dispatch_stack,
+    is_torch_function_mode_enabled,
+    are_functorch_transforms_active,
+    is_any_autocast_enabled,
+    is_tracing,
+    profiler_enabled,
+    is_zerotensor,
 )
 
 
@@ -159,12 +169,12 @@ def _choose(args: tuple[Any, ...], from_dispatcher: bool) -> str:
         or is_dynamo_compiling()
         or not _PLAIN_TYPES.issuperset(map(type, args))
         or not (x.is_cpu or x.is_cuda)
-        or _private.len_torch_dispatch_stack()
-        or _private.is_torch_function_mode_enabled()
-        or _private.are_functorch_transforms_active()
-        or _private.is_any_autocast_enabled()
-        or _private.is_tracing()
-        or _private.profiler_enabled()
+        or len_torch_dispatch_stack()
+        or is_torch_function_mode_enabled()
+        or are_functorch_transforms_active()
+        or is_any_autocast_enabled()
+        or is_tracing()
+        or profiler_enabled()
     ):
         return "dispatcher"
     if not wants_triton(x):
@@ -173,7 +183,7 @@ def _choose(args: tuple[Any, ...], from_dispatcher: bool) -> str:
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             return "dispatcher"
         for a in args:
-            if isinstance(a, Tensor) and (a.is_neg() or _private.is_zerotensor(a)):
+            if isinstance(a, Tensor) and (a.is_neg() or is_zerotensor(a)):
                 return "dispatcher"
     return "triton"
 
@@ -237,14 +247,13 @@ def dot_precision(x: Tensor) -> str:
 
 def transforming() -> bool:
     """Whether a functorch transform (vmap, grad, ...) is or may be active."""
-    active = _private.are_functorch_transforms_active
-    return active is None or active()
+    return are_functorch_transforms_active is None or are_functorch_transforms_active()
 
 
 def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
     """Whether a call of `fastvit.ops.<name>` must go through its `autograd.Function`. Raises where a tensor carries a
     forward-mode tangent, which an opaque op would drop silently."""
-    if not _private.has_forward_level or forward_ad._current_level >= 0:
+    if not has_forward_level or forward_ad._current_level >= 0:
         for t in tensors:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 raise NotImplementedError(f"fastvit.ops.{name} does not support forward-mode AD")
@@ -277,13 +286,12 @@ class FusedFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """As torch's own, which inspects the signature of `forward` on every call to fill in defaults: 20 us that no
         op here needs, since all arguments are given."""
-        unwrap, transforms_active = _private.unwrap_if_dead, _private.are_functorch_transforms_active
-        if unwrap is None or transforms_active is None or transforms_active():
+        if unwrap_if_dead is None or are_functorch_transforms_active is None or are_functorch_transforms_active():
             return super().apply(*args)
         unwrapped = list(args)
         for i, a in enumerate(args):
             if isinstance(a, Tensor):
-                unwrapped[i] = unwrap(a)
+                unwrapped[i] = unwrap_if_dead(a)
         return super(torch.autograd.Function, cls).apply(*unwrapped)  # type: ignore[misc]
 
 
@@ -313,8 +321,7 @@ def differentiable_once(name: str, function: Callable[..., Any], *args: Any) -> 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast wants on x's device, or None outside autocast and for float64 input."""
-    active = _private.is_any_autocast_enabled
-    if active is not None and not active():
+    if is_any_autocast_enabled is not None and not is_any_autocast_enabled():
         return None
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:  # refuses meta tensors

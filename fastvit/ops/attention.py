@@ -128,7 +128,8 @@ def _check(head_dim: int, scale: float | None, dropout_p: float) -> float:
     """-> the scale"""
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim}")
-    check_dropout("dropout_p", dropout_p)
+    if dropout_p != 0.0:
+        check_dropout("dropout_p", dropout_p)
     if scale is None:
         return head_dim**-0.5
     if not -math.inf < scale < math.inf:  # isfinite takes no symbolic float

@@ -177,7 +177,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     """
     check_float("x", x)
     cast = autocast_dtype(x) is not None
-    check_norm("x", x, "", weight, bias, eps, "D", dtype=not cast)
+    check_norm(("x", "weight", "bias"), x, weight, bias, eps, "(D,)", dtype=not cast)
     out_dtype = torch.float32 if cast and x.is_cuda else None
     if needs_autograd("layer_norm", x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, out_dtype)[0]
@@ -215,7 +215,7 @@ def add_layer_norm(
     cast = autocast_dtype(residual) is not None
     s = residual if residual.dtype == torch.promote_types(residual.dtype, branch.dtype) else branch
     check_like("residual", residual, ("branch", branch, residual.shape, "residual's shape"), dtype=False)
-    check_norm("residual", s, "", weight, bias, eps, "D", dtype=not cast)
+    check_norm(("residual", "weight", "bias"), s, weight, bias, eps, "(D,)", dtype=not cast)
     if layer_scale is not None:
         check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
     check_row_scale("residual", residual, row_scale)

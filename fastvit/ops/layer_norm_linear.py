@@ -14,17 +14,17 @@ from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_o
 from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.linear import check_linear
 
+NORM_NAMES = ("x", "norm_weight", "norm_bias")
 
-def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """[..., in] -> [..., out] of one layer, or of several in one buffer."""
-    layers = list(zip(weights, biases, strict=True))
-    if len(layers) == 1:
-        return F.linear(y, *layers[0])
+
+def _side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
+    """[..., in] -> [..., out] of several layers, n weights and n biases, in one buffer."""
+    weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
     if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
-        return torch.cat([F.linear(y, *layer) for layer in layers], dim=-1)
+        return torch.cat([F.linear(y, *layer) for layer in zip(weights, biases, strict=True)], dim=-1)
     widths, rows = [len(weight) for weight in weights], as_rows(y)
     out = y.new_empty(*y.shape[:-1], sum(widths))
-    for columns, (weight, bias) in zip(as_rows(out).split(widths, dim=1), layers, strict=True):
+    for columns, weight, bias in zip(as_rows(out).split(widths, dim=1), weights, biases, strict=True):
         if bias is None:
             torch.mm(rows, weight.t(), out=columns)
         else:
@@ -75,7 +75,7 @@ class _LayerNormLinear(FusedFunction):
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, return_residual: bool, *layers: Any
     ) -> tuple[Tensor, ...]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype)
-        out = _side_by_side(y, layers[: len(layers) // 2], layers[len(layers) // 2 :])
+        out = F.linear(y, *layers) if len(layers) == 2 else _side_by_side(y, layers)
         # a view, because autograd refuses to save an input that is returned as it is
         return (out, mean, rstd, x.view_as(x)) if return_residual else (out, mean, rstd)
 
@@ -166,7 +166,7 @@ def layer_norm_linear(
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         names = ("x", "weight", "bias") if len(weights) == 1 else ("x", f"weight[{i}]", f"bias[{i}]")
         check_linear(x, w, b, dtype=cast is None, names=names)
-    check_norm("x", x, "norm_", norm_weight, norm_bias, eps, "in", dtype=cast is None)
+    check_norm(NORM_NAMES, x, norm_weight, norm_bias, eps, "(in,)", dtype=cast is None)
     layers: tuple[Tensor | None, ...] = (*weights, *biases)
     if cast is not None:
         layers = tuple(None if t is None else t.to(cast) for t in layers)

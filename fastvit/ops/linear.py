@@ -165,7 +165,9 @@ def check_linear(
 ) -> None:
     """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them."""
     x_name, weight_name, bias_name = names
-    check_like(x_name, x, (weight_name, weight, None, ""), dtype=dtype)
+    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
+    vector = (bias_name, bias, weight.shape[:1] if is_matrix else None, "(out,)")
+    check_like(x_name, x, (weight_name, weight, None, ""), *(() if bias is None else (vector,)), dtype=dtype)
     shape = weight.shape
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{weight_name} must be (out, in) with out, in >= 1, got shape {tuple(shape)}")
@@ -173,8 +175,6 @@ def check_linear(
         raise ValueError(
             f"{x_name} must have shape (..., in) with {weight_name}'s in = {shape[1]}, got {tuple(x.shape)}"
         )
-    if bias is not None:
-        check_like(x_name, x, (bias_name, bias, shape[:1], "(out,)"), dtype=dtype)
 
 
 def linear(

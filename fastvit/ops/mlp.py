@@ -20,6 +20,7 @@ from fastvit.ops._library import (
 )
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm_linear import NORM_NAMES
 from fastvit.ops.linear import act_bwd, check_linear, linear_act_fwd, linear_dact, linear_fwd
 
 RECOMPUTE = ("none", "activation", "all")
@@ -205,7 +206,7 @@ def _arguments(
     epilogue.check(x, shape[0], dtype=cast is None)
     parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     if norm is not None:
-        check_norm("x", x, "norm_", *norm, eps, "in", dtype=cast is None)
+        check_norm(NORM_NAMES, x, *norm, eps, "(in,)", dtype=cast is None)
     if cast is not None:
         x = x.to(cast) if norm is None else x
         parameters = tuple(None if t is None else t.to(cast) for t in parameters)

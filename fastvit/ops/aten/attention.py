@@ -43,11 +43,11 @@ def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return dqkv
 
 
-def _has_flash(seed: Tensor | None, q: Tensor, *others: Tensor) -> bool:
+def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch's CPU flash kernel takes these inputs; it reads by stride but wants unit stride within a head."""
     if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
         return False
-    return {1}.issuperset([t.stride(3) for t in (q, *others)])
+    return q.stride(3) == k.stride(3) == v.stride(3) == 1
 
 
 def _forward(
@@ -91,7 +91,7 @@ def _backward(
         dk.zero_()
         dv.copy_(do)
         return
-    if _has_flash(seed, q, k, v, do):
+    if _has_flash(seed, q, k, v) and do.stride(3) == 1:
         found = flash_attention_backward(*(t.transpose(1, 2) for t in (do, q, k, v, o)), lse, 0.0, False, scale=scale)
         for out, gradient in zip((dq, dk, dv), found, strict=True):
             out.copy_(gradient.transpose(1, 2))
