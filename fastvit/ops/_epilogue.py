@@ -28,8 +28,9 @@ class Epilogue(NamedTuple):
         if layer_scale is not None:
             check_like("x", x, ("layer_scale", layer_scale, (out_features,), "(out,)"), dtype=dtype)
         if residual is not None and (residual is not x or x.shape[-1] != out_features):
-            check_float("residual", residual)
             check_like("x", x, ("residual", residual, (*x.shape[:-1], out_features), "(..., out)"), dtype=False)
+            if residual.dtype is not x.dtype:
+                check_float("residual", residual)
         if row_scale is not None:
             check_row_scale("x", x, row_scale)
 
