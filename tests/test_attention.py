@@ -1,6 +1,5 @@
 """ops.attention and ops.attention_qkvpacked against float64 and eager PyTorch, on both backends."""
 
-import importlib
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from fastvit import ops
 from fastvit.kernels import _attention_configs
 from fastvit.ops import _library
 
-registered = importlib.import_module("fastvit.ops.attention")
+registered = torch.ops.fastvit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One key; fewer than a SIMD vector; one chunk of keys, three; tiles of keys with one and two tail tiles. A head of one

@@ -125,13 +125,13 @@ def register(
                 _warn_or_raise(name, str(reason))
         return aten(*args)
 
-    def from_dispatcher(*args: Any) -> Any:
+    def dispatched(*args: Any) -> Any:
         with _isolated(args[0]):
             return op(*args, from_dispatcher=True)
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIB.impl(name, from_dispatcher, "CPU")
-    _LIB.impl(name, from_dispatcher, "CUDA")
+    _LIB.impl(name, dispatched, "CPU")
+    _LIB.impl(name, dispatched, "CUDA")
     torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
     overload = getattr(torch.ops.fastvit, name).default
     if flops is not None:
