@@ -10,7 +10,6 @@ from fastvit.ops._activations import activate, activate_, activate_backward, act
 from fastvit.ops._checks import as_rows
 from fastvit.ops._epilogue import add_residual_
 
-
 _LEAST = 8192  # elements of x: for fewer, the cost of one call more shows
 
 
