@@ -46,13 +46,14 @@ Argument = tuple[str, Tensor | None, tuple[int, ...] | None, str]
 
 def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool = True) -> None:
     """Each of the arguments is a tensor of its shape on like's device and, unless `dtype` is False, of its dtype."""
+    device, its_dtype = like.device, like.dtype
     for name, x, shape, meaning in arguments:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.device != like.device:
-            raise ValueError(f"{name} must be on {like_name}'s device {like.device}, got {x.device}")
-        if dtype and x.dtype is not like.dtype:
-            raise TypeError(f"{name} must have {like_name}'s dtype {like.dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on {like_name}'s device {device}, got {x.device}")
+        if dtype and x.dtype is not its_dtype:
+            raise TypeError(f"{name} must have {like_name}'s dtype {its_dtype}, got {x.dtype}")
         if shape is not None and x.shape != shape:
             raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
 
