@@ -144,17 +144,15 @@ class _AddLayerNorm(FusedFunction):
         s, branch, weight, layer_scale, row_scale, mean, rstd = ctx.saved_tensors
         if ds is None and dy is None:
             return (None,) * 7
-        saved = torch.zeros_like(s) if dy is None else dy, s, mean, rstd, weight
-        dlayer_scale = None
+        dy = torch.zeros_like(s) if dy is None else dy
         if ctx.scaled:
-            dy, *rest = saved
-            dsum, dbranch, dweight, dbias, dlayer_scale = differentiable_once(
-                "add_layer_norm", add_layer_norm_bwd, dy, ds, *rest, branch, layer_scale, row_scale
-            )
+            arguments = dy, ds, s, mean, rstd, weight, branch, layer_scale, row_scale
+            dsum, dbranch, *rest = differentiable_once("add_layer_norm", add_layer_norm_bwd, *arguments)
         else:
-            dsum, dweight, dbias = differentiable_once("add_layer_norm", layer_norm_bwd, *saved, ds)
+            dsum, *rest = differentiable_once("add_layer_norm", layer_norm_bwd, dy, s, mean, rstd, weight, ds)
             dbranch = dsum.to(ctx.dtypes[1])
-        dlayer_scale = None if layer_scale is None else dlayer_scale
+        dweight, dbias, *dlayer_scale = rest
+        dlayer_scale = None if layer_scale is None else dlayer_scale[0]
         return dsum.to(ctx.dtypes[0]), dbranch, dweight, dbias, dlayer_scale, None, None
 
 
