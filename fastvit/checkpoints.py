@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit._spellings import SOURCES, Resize, Source, antialiased
-from fastvit.vit import VisionTransformer
+from fastvit._checkpoint_names import SOURCES, Source
+from fastvit.vit import Resize, VisionTransformer, antialiased, resample_abs_pos_embed
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -198,7 +198,7 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
 
 
 def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]:
-    """Who spelled these keys, and the prefix in front of the vision model's."""
+    """Whose names these keys are, and the prefix in front of the vision model's."""
     for source in SOURCES:
         for prefix in source.prefixes:
             if prefix + source.marker in tensors:
@@ -254,9 +254,7 @@ def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source:
     if n == grid[0] * grid[1] and not source.square:
         choices = f"{side} x {side} or {grid[0]} x {grid[1]} patches"
         return [f"pos_embed may be of {choices}: model.load_state_dict takes it for the latter, img_size of the former"]
-    image = positions[:, P:].float().unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    patches = resize(image, grid).flatten(2).transpose(1, 2).to(positions.dtype)
-    ours["pos_embed"] = torch.cat([positions[:, :P], patches], dim=1)
+    ours["pos_embed"] = resample_abs_pos_embed(positions, grid, (side, side), P, resize)
     return []
 
 

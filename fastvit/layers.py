@@ -7,24 +7,51 @@ quantised, parametrised), that part of the block calls its submodules one by one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastvit import _halves as halves
-from fastvit import ops
-from fastvit._fusible import ACT_LAYERS, ActLayer, activation_name, active_p, affine, named, submodules, untouched
-from fastvit._halves import AttentionParts, Ends, MlpParts, Norm, draw_row_scale
+from fastvit import fuse, ops
 
 Pair = int | tuple[int, int]
 Device = torch.device | str | None
+ActLayer = Callable[[], nn.Module]
 NormLayer = Callable[..., nn.Module]
 
 
 def pair(x: Pair) -> tuple[int, int]:
     return (x, x) if isinstance(x, int) else (x[0], x[1])
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), OpenAI CLIP's approximation of GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACT_LAYERS: dict[str, ActLayer] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+
+
+def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping[str, Any]) -> Any:
+    """A class (or what else makes modules) itself; table[value] for a name, or a ValueError with the nearest names."""
+    if not isinstance(value, str):
+        return value
+    if value in table:
+        return table[value]
+    near = difflib.get_close_matches(value, table)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -43,11 +70,7 @@ class LayerScale(nn.Module):
     """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021)."""
 
     def __init__(
-        self,
-        dim: int,
-        init_values: float = 1e-5,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.init_values = init_values
@@ -74,7 +97,8 @@ class DropPath(nn.Module):
 
     def row_scale(self, x: Tensor) -> Tensor | None:
         """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
-        return draw_row_scale(x, self.drop_prob if self.training else 0.0, self.scale_by_keep)
+        p = self.drop_prob if self.training else 0.0
+        return fuse.draw_drop_path(x, p, self.scale_by_keep) if p else None
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.row_scale(x)
@@ -131,11 +155,11 @@ class PatchEmbed(nn.Module):
         """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
         if self.strict_img_size and x.shape[-2:] != self.img_size:
             raise ValueError(f"x must have image size {self.img_size}, got {tuple(x.shape[-2:])}")
-        proj = self.proj
-        if untouched(proj, nn.Conv2d):
+        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}):
+            weight, bias = fuse.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
-            return ops.patch_embed(x, proj.weight, proj.bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
-        return join_tokens(proj(x).flatten(2).transpose(1, 2), pos_embed, prefix)
+            return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
+        return join_tokens(self.proj(x).flatten(2).transpose(1, 2), pos_embed, prefix)
 
 
 def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:
@@ -176,33 +200,17 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.parts()
-        if parts is not None:
-            return halves.attention(x, parts)
-        B, N, _ = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
-        if untouched(self.attn_drop, nn.Dropout):
-            out = ops.attention_qkvpacked(qkv, dropout_p=active_p(self.attn_drop))
+        attention = fuse.read_or_none(fuse.read_attention, self)
+        if attention is not None:
+            return fuse.run_attention(x, attention)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        if fuse.read_or_none(fuse.submodules, self, attn_drop=fuse.DROPOUT):
+            out = ops.attention_qkvpacked(qkv, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
             probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
             out = (probabilities @ v).transpose(1, 2)
         return self.proj_drop(self.proj(out.flatten(2)))
-
-    def parts(self) -> AttentionParts | None:
-        """What the fused ops need, or None where the submodules have to run one by one."""
-        part = submodules(self)
-        qkv, attn_drop, proj, proj_drop = part["qkv"], part["attn_drop"], part["proj"], part["proj_drop"]
-        if not (
-            untouched(qkv, nn.Linear)
-            and untouched(attn_drop, nn.Dropout)
-            and untouched(proj, nn.Linear)
-            and untouched(proj_drop, nn.Dropout)
-        ):
-            return None
-        return AttentionParts(
-            (affine(qkv),), affine(proj), self.num_heads, self.scale, active_p(attn_drop), active_p(proj_drop)
-        )
 
 
 class Mlp(nn.Module):
@@ -224,33 +232,16 @@ class Mlp(nn.Module):
         hidden_features = hidden_features or in_features
         out_features = out_features or in_features
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.act = (named("act_layer", act_layer, ACT_LAYERS) if isinstance(act_layer, str) else act_layer)()
+        self.act = by_name("act_layer", act_layer, ACT_LAYERS)()
         self.drop1 = nn.Dropout(drop)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.parts()
-        if parts is None:
-            return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
-        return halves.mlp(x, parts)
-
-    def parts(self) -> MlpParts | None:
-        """What the fused ops need, or None where the submodules have to run one by one."""
-        part = submodules(self)
-        fc1, drop1, fc2, drop2 = part["fc1"], part["drop1"], part["fc2"], part["drop2"]
-        name = activation_name(part["act"])
-        if (
-            name is None
-            or not untouched(fc1, nn.Linear)
-            or not untouched(fc2, nn.Linear)
-            or not untouched(drop1, nn.Dropout)
-            or not untouched(drop2, nn.Dropout)
-            or active_p(drop1) != active_p(drop2)
-        ):
-            return None
-        p = active_p(drop1)
-        return MlpParts(affine(fc1), affine(fc2), name, p, p)
+        mlp = fuse.read_or_none(fuse.read_mlp, self)
+        if mlp is not None:
+            return fuse.run_mlp(x, mlp)
+        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
 
 
 class Block(nn.Module):
@@ -292,43 +283,15 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._mlp_half(self._attention_half(x))
-
-    def _attention_half(self, x: Tensor) -> Tensor:
-        part = submodules(self)
-        norm, attn, scale, drop_path = part["norm1"], part["attn"], part["ls1"], part["drop_path1"]
-        parts = attn.parts() if untouched(attn, Attention) else None
-        ends = _ends(norm, scale, drop_path)
-        if parts is None or ends is None:
-            return x + drop_path(scale(attn(norm(x))))
-        return halves.attention(x, parts, ends)
-
-    def _mlp_half(self, x: Tensor) -> Tensor:
-        part = submodules(self)
-        norm, mlp, scale, drop_path = part["norm2"], part["mlp"], part["ls2"], part["drop_path2"]
-        parts = mlp.parts() if untouched(mlp, Mlp) else None
-        ends = _ends(norm, scale, drop_path)
-        if parts is None or ends is None:
-            return x + drop_path(scale(mlp(norm(x))))
-        return halves.mlp(x, parts, ends)
-
-
-def _ends(norm: Any, scale: Any, drop_path: Any) -> Ends | None:
-    """The norm in front of a branch and the scales behind it, or None where they cannot go into the ops."""
-    if not (
-        untouched(norm, LayerNorm, nn.LayerNorm)
-        and untouched(scale, LayerScale, nn.Identity)
-        and untouched(drop_path, DropPath, nn.Identity)
-    ):
-        return None
-    weight, bias = affine(norm)
-    if weight is None or bias is None:
-        return None
-    gamma = scale.gamma if type(scale) is LayerScale else None
-    kept = (0.0, True)
-    if type(drop_path) is DropPath and drop_path.training:
-        kept = drop_path.drop_prob, drop_path.scale_by_keep
-    return Ends(Norm(weight, bias, norm.eps), gamma, kept)
+        attention = fuse.read_or_none(fuse.read_attention_half, self)
+        if attention is not None:
+            x = fuse.run_attention_half(x, attention)
+        else:
+            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        mlp = fuse.read_or_none(fuse.read_mlp_half, self)
+        if mlp is not None:
+            return fuse.run_mlp_half(x, mlp)
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class ResPostBlock(Block):
@@ -351,3 +314,12 @@ class ResPostBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path1(self.norm1(self.attn(x)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+# What reads timm's modules reads ours
+fuse.ACTIVATIONS[QuickGELU] = "quick_gelu"
+fuse.LAYER_NORM.add(LayerNorm)
+fuse.LAYER_SCALE.add(LayerScale)
+fuse.DROP_PATH.add(DropPath)
+fuse.ATTENTION.add(Attention)
+fuse.MLP.add(Mlp)

@@ -11,6 +11,7 @@ Later additions to the paper's model, each off by default:
     norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
+factory: device and dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -51,17 +52,14 @@ class PatchEmbed(nn.Module):
         in_chans: int = 3,
         embed_dim: int = 768,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
         self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
         self.num_patches = self.grid_size[0] * self.grid_size[1]
-        self.proj = nn.Conv2d(
-            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
-        )
+        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x).flatten(2).transpose(1, 2)
@@ -78,8 +76,7 @@ class Attention(nn.Module):
         proj_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -87,9 +84,9 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,14 +109,13 @@ class Mlp(nn.Module):
         act_layer: Callable[[], nn.Module] = nn.GELU,
         bias: bool = True,
         drop: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
-        self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,15 +125,9 @@ class Mlp(nn.Module):
 class LayerScale(nn.Module):
     """A learnt factor for every channel of a branch."""
 
-    def __init__(
-        self,
-        dim: int,
-        init_values: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, init_values: float = 1e-5, **factory: Any) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), init_values, device=device, dtype=dtype))
+        self.gamma = nn.Parameter(torch.full((dim,), init_values, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma
@@ -174,11 +164,9 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         act_layer: Callable[[], nn.Module] = nn.GELU,
         norm_layer: Callable[..., nn.Module] = NORMS["layernorm"],
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm1 = norm_layer(dim, **factory)
         self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, **factory)
         self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
@@ -278,25 +266,22 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
-        self.blocks = nn.Sequential(
-            *(
-                block(
-                    embed_dim,
-                    num_heads,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    proj_bias=proj_bias,
-                    proj_drop=proj_drop_rate,
-                    attn_drop=attn_drop_rate,
-                    init_values=init_values,
-                    drop_path=drop_path_rate * i / max(depth - 1, 1),
-                    act_layer=act,
-                    norm_layer=norm,
-                    **factory,
-                )
-                for i in range(depth)
-            )
+        make = partial(
+            block,
+            embed_dim,
+            num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            proj_drop=proj_drop_rate,
+            attn_drop=attn_drop_rate,
+            init_values=init_values,
+            act_layer=act,
+            norm_layer=norm,
+            **factory,
         )
+        drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
         self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim, **factory) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit._fusible import ACT_LAYERS, ActLayer, named, untouched
-from fastvit.layers import Block, Device, LayerNorm, NormLayer, Pair, PatchEmbed, ResPostBlock, join_tokens, pair
+from fastvit import fuse, layers
+from fastvit.layers import Block, LayerNorm, PatchEmbed, ResPostBlock, by_name, join_tokens, pair
+
+Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 
 POOLS = ("", "avg", "avgmax", "max", "token")
 NORM_LAYERS = {"layernorm": LayerNorm}
+RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 BLOCKS = {"block": Block, "res_post": ResPostBlock}
 
 
@@ -50,8 +54,8 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        img_size: Pair = 224,
-        patch_size: Pair = 16,
+        img_size: layers.Pair = 224,
+        patch_size: layers.Pair = 16,
         in_chans: int = 3,
         num_classes: int = 1000,
         global_pool: str = "token",
@@ -78,22 +82,17 @@ class VisionTransformer(nn.Module):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         weight_init: str = "",
-        norm_layer: str | NormLayer = "layernorm",
-        act_layer: str | ActLayer = "gelu",
+        norm_layer: str | layers.NormLayer = "layernorm",
+        act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | type[nn.Module] = "block",
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        device: Device = None,
+        device: layers.Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, rate in (
-            ("drop_rate", drop_rate),
-            ("pos_drop_rate", pos_drop_rate),
-            ("proj_drop_rate", proj_drop_rate),
-            ("attn_drop_rate", attn_drop_rate),
-            ("drop_path_rate", drop_path_rate),
-        ):
+        rates = drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate
+        for name, rate in zip(RATES, rates, strict=True):
             if not 0.0 <= rate < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {rate}")
         _check_choice("pos_embed", pos_embed, ("learn", "", "none"))
@@ -101,10 +100,10 @@ class VisionTransformer(nn.Module):
         _check_pool(global_pool, class_token)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
-        norm = named("norm_layer", norm_layer, NORM_LAYERS) if isinstance(norm_layer, str) else norm_layer
-        act = named("act_layer", act_layer, ACT_LAYERS) if isinstance(act_layer, str) else act_layer
-        block = named("block_fn", block_fn, BLOCKS) if isinstance(block_fn, str) else block_fn
-        norm = partial(norm, device=device, dtype=dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
+        act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
+        block = by_name("block_fn", block_fn, BLOCKS)
 
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -118,47 +117,34 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(
-            img_size,
-            patch_size,
-            in_chans,
-            embed_dim,
-            bias=not pre_norm,
-            strict_img_size=not dynamic_img_size,
-            mean=mean,
-            std=std,
-            device=device,
-            dtype=dtype,
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std, device, dtype
         )
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
 
         def tokens(count: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(1, count, embed_dim, device=device, dtype=dtype)) if count else None
+            return nn.Parameter(torch.empty(1, count, embed_dim, **factory)) if count else None
 
         self.cls_token = tokens(int(class_token))
         self.reg_token = tokens(reg_tokens)
         self.pos_embed = tokens(n if pos_embed == "learn" else 0)
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
-        self.blocks = nn.Sequential(
-            *(
-                block(
-                    embed_dim,
-                    num_heads,
-                    mlp_ratio=mlp_ratio,
-                    qkv_bias=qkv_bias,
-                    proj_bias=proj_bias,
-                    proj_drop=proj_drop_rate,
-                    attn_drop=attn_drop_rate,
-                    init_values=init_values,
-                    drop_path=drop_path_rate * i / max(depth - 1, 1),
-                    act_layer=act,
-                    norm_layer=norm,
-                    device=device,
-                    dtype=dtype,
-                )
-                for i in range(depth)
-            )
+        make = partial(
+            block,
+            embed_dim,
+            num_heads,
+            mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias,
+            proj_bias=proj_bias,
+            proj_drop=proj_drop_rate,
+            attn_drop=attn_drop_rate,
+            init_values=init_values,
+            act_layer=act,
+            norm_layer=norm,
+            **factory,
         )
+        drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
@@ -195,7 +181,7 @@ class VisionTransformer(nn.Module):
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
-        if untouched(self.patch_embed, PatchEmbed):
+        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
             return self.patch_embed(x, pos, prefix)
         return join_tokens(self.patch_embed(x), pos, prefix)
 
@@ -204,7 +190,7 @@ class VisionTransformer(nn.Module):
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, self.patch_embed.grid_size, num_prefix_tokens=P)
 
-    def set_input_size(self, img_size: Pair) -> None:
+    def set_input_size(self, img_size: layers.Pair) -> None:
         """Makes img_size the model's input size, and interpolates `pos_embed` to it in place of the old parameter."""
         grid = self.patch_embed.grid(pair(img_size))
         if self.pos_embed is not None and grid != self.patch_embed.grid_size:
@@ -258,11 +244,9 @@ class VisionTransformer(nn.Module):
             self.global_pool = global_pool
         self.num_classes = num_classes
         like = self.patch_embed.proj.weight
-        self.head = (
-            nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
-            if num_classes
-            else nn.Identity()
-        )
+        self.head = nn.Identity()
+        if num_classes:
+            self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
         self.head.train(self.training)
 
     def no_weight_decay(self) -> set[str]:
@@ -274,16 +258,24 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
 
+def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(1, D, h, w) -> (1, D, *grid), as timm, open_clip, and both DINOv2 with registers."""
+    return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+
+
 def resample_abs_pos_embed(
-    pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int], num_prefix_tokens: int = 1
+    pos_embed: Tensor,
+    grid: tuple[int, int],
+    old_grid: tuple[int, int],
+    num_prefix_tokens: int = 1,
+    resize: Resize = antialiased,
 ) -> Tensor:
     """Positions (1, P + h*w, D) of one patch grid -> (1, P + h'*w', D) of another: bicubic, antialiased, in float32,
     the P prefix rows unchanged (as timm's; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
     if grid == old_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    image = patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2)
-    image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), grid)
     return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
 
 

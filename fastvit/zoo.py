@@ -50,26 +50,14 @@ def _clip(size: str, patch_size: int, img_size: int = 224, num_classes: int = 10
     return _vit(size, patch_size, img_size, num_classes, pre_norm=True, norm_layer=partial(LayerNorm, eps=1e-5), **more)
 
 
-def _quickgelu(size: str, patch_size: int, img_size: int, num_classes: int) -> Config:
-    return _clip(size, patch_size, img_size, num_classes, act_layer="quick_gelu")
-
-
 def _siglip(size: str, patch_size: int, img_size: int, act_layer: str = "gelu") -> Config:
     gap = {"class_token": False, "global_pool": "avg", "fc_norm": False}
     return _vit(size, patch_size, img_size, num_classes=0, act_layer=act_layer, **gap)
 
 
 def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
-    return {
-        "img_size": 32,
-        "patch_size": 4,
-        "num_classes": 10,
-        "embed_dim": embed_dim,
-        "depth": depth,
-        "num_heads": num_heads,
-        "pos_drop_rate": 0.1,
-        "proj_drop_rate": 0.1,
-    }
+    size = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
+    return {"img_size": 32, "patch_size": 4, "num_classes": 10, **size, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1}
 
 
 CONFIGS: dict[str, Config] = {
@@ -119,11 +107,11 @@ CONFIGS: dict[str, Config] = {
     "vit_huge_patch14_clip_224": _clip("huge", 14),
     "vit_giant_patch14_clip_224": _clip("giant", 14, num_classes=1024),
     "vit_gigantic_patch14_clip_224": _clip("gigantic", 14, num_classes=1280),
-    "vit_base_patch32_clip_quickgelu_224": _quickgelu("base", 32, 224, 512),
-    "vit_base_patch16_clip_quickgelu_224": _quickgelu("base", 16, 224, 512),
-    "vit_large_patch14_clip_quickgelu_224": _quickgelu("large", 14, 224, 768),
-    "vit_large_patch14_clip_quickgelu_336": _quickgelu("large", 14, 336, 768),
-    "vit_huge_patch14_clip_quickgelu_224": _quickgelu("huge", 14, 224, 1024),
+    "vit_base_patch32_clip_quickgelu_224": _clip("base", 32, 224, 512, act_layer="quick_gelu"),
+    "vit_base_patch16_clip_quickgelu_224": _clip("base", 16, 224, 512, act_layer="quick_gelu"),
+    "vit_large_patch14_clip_quickgelu_224": _clip("large", 14, 224, 768, act_layer="quick_gelu"),
+    "vit_large_patch14_clip_quickgelu_336": _clip("large", 14, 336, 768, act_layer="quick_gelu"),
+    "vit_huge_patch14_clip_quickgelu_224": _clip("huge", 14, 224, 1024, act_layer="quick_gelu"),
     "vit_base_patch16_siglip_gap_224": _siglip("base", 16, 224),
     "vit_base_patch16_siglip_gap_256": _siglip("base", 16, 256),
     "vit_base_patch16_siglip_gap_384": _siglip("base", 16, 384),

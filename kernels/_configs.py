@@ -25,22 +25,19 @@ class RowConfig:
     block_rows: int
     block_dim: int  # power of two >= D
     num_warps: int
-    max_registers: int | None = None  # a thread; NVIDIA only
 
 
 MAX_ROW = 65536  # elements of a row that a program can hold in registers
 
 
-def layer_norm(dim: int, *, backward: bool = False, itemsize: int = 2, arch: str = "") -> RowConfig:
+def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> RowConfig:
     """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte
-    accesses of bfloat16; the backward, with three tensors and three sums in registers, 8. itemsize: of x."""
+    accesses of bfloat16; the backward, with three tensors and three sums in registers, 8."""
     block_dim = max(next_power_of_2(dim), 16)
-    # without one, ptxas spills 8 bytes of float32 rows on Blackwell to fit one more program
-    limit = 128 if itemsize > 2 and 1024 < dim < 2048 and arch.startswith(("sm_10", "sm_12")) else None
     if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
-        return RowConfig(tuned[0], block_dim, tuned[1], limit)
+        return RowConfig(tuned[0], block_dim, tuned[1])
     threads = 32 * min(max(block_dim // 256, 8) if backward else max(block_dim // 512, 4), 32)
-    return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32, limit)
+    return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32)
 
 
 PROGRAMS_PER_SM = 2  # of a persistent grid that keeps partial sums
@@ -144,26 +141,13 @@ class PatchEmbedConfig:
     num_warps: int
     num_stages: int
     splits: int = 1  # of the sum, each with a partial result
-    max_registers: int | None = None  # a thread; NVIDIA only
 
 
 def patch_embed(
-    m: int,
-    n: int,
-    k: int,
-    *,
-    itemsize: int,
-    loaded: int,
-    arch: str,
-    multiprocessors: int,
-    split: bool = False,
-    fma: bool = False,
-    unpacked: bool = False,
-    unrolled: bool = False,
+    m: int, n: int, k: int, *, itemsize: int, loaded: int, arch: str, multiprocessors: int, split: bool = False
 ) -> PatchEmbedConfig:
     """The implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of what is multiplied;
-    loaded: of the widest tensor that it is converted from; fma: float32 is not multiplied as TF32; unpacked: an operand
-    is converted from bytes; unrolled: k is compile-time.
+    loaded: of the widest tensor that it is converted from.
 
     16-bit operands take tiles that leave room for two programs on an SM, one of which runs its epilogue under the
     other's matmuls: at most 96 KB of shared memory on Hopper, 64 KB elsewhere. Results of too few such tiles for the
@@ -172,19 +156,12 @@ def patch_embed(
     """
     longest = max(k // 256, 1) if split else 1
     large = itemsize == 2 and min(m, n) > 64 and -(-m // 128) * -(-n // 128) * longest >= multiprocessors
-    # the operands of FMAs, and of them all those converted from bytes, live in registers: narrow tiles, or more warps
-    crowded = fma and unpacked and (split or arch == "sm_120")
-    block, num_warps = (128, 8) if large else (64, 8 if crowded else 4)
-    deep = loaded <= 2 and arch in ("sm_90", "sm_100", "sm_103") and (split or k % 64 == 0)
+    block, num_warps = (128, 8) if large else (64, 4 if itemsize == 2 else 8)
+    deep = loaded == 2 and arch == "sm_90" and (split or k % 64 == 0)
     stages = 2 if arch.startswith("gfx") else 3 if deep or loaded > 2 else 4
-    block_k = 64 if deep else 16 if itemsize == 4 and (split or (fma and not unrolled)) else 32
-    tile = block, block, block_k, num_warps, stages
+    block_k = 64 if deep else 16 if itemsize == 4 else 32
     key = (m, n, _tuned.bucket(k)) if split else (_tuned.bucket(m), n, k)
-    tile = _tuned.choice(arch, "patch_embed", *key, itemsize, loaded, split) or tile
+    tile = _tuned.choice(arch, "patch_embed", *key, itemsize, loaded, split)
+    tile = tile or (block, block, block_k, num_warps, stages)
     splits = max(min(2 * multiprocessors // (-(-m // tile[0]) * -(-n // tile[1])), longest), 1)
-    # without a limit, ptxas spills a little to fit one more program on an SM; long unrolled loops fill any, and spill
-    small = tile[0] * tile[1] <= 4096 and tile[3] == 4
-    limit = 168 if small else 255 if crowded or arch == "sm_120" else None
-    if arch.startswith("gfx") or (unrolled and not (small and itemsize == 2)):
-        limit = None
-    return PatchEmbedConfig(*tile, splits, limit)
+    return PatchEmbedConfig(*tile, splits)

@@ -1,4 +1,4 @@
-"""Elementwise maths that several kernels share: activations with their gradients, and the dropout mask."""
+"""What several kernels share: activations with their gradients, the dropout mask, a tile's columns part by part."""
 
 import triton
 import triton.language as tl
@@ -131,3 +131,14 @@ def keep_mask(seed, i, j, k, dropout_p):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15) ^ (a * 0x85EBCA6B + key_row)) * 0x846CA68B
     return survives(x, dropout_p)
+
+
+@triton.jit
+def columns_part(x, i: tl.constexpr, COUNT: tl.constexpr):
+    """Part i of COUNT of the columns of a tile that is in registers. Epilogues take one after the other: what they load
+    and compute for a whole tile would leave no room for a second program on the SM, whose matmul they hide behind."""
+    if COUNT == 1:
+        return x
+    else:
+        half = x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()[i // (COUNT // 2)]
+        return columns_part(half, i % (COUNT // 2), COUNT // 2)

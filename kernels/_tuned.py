@@ -1,7 +1,7 @@
 """Launch choices that were measured on one model of GPU: tuned_<gpu>.json beside this file, from benchmarks/tune.py.
 
     {"format": 1, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
-     {"block_m": 64, "block_n": 0, "num_warps": 4, "num_stages": 2}}}, ...}
+     {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}}}, ...}
 
 A file holds choices only, by table and arguments. What follows from them (tails, splits, parts of the head dimension)
 is computed by _configs.py and _attention_configs.py as for their own tables, and what kernels rely on is checked here:
@@ -26,10 +26,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "activation_backward": ("block_m", "block_n", "steps", "num_warps"),
     "gemm": ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "max_registers"),
     "use_triton_gemm": ("use",),
-    "attention_fwd": _TILE,  # block_n 0: the short kernel
+    "attention_fwd": ("short", *_TILE),  # 1: the short kernel
     "attention_bwd_dq": _TILE,
     "attention_bwd_dkdv": _TILE,
-    "attention_bwd_short": _TILE,  # block_m 0: the split kernels instead
+    "attention_bwd_short": ("short", *_TILE),  # 0: the split kernels instead
     "patch_embed": ("block_m", "block_n", "block_k", "num_warps", "num_stages"),
 }
 KEY = {  # what a choice is looked up by, integers all of them; `rows` is a bucket
@@ -133,16 +133,17 @@ def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if type(value) is not int or not 0 <= value <= 1024:
             raise ValueError(f"{where}: {name} is {value!r}, not an integer of 0 to 1024")
-        absent = (table, name) in (("attention_fwd", "block_n"), ("attention_bwd_short", "block_m")) and value == 0
-        if name.startswith(("block_", "num_warps", "group_m", "steps")) and not absent and value.bit_count() != 1:
+        if name in ("short", "use") and value > 1:
+            raise ValueError(f"{where}: {name} is {value}, not 0 or 1")
+        if name.startswith(("block_", "num_warps", "group_m", "steps")) and value.bit_count() != 1:
             raise ValueError(f"{where}: {name} is {value}, not a power of two")
         if name in ("num_stages", "num_warps") and not 1 <= value <= 32:
             raise ValueError(f"{where}: {name} is {value}, not of 1 to 32")
         rows = name == "block_rows" or table == "activation_backward"  # no operand of a matmul
         least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16
-        if name.startswith("block_") and not absent and value < least:
+        if name.startswith("block_") and value < least:
             raise ValueError(f"{where}: {name} is {value}, less than {least}")
-    if table == "attention_fwd" and fields["block_n"] == 0 and key[0] > LONGEST_SHORT:
+    if table == "attention_fwd" and fields["short"] and key[0] > LONGEST_SHORT:
         raise ValueError(f"{where}: the short kernel takes no more than {LONGEST_SHORT} keys")
-    if table == "attention_bwd_short" and 0 < fields["block_m"] < key[0]:
+    if table == "attention_bwd_short" and fields["short"] and fields["block_m"] < key[0]:
         raise ValueError(f"{where}: block_m is {fields['block_m']}, less than the {key[0]} queries")

@@ -4,171 +4,82 @@
 
 The kernel here loops over key tiles with a running maximum; short sequences have one of their own without it
 (attention_short.py). Matmuls accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to
-the tensors' dtype. A head dimension that is no power of two is cut in two, d = D0 + D1: both powers of two, D1 partly
-masked, or 0. Every program writes its own rows: bitwise reproducible.
-
-The helpers are shared with the short and the backward kernels.
+the tensors' dtype. Every program writes its own rows: bitwise reproducible. Tensors and tiles: _tiles.py.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from fastvit.kernels._math import keep_mask
+from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
-def head_offset(head, H, stride_b, stride_h, UNIT: tl.constexpr):
-    """Elements from the start of a [B, N, H, d] tensor to head `head` of B * H, in int64. Strides come in UNITs of 8
-    elements where all of them are multiples of 8 (the compiler then sees 16-byte alignment), else of 1."""
-    head = head.to(tl.int64)
-    return (head // H * stride_b + head % H * stride_h) * UNIT
+class Softmax(NamedTuple):
+    """What is between S and P: the scale; the dropout's seed, [1] int64 or None without, and probability of zero."""
+
+    scale: tl.tensor
+    seed_ptr: tl.tensor
+    dropout_p: tl.tensor
+
+
+class Tiles(NamedTuple):
+    """Scores [BLOCK_M queries, BLOCK_N keys] at a time. The sequence that a program loops along ends in one tile of its
+    own width, or two if TAIL_1 is not 0: masked, and never empty. LOOP: there are full ones before."""
+
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    LOOP: tl.constexpr
+    TAIL_0: tl.constexpr
+    TAIL_1: tl.constexpr
 
 
 @triton.jit
-def load_tile(
-    ptr,
-    rows,
-    stride,
-    limit,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """-> [rows, WIDTH], columns FIRST.. of the head at `ptr`; zero beyond HEAD_DIM and, if MASKED, from row `limit`.
-    rows: int32 within the tile, ptr: of its first row, so that only the tile's start needs int64."""
-    cols = FIRST + tl.arange(0, WIDTH)
-    at = ptr + (rows[:, None] * stride + cols[None, :])
-    if FIRST + WIDTH > HEAD_DIM:
-        if MASKED:
-            return tl.load(at, mask=(rows < limit)[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
-        return tl.load(at, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+def scores(q, k, keys, limit, head, MASKED: tl.constexpr):
+    """Q K^T, unscaled, and whatever else happens to scores in front of the softmax: keys from `limit` on do not exist.
+    The backward kernels' counterpart is `probabilities` in attention_bwd.py."""
+    s = dot(q, k, head)
     if MASKED:
-        return tl.load(at, mask=(rows < limit)[:, None], other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
-def store_tile(
-    ptr,
-    value,
-    rows,
-    stride,
-    limit,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    KEEP_MASK: tl.constexpr = False,
-):
-    """The counterpart of load_tile, with the conversion to the pointer's dtype; rows from `limit` on are left alone.
-    rows: 0, 1, ... of the tile. KEEP_MASK: a load's mask of the same rows is kept for this store, through loops."""
-    cols = FIRST + tl.arange(0, WIDTH)
-    if not KEEP_MASK:
-        limit = tl.minimum(limit, rows.shape[0])  # the same rows by another expression
-    mask = (rows < limit)[:, None] & (cols < HEAD_DIM)[None, :]
-    tl.store(ptr + rows[:, None] * stride + cols[None, :], value.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def dot_parts(a0, a1, b0, b1, D1: tl.constexpr, PRECISION: tl.constexpr):
-    """[M, d] x [N, d] -> a b^T [M, N] f32, summed over both parts of the head dimension."""
-    s = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
-    if D1 > 0:
-        s = tl.dot(a1, tl.trans(b1), s, input_precision=PRECISION)
+        s = tl.where((keys < limit)[None, :], s, float("-inf"))
     return s
 
 
 @triton.jit
-def load_parts(
-    ptr,
-    rows,
-    stride,
-    limit,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Both parts of a tile's head dimension, [rows, D0] and [rows, D1]; the first one twice if D1 is 0."""
-    part0 = load_tile(ptr, rows, stride, limit, 0, D0, HEAD_DIM, MASKED)
-    if D1 > 0:
-        part1 = load_tile(ptr, rows, stride, limit, D0, D1, HEAD_DIM, MASKED)
-    else:
-        part1 = part0
-    return part0, part1
-
-
-@triton.jit
-def log_unit(dtype: tl.constexpr):
-    """What the backward kernels multiply exponents with before `exponential`. Base 2 is one FMA and one instruction a
-    score. At scores of hundreds, though, its rounding of LSE * log2 e shows in float32, which stays natural."""
-    if dtype == tl.float32:
-        return 1.0
-    else:
-        return LOG2E
-
-
-@triton.jit
-def exponential(x, dtype: tl.constexpr):
-    """exp(x / log_unit(dtype))"""
-    if dtype == tl.float32:
-        return tl.exp(x)
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def scores(
-    q0, q1, k_ptr, cols, stride_kn, limit,
-    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """q [M, d] x the keys `cols` of the tile at k_ptr -> [M, cols] f32, unscaled; -inf from key `limit` if MASKED."""
-    k0, k1 = load_parts(k_ptr, cols, stride_kn, limit, D0, D1, HEAD_DIM, MASKED)
-    s = dot_parts(q0, q1, k0, k1, D1, PRECISION)
-    if MASKED:
-        s = tl.where((cols < limit)[None, :], s, float("-inf"))
-    return s
-
-
-@triton.jit
-def add_values(
-    acc0, acc1, p, v_ptr, cols, stride_vn, limit, seed_ptr, rows, first_col, head, dropout_p,
-    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    STEP: tl.constexpr = False
-):  # fmt: skip
-    """acc + dropout(p) [M, cols] x the values `cols` of the tile at v_ptr, in both parts of the head dimension. STEP:
-    they pass through registers first. TF32's wgmma wants them transposed, and a loop that prefetches them straight into
-    that order would do so 4 bytes at a time."""
-    if seed_ptr is not None:
-        keep = keep_mask(tl.load(seed_ptr), rows[:, None], (first_col + cols)[None, :], head, dropout_p)
+def add_values(acc, p, v, keys, at, softmax, head):
+    """acc [M, d] + dropout(p) [M, keys] v, but for the factor 1 / (1 - dropout_p). keys: their indices."""
+    if softmax.seed_ptr is not None:
+        rows = at.first + tl.arange(0, p.shape[0])
+        keep = keep_mask(tl.load(softmax.seed_ptr), rows[:, None], keys[None, :], at.plane, softmax.dropout_p)
         p = tl.where(keep, p, 0.0)
-    v0, v1 = load_parts(v_ptr, cols, stride_vn, limit, D0, D1, HEAD_DIM, MASKED)
-    if STEP:  # adding 0 is a step that no compiler drops: it would turn -0 into 0
-        v0 += 0.0
-        v1 += 0.0
-    p = p.to(v0.dtype)
-    acc0 = tl.dot(p, v0, acc0, input_precision=PRECISION)
-    if D1 > 0:
-        acc1 = tl.dot(p, v1, acc1, input_precision=PRECISION)
-    return acc0, acc1
+    return add_dot(acc, p.to(v[0].dtype), v, head)
 
 
 @triton.jit
-def _online_step(
-    acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, first_col, stride_kn, stride_vn, N,
-    scale2, seed_ptr, rows, head, dropout_p,
-    WIDTH: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    STEP: tl.constexpr = False
-):  # fmt: skip
-    """WIDTH more keys, from k_ptr and v_ptr: updates the running maximum m of the unscaled scores and the running sum
-    [M], and the accumulators [M, d]. first_col: the first key's index. FIRST: there is nothing to rescale yet."""
-    cols = tl.arange(0, WIDTH)
-    limit = N - first_col
-    s = scores(q0, q1, k_ptr, cols, stride_kn, limit, D0, D1, HEAD_DIM, MASKED, PRECISION)
+def finish(acc, m, total, o, lse_ptr, at, softmax, head):
+    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]. m: the maximum of the unscaled scores."""
+    norm = 1.0 / total
+    if softmax.seed_ptr is not None:
+        norm = norm / (1.0 - softmax.dropout_p)
+    index = tl.arange(0, m.shape[0])
+    left = at.N - at.first
+    store(rows_of(o, at, at.first), scaled(acc, norm[:, None], head), index, left, head)
+    lse = m * softmax.scale + tl.log2(total) * LN2
+    tl.store(lse_ptr + at.plane.to(tl.int64) * at.N + at.first + index, lse, mask=index < left)
+
+
+@triton.jit
+def _step(state, q, k, v, start, at, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
+    """WIDTH more keys from index `start`, where k and v begin. state: the accumulators [M, d], the running maximum of
+    the unscaled scores and the running sum [M]. FIRST: there is nothing to rescale yet."""
+    acc, m, total = state
+    keys = tl.arange(0, WIDTH)
+    left = at.N - start
+    scale2 = softmax.scale * LOG2E
+    s = scores(q, load(k, keys, left, head, MASKED), keys, left, head, MASKED)
     m_new = tl.max(s, 1) if FIRST else tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s * scale2 - (m_new * scale2)[:, None])
     if FIRST:
@@ -176,118 +87,64 @@ def _online_step(
     else:
         rescale = tl.exp2((m - m_new) * scale2)
         total = total * rescale + tl.sum(p, 1)
-        acc0 *= rescale[:, None]
-        if D1 > 0:
-            acc1 *= rescale[:, None]
-    acc0, acc1 = add_values(
-        acc0, acc1, p, v_ptr, cols, stride_vn, limit, seed_ptr, rows, first_col, head, dropout_p,
-        D0, D1, HEAD_DIM, MASKED, PRECISION, STEP
-    )  # fmt: skip
-    return acc0, acc1, m_new, total
+        acc = scaled(acc, rescale[:, None], head)
+    acc = add_values(acc, p, load(v, keys, left, head, MASKED), start + keys, at, softmax, head)
+    return acc, m_new, total
 
 
 @triton.jit
-def finish(
-    acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, has_dropout: tl.constexpr, dropout_p,
-    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr
-):  # fmt: skip
-    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]. m: the maximum of the unscaled scores."""
-    norm = 1.0 / total
-    if has_dropout:
-        norm = norm / (1.0 - dropout_p)
-    batch_row = (head // H).to(tl.int64) * N + first_row
-    o_ptr += (batch_row * H + head % H) * HEAD_DIM
-    stride = H * HEAD_DIM
-    limit = N - first_row
-    store_tile(o_ptr, acc0 * norm[:, None], rows, stride, limit, 0, D0, HEAD_DIM)
-    if D1 > 0:
-        store_tile(o_ptr, acc1 * norm[:, None], rows, stride, limit, D0, D1, HEAD_DIM)
-    tl.store(lse_ptr + head.to(tl.int64) * N + first_row + rows, m * scale + tl.log2(total) * LN2, mask=rows < limit)
+def _attend(q, k, v, o, lse_ptr, at, softmax, head, tiles):
+    """BLOCK_M rows of one head, all keys. Only the last key tile is masked."""
+    rows = load(rows_of(q, at, at.first), tl.arange(0, tiles.BLOCK_M), at.N - at.first, head, True)
+    minus_infinity = tl.full([tiles.BLOCK_M], float("-inf"), tl.float32)
+    state = zeros(tiles.BLOCK_M, head), minus_infinity, tl.zeros([tiles.BLOCK_M], tl.float32)
+    # The narrow tiles come first, and the loop surely runs. Behind a loop, and where it might be skipped, accumulators
+    # are moved: up to 30 registers more, and ptxas may wait for every wgmma.
+    full = (at.N - 1) // tiles.BLOCK_N * tiles.BLOCK_N
+    keys, values = rows_of(k, at, full), rows_of(v, at, full)
+    state = _step(state, rows, keys, values, full, at, softmax, head, tiles.TAIL_0, tiles.TAIL_1 == 0, True)
+    if tiles.TAIL_1 > 0:
+        start = full + tiles.TAIL_0
+        keys, values = skip(keys, tiles.TAIL_0), skip(values, tiles.TAIL_0)
+        state = _step(state, rows, keys, values, start, at, softmax, head, tiles.TAIL_1, True, False)
+    if tiles.LOOP:
+        tl.assume(full > 0)
+        keys, values = rows_of(k, at, 0), rows_of(v, at, 0)
+        for start in tl.range(0, full, tiles.BLOCK_N):
+            state = _step(state, rows, keys, values, start, at, softmax, head, tiles.BLOCK_N, False, False)
+            keys, values = skip(keys, tiles.BLOCK_N), skip(values, tiles.BLOCK_N)
+    acc, m, total = state
+    finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
 @triton.jit(do_not_specialize=["N", "H"])
 def attention_fwd_kernel(
     # inputs
-    q_ptr,  # [B, N, H, d] T by stride; likewise k, v
-    k_ptr,
-    v_ptr,
+    q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     o_ptr,  # [B, N, H, d] T, contiguous
     lse_ptr,  # [B, H, N] f32
     # sizes; strides in UNITs of elements, the last dimension is contiguous
-    N,
-    H,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
+    N, H,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
     UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FULL: tl.constexpr,  # N >= BLOCK_N: there are full tiles
-    TAIL_0: tl.constexpr,  # keys behind the last full tile, in up to two narrower ones; 0: none
-    TAIL_1: tl.constexpr,
-    PRECISION: tl.constexpr,
-    VALUES_STEP: tl.constexpr,  # STEP of add_values, in the loop
-):
-    """One program: BLOCK_M rows of one head, all keys. Only the last key tile is masked."""
-    tiles = tl.cdiv(N, BLOCK_M)
-    head = tl.program_id(0) // tiles
-    first_row = tl.program_id(0) % tiles * BLOCK_M
-    stride_qn = stride_qn * UNIT
-    stride_kn = stride_kn * UNIT
-    stride_vn = stride_vn * UNIT
-    q_ptr += head_offset(head, H, stride_qb, stride_qh, UNIT) + first_row.to(tl.int64) * stride_qn
-    k_ptr += head_offset(head, H, stride_kb, stride_kh, UNIT)
-    v_ptr += head_offset(head, H, stride_vb, stride_vh, UNIT)
-
-    rows = tl.arange(0, BLOCK_M)
-    q0, q1 = load_parts(q_ptr, rows, stride_qn, N - first_row, D0, D1, HEAD_DIM, True)
-    acc0 = tl.zeros([BLOCK_M, D0], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    scale2 = scale * LOG2E
-    # The narrow tiles come first, and the loop surely runs. Behind a loop, and where it might be skipped, accumulators
-    # are moved: up to 30 registers more, and ptxas may wait for every wgmma.
-    full = N // BLOCK_N * BLOCK_N
-    if TAIL_0 > 0:
-        k_tail = k_ptr + tl.cast(stride_kn, tl.int64) * full
-        v_tail = v_ptr + tl.cast(stride_vn, tl.int64) * full
-        acc0, acc1, m, total = _online_step(
-            acc0, acc1, m, total, q0, q1, k_tail, v_tail, full, stride_kn, stride_vn, N,
-            scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_0, D0, D1, HEAD_DIM, TAIL_1 == 0, True, PRECISION
-        )  # fmt: skip
-        if TAIL_1 > 0:
-            k_tail += TAIL_0 * stride_kn
-            v_tail += TAIL_0 * stride_vn
-            acc0, acc1, m, total = _online_step(
-                acc0, acc1, m, total, q0, q1, k_tail, v_tail, full + TAIL_0, stride_kn, stride_vn, N,
-                scale2, seed_ptr, first_row + rows, head, dropout_p, TAIL_1, D0, D1, HEAD_DIM, True, False, PRECISION
-            )  # fmt: skip
-    if FULL:
-        if q_ptr.dtype.element_ty != tl.float32:  # whose operands, in registers, would spill
-            tl.assume(full > 0)
-        for start in tl.range(0, full, BLOCK_N):
-            acc0, acc1, m, total = _online_step(
-                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, start, stride_kn, stride_vn, N,
-                scale2, seed_ptr, first_row + rows, head, dropout_p, BLOCK_N, D0, D1, HEAD_DIM, False, False, PRECISION,
-                VALUES_STEP
-            )  # fmt: skip
-            k_ptr += BLOCK_N * stride_kn
-            v_ptr += BLOCK_N * stride_vn
-    finish(
-        acc0, acc1, m, total, scale, o_ptr, lse_ptr, first_row, rows, N, H, head, seed_ptr is not None, dropout_p,
-        D0, D1, HEAD_DIM
-    )  # fmt: skip
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
+    _attend(
+        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+        Tokens(o_ptr, tl.cast(N, tl.int64) * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM, 1),
+        lse_ptr,
+        place(N, H, BLOCK_M),
+        Softmax(scale, seed_ptr, dropout_p),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL_0, TAIL_1),
+    )

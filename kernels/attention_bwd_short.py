@@ -7,102 +7,86 @@ pass by in tiles, and each tile's dK and dV are complete when it leaves. Every t
 import triton
 import triton.language as tl
 
-from fastvit.kernels.attention import dot_parts, exponential, head_offset, load_parts, log_unit
-from fastvit.kernels.attention_bwd import add_dot, dropout_factor, row_delta, store_parts, zero_parts
-
-# From 3.9 on Triton keeps the addresses of wgmma's operands in registers, and 18 too many of them at 256 x 64 scores. P
-# is then kept in 16 bits: a tenth more instructions, but no spills.
-LEAN: tl.constexpr = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9))
+from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
+from fastvit.kernels.attention import Softmax
+from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, probabilities
 
 
 @triton.jit
-def _key_tile(
-    q0, q1, do0, do1, lse2, delta, dq0, dq1,
-    k_ptr, v_ptr, dk_ptr, dv_ptr, k_stride, v_stride, dk_stride, dv_stride,
-    seed_ptr, rows, start, head, scale, dropout_p, N,
-    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, TIGHT: tl.constexpr,
-):  # fmt: skip
-    """Writes dK and dV of BLOCK_N keys from index `start`; returns dQ with their part added. The order of the five
+def _key_tile(dq_total, queries, k, v, dk, dv, start, at, softmax, head, WIDTH: tl.constexpr):
+    """Writes dK and dV of WIDTH keys from index `start`; returns dQ with their part added. The order of the five
     matmuls is chosen: this one neither spills at 256 x 64 scores nor makes ptxas serialise the wgmma pipeline."""
-    keys = tl.arange(0, BLOCK_N)
-    left = N - start
-    k0, k1 = load_parts(k_ptr + start * k_stride, keys, k_stride, left, D0, D1, HEAD_DIM, True)
-    v0, v1 = load_parts(v_ptr + start * v_stride, keys, v_stride, left, D0, D1, HEAD_DIM, True)
-    s = dot_parts(q0, q1, k0, k1, D1, PRECISION)
-    exponent = s * (scale * log_unit(q0.dtype)) - lse2[:, None]
-    if TIGHT:
-        # keys beyond N are zero, so that what P is there adds nothing to dQ, as long as it is finite
-        p = exponential(tl.minimum(exponent, 0.0), q0.dtype).to(q0.dtype)
-    else:
-        p = tl.where((keys < left)[None, :], exponential(exponent, q0.dtype), 0.0)
-    factor = dropout_factor(seed_ptr, rows[:, None], (start + keys)[None, :], head, dropout_p)
-    p_t = tl.trans((p * factor).to(do0.dtype))
-    dp = dot_parts(do0, do1, v0, v1, D1, PRECISION)
-    ds = (p * (dp * factor - delta[:, None])).to(q0.dtype)
-    dq0, dq1 = add_dot(dq0, dq1, ds, k0, k1, D1, PRECISION)
-    dv0, dv1 = zero_parts(BLOCK_N, D0, D1)
-    dv0, dv1 = add_dot(dv0, dv1, p_t, do0, do1, D1, PRECISION)
-    dk0, dk1 = zero_parts(BLOCK_N, D0, D1)
-    dk0, dk1 = add_dot(dk0, dk1, tl.trans(ds), q0, q1, D1, PRECISION)
-    store_parts(dv_ptr + start * dv_stride, dv0, dv1, keys, dv_stride, left, D0, D1, HEAD_DIM)
-    store_parts(dk_ptr + start * dk_stride, dk0 * scale, dk1 * scale, keys, dk_stride, left, D0, D1, HEAD_DIM)
-    return dq0, dq1
+    index = tl.arange(0, WIDTH)
+    left = at.N - start
+    keys, values = load(skip(k, start), index, left, head, True), load(skip(v, start), index, left, head, True)
+    s = dot(queries.q, keys, head)
+    p = probabilities(s, queries.lse[:, None], index[None, :], left, softmax, True, keys[0].dtype)
+    rows = tl.arange(0, s.shape[0])[:, None]
+    factor = dropout_factor(rows, (start + index)[None, :], at, softmax)
+    p_t = tl.trans((p * factor).to(keys[0].dtype))
+    dp = dot(queries.do, values, head)
+    ds = (p * (dp * factor - queries.delta[:, None])).to(keys[0].dtype)
+    dq_total = add_dot(dq_total, ds, keys, head)
+    dv_tile = add_dot(zeros(WIDTH, head), p_t, queries.do, head)
+    dk_tile = add_dot(zeros(WIDTH, head), tl.trans(ds), queries.q, head)
+    store(skip(dv, start), dv_tile, index, left, head)
+    store(skip(dk, start), scaled(dk_tile, softmax.scale, head), index, left, head)
+    return dq_total
+
+
+@triton.jit
+def _gradients(x, dq, dk, dv, lse_ptr, at, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dQ, dK and dV of a whole head."""
+    queries = load_queries(x, lse_ptr, at, head, BLOCK_M)
+    k, v = rows_of(x.k, at, 0), rows_of(x.v, at, 0)
+    dk_rows, dv_rows = rows_of(dk, at, 0), rows_of(dv, at, 0)
+    total = zeros(BLOCK_M, head)
+    tl.assume(at.N > 0)
+    for start in range(0, at.N, BLOCK_N):
+        total = _key_tile(total, queries, k, v, dk_rows, dv_rows, start, at, softmax, head, BLOCK_N)
+    store(rows_of(dq, at, 0), scaled(total, softmax.scale, head), tl.arange(0, BLOCK_M), at.N, head)
 
 
 @triton.jit(do_not_specialize=["N", "H"])
 def attention_bwd_short_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T
-    o_ptr, do_ptr,  # [B, N, H, d] T
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride
     lse_ptr,  # [B, H, N] f32
-    seed_ptr,  # [1] i64, or None without dropout
+    seed_ptr,  # [1] int64, or None: no dropout
     # outputs
-    dq_ptr, dk_ptr, dv_ptr,  # [B, N, H, d] T
+    dq_ptr, dk_ptr, dv_ptr,  # [B, N, H, d] T by stride
+    # sizes; strides in UNITs of elements, the last dimension is contiguous
     N, H,
-    q_stride_b, q_stride_n, q_stride_h,
-    k_stride_b, k_stride_n, k_stride_h,
-    v_stride_b, v_stride_n, v_stride_h,
-    o_stride_b, o_stride_n, o_stride_h,
-    do_stride_b, do_stride_n, do_stride_h,
-    dq_stride_b, dq_stride_n, dq_stride_h,
-    dk_stride_b, dk_stride_n, dk_stride_h,
-    dv_stride_b, dv_stride_n, dv_stride_h,
-    scale: tl.float32, dropout_p: tl.float32,
-    D0: tl.constexpr, D1: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_ob, stride_on, stride_oh,
+    stride_dob, stride_don, stride_doh,
+    stride_dqb, stride_dqn, stride_dqh,
+    stride_dkb, stride_dkn, stride_dkh,
+    stride_dvb, stride_dvn, stride_dvh,
+    scale: tl.float32,  # > 0
+    dropout_p: tl.float32,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H,). Strides in units of UNIT elements; BLOCK_M >= N."""
-    head = tl.program_id(0)
-    rows = tl.arange(0, BLOCK_M)
-    q_stride, k_stride, v_stride = q_stride_n * UNIT, k_stride_n * UNIT, v_stride_n * UNIT
-    o_stride, do_stride, dq_stride = o_stride_n * UNIT, do_stride_n * UNIT, dq_stride_n * UNIT
-    dk_stride, dv_stride = dk_stride_n * UNIT, dv_stride_n * UNIT
-    q_ptr += head_offset(head, H, q_stride_b, q_stride_h, UNIT)
-    k_ptr += head_offset(head, H, k_stride_b, k_stride_h, UNIT)
-    v_ptr += head_offset(head, H, v_stride_b, v_stride_h, UNIT)
-    o_ptr += head_offset(head, H, o_stride_b, o_stride_h, UNIT)
-    do_ptr += head_offset(head, H, do_stride_b, do_stride_h, UNIT)
-    dq_ptr += head_offset(head, H, dq_stride_b, dq_stride_h, UNIT)
-    dk_ptr += head_offset(head, H, dk_stride_b, dk_stride_h, UNIT)
-    dv_ptr += head_offset(head, H, dv_stride_b, dv_stride_h, UNIT)
-
-    do0, do1 = load_parts(do_ptr, rows, do_stride, N, D0, D1, HEAD_DIM, True)
-    o0, o1 = load_parts(o_ptr, rows, o_stride, N, D0, D1, HEAD_DIM, True)
-    delta = row_delta(do0, do1, o0, o1, D1)
-    q0, q1 = load_parts(q_ptr, rows, q_stride, N, D0, D1, HEAD_DIM, True)
-    lse2 = tl.load(lse_ptr + head.to(tl.int64) * N + rows, mask=rows < N, other=float("inf")) * log_unit(
-        q_ptr.dtype.element_ty
+    """Grid (B * H,); BLOCK_M >= N."""
+    _gradients(
+        Inputs(
+            Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+            Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+            Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+            Tokens(o_ptr, stride_ob, stride_on, stride_oh, UNIT),
+            Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+        ),
+        Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
+        Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
+        Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
+        lse_ptr,
+        place(N, H, BLOCK_M),
+        Softmax(scale, seed_ptr, dropout_p),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        BLOCK_M,
+        BLOCK_N,
     )
-    dq0, dq1 = zero_parts(BLOCK_M, D0, D1)
-    TIGHT: tl.constexpr = LEAN and BLOCK_M == 256
-    tl.assume(N > 0)
-    for start in range(0, N, BLOCK_N):
-        dq0, dq1 = _key_tile(
-            q0, q1, do0, do1, lse2, delta, dq0, dq1,
-            k_ptr, v_ptr, dk_ptr, dv_ptr, k_stride, v_stride, dk_stride, dv_stride,
-            seed_ptr, rows, start, head, scale, dropout_p, N,
-            D0, D1, HEAD_DIM, BLOCK_N, PRECISION, TIGHT,
-        )  # fmt: skip
-    store_parts(dq_ptr, dq0 * scale, dq1 * scale, rows, dq_stride, N, D0, D1, HEAD_DIM)

@@ -12,7 +12,7 @@ kernel in a fixed order: bitwise reproducible, no atomics.
 import triton
 import triton.language as tl
 
-from fastvit.kernels._math import activate, activate_with_grad
+from fastvit.kernels._math import activate, activate_with_grad, columns_part
 
 
 @triton.jit
@@ -69,17 +69,6 @@ def _matmul_tile(
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * stride_bk
     return acc
-
-
-@triton.jit
-def _part(acc, i: tl.constexpr, COUNT: tl.constexpr):
-    """Part i of COUNT of a tile's columns, where it is in registers. Epilogues take one after the other: what they load
-    and compute for a whole tile would leave no room for a second program on the SM, whose matmul they hide behind."""
-    if COUNT == 1:
-        return acc
-    else:
-        half = acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()[i // (COUNT // 2)]
-        return _part(half, i % (COUNT // 2), COUNT // 2)
 
 
 @triton.jit
@@ -141,7 +130,7 @@ def linear_fwd_kernel(
         row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)
     PARTS: tl.constexpr = BLOCK_N // PART
     for i in tl.static_range(PARTS):
-        y = _part(acc, i, PARTS)
+        y = columns_part(acc, i, PARTS)
         cols = _cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
         if bias_ptr is not None:
@@ -195,7 +184,7 @@ def linear_dact_kernel(
     for i in tl.static_range(PARTS):
         cols = _cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
-        dh = _part(acc, i, PARTS)
+        dh = columns_part(acc, i, PARTS)
         pre = tl.load(_addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M), mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
         dpre = dh * grad

@@ -9,15 +9,8 @@ is split over rows into float32 partials, which are then added up in a fixed ord
 import triton
 import triton.language as tl
 
-from fastvit.kernels.patch_embed import (
-    apart,
-    column_halves,
-    load_pixels,
-    patch_origin,
-    pixel_offset,
-    reciprocal_of,
-    token_of,
-)
+from fastvit.kernels._math import columns_part
+from fastvit.kernels.patch_embed import load_pixels, patch_origin, pixel_offset, reciprocal_of, token_of
 
 
 @triton.jit
@@ -74,9 +67,6 @@ def patch_embed_bwd_weight_kernel(
         x = load_pixels(
             image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, dout.dtype
         )  # fmt: skip
-        if PRECISION == "tf32":
-            dout = apart(dout, exists[:, None])
-            x = apart(x, exists[:, None])
         acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
 
     at = (split.to(tl.int64) * D + col)[:, None] * K + k[None, :]
@@ -140,15 +130,13 @@ def patch_embed_bwd_image_kernel(
         col = start + tl.arange(0, BLOCK_D)
         dout = tl.load(dout_row + col[None, :], mask=(row < M)[:, None] & (col < D)[None, :], other=0.0)
         w = tl.load(weight_ptr + weight, mask=(col < D)[:, None] & (k < K)[None, :], other=0.0)  # [BLOCK_D, BLOCK_K]
-        if PRECISION == "tf32":
-            w = apart(w, (col < D)[:, None])
         acc = tl.dot(dout, w, acc, input_precision=PRECISION)
         weight_ptr += BLOCK_D * K
 
     # not before the loop, which would hold more registers
     b, t, exists = token_of(row, M, N, P, reciprocal_of(N))
     origin = patch_origin(b, t, exists, grid_w, reciprocal_of(grid_w), stride_b, stride_h, PH, PW, UNIT)
-    left, right = column_halves(acc)
-    k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K // 2)
-    _store_pixels(left, dimage_ptr, origin, exists, k, stride_c, stride_h, C, PH, PW, UNIT)
-    _store_pixels(right, dimage_ptr, origin, exists, k + BLOCK_K // 2, stride_c, stride_h, C, PH, PW, UNIT)
+    for i in tl.static_range(2):
+        part = columns_part(acc, i, 2)
+        k = tl.program_id(0) % tiles_k * BLOCK_K + i * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        _store_pixels(part, dimage_ptr, origin, exists, k, stride_c, stride_h, C, PH, PW, UNIT)

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: small models, random weights, and the comparison with the library's own."""
+"""What the tests of checkpoints share: small models, and the comparison with the library's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,6 @@ SMALL: dict[str, Any] = {
 SIZES = {"own_size": (16, 16), "larger": (24, 24), "smaller": (12, 12), "wide": (8, 24)}
 SQUARE_SIZES = {**SIZES, "wide_of_as_many_patches": (8, 32)}  # for libraries whose positions are always of a square
 Run = Callable[[Tensor], Tensor]
-
-
-def randomised(model: nn.Module, seed: int = 1) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model.eval()
 
 
 def image(size: tuple[int, int] = (16, 16), batch: int = 2) -> Tensor:

@@ -1,34 +1,18 @@
 """Modules under the names and in the layout of Meta's DINOv2 repository (`dinov2.layers`), which is not on a package
 index: written for the tests, so that `accelerate` finds the classes it knows."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastvit import reference
 
-class LayerScale(nn.Module):
+
+class LayerScale(reference.LayerScale):
     __module__ = "dinov2.layers.layer_scale"
 
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), 0.5))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
-class DropPath(nn.Module):
+class DropPath(reference.DropPath):
     __module__ = "dinov2.layers.drop_path"
-
-    def __init__(self, drop_prob: float) -> None:
-        super().__init__()
-        self.drop_prob = drop_prob
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        keep = 1 - self.drop_prob
-        return x * x.new_empty(len(x), 1, 1).bernoulli_(keep) / keep
 
 
 class Mlp(nn.Module):
@@ -80,11 +64,11 @@ class NestedTensorBlock(nn.Module):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.attn = MemEffAttention(dim, num_heads)
-        self.ls1 = LayerScale(dim)
+        self.ls1 = LayerScale(dim, 0.5)
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = Mlp(dim, 4 * dim, drop)
-        self.ls2 = LayerScale(dim)
+        self.ls2 = LayerScale(dim, 0.5)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
         self.sample_drop_ratio = drop_path
 
@@ -98,13 +82,5 @@ class NestedTensorBlock(nn.Module):
         return x + self.drop_path1(self.ls2(self.mlp(self.norm2(x))))
 
 
-class PatchEmbed(nn.Module):
+class PatchEmbed(reference.PatchEmbed):
     __module__ = "dinov2.layers.patch_embed"
-
-    def __init__(self, patch_size: int, dim: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, dim, patch_size, patch_size)
-        self.norm = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.proj(x).flatten(2).transpose(1, 2))

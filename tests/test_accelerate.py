@@ -4,13 +4,15 @@ dropped silently."""
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from library_imports import import_library
+from models import Calls, LoRA, close
 from test_saved_memory import saved_bytes
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
@@ -30,9 +32,18 @@ def timm():
 
 
 @pytest.fixture
-def vit(timm, device) -> nn.Module:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, init_values=0.3)
-    return model.to(device).eval()
+def tiny(timm, device) -> Callable[..., nn.Module]:
+    """A ViT of timm for 32 x 32 images."""
+
+    def make(depth: int = 1, **options: Any) -> nn.Module:
+        return timm.create_model("vit_tiny_patch16_224", img_size=32, depth=depth, **options).to(device).eval()
+
+    return make
+
+
+@pytest.fixture
+def vit(tiny) -> nn.Module:
+    return tiny(depth=2, init_values=0.3)
 
 
 @pytest.fixture
@@ -40,23 +51,19 @@ def image(device) -> Tensor:
     return torch.randn(2, 3, 32, 32, device=device)
 
 
-def fate(report: fastvit.integrations.Report, name: str) -> tuple[str, str]:
+def outcome(report: fastvit.integrations.Report, name: str) -> tuple[str, str]:
     (entry,) = (e for e in report.entries if e.name == name)
     return entry.status, entry.detail
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_report_lists_every_module_and_prints_a_table(vit: nn.Module) -> None:
     report = fastvit.accelerate(vit)
     assert [e.name for e in report.entries] == [name for name, _ in vit.named_modules()]
-    assert fate(report, "blocks.0") == ("accelerated", FUSED)
-    assert fate(report, "blocks.1.mlp.fc1") == ("part of", "blocks.1")
-    assert fate(report, "patch_embed.proj") == ("accelerated", "patch_embed")
-    assert fate(report, "norm") == ("accelerated", "layer_norm")
-    assert fate(report, "head")[0] == "as it was"
+    assert outcome(report, "blocks.0") == ("accelerated", FUSED)
+    assert outcome(report, "blocks.1.mlp.fc1") == ("part of", "blocks.1")
+    assert outcome(report, "patch_embed.proj") == ("accelerated", "patch_embed")
+    assert outcome(report, "norm") == ("accelerated", "layer_norm")
+    assert outcome(report, "head")[0] == "as it was"
     table = str(report).splitlines()
     assert table[0].split() == ["module", "class", "what"]
     assert any(line.startswith("blocks.* (2)") and FUSED in line for line in table)
@@ -86,16 +93,9 @@ def test_context_manager_restores_after_an_error(vit: nn.Module, image: Tensor) 
 
 
 def test_no_tensor_is_made_or_touched(vit: nn.Module) -> None:
-    calls = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    with Calls() as calls:
         fastvit.accelerate(vit)
-    assert calls == []
+    assert calls.names == []
 
 
 def test_deepcopy_and_pickle_stay_accelerated_and_apart(vit: nn.Module, image: Tensor) -> None:
@@ -139,24 +139,22 @@ def test_saves_at_most_two_thirds_of_timms_block(timm, device) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(vit: nn.Module, image: Tensor, reentrant: bool) -> None:
     image.requires_grad_()
-    (want,) = torch.autograd.grad(vit(image).square().sum(), image)
+    vit(image).square().sum().backward()
+    want, image.grad = image.grad, None
     fastvit.accelerate(vit)
     x = vit._pos_embed(vit.patch_embed(image))
     for block in vit.blocks:
         x = checkpoint(block, x, use_reentrant=reentrant)
-    out = vit.forward_head(vit.norm(x)).square().sum()
-    if reentrant:
-        out.backward()
-        assert close(image.grad, want)
-    else:
-        assert close(torch.autograd.grad(out, image)[0], want)
+    vit.forward_head(vit.norm(x)).square().sum().backward()
+    assert close(image.grad, want)
 
 
 def test_timms_own_checkpointing(vit: nn.Module, image: Tensor) -> None:
-    want = torch.autograd.grad(vit(image).square().sum(), vit.blocks[0].attn.qkv.weight)[0]
+    weight = vit.blocks[0].attn.qkv.weight
+    (want,) = torch.autograd.grad(vit(image).square().sum(), weight)
     fastvit.accelerate(vit)
     vit.set_grad_checkpointing(True)
-    assert close(torch.autograd.grad(vit(image).square().sum(), vit.blocks[0].attn.qkv.weight)[0], want)
+    assert close(torch.autograd.grad(vit(image).square().sum(), weight)[0], want)
 
 
 def test_frozen_layers_get_no_gradient(vit: nn.Module, image: Tensor) -> None:
@@ -177,11 +175,11 @@ def test_a_hook_inside_is_skipped_at_once_and_its_neighbours_are_not(vit: nn.Mod
     want = vit(image)
     vit.blocks[0].attn.qkv.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     report = fastvit.accelerate(vit)
-    assert fate(report, "blocks.0") == ("skipped", "qkv has hooks or a forward of its own")
-    assert fate(report, "blocks.0.attn")[0] == "skipped"
-    assert fate(report, "blocks.0.mlp") == ("accelerated", "mlp")
-    assert fate(report, "blocks.0.norm1") == ("accelerated", "layer_norm")
-    assert fate(report, "blocks.1")[0] == "accelerated"
+    assert outcome(report, "blocks.0") == ("skipped", "qkv has hooks or a forward of its own")
+    assert outcome(report, "blocks.0.attn")[0] == "skipped"
+    assert outcome(report, "blocks.0.mlp") == ("accelerated", "mlp")
+    assert outcome(report, "blocks.0.norm1") == ("accelerated", "layer_norm")
+    assert outcome(report, "blocks.1")[0] == "accelerated"
     assert close(vit(image), want)
     assert len(seen) == 1
 
@@ -215,18 +213,9 @@ def test_hooks_on_the_accelerated_module_itself_run(vit: nn.Module, image: Tenso
 
 
 def test_an_adapter_put_in_later_is_honoured(vit: nn.Module, image: Tensor) -> None:
-    class Adapter(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base = base
-            self.scale = nn.Parameter(torch.tensor(2.0, device=base.weight.device))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale * self.base(x)
-
     fastvit.accelerate(vit)
-    vit.blocks[1].mlp.fc2 = Adapter(vit.blocks[1].mlp.fc2)
-    with pytest.warns(UserWarning, match="fc2 is Adapter"):
+    vit.blocks[1].mlp.fc2 = LoRA(vit.blocks[1].mlp.fc2).to(image.device)
+    with pytest.warns(UserWarning, match="fc2 is LoRA"):
         got = vit(image)
     fastvit.restore(vit)
     assert close(got, vit(image))
@@ -262,11 +251,11 @@ def test_timms_attention_drops_and_scales_as_its_own_does(timm, vit: nn.Module, 
 
 
 @pytest.mark.parametrize("option", ["attn_drop_rate", "proj_drop_rate"])
-def test_a_dropout_of_everything(timm, image: Tensor, option: str) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, **{option: 1.0}).to(image.device).train()
+def test_a_dropout_of_everything(tiny, image: Tensor, option: str) -> None:
+    model = tiny(**{option: 1.0}).train()
     want = model(image)
     report = fastvit.accelerate(model)
-    assert fate(report, "blocks.0") == ("skipped", "a dropout of everything")
+    assert outcome(report, "blocks.0") == ("skipped", "a dropout of everything")
     assert close(model(image), want)
 
 
@@ -299,24 +288,27 @@ def test_tensor_subclasses_are_left_to_the_module(vit: nn.Module) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     x = torch.randn(2, 5, 192, device=vit.pos_embed.device)
-    mlp = vit.blocks[0].mlp
-    want = mlp(x)
+    mlp, block = vit.blocks[0].mlp, vit.blocks[0]
+    want, of_block = mlp(x), block(x)
     fastvit.accelerate(mlp)
     with pytest.warns(UserWarning, match="Mlp runs its own forward instead of fastvit's: a TwoTensor"):
         assert close(mlp(TwoTensor(x, x)).a, want)
     weight = mlp.fc2.weight.detach()
     mlp.fc2.weight = nn.Parameter(TwoTensor(weight, weight))
     assert close(mlp(x).a, want)
+    fastvit.accelerate(block)
+    with pytest.warns(UserWarning, match="Block runs its own forward instead of fastvit's: a TwoTensor"):
+        assert close(block(x).a, of_block)
 
 
-def test_subclasses_and_unknown_classes_are_left_alone(timm, device) -> None:
+def test_subclasses_and_unknown_classes_are_left_alone(timm, tiny) -> None:
     class MyBlock(timm.models.vision_transformer.Block):
         pass
 
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, block_fn=MyBlock, device=device)
+    model = tiny(block_fn=MyBlock)
     report = fastvit.accelerate(model)
-    assert fate(report, "blocks.0") == ("as it was", "")  # its layers are all accelerated or skipped by themselves
-    assert fate(report, "blocks.0.attn")[0] == "accelerated"
+    assert outcome(report, "blocks.0") == ("as it was", "")  # its layers are all accelerated or skipped by themselves
+    assert outcome(report, "blocks.0.attn")[0] == "accelerated"
     assert "forward" not in model.blocks[0].__dict__
 
 
@@ -330,13 +322,12 @@ def test_subclasses_and_unknown_classes_are_left_alone(timm, device) -> None:
         ({"scale_mlp_norm": True}, "blocks.0.mlp", "norm is LayerNorm"),
     ],
 )
-def test_what_no_op_stands_for_is_skipped_with_the_reason(timm, device, options, module, reason) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, **options).to(device).eval()
-    image = torch.randn(2, 3, 32, 32, device=device)
+def test_what_no_op_stands_for_is_skipped_with_the_reason(tiny, image, options, module, reason) -> None:
+    model = tiny(**options)
     want = model(image)
     report = fastvit.accelerate(model)
-    assert fate(report, "blocks.0") == ("skipped", reason)
-    assert fate(report, module) == ("skipped", reason)
+    assert outcome(report, "blocks.0") == ("skipped", reason)
+    assert outcome(report, module) == ("skipped", reason)
     assert len(report.accelerated) >= 4  # the other half of the block, its norms, the patch embedding
     assert close(model(image), want)
     with pytest.raises(ValueError, match="strict: 2 modules cannot be accelerated"):
@@ -361,13 +352,12 @@ def test_a_rotary_model_is_reported_not_touched(timm, device) -> None:
     want = model(image)
     report = fastvit.accelerate(model)
     assert {e.kind for e in report.skipped} == {"EvaAttention", "GluMlp"}
-    assert fate(report, "blocks.0.attn") == ("skipped", "EvaAttention is not a class that fastvit knows")
+    assert outcome(report, "blocks.0.attn") == ("skipped", "EvaAttention is not a class that fastvit knows")
     assert close(model(image), want)
 
 
-def test_a_patch_embedding_of_another_size_falls_back(timm, device) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_pad=True, dynamic_img_size=True)
-    model = model.to(device).eval()
+def test_a_patch_embedding_of_another_size_falls_back(tiny, device) -> None:
+    model = tiny(dynamic_img_pad=True, dynamic_img_size=True)
     fastvit.accelerate(model)
     conv, image = model.patch_embed.proj, torch.randn(1, 3, 40, 33, device=device)
     with pytest.warns(UserWarning, match="an image of 40 x 33, which patches of 16 x 16 do not cover"):

@@ -169,7 +169,7 @@ def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkey
     for config in (
         _attention_configs.attention_fwd(N, 16, 2, True, "sm_90"),
         _attention_configs.AttentionForwardConfig(
-            64, 64, True, _attention_configs.key_chunks(N % 64, 64, 2), (16, 0), 4, 2
+            "online", 64, 64, True, _attention_configs.key_chunks((N - 1) % 64 + 1, 64, 2), (16, 0), 4, 2
         ),
     ):
         monkeypatch.setattr(_attention_configs, "attention_fwd", lambda *_, config=config: config)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_models import SIZES, SMALL, SQUARE_SIZES, check, image, randomised, with_prefix
+from checkpoint_models import SIZES, SMALL, SQUARE_SIZES, check, image, with_prefix
 from library_imports import import_timm
+from models import randomised
 from torch import Tensor, nn
 
 import fastvit

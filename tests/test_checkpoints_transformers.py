@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import SMALL, SQUARE_SIZES, Run, check, image, randomised, with_prefix
+from checkpoint_models import SMALL, SQUARE_SIZES, Run, check, image, with_prefix
 from library_imports import import_timm
+from models import randomised
 from torch import Tensor, nn
 
 import fastvit

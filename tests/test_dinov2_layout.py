@@ -20,7 +20,7 @@ def x(device: torch.device) -> Tensor:
 
 
 def test_a_model_is_fused_throughout_and_agrees(device: torch.device) -> None:
-    model = nn.Sequential(PatchEmbed(14, 64), *(NestedTensorBlock(64, 4) for _ in range(2)), nn.LayerNorm(64))
+    model = nn.Sequential(PatchEmbed(56, 14, 3, 64), *(NestedTensorBlock(64, 4) for _ in range(2)), nn.LayerNorm(64))
     model = model.to(device).eval()
     image = torch.randn(2, 3, 56, 56, device=device, requires_grad=True)
     cotangent = torch.randn(2, 16, 64, device=device)

@@ -38,7 +38,7 @@ def built(architecture: Architecture, device: torch.device) -> Model:
 def run(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The output, and the gradients of the image and all parameters for a fixed random cotangent."""
     wanted = {"image": image.detach().clone().requires_grad_()}
-    wanted |= {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted |= {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters() if p.requires_grad}
     out = output(model(wanted["image"]))
     generator = torch.Generator().manual_seed(7)
     cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
@@ -53,6 +53,15 @@ def assert_close(got: Tensor, want: Tensor, what: str, scale: float | None = Non
     assert difference <= limit, f"{what}: {difference:.3g} > {limit:.3g}"
 
 
+def assert_gradients_close(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
+    """Against the largest of all, too: the key bias's gradient is zero in exact arithmetic."""
+    assert got.keys() == want.keys()
+    largest = max(gradient.abs().max().item() for gradient in want.values())
+    for name, gradient in want.items():
+        scale = max(gradient.abs().max().item(), 1e-2 * largest)
+        assert_close(got[name], gradient, f"{what} d{name}", scale)
+
+
 def test_outputs_and_gradients_in_float32(built: Model) -> None:
     model, image = built
     before, gradients = run(model, image)
@@ -63,11 +72,7 @@ def test_outputs_and_gradients_in_float32(built: Model) -> None:
     assert_close(after, before, "output against the library's")
     assert_close(after, exact, "output against float64")
     assert fused_gradients.keys() == gradients.keys()
-    largest = max(g.abs().max().item() for g in exact_gradients.values())
-    for name, exact_gradient in exact_gradients.items():
-        # the key bias's gradient is zero in exact arithmetic: only against the others has its rounding a size
-        scale = max(exact_gradient.abs().max().item(), 1e-2 * largest)
-        assert_close(fused_gradients[name], exact_gradient, f"d{name}", scale)
+    assert_gradients_close(fused_gradients, exact_gradients)
     fastvit.restore(model)
     again, restored_gradients = run(model, image)
     assert torch.equal(again, before)
@@ -149,10 +154,7 @@ def test_under(context: str, index: int, device: torch.device) -> None:
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     got, compiled_gradients = run(compiled, image)
     assert_close(got, want, "compiled")
-    largest = max(g.abs().max().item() for g in gradients.values())
-    for name, gradient in gradients.items():
-        got_gradient = compiled_gradients[name if name == "image" else f"_orig_mod.{name}"]
-        assert_close(got_gradient, gradient, f"compiled d{name}", max(gradient.abs().max().item(), 1e-2 * largest))
+    assert_gradients_close(compiled_gradients, gradients, "compiled")
 
 
 def test_stochastic_depth_draws_as_timm_does(device: torch.device) -> None:
@@ -178,8 +180,6 @@ def test_accelerated_models_run_the_triton_kernels(triton_backend: None, device:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         got, fused_gradients = run(model, image)
     assert_close(got, want, "output")
-    largest = max(g.abs().max().item() for g in gradients.values())
-    for name, gradient in gradients.items():
-        assert_close(fused_gradients[name], gradient, f"d{name}", max(gradient.abs().max().item(), 1e-2 * largest))
+    assert_gradients_close(fused_gradients, gradients)
     names = {event.name for event in profile.events()}
     assert {"fastvit::attention_qkvpacked_fwd", "fastvit::attention_qkvpacked_bwd", "fastvit::layer_norm_fwd"} <= names

@@ -4,6 +4,7 @@ implementations by name."""
 import pytest
 import torch
 from library_imports import import_library
+from models import close
 from torch import Tensor, nn
 
 import fastvit
@@ -39,10 +40,6 @@ def image(device) -> Tensor:
 
 def tokens(model: nn.Module, image: Tensor, **more: object) -> Tensor:
     return model(image, **more).last_hidden_state
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def padding(image: Tensor) -> Tensor:

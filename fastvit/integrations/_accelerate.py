@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from fastvit.fuse import Unsupported, qualified_name
 from fastvit.integrations import dinov2, generic, timm, torchvision, transformers
-from fastvit.integrations._plan import Cannot, Plan, fused_forward, qualified
-from fastvit.integrations._report import Entry, Report
+from fastvit.integrations._plan import Plan, fused_forward
+from fastvit.integrations._report import Entry, Report, Status
 
 _FAMILIES = (timm, transformers, torchvision, dinov2)
-PLANS: dict[str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
+PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
 
@@ -52,11 +53,11 @@ def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             raise ValueError(f"model is compiled already ({name or type(module).__name__}): accelerate it before")
     restore(model)
-    fates = list(_visit(model, "", set()))
-    report = Report(tuple(entry for entry, _, _ in fates))
+    decisions = list(_decide(model, "", set()))
+    report = Report(tuple(entry for entry, _, _ in decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
-    for _, module, plan in fates:
+    for _, module, plan in decisions:
         if plan is not None:
             module.forward = partial(fused_forward, plan, module)
     return report
@@ -83,49 +84,49 @@ def _is_ours(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.func is fused_forward
 
 
-_Fate = tuple[Entry, nn.Module, Plan | None]
+_Decision = tuple[Entry, nn.Module, Plan | None]
 
 
-def _visit(module: nn.Module, name: str, seen: set[int], plan: Plan | None = None) -> Iterator[_Fate]:
-    """The fates of a module and of what is in it, in the order of named_modules(). plan: from its parent, or None."""
+def _decide(module: nn.Module, name: str, seen: set[int], plan: Plan | None = None) -> Iterator[_Decision]:
+    """What happens to a module and to those in it, in the order of named_modules(). plan: from its parent, or None."""
     if id(module) in seen:
         return
     seen.add(id(module))
     kind = type(module).__name__
-    if qualified(module).startswith("fastvit."):
-        for below, child in module.named_modules(prefix=name):
-            seen.add(id(child))
-            yield Entry(below, type(child).__name__, "as it was", "fused already"), child, None
+    if qualified_name(module).startswith("fastvit."):
+        yield Entry(name, kind, "as it was", "fused already"), module, None
+        yield from _rest(module, name, seen, "as it was", "fused already")
         return
-    plan = plan or PLANS.get(qualified(module))
-    skipped = None
+    plan = plan or PLANS.get(type(module)) or PLANS.get(qualified_name(module))
+    reason = None
     if plan is not None:
         try:
             if "forward" in module.__dict__:
-                raise Cannot("it has a forward of its own")
+                raise Unsupported("it has a forward of its own")
             plan.read(module)
-        except Cannot as reason:
-            skipped = str(reason)
+        except Unsupported as unsupported:
+            reason = str(unsupported)
         else:
             yield Entry(name, kind, "accelerated", plan.ops), module, plan
-            for below, child in module.named_modules(prefix=name):
-                if id(child) not in seen:
-                    seen.add(id(child))
-                    yield Entry(below, type(child).__name__, "part of", name), child, None
+            yield from _rest(module, name, seen, "part of", name)
             return
-    inside: list[_Fate] = []
+    inside: list[_Decision] = []
     for child_name, child in module.named_children():
-        theirs = (
-            generic.PATCHES if EMBEDDINGS.get(qualified(module)) == child_name and type(child) is nn.Conv2d else None
-        )
-        inside += _visit(child, f"{name}.{child_name}" if name else child_name, seen, theirs)
+        is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) is nn.Conv2d
+        child_name = f"{name}.{child_name}" if name else child_name
+        inside += _decide(child, child_name, seen, generic.PATCHES if is_patches else None)
     if plan is None and _looks_fusible(module, {id(child): entry.status for entry, child, _ in inside}):
-        skipped = f"{kind} is not a class that fastvit knows"
-    if skipped is None:
-        yield Entry(name, kind, "as it was", ""), module, None
-    else:
-        yield Entry(name, kind, "skipped", skipped), module, None
+        reason = f"{kind} is not a class that fastvit knows"
+    yield Entry(name, kind, "skipped" if reason else "as it was", reason or ""), module, None
     yield from inside
+
+
+def _rest(module: nn.Module, name: str, seen: set[int], status: Status, detail: str) -> Iterator[_Decision]:
+    """The same for all that is in a module and not seen yet."""
+    for child_name, child in module.named_modules(prefix=name):
+        if id(child) not in seen:
+            seen.add(id(child))
+            yield Entry(child_name, type(child).__name__, status, detail), child, None
 
 
 # Class names of what the ops are for
@@ -134,10 +135,10 @@ _FUSIBLE = re.compile(
 )
 
 
-def _looks_fusible(module: nn.Module, fate: dict[int, str]) -> bool:
+def _looks_fusible(module: nn.Module, statuses: dict[int, Status]) -> bool:
     """Whether an unknown module, by its name, does by itself what the ops are for: with parameters of its own, or with
     layers of which nothing is accelerated or skipped already."""
     if not _FUSIBLE.search(type(module).__name__):
         return False
     layers = [child for child in module.children() if isinstance(child, nn.Linear | nn.Conv2d)]
-    return bool(module._parameters) or any(fate.get(id(layer)) == "as it was" for layer in layers)
+    return bool(module._parameters) or any(statuses.get(id(layer)) == "as it was" for layer in layers)

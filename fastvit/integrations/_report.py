@@ -24,7 +24,7 @@ class Entry:
 @dataclass(frozen=True)
 class Report:
     """One entry for every module, in the order of model.named_modules(). `str(report)` is a table in which numbered
-    modules with the same fate share a row."""
+    modules to which the same happened share a row."""
 
     entries: tuple[Entry, ...]
 

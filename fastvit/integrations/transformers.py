@@ -4,33 +4,15 @@ vision towers, and an attention implementation for other models: `register_atten
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fastvit import _halves as halves
-from fastvit import ops
-from fastvit._fusible import affine
-from fastvit._halves import AttentionParts, Ends, MlpParts
-from fastvit.integrations._plan import (
-    FUSED_BLOCK,
-    IDENTITY,
-    LAYER_NORM,
-    LINEAR,
-    BlockParts,
-    Cannot,
-    Plan,
-    check_dropout,
-    check_heads,
-    part,
-    qualified,
-    read_activation,
-    read_dropout,
-    read_norm,
-    run_block,
-    run_mlp,
-)
+from fastvit import fuse, ops
+from fastvit.fuse import LINEAR, Attention, Half, Mlp, Unsupported, qualified_name, submodules
+from fastvit.integrations._plan import FUSED_BLOCK, Plan
 
 
 class _Names(NamedTuple):
@@ -72,103 +54,107 @@ def _captures_attentions() -> bool:
     return bool(collector) and "attentions" in collector
 
 
-def _attention_part(layer: Any, name: str, kinds: tuple[str, ...]) -> Any:
-    attn = layer._modules[name]
+def _own_hooks_only(attn: nn.Module) -> bool:
+    """Whether transformers' hooks are all that is put on an attention module."""
     hooks = attn._forward_hooks.values()
     others = attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks or "forward" in attn.__dict__
-    if others or not hooks or any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks):
-        return part(layer, name, kinds)
-    if _captures_attentions():
-        raise Cannot("attention weights are collected")
-    if qualified(attn) not in kinds:
-        raise Cannot(f"{name} is {type(attn).__name__}")
+    return bool(hooks) and not others and all(h.__module__ == "transformers.utils.output_capturing" for h in hooks)
+
+
+def _attention_of(layer: Any, name: str, kind: str) -> Any:
+    attn = layer._modules[name]
+    if qualified_name(attn) != kind or not _own_hooks_only(attn):
+        (attn,) = submodules(layer, **{name: {kind}})
+    elif _captures_attentions():
+        raise Unsupported("attention weights are collected")
     return attn
 
 
-def read_attention(attn: Any, proj: str, proj_p: float = 0.0) -> AttentionParts:
+def read_attention(attn: Any, proj: str, dropout: fuse.Dropout = None) -> Attention:
     if type(attn.config).__name__ == "CLIPTextConfig":
-        raise Cannot("the text tower's attention is causal")
+        raise Unsupported("the text tower's attention is causal")
     if getattr(attn, "is_causal", False):
-        raise Cannot("its attention is causal")
-    if attn.config._attn_implementation not in _SAME_ATTENTION and not attn.config._attn_implementation.startswith(
-        "flash_attention"
-    ):
-        raise Cannot(f"its attention implementation is {attn.config._attn_implementation!r}")
-    q, k, v = (part(attn, name, LINEAR) for name in ("q_proj", "k_proj", "v_proj"))
-    out = part(attn, proj, LINEAR)
-    heads = q.out_features // attn.head_dim
-    check_heads(q.out_features, heads)
+        raise Unsupported("its attention is causal")
+    implementation = attn.config._attn_implementation
+    if implementation not in _SAME_ATTENTION and not implementation.startswith("flash_attention"):
+        raise Unsupported(f"its attention implementation is {implementation!r}")
+    q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
     if not q.out_features == k.out_features == v.out_features:
-        raise Cannot("its keys have fewer heads than its queries")
-    p = getattr(attn, "attention_dropout", None)
-    p = attn.dropout if p is None else p
-    scale = getattr(attn, "scaling", None)
-    scale = attn.scale if scale is None else scale
-    p = check_dropout(p if attn.training else 0.0)
-    return AttentionParts((affine(q), affine(k), affine(v)), affine(out), heads, scale, p, proj_p)
+        raise Unsupported("its keys have fewer heads than its queries")
+    p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
+    scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
+    qkv = fuse.read_linear(q), fuse.read_linear(k), fuse.read_linear(v)
+    heads = q.out_features // attn.head_dim
+    return fuse.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
 
 
-def read_attention_alone(attn: Any, proj: str) -> AttentionParts:
+def read_attention_alone(attn: Any, proj: str) -> Attention:
     implementation = attn.config._attn_implementation or "eager"
     if implementation in _WITH_WEIGHTS:
-        raise Cannot(f"{implementation} attention returns its weights as well")
+        raise Unsupported(f"{implementation} attention returns its weights as well")
     return read_attention(attn, proj)
 
 
-def read_mlp(mlp: Any, out_p: float = 0.0) -> MlpParts:
-    return MlpParts(
-        affine(part(mlp, "fc1", LINEAR)), affine(part(mlp, "fc2", LINEAR)), read_activation(mlp, "activation_fn"),
-        out_p=out_p,
-    )  # fmt: skip
+def read_mlp(mlp: Any, dropout: fuse.Dropout = None) -> Mlp:
+    fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=fuse.ACTIVATIONS, fc2=LINEAR)
+    return fuse.describe_mlp(fc1, act, fc2, None, dropout)
 
 
-def read_layer(prefix: str, layer: Any) -> BlockParts:
+class Layer(NamedTuple):
+    """checkpoint: what runs the block with activation checkpointing, if that is on."""
+
+    block: fuse.Block
+    checkpoint: Callable[..., Tensor] | None
+
+
+def read_layer(prefix: str, layer: Any) -> Layer:
     names = _MODELS[prefix]
-    p = read_dropout(layer, "dropout") if "dropout" in layer._modules else 0.0
-    drop = (0.0, True)
+    norms = {names.norm1: fuse.LAYER_NORM, names.norm2: fuse.LAYER_NORM}
+    norm1, norm2, mlp = submodules(layer, **norms, mlp={_class(prefix, "MLP")})
+    attn = _attention_of(layer, names.attention, _class(prefix, "Attention"))
+    dropout, p, gammas = None, 0.0, [None, None]
+    if "dropout" in layer._modules:
+        (dropout,) = submodules(layer, dropout=fuse.DROPOUT)
     if "drop_path" in layer._modules:
-        path = part(layer, "drop_path", (*IDENTITY, _class(prefix, "DropPath")))
-        if path.training and not isinstance(path, nn.Identity):
-            drop = path.drop_prob, True
-    gammas: list[Any] = [None, None]
+        (drop_path,) = submodules(layer, drop_path={nn.Identity, _class(prefix, "DropPath")})
+        if drop_path.training and not isinstance(drop_path, nn.Identity):
+            p = drop_path.drop_prob
     if "layer_scale1" in layer._modules:
-        kinds = (_class(prefix, "LayerScale"),)
-        gammas = [part(layer, name, kinds).lambda1 for name in ("layer_scale1", "layer_scale2")]
-    return (
-        read_attention(_attention_part(layer, names.attention, (_class(prefix, "Attention"),)), names.projection, p),
-        Ends(read_norm(part(layer, names.norm1, LAYER_NORM)), gammas[0], drop),
-        read_mlp(part(layer, "mlp", (_class(prefix, "MLP"),)), p),
-        Ends(read_norm(part(layer, names.norm2, LAYER_NORM)), gammas[1], drop),
-    )
+        kinds = {_class(prefix, "LayerScale")}
+        gammas = [scale.lambda1 for scale in submodules(layer, layer_scale1=kinds, layer_scale2=kinds)]
+    attention = Half(read_attention(attn, names.projection, dropout), fuse.read_norm(norm1), gammas[0], p)
+    block = attention, Half(read_mlp(mlp, dropout), fuse.read_norm(norm2), gammas[1], p)
+    checkpointed = layer.gradient_checkpointing and layer.training
+    return Layer(block, layer._gradient_checkpointing_func if checkpointed else None)
 
 
-def admit(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
     if attention_mask is not None:
-        raise Cannot("an attention mask")
+        raise Unsupported("an attention mask")
     for name, value in kwargs.items():
         if name not in _HARMLESS and value is not None and value is not False:
-            raise Cannot(f"the argument {name}")
+            raise Unsupported(f"the argument {name}")
     return hidden_states
 
 
-def run_layer(layer: Any, x: Tensor, parts: BlockParts) -> Tensor:
-    if layer.gradient_checkpointing and layer.training:
-        return layer._gradient_checkpointing_func(partial(run_block, layer, parts=parts), x)
-    return run_block(layer, x, parts)
+def run_layer(x: Tensor, layer: Layer) -> Tensor:
+    if layer.checkpoint is not None:
+        return layer.checkpoint(partial(fuse.run_block, block=layer.block), x)
+    return fuse.run_block(x, layer.block)
 
 
-def run_attention(attn: Any, x: Tensor, parts: AttentionParts) -> tuple[Tensor, None]:
-    return halves.attention(x, parts), None
+def run_attention(x: Tensor, attn: Attention) -> tuple[Tensor, None]:
+    return fuse.run_attention(x, attn), None
 
 
 PLANS: dict[str, Plan] = {}
 for _prefix, _names in _MODELS.items():
     _suffix = "EncoderLayer" if _prefix in ("CLIP", "Siglip") else "Layer"
-    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, admit)
+    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, check_call)
     PLANS[_class(_prefix, "Attention")] = Plan(
-        partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", admit
+        partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", check_call
     )
-    PLANS[_class(_prefix, "MLP")] = Plan(read_mlp, run_mlp, "mlp", ndim=None)
+    PLANS[_class(_prefix, "MLP")] = Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)
 EMBEDDINGS = {
     **{_class(prefix, "PatchEmbeddings"): "projection" for prefix in ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters")},
     **{_class(prefix, "VisionEmbeddings"): "patch_embedding" for prefix in ("CLIP", "Siglip")},

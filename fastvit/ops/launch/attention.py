@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fastvit.kernels import _attention_configs, _configs
+from fastvit.kernels import _attention_configs
 from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
@@ -98,16 +98,16 @@ def launch_backward(
             q, k, v, o, do, lse, seed, dq, dk, dv, N, H, *strides, scale, dropout_p, **common, **_tiles(config)
         )
         return
-    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    statistics = torch.empty((B, H, 2, N), dtype=torch.float32, device=q.device)
     config = _attention_configs.attention_bwd_dq(*shape)
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
-        q, k, v, o, do, lse, seed, dq, lse2, delta, N, H, *strides[:18], scale, dropout_p, **common, **_tiles(config),
-        FULL=config.full, TAIL=config.tail, RELOAD=config.reload, KEEP_MASK=config.keep_mask,
+        q, k, v, o, do, lse, seed, dq, statistics, N, H, *strides[:18], scale, dropout_p, **common, **_tiles(config),
+        LOOP=config.loop, TAIL=config.tail,
     )  # fmt: skip
     config = _attention_configs.attention_bwd_dkdv(*shape)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
-        q, k, v, do, lse2, delta, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:],
-        scale, dropout_p, **common, **_tiles(config), FULL=config.full, TAIL=config.tail, RELOAD=config.reload,
+        q, k, v, do, statistics, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:],
+        scale, dropout_p, **common, **_tiles(config), LOOP=config.loop, TAIL=config.tail,
     )  # fmt: skip
 
 
@@ -170,12 +170,12 @@ def _forward(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if config.block_n == 0:
+    if config.algorithm == "short":
         keys = config.chunks
         short = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
         return attention_short_fwd_kernel, grid, arguments, constants | short
-    loop = {"BLOCK_N": config.block_n, "FULL": config.full, "TAIL_0": config.chunks[0], "TAIL_1": config.chunks[1]}
-    return attention_fwd_kernel, grid, arguments, constants | loop | {"VALUES_STEP": config.values_step}
+    loop = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": config.chunks[0], "TAIL_1": config.chunks[1]}
+    return attention_fwd_kernel, grid, arguments, constants | loop
 
 
 def _tiles(config: _attention_configs.AttentionBackwardConfig) -> dict[str, int]:
@@ -186,5 +186,4 @@ def _tiles(config: _attention_configs.AttentionBackwardConfig) -> dict[str, int]
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        **_configs.register_limit(config.max_registers),
     }

@@ -107,7 +107,7 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(rows: Tensor, row_scale: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the constants of the forward kernel."""
     M, D = rows.shape
-    cfg = _configs.layer_norm(D, itemsize=rows.element_size(), arch=_library.arch(rows))
+    cfg = _configs.layer_norm(D, arch=_library.arch(rows))
     most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(rows.device.index)
     return (min(triton.cdiv(M, cfg.block_rows), most),), _constants(cfg, row_scale)
 
@@ -137,7 +137,7 @@ def _backward(
     dy, s = as_rows(dy), as_rows(s)
     dsum, branch = None if dsum is None else as_rows(dsum), None if branch is None else as_rows(branch)
     M, D = s.shape
-    cfg = _configs.layer_norm(D, backward=True, itemsize=s.element_size(), arch=_library.arch(s))
+    cfg = _configs.layer_norm(D, backward=True, arch=_library.arch(s))
     programs = min(triton.cdiv(M, cfg.block_rows), _configs.PROGRAMS_PER_SM * _library.multiprocessors(s.device.index))
     partial = torch.empty(len(parameters), programs, D, dtype=torch.float32, device=s.device)
     layer_norm_bwd_kernel[(programs,)](
@@ -148,8 +148,8 @@ def _backward(
     return ds, *column_sums(partial, *parameters)
 
 
-def _constants(cfg: _configs.LayerNormConfig, row_scale: Tensor | None) -> dict[str, Any]:
+def _constants(cfg: _configs.RowConfig, row_scale: Tensor | None) -> dict[str, Any]:
     return {
         "HAS_ROW_SCALE": row_scale is not None, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,
-        "num_warps": cfg.num_warps, **_configs.register_limit(cfg.max_registers),
+        "num_warps": cfg.num_warps,
     }  # fmt: skip

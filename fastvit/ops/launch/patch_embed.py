@@ -31,8 +31,6 @@ def _config(
         m, n, k,
         itemsize=itemsize, loaded=max(itemsize, pixel.itemsize),
         arch=_library.arch(weight), multiprocessors=_library.multiprocessors(weight.device.index), split=split,
-        fma=itemsize == 4 and dot_precision(weight) == "ieee", unpacked=pixel is torch.uint8,
-        unrolled=image is not None and not split,
     )  # fmt: skip
 
 
@@ -80,7 +78,7 @@ def patch_embed_fwd(
         B * N, N, P, D, grid_w, *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_D=cfg.block_n, BLOCK_K=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
     return out
 
@@ -111,7 +109,7 @@ def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normaliz
         rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0).to(weight.dtype)
 
@@ -131,6 +129,6 @@ def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int,
         B * N, N, N - math.prod(patch_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides,
         **constants, PRECISION=dot_precision(weight),
         BLOCK_M=cfg.block_m, BLOCK_K=cfg.block_n, BLOCK_D=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
     return dimage

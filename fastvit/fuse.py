@@ -1,0 +1,306 @@
+"""The two halves of a pre-norm transformer block as fused ops: described by tensors, run, and read from modules.
+
+    x + drop_path(layer_scale * attention(norm(x)))    layer_norm_linear, attention_qkvpacked, linear
+    x + drop_path(layer_scale * mlp(norm(x)))          layer_norm_mlp
+
+Modules of timm's shape, ours included, are read here; those of other libraries in `fastvit.integrations`, into the same
+descriptions. Modules are read anew for every call, since hooks, adapters, modes and parameters come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastvit import ops
+
+T = TypeVar("T")
+Branch = TypeVar("Branch", "Attention", "Mlp")
+
+# ---- descriptions; probabilities are those that apply now: 0.0 in evaluation ----
+
+
+class Linear(NamedTuple):
+    """weight (out, in), bias (out,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    """LayerNorm: weight (D,), bias (D,)."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+class Attention(NamedTuple):
+    """Multi-head self-attention. qkv: one packed layer (3 * H * d, D), or three for q, k and v; scale: None for
+    d**-0.5; attn_drop: of the attention probabilities; proj_drop: behind the projection."""
+
+    qkv: tuple[Linear, ...]
+    proj: Linear
+    num_heads: int
+    scale: float | None = None
+    attn_drop: float = 0.0
+    proj_drop: float = 0.0
+
+
+class Mlp(NamedTuple):
+    """activation: as `ops.mlp` names it. drop1: behind the activation, 0.0 or equal to drop2; drop2: behind fc2."""
+
+    fc1: Linear
+    fc2: Linear
+    activation: str
+    drop1: float = 0.0
+    drop2: float = 0.0
+
+
+class Half(NamedTuple, Generic[Branch]):
+    """x + drop_path(layer_scale * branch(norm(x))). scale_by_keep: whether samples that drop_path keeps are divided by
+    1 - drop_path."""
+
+    branch: Branch
+    norm: Norm
+    layer_scale: Tensor | None = None
+    drop_path: float = 0.0
+    scale_by_keep: bool = True
+
+
+Block = tuple[Half[Attention], Half[Mlp]]
+
+# ---- running them: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D) ----
+
+
+def run_block(x: Tensor, block: Block) -> Tensor:
+    attention, mlp = block
+    return run_mlp_half(run_attention_half(x, attention), mlp)
+
+
+def run_attention_half(x: Tensor, half: Half[Attention]) -> Tensor:
+    attn, norm = half.branch, half.norm
+    weights, biases = zip(*attn.qkv, strict=True)
+    qkv, x = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, return_residual=True)
+    qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
+    out = ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+    if attn.proj_drop:
+        return _add_branch(x, ops.dropout(ops.linear(out, *attn.proj), attn.proj_drop), half)
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
+    return ops.linear(out, *attn.proj, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
+
+
+def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
+    mlp, norm = half.branch, half.norm
+    tensors = (norm.weight, norm.bias, *mlp.fc1, *mlp.fc2)
+    if mlp.drop1 != mlp.drop2:
+        branch = ops.layer_norm_mlp(x, *tensors, eps=norm.eps, activation=mlp.activation)
+        return _add_branch(x, ops.dropout(branch, mlp.drop2), half)
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
+    return ops.layer_norm_mlp(
+        x, *tensors, eps=norm.eps, activation=mlp.activation, dropout_p=mlp.drop1,
+        layer_scale=half.layer_scale, row_scale=row_scale, residual=x,
+    )  # fmt: skip
+
+
+def run_attention(x: Tensor, attn: Attention) -> Tensor:
+    if len(attn.qkv) == 1:
+        qkv = F.linear(x, *attn.qkv[0]).unflatten(-1, (3, attn.num_heads, -1))
+        out = ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop)
+    else:
+        q, k, v = (F.linear(x, *layer).unflatten(-1, (attn.num_heads, -1)) for layer in attn.qkv)
+        out = ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop)
+    return ops.dropout(ops.linear(out.flatten(2), *attn.proj), attn.proj_drop)
+
+
+def run_mlp(x: Tensor, mlp: Mlp) -> Tensor:
+    out = ops.mlp(x, *mlp.fc1, *mlp.fc2, activation=mlp.activation, dropout_p=mlp.drop1)
+    return ops.dropout(out, mlp.drop2) if mlp.drop1 != mlp.drop2 else out
+
+
+def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool) -> Tensor:
+    """Stochastic depth's draw for a batch like x: (B,) of 0 and 1 / (1 - p), or 0 and 1, in x's dtype."""
+    keep = 1.0 - p
+    mask = x.new_empty(x.shape[0]).bernoulli_(keep)
+    return mask.div_(keep) if scale_by_keep and keep > 0.0 else mask
+
+
+def _add_branch(x: Tensor, branch: Tensor, half: Half[Any]) -> Tensor:
+    """The end of a half behind a dropout that no op has in its epilogue."""
+    if half.layer_scale is not None:
+        branch = branch * half.layer_scale
+    if half.drop_path:
+        branch = branch * draw_drop_path(branch, half.drop_path, half.scale_by_keep).view(-1, 1, 1)
+    return x + branch
+
+
+# ---- reading them from modules of timm's shape ----
+
+# Exact classes: of torch, of ours, which `fastvit.layers` adds, and by qualified name those of libraries that need not
+# be imported for this
+Classes = set[type | str]
+LINEAR: Classes = {nn.Linear}
+DROPOUT: Classes = {nn.Dropout}
+LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
+LAYER_SCALE: Classes = {nn.Identity, "timm.layers.layer_scale.LayerScale", "timm.models.vision_transformer.LayerScale"}
+DROP_PATH: Classes = {nn.Identity, "timm.layers.drop.DropPath"}
+ATTENTION: Classes = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
+MLP: Classes = {"timm.layers.mlp.Mlp"}
+ACTIVATIONS: dict[type | str, str] = {
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}
+# What timm's attention may have beside its four layers, and no op has yet
+_ATTENTION_OPTIONS = {"q_norm": "qk-norm", "k_norm": "qk-norm", "norm": "scale_norm", "gate": "a gate"}
+
+
+class Unsupported(Exception):
+    """Why no fused op stands for a module, or for what a call asks of it: the module's own forward has to run."""
+
+
+def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[type | str]) -> T | None:
+    """read(module, **classes), or None where no fused op stands for the module."""
+    try:
+        return read(module, **classes)
+    except Unsupported:
+        return None
+
+
+def read_attention(attn: Any) -> Attention:
+    qkv, attn_drop, proj, proj_drop = submodules(attn, qkv=LINEAR, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
+    if len(attn._modules) > 4:
+        for name, option in _ATTENTION_OPTIONS.items():
+            if not isinstance(attn._modules.get(name), nn.Identity | None):
+                raise Unsupported(f"{option} in attention")
+    if qkv.out_features != 3 * proj.in_features:
+        raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    scale, training = attn.scale, attn_drop.training
+    if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
+        scale, training = None, attn.training
+    attn_drop_p = attn_drop.p if training else 0.0
+    return describe_attention((read_linear(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop)
+
+
+def read_mlp(mlp: Any) -> Mlp:
+    if "norm" in mlp._modules:
+        submodules(mlp, norm={nn.Identity})
+    fc1, act, drop1, fc2, drop2 = submodules(mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT)
+    return describe_mlp(fc1, act, fc2, drop1, drop2)
+
+
+def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Collection[type | str]) -> Half[Any]:
+    branch, norm, scale, drop_path = submodules(block, **classes)
+    layer_scale = None if type(scale) is nn.Identity else scale.gamma
+    p, scale_by_keep = 0.0, True
+    if drop_path.training and type(drop_path) is not nn.Identity:
+        p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
+    return Half(read_branch(branch), read_norm(norm), layer_scale, p, scale_by_keep)
+
+
+read_attention_half: Callable[[Any], Half[Attention]] = partial(
+    _read_half, read_attention, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE, drop_path1=DROP_PATH
+)
+read_mlp_half: Callable[[Any], Half[Mlp]] = partial(
+    _read_half, read_mlp, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE, drop_path2=DROP_PATH
+)
+
+
+def read_block(block: Any) -> Block:
+    return read_attention_half(block), read_mlp_half(block)
+
+
+# ---- what the readers of every library share ----
+
+
+def qualified_name(module: nn.Module) -> str:
+    """Its class as "package.module.Class"."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def submodules(module: nn.Module, **classes: Collection[type | str]) -> list[Any]:
+    """The submodules of these names: each exactly of one of its classes, without hooks, with its class's forward.
+
+    Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
+    """
+    found = []
+    children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
+    for name, allowed in classes.items():
+        child = children.get(name)
+        if child is None:
+            raise Unsupported(f"it has no {name}")
+        if type(child) not in allowed and qualified_name(child) not in allowed:
+            raise Unsupported(f"{name} is {type(child).__name__}")
+        if (
+            child._forward_hooks
+            or child._forward_pre_hooks
+            or child._backward_hooks
+            or child._backward_pre_hooks
+            or "forward" in child.__dict__
+        ):
+            raise Unsupported(f"{name} has hooks or a forward of its own")
+        found.append(child)
+    return found
+
+
+def read_linear(layer: nn.Module) -> Linear:
+    """Weight and bias of a linear layer or a norm as they are now: FSDP puts others in their place from call to call,
+    some versions of it as plain attributes."""
+    parameters: dict[str, Any] = layer._parameters  # a third of the time of two attributes
+    if "weight" in parameters and "bias" in parameters:
+        return Linear(parameters["weight"], parameters["bias"])
+    return Linear(layer.weight, layer.bias)  # type: ignore[arg-type]
+
+
+def read_norm(norm: nn.LayerNorm) -> Norm:
+    weight, bias = read_linear(norm)
+    if len(norm.normalized_shape) != 1:
+        raise Unsupported("it normalises more than the last dimension")
+    if weight is None or bias is None:
+        raise Unsupported("a LayerNorm without weight or bias")
+    if norm.__dict__.get("_fast_norm"):
+        raise Unsupported("timm's fast norm is on, which rounds otherwise")
+    return Norm(weight, bias, norm.eps)
+
+
+Dropout = nn.Dropout | None  # the layer, or None where there is none
+
+
+def describe_attention(
+    qkv: tuple[Linear, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout
+) -> Attention:
+    """Checks that the ops take this head dimension and these probabilities."""
+    head_dim, rest = divmod(proj.in_features, num_heads)
+    if rest or head_dim % 8 or not 16 <= head_dim <= 256:
+        raise Unsupported(f"head_dim {proj.in_features / num_heads:g} is not a multiple of 8 from 16 to 256")
+    p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
+    if attn_drop >= 1.0 or p >= 1.0:
+        raise Unsupported("a dropout of everything")
+    return Attention(qkv, read_linear(proj), num_heads, scale, attn_drop, p)
+
+
+def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout) -> Mlp:
+    """Checks that the ops take these probabilities. act: of a class in ACTIVATIONS."""
+    p1 = drop1.p if drop1 is not None and drop1.training else 0.0
+    p2 = drop2.p if drop2 is not None and drop2.training else 0.0
+    if p1 >= 1.0 or p2 >= 1.0:
+        raise Unsupported("a dropout of everything")
+    if p1 not in (0.0, p2):
+        raise Unsupported(f"its two dropouts differ: {p1} and {p2}")
+    activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
+    if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
+        activation = "gelu_tanh"
+    return Mlp(read_linear(fc1), read_linear(fc2), activation, p1, p2)

@@ -1,0 +1,153 @@
+"""Tiles of [B, N, H, d] tensors: what the attention kernels load, multiply and store.
+
+Signatures of kernels are flat, because that launches faster, and their arguments are grouped at once: a tensor with its
+strides is `Tokens`, and `place` tells a program which rows of it are its own. A tile of rows is a pair of parts of the
+head dimension, d = D0 + D1: powers of two, of which D1 is partly masked, or 0 and the pair twice the same.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tokens(NamedTuple):
+    """A [B, N, H, d] tensor, contiguous along d. Strides come in UNITs of 8 elements where all of them are multiples of
+    8 (the compiler then sees 16-byte alignment), else of 1."""
+
+    ptr: tl.tensor
+    batch: tl.tensor
+    token: tl.tensor
+    head: tl.tensor
+    UNIT: tl.constexpr
+
+
+class Rows(NamedTuple):
+    """Tokens of one head: where the first one's elements lie, and how many elements on the next one's."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+
+
+class Place(NamedTuple):
+    """What a program owns: rows from `first` on, of N, of one batch and head; `plane` is both as one index."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    plane: tl.tensor
+    first: tl.tensor
+    N: tl.tensor
+
+
+class Head(NamedTuple):
+    """The head dimension d, its parts, and the precision of matmuls over it."""
+
+    d: tl.constexpr
+    D0: tl.constexpr
+    D1: tl.constexpr
+    PRECISION: tl.constexpr
+
+
+@triton.jit
+def place(N, H, BLOCK: tl.constexpr):
+    """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head."""
+    tiles = tl.cdiv(N, BLOCK)
+    plane = tl.program_id(0) // tiles
+    return Place(plane // H, plane % H, plane, tl.program_id(0) % tiles * BLOCK, N)
+
+
+@triton.jit
+def rows_of(x, at, first):
+    """Tokens of x from index `first` on, of the program's batch and head: the only place where offsets are int64."""
+    offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT
+    stride = x.token * x.UNIT
+    return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * first, stride)
+
+
+@triton.jit
+def skip(x, count: tl.constexpr):
+    """Rows from the one `count` further on."""
+    return Rows(x.ptr + count * x.stride, x.stride)
+
+
+@triton.jit
+def _load_part(x, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.constexpr, MASKED: tl.constexpr):
+    cols = FIRST + tl.arange(0, WIDTH)
+    at = x.ptr + (index[:, None] * x.stride + cols[None, :])
+    if FIRST + WIDTH > d:
+        if MASKED:
+            return tl.load(at, mask=(index < limit)[:, None] & (cols < d)[None, :], other=0.0)
+        return tl.load(at, mask=(cols < d)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(at, mask=(index < limit)[:, None], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def load(x, index, limit, head, MASKED: tl.constexpr):
+    """Rows `index`, int32 within a tile -> parts [rows, D0], [rows, D1]; zero beyond d and, if MASKED, from `limit`."""
+    part0 = _load_part(x, index, limit, 0, head.D0, head.d, MASKED)
+    if head.D1 > 0:
+        part1 = _load_part(x, index, limit, head.D0, head.D1, head.d, MASKED)
+    else:
+        part1 = part0
+    return part0, part1
+
+
+@triton.jit
+def _store_part(x, value, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.constexpr):
+    cols = FIRST + tl.arange(0, WIDTH)
+    # The minimum changes the expression only: the mask of a load of the same rows would be kept for this store, in
+    # registers and through the loop between them.
+    mask = (index < tl.minimum(limit, index.shape[0]))[:, None] & (cols < d)[None, :]
+    tl.store(x.ptr + index[:, None] * x.stride + cols[None, :], value.to(x.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store(x, value, index, limit, head):
+    """The counterpart of `load` for rows 0, 1, ... of a tile, converted to x's dtype; from `limit` on left alone."""
+    _store_part(x, value[0], index, limit, 0, head.D0, head.d)
+    if head.D1 > 0:
+        _store_part(x, value[1], index, limit, head.D0, head.D1, head.d)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, head):
+    """float32 accumulators [ROWS, d], as parts."""
+    part0 = tl.zeros([ROWS, head.D0], tl.float32)
+    if head.D1 > 0:
+        part1 = tl.zeros([ROWS, head.D1], tl.float32)
+    else:
+        part1 = part0
+    return part0, part1
+
+
+@triton.jit
+def scaled(x, factor, head):
+    """Both parts times a scalar or a column [rows, 1]."""
+    part0 = x[0] * factor
+    if head.D1 > 0:
+        part1 = x[1] * factor
+    else:
+        part1 = part0
+    return part0, part1
+
+
+@triton.jit
+def dot(a, b, head):
+    """[M, d] x [N, d] -> a b^T [M, N] f32"""
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision=head.PRECISION)
+    if head.D1 > 0:
+        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=head.PRECISION)
+    return s
+
+
+@triton.jit
+def add_dot(acc, a, b, head):
+    """acc [M, d] + a [M, N] b [N, d]"""
+    part0 = tl.dot(a, b[0], acc[0], input_precision=head.PRECISION)
+    if head.D1 > 0:
+        part1 = tl.dot(a, b[1], acc[1], input_precision=head.PRECISION)
+    else:
+        part1 = part0
+    return part0, part1
