@@ -148,7 +148,7 @@ def _backward(
     return ds, *column_sums(partial, *parameters)
 
 
-def _constants(cfg: _configs.LayerNormConfig, row_scale: Tensor | None) -> dict[str, Any]:
+def _constants(cfg: _configs.RowConfig, row_scale: Tensor | None) -> dict[str, Any]:
     return {
         "HAS_ROW_SCALE": row_scale is not None, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,
         "num_warps": cfg.num_warps, **_configs.register_limit(cfg.max_registers),
