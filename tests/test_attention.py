@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs
-from fastvit.ops import _attention as registered
 from fastvit.ops import _library
+
+registered = torch.ops.fastvit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One key; fewer than a SIMD vector; one chunk of keys, three; tiles of keys with one and two tail tiles. A head of one

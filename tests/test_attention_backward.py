@@ -13,9 +13,9 @@ import triton.language as tl
 
 from fastvit.kernels import _attention_configs, _configs
 from fastvit.kernels._math import keep_mask
-from fastvit.ops._attention_backward import launch_backward
-from fastvit.ops._attention_forward import launch_forward
 from fastvit.ops._library import Unsupported
+from fastvit.ops.launch.attention import attention_fwd as launch_forward
+from fastvit.ops.launch.attention import launch_backward
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MARGIN = 8  # elements of NaN around every gradient

@@ -1,8 +1,10 @@
 """Calls that nothing observes go to an op's implementation without the dispatcher; every observer still sees the op.
 The cost of an eager call is held in Python functions entered, which unlike microseconds are the same everywhere."""
 
+import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+import fastvit
 from fastvit import ops
 
 N, D = 17, 32
+PACKAGE = f"{Path(fastvit.__file__).parent}/"
+LAUNCHERS = ("attention", "dropout", "layer_norm", "linear", "patch_embed")
 
 
 def parameters(*sizes):
@@ -24,21 +29,22 @@ def parameters(*sizes):
 
 
 def cases():
-    """name -> (a call of the op, the Python functions that it may enter)"""
+    """name -> (a call of the op, the Python functions that it may enter). Each of the registered ops in an MLP decides
+    for itself what runs it: two functions more for two ops, three for three, than asking once for all."""
     x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
     q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
-        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 16),
-        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 23),
-        "linear": (lambda: ops.linear(x, weight, bias), 16),
-        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 18),
-        "attention": (lambda: ops.attention(q, q, q), 17),
-        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 15),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 21),
-        "mlp": (lambda: ops.mlp(x, *fc), 25),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 31),
+        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 11),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 16),
+        "linear": (lambda: ops.linear(x, weight, bias), 14),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 15),
+        "attention": (lambda: ops.attention(q, q, q), 15),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 14),
+        "mlp": (lambda: ops.mlp(x, *fc), 27),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 34),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
@@ -72,6 +78,76 @@ def test_python_functions_per_call(name):
     assert len(entered) <= limit, "\n".join(entered)
     overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
     assert len(overloads) == name.startswith("attention")  # ATen's attention, which has no other name
+
+
+def test_python_functions_of_a_block_in_training():
+    """The four ops that a block calls."""
+    x, qkv = (torch.randn(*size, requires_grad=True) for size in ((1, N, D), (1, N, 3, 2, 16)))
+    weight, bias, scale = parameters((D, D), (D,), (D,))
+    fc = parameters((64, D), (64,), (D, 64), (D,))
+    entered = []
+    for call in (
+        lambda: ops.layer_norm_linear(x, bias, bias, weight, bias, return_residual=True),
+        lambda: ops.attention_qkvpacked(qkv),
+        lambda: ops.linear(x, weight, bias, layer_scale=scale, residual=x),
+        lambda: ops.layer_norm_mlp(x, bias, bias, *fc, layer_scale=scale, residual=x),
+    ):
+        call()
+        entered += [name for name in functions_entered(call) if PACKAGE in name]
+    assert len(entered) <= 78, "\n".join(entered)
+
+
+class Stacks:
+    """Stands in for a kernel: notes the package's functions on the stack of each launch."""
+
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            frame, stack = sys._getframe(1), []
+            while frame is not None:
+                if PACKAGE in frame.f_code.co_filename:
+                    stack.append(frame.f_code.co_name)
+                frame = frame.f_back
+            self.found.append(stack)
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_frames_from_a_call_to_its_kernels(training, triton_backend, device, monkeypatch):
+    """public function, Function.apply and forward, registered op, launcher"""
+    launchers = [importlib.import_module(f"fastvit.ops.launch.{op}") for op in LAUNCHERS]
+    found = []
+    for module in launchers:
+        for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
+            monkeypatch.setattr(module, name, Stacks(getattr(module, name), found))
+    x, branch = (torch.randn(2, N, D, device=device, requires_grad=training) for _ in range(2))
+    weight, bias, scale, fc1, b1, fc2 = (
+        torch.randn(*size, device=device, requires_grad=training)
+        for size in ((D, D), (D,), (D,), (64, D), (64,), (D, 64))
+    )
+    image, patch = torch.randn(1, 3, 8, 8, device=device), torch.randn(D, 3, 4, 4, device=device)
+    calls = {
+        "layer_norm": lambda: ops.layer_norm(x, bias, bias),
+        "add_layer_norm": lambda: ops.add_layer_norm(x, branch, bias, bias, layer_scale=scale),
+        "linear": lambda: ops.linear(x, weight, bias, layer_scale=scale, residual=branch),
+        "linear activation": lambda: ops.linear(x, weight, bias, activation="gelu"),
+        "attention": lambda: ops.attention(*x.view(2, N, 1, 2, 16).expand(2, N, 3, 2, 16).unbind(2)),
+        "attention_qkvpacked": lambda: ops.attention_qkvpacked(x.view(2, N, 1, 2, 16).expand(2, N, 3, 2, 16)),
+        "layer_norm_linear": lambda: ops.layer_norm_linear(x, bias, bias, weight, bias),
+        "layer_norm_mlp": lambda: ops.layer_norm_mlp(x, bias, bias, fc1, b1, fc2, bias, residual=x, dropout_p=0.5),
+        "patch_embed": lambda: ops.patch_embed(image, patch.requires_grad_(training), bias),
+        "dropout": lambda: ops.dropout(x, 0.5),
+    }
+    for name, call in calls.items():
+        found.clear()
+        call()
+        assert found, name
+        for stack in found:
+            assert len(stack) <= (5 if training else 4), (name, stack)
 
 
 class Names(TorchDispatchMode):

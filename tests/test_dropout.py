@@ -6,7 +6,7 @@ from oracle import assert_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
-from fastvit.ops.dropout import draw_seeds, dropout_rows
+from fastvit.ops.dropout import draw_seeds, dropout_op
 
 
 def seed_of(value, device):
@@ -27,7 +27,7 @@ def test_keeps_the_right_share_and_scales(backend, device):
 def test_elements_are_independent(backend, device):
     """No two of the four runs that share a Philox call, no two rows and no two seeds have the same mask."""
     ones = torch.ones(8, 1024, device=device)
-    first, second = (dropout_rows(ones, seed_of(s, device), 0.5, None, None, None, 1) > 0 for s in (1, 2))
+    first, second = (dropout_op(ones, seed_of(s, device), 0.5) > 0 for s in (1, 2))
     groups = torch.cat([first.reshape(32, 256), second.reshape(32, 256)]).float() * 2 - 1
     correlation = groups @ groups.T / 256
     assert (correlation - torch.eye(64, device=device)).abs().max() < 0.4  # 6 standard deviations of 1 / 16
@@ -48,10 +48,7 @@ def test_gradient_has_the_same_mask(dtype, backend, device):
 def test_mask_depends_on_seed_and_shape_only(backend, device):
     seed = seed_of(5, device)
     wide = inputs("normal", 6, 40, dtype=torch.float32, device=device).abs() + 1
-    masks = [
-        dropout_rows(x, seed, 0.5, None, None, None, 1) != 0
-        for x in (wide, wide.bfloat16(), torch.cat([wide, wide], 1)[:, :40])
-    ]
+    masks = [dropout_op(x, seed, 0.5) != 0 for x in (wide, wide.bfloat16(), torch.cat([wide, wide], 1)[:, :40])]
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
 
@@ -65,8 +62,8 @@ def test_end_of_a_branch(residual_dtype, backend, device):
     layer_scale = inputs("normal", D, dtype=torch.bfloat16, device=device, seed=2)
     row_scale = torch.tensor([0.0, 1.25, 2.0], device=device, dtype=torch.bfloat16)
     seed = seed_of(7, device)
-    keep = dropout_rows(torch.ones_like(x, dtype=torch.float32), seed, 0.5, None, None, None, 1)
-    got = dropout_rows(x, seed, 0.5, layer_scale, row_scale, residual, N)
+    keep = dropout_op(torch.ones_like(x, dtype=torch.float32), seed, 0.5)
+    got = dropout_op(x, seed, 0.5, layer_scale, row_scale, residual)
 
     def eager(dtype):
         per_row = row_scale.repeat_interleave(N)[:, None].to(dtype)
@@ -81,9 +78,9 @@ def test_strided_vectors(backend, device):
     x = torch.randn(6, 24, device=device)
     seed = torch.tensor([7], device=device)
     layer_scale, row_scale = torch.randn(24, device=device), torch.randn(3, device=device)
-    want = dropout_rows(x, seed, 0.3, layer_scale, row_scale, None, 2)
+    want = dropout_op(x, seed, 0.3, layer_scale, row_scale)
     gaps = [torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0] for t in (layer_scale, row_scale)]
-    assert torch.equal(dropout_rows(x, seed, 0.3, *gaps, None, 2), want)
+    assert torch.equal(dropout_op(x, seed, 0.3, *gaps), want)
 
 
 def test_nan_is_not_dropped(backend, device):
@@ -145,9 +142,9 @@ def test_expanded_and_transposed_gradient(backend, device):
 def test_opcheck(backend, device):
     x = inputs("normal", 6, 24, dtype=torch.bfloat16, device=device)
     seed = draw_seeds(1, device)
-    torch.library.opcheck(torch.ops.fastvit.dropout, (x, seed, 0.5, None, None, None, 1))
+    torch.library.opcheck(torch.ops.fastvit.dropout, (x, seed, 0.5))
     scales = torch.ones(24, device=device), torch.ones(3, device=device)
-    torch.library.opcheck(torch.ops.fastvit.dropout, (x, seed, 0.5, *scales, x.float(), 2))
+    torch.library.opcheck(torch.ops.fastvit.dropout, (x, seed, 0.5, *scales, x.float()))
 
 
 def test_gradcheck(device):

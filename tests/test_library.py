@@ -1,5 +1,10 @@
 """What every op owes to fastvit/ops/_library.py: dispatch, fallback and tracing."""
 
+import importlib
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -38,3 +43,27 @@ def test_triton_without_a_device_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(_library, "INTERPRET", False)
     with _library.use_backend("triton"), pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
         ops.layer_norm(torch.randn(2, 16), WEIGHT[0], WEIGHT[0])
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["triton installed", "no triton"])
+def test_without_kernels(installed):
+    """Launchers and kernels are imported when one is first wanted. (torch.utils.flop_counter imports triton itself.)"""
+    lines = [
+        "import sys",
+        "" if installed else "sys.modules['triton'] = None",
+        "import torch, fastvit",
+        "fastvit.Block(32, 2)(torch.randn(2, 5, 32)).sum().backward()",
+        "kernels = ('fastvit.ops.launch', 'fastvit.kernels.attention', 'fastvit.kernels.layer_norm')",
+        "assert not [name for name in sys.modules if name.startswith(kernels)]",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"FASTVIT_STRICT": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
+
+
+def test_an_error_of_a_launcher_s_module_is_not_hidden(triton_backend, device, monkeypatch):
+    """Only `Unsupported` falls back."""
+    launch = importlib.import_module("fastvit.ops.launch.layer_norm")
+    monkeypatch.setattr(launch, "_check", lambda x: 1 / 0)
+    with _library.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):
+        ops.layer_norm(torch.randn(2, 16, device=device), WEIGHT[0].to(device), WEIGHT[0].to(device))

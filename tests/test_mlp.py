@@ -10,7 +10,7 @@ from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
-from fastvit.ops.dropout import draw_seeds, dropout_rows
+from fastvit.ops.dropout import draw_seeds, dropout_op
 
 NORM = ("norm_weight", "norm_bias")
 FC = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
@@ -128,7 +128,7 @@ def test_dropout(norm, recompute, backend, device):
     torch.manual_seed(11)
     seeds = draw_seeds(2, device)
     masks = [
-        dropout_rows(torch.ones(21, n, device=device), seed, 0.3, None, None, None, 1).view(3, 7, n)
+        dropout_op(torch.ones(21, n, device=device), seed, 0.3).view(3, 7, n)
         for seed, n in zip(seeds.split(1), (40, 24), strict=True)
     ]
     assert not torch.equal(masks[0][..., :24], masks[1])

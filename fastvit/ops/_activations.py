@@ -9,8 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastvit.ops._private import gelu_
+
 aten = torch.ops.aten
-_gelu_ = torch._C._nn.gelu_  # type: ignore[attr-defined]  # what F.gelu is made of; F has no form in place
+
+
+def _copy_gelu_(x: Tensor, approximate: str = "none") -> Tensor:
+    return x.copy_(F.gelu(x, approximate=approximate))
+
+
+_gelu_ = gelu_ or _copy_gelu_
 
 
 def _silu_(x: Tensor) -> Tensor:

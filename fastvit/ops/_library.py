@@ -1,8 +1,9 @@
 """How a fused op is registered, dispatched and differentiated: the only module that knows.
 
-An op has one schema and two implementations: `triton` (a launcher of kernels from `fastvit.kernels`) and `aten`
-(PyTorch's own fused functions). Both sit behind one entry of the `fastvit::` namespace, with a fake implementation for
-`torch.compile` and `torch.export`. Which one runs is decided per call by the first tensor's device and by
+An op has one schema and two implementations of its name: one in `fastvit.ops.aten` (PyTorch's own functions), one in
+`fastvit.ops.launch` (launches kernels of `fastvit.kernels`, imported when first wanted). Both sit behind one entry of
+the `fastvit::` namespace, with a fake implementation for `torch.compile` and `torch.export`. Which one runs is decided
+per call by the first tensor's device and by
 
     FASTVIT_BACKEND   auto (default: Triton on a GPU or under TRITON_INTERPRET=1, else ATen) | triton | aten
     FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning
@@ -12,28 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_torch_function_mode_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-)
-from torch._C._functorch import unwrap_if_dead
-from torch.autograd import _profiler_enabled, forward_ad
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
+from fastvit.ops._private import (
+    are_functorch_transforms_active,
+    has_forward_level,
+    is_any_autocast_enabled,
+    is_torch_function_mode_enabled,
+    is_tracing,
+    is_zerotensor,
+    len_torch_dispatch_stack,
+    profiler_enabled,
+    unwrap_if_dead,
+)
 
 BACKENDS = ("auto", "triton", "aten")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -88,116 +92,123 @@ def register(
     schema: str,
     *,
     aten: Callable[..., Any],
-    triton: Callable[..., Any],
+    launch: str,
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
-    where nothing could tell the difference, its implementation without the dispatcher's 3 us (see `_shortcut`).
+    where nothing could tell the difference, its implementation without the dispatcher's 3 us.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
-    aten, triton: positional arguments as in the schema. `triton` raises `Unsupported` before it launches.
+    aten: positional arguments as in the schema.
+    launch: the module of `fastvit.ops.launch` that has the function `name`, with the same arguments, for Triton. It
+        raises `Unsupported` before it launches.
     fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     """
     name = schema[: schema.index("(")]
 
-    def run(*args: Any) -> Any:
-        # An op works in the dtypes that it chose, and its gradient is its FusedFunction's: no autocast inside (which
-        # refuses meta tensors) and no autograd, which is on where an exported program calls the op itself.
-        kind = args[0].device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False), torch.no_grad():
-                return choose(*args)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return choose(*args)
-        return choose(*args)
+    @functools.cache
+    def launcher() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.launch.{launch}"), name)
+        return function
 
-    def choose(*args: Any) -> Any:
-        if wants_triton(args[0]):
+    def op(*args: Any, from_dispatcher: bool = False) -> Any:
+        backend = _choose(args, from_dispatcher)
+        if backend == "dispatcher":
+            return overload(*args)
+        if backend == "triton":
             try:
-                if args[0].is_cuda and args[0].device.index != torch.cuda.current_device():
-                    with torch.cuda.device(args[0].device):
-                        return triton(*args)
-                return triton(*args)
+                return launcher()(*args)
             except Unsupported as reason:
-                _fall_back(name, str(reason))
+                _warn_or_raise(name, str(reason))
         return aten(*args)
 
+    def dispatched(*args: Any) -> Any:
+        with _isolated(args[0]):
+            return op(*args, from_dispatcher=True)
+
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIB.impl(name, run, "CPU")
-    _LIB.impl(name, run, "CUDA")
+    _LIB.impl(name, dispatched, "CPU")
+    _LIB.impl(name, dispatched, "CUDA")
     torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
-    overload: torch._ops.OpOverload = getattr(torch.ops.fastvit, name).default
+    overload = getattr(torch.ops.fastvit, name).default
     if flops is not None:
         from torch.utils.flop_counter import register_flop_formula
 
         register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
-
-    def op(*args: Any) -> Any:
-        kernels = _shortcut(args)
-        if kernels is None:
-            return overload(*args)
-        return choose(*args) if kernels else aten(*args)
-
-    op.chosen, op.aten = choose, aten  # type: ignore[attr-defined]
     return op
 
 
-class Together:
-    """Several registered ops, for functions that call them in a row and ask only once how."""
+# Arguments that are what they seem: no subclass of Tensor such as a fake, a distributed or a tracer's
+_PLAIN_TYPES = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
 
-    def __init__(self, *ops: Any) -> None:
-        self._ops = ops
-        self._chosen = tuple(op.chosen for op in ops)
-        self._aten = tuple(op.aten for op in ops)
-
-    def settle(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], ...]:
-        """The ops, or their implementations where nothing could tell the difference for calls with these arguments and
-        with what comes of them."""
-        kernels = _shortcut(args)
-        if kernels is None:
-            return self._ops
-        return self._chosen if kernels else self._aten
+# Without one of these nobody can say whether a call is observed
+_KNOWS_OBSERVERS = None not in (
+    len_torch_dispatch_stack,
+    is_torch_function_mode_enabled,
+    are_functorch_transforms_active,
+    is_any_autocast_enabled,
+    is_tracing,
+    profiler_enabled,
+    is_zerotensor,
+)
 
 
-# The types of an op's arguments, without tensor subclasses: fake, distributed, a tracer's
-_PLAIN = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
+def _choose(args: tuple[Any, ...], from_dispatcher: bool) -> str:
+    """What runs an op: "dispatcher", "triton" or "aten".
 
-
-def _shortcut(args: tuple[Any, ...]) -> bool | None:
-    """Whether Triton kernels run, if the dispatcher would lead from the registered op straight to its implementation,
-    so that calling that at once is the same; else None. It would for plain CPU or CUDA tensors, no mode (fake tensors,
-    FLOP counters, checkpoint policies, tracers), no functorch transform, no autocast to switch off, no profiler to
-    tell. Kernels also need lazy negations carried out (as gradients of conj() have), which ATen's functions do
-    themselves. Autograd is the FusedFunctions' part."""
-    if (
-        is_dynamo_compiling()
-        or not _PLAIN.issuperset(map(type, args))
-        or not (args[0].is_cpu or args[0].is_cuda)
-        or _len_torch_dispatch_stack()
-        or _is_torch_function_mode_enabled()
-        or _are_functorch_transforms_active()
-        or _is_any_autocast_enabled()
-        or _is_tracing()
-        or _profiler_enabled()
+    The dispatcher, unless the call comes from there, for whatever it would not lead straight to the implementation:
+    tensor subclasses and other devices, modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch
+    transforms, autocast, profilers; for Triton also a GPU that is not the current one, and lazy negations, as gradients
+    of conj() have, which ATen's functions carry out themselves. Autograd is the FusedFunctions' part."""
+    x = args[0]
+    if not from_dispatcher and (
+        not _KNOWS_OBSERVERS
+        or is_dynamo_compiling()
+        or not _PLAIN_TYPES.issuperset(map(type, args))
+        or not (x.is_cpu or x.is_cuda)
+        or len_torch_dispatch_stack()
+        or is_torch_function_mode_enabled()
+        or are_functorch_transforms_active()
+        or is_any_autocast_enabled()
+        or is_tracing()
+        or profiler_enabled()
     ):
-        return None
-    if not wants_triton(args[0]):
-        return False
-    if any(isinstance(a, Tensor) and (a.is_neg() or a._is_zerotensor()) for a in args):
-        return None
-    return True
+        return "dispatcher"
+    if not wants_triton(x):
+        return "aten"
+    if not from_dispatcher:
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            return "dispatcher"
+        for a in args:
+            if isinstance(a, Tensor) and (a.is_neg() or is_zerotensor(a)):
+                return "dispatcher"
+    return "triton"
 
 
-def _fall_back(name: str, reason: str) -> None:
+@contextlib.contextmanager
+def _isolated(x: Tensor) -> Iterator[None]:
+    """What the dispatcher hands over runs without autocast, because an op has chosen its dtypes; without autograd,
+    which is the FusedFunctions' and on where an exported program calls the op itself; and on x's device."""
+    kind = x.device.type
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast refuses meta tensors
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if x.is_cuda:
+            stack.enter_context(torch.cuda.device(x.device))
+        yield
+
+
+def _warn_or_raise(name: str, reason: str) -> None:
+    """That Triton cannot take a call: an error if strict, else one warning for each reason."""
     if _strict:
         raise Unsupported(f"fastvit::{name}: {reason}")
     if (name, reason) not in _warned:
         _warned.add((name, reason))
-        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=5)
+        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=4)
 
 
 @functools.cache
@@ -235,17 +246,16 @@ def dot_precision(x: Tensor) -> str:
 
 
 def transforming() -> bool:
-    """Whether a functorch transform (vmap, grad, ...) is active."""
-    return _are_functorch_transforms_active()
+    """Whether a functorch transform (vmap, grad, ...) is or may be active."""
+    return are_functorch_transforms_active is None or are_functorch_transforms_active()
 
 
-def needs_autograd(*tensors: Tensor | None) -> bool:
-    """Whether a call must go through its `autograd.Function`. Raises where a tensor carries a forward-mode tangent,
-    which an opaque op would drop silently."""
-    if forward_ad._current_level >= 0:
+def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
+    """Whether a call of `fastvit.ops.<name>` must go through its `autograd.Function`. Raises where a tensor carries a
+    forward-mode tangent, which an opaque op would drop silently."""
+    if not has_forward_level or forward_ad._current_level >= 0:
         for t in tensors:
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                name = sys._getframe(1).f_code.co_name
                 raise NotImplementedError(f"fastvit.ops.{name} does not support forward-mode AD")
     if torch.is_grad_enabled():
         for t in tensors:
@@ -254,7 +264,7 @@ def needs_autograd(*tensors: Tensor | None) -> bool:
     return False
 
 
-def distinct(*tensors: Tensor | None) -> tuple[Any, ...]:
+def repeats_as_views(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The arguments with repeats replaced by views while torch.compile traces, which refuses to see one tensor twice
     among a Function's inputs, as in linear(x, weight, residual=x)."""
     if not is_dynamo_compiling():
@@ -267,8 +277,8 @@ def distinct(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 class FusedFunction(torch.autograd.Function):
-    """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and call ops in
-    `backward` through `once`, so that differentiating a second time raises instead of returning a wrong gradient."""
+    """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and do the work of
+    `backward` through `differentiable_once`."""
 
     generate_vmap_rule = True
 
@@ -276,13 +286,16 @@ class FusedFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """As torch's own, which inspects the signature of `forward` on every call to fill in defaults: 20 us that no
         op here needs, since all arguments are given."""
-        if _are_functorch_transforms_active():
+        if unwrap_if_dead is None or are_functorch_transforms_active is None or are_functorch_transforms_active():
             return super().apply(*args)
-        args = tuple([unwrap_if_dead(a) if isinstance(a, Tensor) else a for a in args])
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        unwrapped = list(args)
+        for i, a in enumerate(args):
+            if isinstance(a, Tensor):
+                unwrapped[i] = unwrap_if_dead(a)
+        return super(torch.autograd.Function, cls).apply(*unwrapped)  # type: ignore[misc]
 
 
-class _Once(torch.autograd.Function):
+class _DifferentiableOnce(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -298,18 +311,19 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(f"fastvit.ops.{ctx.name} does not support double backward")
 
 
-def once(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args) inside a backward pass; a second differentiation raises and names the op."""
+def differentiable_once(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), the backward pass of the op `name`: differentiating it again raises and names the op, where an
+    opaque op would give no gradient at all."""
     if torch.is_grad_enabled():
-        return _Once.apply(name, function, *args)
+        return _DifferentiableOnce.apply(name, function, *args)
     return function(*args)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast wants on x's device, or None outside autocast and for float64 input."""
-    if not _is_any_autocast_enabled():
+    if is_any_autocast_enabled is not None and not is_any_autocast_enabled():
         return None
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:  # refuses meta tensors
         return torch.get_autocast_dtype(kind)
     return None

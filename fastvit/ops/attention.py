@@ -1,4 +1,4 @@
-"""Softmax attention, non-causal: checks, gradients, public functions."""
+"""Softmax attention, non-causal: registration, gradients, checks, public functions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,76 @@ from typing import Any
 
 from torch import Tensor
 
-from fastvit.ops._attention import attention_bwd, attention_fwd, attention_qkvpacked_bwd, attention_qkvpacked_fwd
 from fastvit.ops._checks import check_dropout, check_float, check_like
-from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
+from fastvit.ops._library import (
+    FusedFunction,
+    autocast_dtype,
+    differentiable_once,
+    needs_autograd,
+    register,
+    repeats_as_views,
+    stat_dtype,
+)
+from fastvit.ops.aten import attention as aten
 from fastvit.ops.dropout import draw_seeds
+
+# ---- registered ops: one pair for three tensors, one for the packed tensor ----
+#
+# Tokens come before heads, (B, N, H, d), as the QKV projection writes them. `lse` is (B, H, N), natural logarithm,
+# float32 (float64 for float64 input), on both paths.
+
+
+def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    B, N, H, _d = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=stat_dtype(q))
+
+
+def _qkvpacked_fwd_fake(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fwd_fake(qkv.select(2, 0))
+
+
+def _bwd_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _qkvpacked_bwd_fake(do: Tensor, qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _fwd_flops(q: Any, *_: Any, **__: Any) -> int:
+    B, N, H, d = q
+    return 4 * B * H * N * N * d
+
+
+def _qkvpacked_fwd_flops(qkv: Any, *_: Any, **__: Any) -> int:
+    return _fwd_flops((*qkv[:2], *qkv[3:]))
+
+
+def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
+    return _fwd_flops(do) * 5 // 2
+
+
+attention_fwd = register(
+    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
+    aten=aten.attention_fwd, launch="attention", fake=_fwd_fake, flops=_fwd_flops,
+)  # fmt: skip
+attention_bwd = register(
+    "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? seed, float scale,"
+    " float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
+    aten=aten.attention_bwd, launch="attention", fake=_bwd_fake, flops=_bwd_flops,
+)  # fmt: skip
+attention_qkvpacked_fwd = register(
+    "attention_qkvpacked_fwd(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
+    aten=aten.attention_qkvpacked_fwd, launch="attention", fake=_qkvpacked_fwd_fake, flops=_qkvpacked_fwd_flops,
+)  # fmt: skip
+attention_qkvpacked_bwd = register(
+    "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor o, Tensor lse, Tensor? seed, float scale, float dropout_p)"
+    " -> Tensor",
+    aten=aten.attention_qkvpacked_bwd, launch="attention", fake=_qkvpacked_bwd_fake, flops=_bwd_flops,
+)  # fmt: skip
+
+
+# ---- gradients ----
 
 
 class _Attention(FusedFunction):
@@ -31,8 +97,8 @@ class _Attention(FusedFunction):
     def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if do is None:
             return (None,) * 6
-        grads = once("attention", attention_bwd, do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p)
-        return *grads, None, None, None
+        arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
+        return *differentiable_once("attention", attention_bwd, *arguments), None, None, None
 
 
 class _AttentionQkvPacked(FusedFunction):
@@ -51,15 +117,19 @@ class _AttentionQkvPacked(FusedFunction):
     def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if do is None:
             return (None,) * 4
-        dqkv = once("attention_qkvpacked", attention_qkvpacked_bwd, do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p)
-        return dqkv, None, None, None
+        arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
+        return differentiable_once("attention_qkvpacked", attention_qkvpacked_bwd, *arguments), None, None, None
+
+
+# ---- public functions ----
 
 
 def _check(head_dim: int, scale: float | None, dropout_p: float) -> float:
     """-> the scale"""
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim}")
-    check_dropout("dropout_p", dropout_p)
+    if dropout_p != 0.0:
+        check_dropout("dropout_p", dropout_p)
     if scale is None:
         return head_dim**-0.5
     if not -math.inf < scale < math.inf:  # isfinite takes no symbolic float
@@ -89,15 +159,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dr
     if q.dim() != 4:
         raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
     for name, t in (("k", k), ("v", v)):
-        check_like(name, t, "q", q, dtype=cast is None)
+        check_like("q", q, (name, t, None, ""), dtype=cast is None)
         if t.shape != q.shape:
             raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(t.shape)}")
     scale = _check(q.shape[3], scale, dropout_p)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    if needs_autograd(q, k, v):
-        return _Attention.apply(*distinct(q, k, v), seed, scale, dropout_p)[0]
+    if needs_autograd("attention", q, k, v):
+        return _Attention.apply(*repeats_as_views(q, k, v), seed, scale, dropout_p)[0]
     return attention_fwd(q, k, v, seed, scale, dropout_p)[0]
 
 
@@ -122,6 +192,6 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, dropout_p: f
     if cast is not None:
         qkv = qkv.to(cast)
     seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    if needs_autograd(qkv):
+    if needs_autograd("attention_qkvpacked", qkv):
         return _AttentionQkvPacked.apply(qkv, seed, scale, dropout_p)[0]
     return attention_qkvpacked_fwd(qkv, seed, scale, dropout_p)[0]

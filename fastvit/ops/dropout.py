@@ -7,84 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops import _library
-from fastvit.ops._checks import as_rows, check_dropout, check_float, contiguous
-from fastvit.ops._library import FusedFunction, Unsupported, needs_autograd, once, register
-from fastvit.ops._linear import out_dtype
-
-if _library.HAVE_TRITON:
-    import triton
-
-    from fastvit.kernels import _configs
-    from fastvit.kernels.dropout import dropout_kernel
+from fastvit.ops._checks import check_dropout, check_float
+from fastvit.ops._epilogue import Epilogue
+from fastvit.ops._library import FusedFunction, differentiable_once, needs_autograd, register
+from fastvit.ops.aten import dropout as aten
 
 
-def _aten(
-    x: Tensor,
-    seed: Tensor,
-    p: float,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-) -> Tensor:
-    # comparing raw 32-bit numbers takes a CPU a third of the time of bernoulli_
-    generator = torch.Generator(x.device).manual_seed(int(seed))
-    pairs = torch.empty(x.numel() // 2 + 1, dtype=torch.int64, device=x.device)
-    numbers = pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()].view(x.shape)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.ge(numbers, min(round(p * 2**32), 2**32 - 1) - 2**31, out=out)
-    out = out.mul_(x).mul_(1 / (1 - p)).to(out_dtype(x, layer_scale, residual))
-    if row_scale is not None:
-        out.view(row_scale.shape[0], rows, x.shape[1]).mul_(row_scale[:, None, None])
-    if layer_scale is not None:
-        out.mul_(layer_scale)
-    return out if residual is None else out.add_(residual)
+def _fake(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape, dtype=Epilogue(*epilogue).dtype(x))
 
 
-def _triton(
-    x: Tensor,
-    seed: Tensor,
-    p: float,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-) -> Tensor:
-    if x.dtype is torch.float64:
-        raise Unsupported("float64")
-    M, D = x.shape
-    out = torch.empty(M, D, dtype=out_dtype(x, layer_scale, residual), device=x.device)
-    layer_scale, row_scale = contiguous(layer_scale, row_scale)
-    if x.numel():
-        cfg = _configs.dropout(D)
-        grid = (triton.cdiv(M, cfg.block_rows) * triton.cdiv(D, 4 * cfg.block_dim),)
-        dropout_kernel[grid](
-            x, seed, layer_scale, row_scale, residual, out,
-            M, D, rows, x.stride(0), 0 if residual is None else residual.stride(0), p,
-            BLOCK_M=cfg.block_rows, BLOCK_D=cfg.block_dim, num_warps=cfg.num_warps,
-        )  # fmt: skip
-    return out
-
-
-def _fake(
-    x: Tensor,
-    seed: Tensor,
-    p: float,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype(x, layer_scale, residual))
-
-
-# residual + row_scale * layer_scale * dropout(x) on rows [M, D]. The mask depends on seed, p and shape only, so the op
-# without a residual is its own gradient.
-dropout_rows = register(
-    "dropout(Tensor x, Tensor seed, float p, Tensor? layer_scale, Tensor? row_scale, Tensor? residual,"
-    " int rows_per_sample) -> Tensor",
-    aten=_aten, triton=_triton, fake=_fake,
+# residual + row_scale * layer_scale * dropout(x) for x [..., D]. The mask depends on seed, p and shape only, so the op
+# without an epilogue is its own gradient.
+dropout_op = register(
+    "dropout(Tensor x, Tensor seed, float p, Tensor? layer_scale=None, Tensor? row_scale=None, Tensor? residual=None)"
+    " -> Tensor",
+    aten=aten.dropout, launch="dropout", fake=_fake,
 )  # fmt: skip
 
 
@@ -93,14 +31,10 @@ def draw_seeds(count: int, device: torch.device) -> Tensor:
     return torch.randint(0, 2**31 - 1, (count,), device=device)
 
 
-def _run(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    return dropout_rows(as_rows(x), seed, p, None, None, None, 1).view(x.shape)
-
-
 class _Dropout(FusedFunction):
     @staticmethod
     def forward(x: Tensor, seed: Tensor, p: float) -> Tensor:
-        return _run(x, seed, p)
+        return dropout_op(x, seed, p)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -109,7 +43,7 @@ class _Dropout(FusedFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return once("dropout", _run, dy, *ctx.saved_tensors, ctx.p), None, None
+        return differentiable_once("dropout", dropout_op, dy, *ctx.saved_tensors, ctx.p), None, None
 
 
 def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
@@ -136,4 +70,4 @@ def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
     if x.dim() == 0:
         return dropout(x[None], p)[0]
     seed = draw_seeds(1, x.device)
-    return _Dropout.apply(x, seed, p) if needs_autograd(x) else _run(x, seed, p)
+    return _Dropout.apply(x, seed, p) if needs_autograd("dropout", x) else dropout_op(x, seed, p)

@@ -1,4 +1,4 @@
-"""LayerNorm, and LayerNorm of a residual sum: checks, gradients, public functions."""
+"""LayerNorm, and LayerNorm of a residual sum: registration, gradients, checks, public functions."""
 
 from __future__ import annotations
 
@@ -7,22 +7,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit.ops._checks import (
-    as_rows,
-    as_tokens,
-    check_eps,
-    check_float,
-    check_like,
-    from_tokens,
-    rows_per_sample,
+from fastvit.ops._checks import check_float, check_like, check_norm, check_row_scale
+from fastvit.ops._library import (
+    FusedFunction,
+    autocast_dtype,
+    differentiable_once,
+    needs_autograd,
+    register,
+    repeats_as_views,
+    stat_dtype,
 )
-from fastvit.ops._layer_norm import (
-    add_layer_norm_bwd,
-    add_layer_norm_fwd,
-    layer_norm_bwd,
-    layer_norm_fwd,
-)
-from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
+from fastvit.ops.aten import layer_norm as aten
+
+# ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
+
+
+def _fwd_fake(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean, rstd = (x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x)) for _ in range(2))
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
+
+
+def _bwd_fake(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+
+
+def _bwd_recompute_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return *_bwd_fake(dy, *rest), dy.new_empty(dy.shape)
+
+
+def _add_fwd_fake(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
+    return s, *_fwd_fake(s, weight, bias, 0.0, None)
+
+
+def _add_bwd_fake(
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    branch: Tensor,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+) -> tuple[Tensor, ...]:
+    dlayer_scale = weight.new_empty(0) if layer_scale is None else layer_scale.new_empty(layer_scale.shape)
+    ds, dweight, dbias = _bwd_fake(dy, s, mean, rstd, weight)
+    return ds, branch.new_empty(branch.shape), dweight, dbias, dlayer_scale
+
+
+layer_norm_fwd = register(
+    "layer_norm_fwd(Tensor x, Tensor weight, Tensor bias, float eps, ScalarType? out_dtype)"
+    " -> (Tensor y, Tensor mean, Tensor rstd)",
+    aten=aten.layer_norm_fwd, launch="layer_norm", fake=_fwd_fake,
+)  # fmt: skip
+layer_norm_bwd = register(
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? dresidual)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    aten=aten.layer_norm_bwd, launch="layer_norm", fake=_bwd_fake,
+)  # fmt: skip
+layer_norm_bwd_recompute = register(
+    "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor bias,"
+    " Tensor? dresidual) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
+    aten=aten.layer_norm_bwd_recompute, launch="layer_norm", fake=_bwd_recompute_fake,
+)  # fmt: skip
+add_layer_norm_fwd = register(
+    "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor bias, Tensor? layer_scale,"
+    " Tensor? row_scale, float eps) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
+    aten=aten.add_layer_norm_fwd, launch="layer_norm", fake=_add_fwd_fake,
+)  # fmt: skip
+add_layer_norm_bwd = register(
+    "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor branch,"
+    " Tensor? layer_scale, Tensor? row_scale)"
+    " -> (Tensor ds, Tensor dbranch, Tensor dweight, Tensor dbias, Tensor dlayer_scale)",
+    aten=aten.add_layer_norm_bwd, launch="layer_norm", fake=_add_bwd_fake,
+)  # fmt: skip
+
+
+# ---- gradients ----
 
 
 class _LayerNorm(FusedFunction):
@@ -30,8 +96,7 @@ class _LayerNorm(FusedFunction):
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, rstd = layer_norm_fwd(as_tokens(x), weight, bias, eps, out_dtype)
-        return from_tokens(y, x), mean, rstd
+        return layer_norm_fwd(x, weight, bias, eps, out_dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -46,8 +111,8 @@ class _LayerNorm(FusedFunction):
         if dy is None:
             return None, None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = once("layer_norm", layer_norm_bwd, as_rows(dy), as_rows(x), mean, rstd, weight, None)
-        return from_tokens(dx, x), dweight, dbias, None, None
+        gradients = differentiable_once("layer_norm", layer_norm_bwd, dy, x, mean, rstd, weight, None)
+        return *gradients, None, None
 
 
 class _AddLayerNorm(FusedFunction):
@@ -59,17 +124,13 @@ class _AddLayerNorm(FusedFunction):
         bias: Tensor,
         layer_scale: Tensor | None,
         row_scale: Tensor | None,
-        rows: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        s, y, mean, rstd = add_layer_norm_fwd(
-            as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps
-        )
-        return from_tokens(s, residual), from_tokens(y, residual), mean, rstd
+        return add_layer_norm_fwd(residual, branch, weight, bias, layer_scale, row_scale, eps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        residual, branch, weight, _, layer_scale, row_scale, ctx.rows, _ = inputs
+        residual, branch, weight, _, layer_scale, row_scale, _ = inputs
         s, _, mean, rstd = output
         # without a scale the branch's gradient is the sum's: nothing of the branch is needed
         ctx.scaled = layer_scale is not None or row_scale is not None
@@ -81,41 +142,21 @@ class _AddLayerNorm(FusedFunction):
     @staticmethod
     def backward(ctx: Any, ds: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         s, branch, weight, layer_scale, row_scale, mean, rstd = ctx.saved_tensors
-        shape = s.shape
         if ds is None and dy is None:
-            return (None,) * 8
+            return (None,) * 7
         dy = torch.zeros_like(s) if dy is None else dy
-        rows = as_rows(dy), None if ds is None else as_rows(ds), as_rows(s)
-        dlayer_scale = None
         if ctx.scaled:
-            dsum, dbranch, dweight, dbias, dlayer_scale = once(
-                "add_layer_norm", add_layer_norm_bwd, *rows, mean, rstd, weight, as_rows(branch),
-                layer_scale, row_scale, ctx.rows,
-            )  # fmt: skip
-            dbranch = dbranch.view(shape)
+            arguments = dy, ds, s, mean, rstd, weight, branch, layer_scale, row_scale
+            dsum, dbranch, *rest = differentiable_once("add_layer_norm", add_layer_norm_bwd, *arguments)
         else:
-            dsum, dweight, dbias = once("add_layer_norm", layer_norm_bwd, rows[0], rows[2], mean, rstd, weight, rows[1])
-            dbranch = dsum.view(shape).to(ctx.dtypes[1])
-        dresidual = dsum.view(shape).to(ctx.dtypes[0])
-        return (
-            dresidual,
-            dbranch,
-            dweight,
-            dbias,
-            dlayer_scale if layer_scale is not None else None,
-            None,
-            None,
-            None,
-        )
+            dsum, *rest = differentiable_once("add_layer_norm", layer_norm_bwd, dy, s, mean, rstd, weight, ds)
+            dbranch = dsum.to(ctx.dtypes[1])
+        dweight, dbias, *dlayer_scale = rest
+        dlayer_scale = None if layer_scale is None else dlayer_scale[0]
+        return dsum.to(ctx.dtypes[0]), dbranch, dweight, dbias, dlayer_scale, None, None
 
 
-def _check_parameters(x: Tensor, name: str, weight: Tensor, bias: Tensor, eps: float, *, dtype: bool) -> None:
-    D = x.shape[-1] if x.dim() else 0
-    if D == 0:
-        raise ValueError(f"{name} must have a non-empty last dimension, got shape {tuple(x.shape)}")
-    for parameter_name, parameter in (("weight", weight), ("bias", bias)):
-        check_like(parameter_name, parameter, name, x, (D,), "(D,)", dtype=dtype)
-    check_eps(eps)
+# ---- public functions ----
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
@@ -134,11 +175,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     """
     check_float("x", x)
     cast = autocast_dtype(x) is not None
-    _check_parameters(x, "x", weight, bias, eps, dtype=not cast)
+    check_norm(("x", "weight", "bias"), x, weight, bias, eps, "(D,)", dtype=not cast)
     out_dtype = torch.float32 if cast and x.is_cuda else None
-    if needs_autograd(x, weight, bias):
+    if needs_autograd("layer_norm", x, weight, bias):
         return _LayerNorm.apply(x, weight, bias, eps, out_dtype)[0]
-    return from_tokens(layer_norm_fwd(as_tokens(x), weight, bias, eps, out_dtype)[0], x)
+    return layer_norm_fwd(x, weight, bias, eps, out_dtype)[0]
 
 
 def add_layer_norm(
@@ -171,13 +212,14 @@ def add_layer_norm(
     check_float("branch", branch)
     cast = autocast_dtype(residual) is not None
     s = residual if residual.dtype == torch.promote_types(residual.dtype, branch.dtype) else branch
-    check_like("branch", branch, "residual", residual, residual.shape, "residual's shape", dtype=False)
-    _check_parameters(s, "residual", weight, bias, eps, dtype=not cast)
+    check_like("residual", residual, ("branch", branch, residual.shape, "residual's shape"), dtype=False)
+    check_norm(("residual", "weight", "bias"), s, weight, bias, eps, "(D,)", dtype=not cast)
     if layer_scale is not None:
-        check_like("layer_scale", layer_scale, "residual", residual, residual.shape[-1:], "(D,)", dtype=False)
-    rows = rows_per_sample(residual, row_scale, "residual")
-    if needs_autograd(residual, branch, weight, bias, layer_scale):
-        s, y, *_ = _AddLayerNorm.apply(*distinct(residual, branch, weight, bias, layer_scale, row_scale), rows, eps)
-        return s, y
-    s, y, *_ = add_layer_norm_fwd(as_rows(residual), as_rows(branch), weight, bias, layer_scale, row_scale, rows, eps)
-    return from_tokens(s, residual), from_tokens(y, residual)
+        check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
+    check_row_scale("residual", residual, row_scale)
+    arguments = residual, branch, weight, bias, layer_scale, row_scale
+    if needs_autograd("add_layer_norm", *arguments[:5]):
+        s, y, *_ = _AddLayerNorm.apply(*repeats_as_views(*arguments), eps)
+    else:
+        s, y, *_ = add_layer_norm_fwd(*arguments, eps)
+    return s, y

@@ -9,43 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows, as_tokens, check_eps, check_float, check_like, from_tokens
-from fastvit.ops._layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
-from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once, transforming
+from fastvit.ops._checks import as_rows, check_float, check_norm
+from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_once, needs_autograd, transforming
+from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.linear import check_linear
 
-
-def check_norm(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *, dtype: bool) -> None:
-    shape = (x.shape[-1],)
-    check_like("norm_weight", norm_weight, "x", x, shape, "(in,)", dtype=dtype)
-    check_like("norm_bias", norm_bias, "x", x, shape, "(in,)", dtype=dtype)
-    check_eps(eps)
+NORM_NAMES = ("x", "norm_weight", "norm_bias")
 
 
-def _side_by_side(y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """[..., in] -> [..., out] of one layer, or of several in one buffer."""
-    layers = list(zip(weights, biases, strict=True))
-    if len(layers) == 1:
-        return F.linear(y, *layers[0])
-    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
-        return torch.cat([F.linear(y, *layer) for layer in layers], dim=-1)
-    widths, y = [len(weight) for weight in weights], as_rows(y)
-    out = y.new_empty(len(y), sum(widths))
-    for columns, (weight, bias) in zip(out.split(widths, dim=1), layers, strict=True):
-        if bias is None:
-            torch.mm(y, weight.t(), out=columns)
-        else:
-            torch.addmm(bias, y, weight.t(), out=columns)
-    return out
-
-
-def _forward(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, layers: Sequence[Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """layers: n weights and n biases -> out (..., sum of out), mean and rstd [M, 1] or (..., 1)"""
+def _side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
+    """[..., in] -> [..., out] of several layers, n weights and n biases, in one buffer."""
     weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-    y, mean, rstd = layer_norm_fwd(as_tokens(x), norm_weight, norm_bias, eps, weights[0].dtype)
-    return from_tokens(_side_by_side(y, weights, biases), x), mean, rstd
+    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
+        return torch.cat([F.linear(y, *layer) for layer in zip(weights, biases, strict=True)], dim=-1)
+    widths, rows = [len(weight) for weight in weights], as_rows(y)
+    out = y.new_empty(*y.shape[:-1], sum(widths))
+    for columns, weight, bias in zip(as_rows(out).split(widths, dim=1), weights, biases, strict=True):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=columns)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=columns)
+    return out
 
 
 def _backward(
@@ -60,8 +44,7 @@ def _backward(
     rstd: Tensor,
     *weights: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, x's [M, in] or None."""
-    rows: Any = None if x is None else as_rows(x)
+    """wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or None."""
     n = len(weights)
     wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
     douts = as_rows(dout).split([len(weight) for weight in weights], dim=1) if n > 1 else (as_rows(dout),)
@@ -72,16 +55,16 @@ def _backward(
         dy = douts[0] @ weights[0]
         for part, weight in zip(douts[1:], weights[1:], strict=True):
             dy.addmm_(part, weight)
-        dresidual = None if dresidual is None else as_rows(dresidual)
+        dy = dy.view(*dout.shape[:-1], len(norm_weight))
         if any(wants_weight):
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                dy, rows, mean, rstd, norm_weight, norm_bias, dresidual
+                dy, x, mean, rstd, norm_weight, norm_bias, dresidual
             )
         else:
-            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, rows, mean, rstd, norm_weight, dresidual)
+            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, x, mean, rstd, norm_weight, dresidual)
     elif any(wants_weight):
-        y, *_ = layer_norm_fwd(rows, norm_weight, norm_bias, eps, weights[0].dtype)
-    dweights = (part.t() @ y if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype)
+    dweights = (part.t() @ as_rows(y) if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
     dbiases = (part.sum(0) if wanted else None for part, wanted in zip(douts, wants_bias, strict=True))
     return dx, dnorm_weight, dnorm_bias, *dweights, *dbiases
 
@@ -89,16 +72,16 @@ def _backward(
 class _LayerNormLinear(FusedFunction):
     @staticmethod
     def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, return_residual: bool, *layers: Tensor | None
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, return_residual: bool, *layers: Any
     ) -> tuple[Tensor, ...]:
-        outputs = _forward(x, norm_weight, norm_bias, eps, layers)
+        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype)
+        out = F.linear(y, *layers) if len(layers) == 2 else _side_by_side(y, layers)
         # a view, because autograd refuses to save an input that is returned as it is
-        return (*outputs, x.view_as(x)) if return_residual else outputs
+        return (out, mean, rstd, x.view_as(x)) if return_residual else (out, mean, rstd)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, norm_weight, norm_bias, ctx.eps, _, *layers = inputs
-        ctx.shape = x.shape
         _, mean, rstd, *_ = output
         weights = layers[: len(layers) // 2]
         wants = ctx.needs_input_grad
@@ -115,10 +98,10 @@ class _LayerNormLinear(FusedFunction):
         if dout is None:
             return dresidual, *(None,) * (len(wants) - 1)
         wants = (*wants[:3], *wants[5:])
-        dx, dnorm_weight, dnorm_bias, *dlayers = once(
+        dx, dnorm_weight, dnorm_bias, *dlayers = differentiable_once(
             "layer_norm_linear", _backward, dout, dresidual, ctx.eps, wants, *ctx.saved_tensors
         )
-        return None if dx is None else dx.view(ctx.shape), dnorm_weight, dnorm_bias, None, None, *dlayers
+        return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
 
 
 @overload
@@ -183,12 +166,12 @@ def layer_norm_linear(
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         names = ("x", "weight", "bias") if len(weights) == 1 else ("x", f"weight[{i}]", f"bias[{i}]")
         check_linear(x, w, b, dtype=cast is None, names=names)
-    check_norm(x, norm_weight, norm_bias, eps, dtype=cast is None)
+    check_norm(NORM_NAMES, x, norm_weight, norm_bias, eps, "(in,)", dtype=cast is None)
     layers: tuple[Tensor | None, ...] = (*weights, *biases)
     if cast is not None:
         layers = tuple(None if t is None else t.to(cast) for t in layers)
-    if needs_autograd(x, norm_weight, norm_bias, *layers):
+    if needs_autograd("layer_norm_linear", x, norm_weight, norm_bias, *layers):
         out, _, _, *residual = _LayerNormLinear.apply(x, norm_weight, norm_bias, eps, return_residual, *layers)
         return (out, *residual) if return_residual else out
-    out = _forward(x, norm_weight, norm_bias, eps, layers)[0]
+    out = _LayerNormLinear.forward(x, norm_weight, norm_bias, eps, False, *layers)[0]
     return (out, x) if return_residual else out

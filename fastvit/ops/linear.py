@@ -1,25 +1,74 @@
-"""Linear layer with a fused epilogue: checks, gradient, public function."""
+"""Linear layer with a fused epilogue: registration, gradient, checks, public function."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastvit.ops._activations import check_activation
-from fastvit.ops._branch import input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._checks import (
-    as_rows,
-    as_tokens,
-    check_float,
-    check_like,
-    from_tokens,
-    like_tokens,
-    rows_per_sample,
+from fastvit.ops._checks import as_rows, check_float, check_like
+from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._library import (
+    FusedFunction,
+    autocast_dtype,
+    differentiable_once,
+    needs_autograd,
+    register,
+    repeats_as_views,
 )
-from fastvit.ops._library import FusedFunction, autocast_dtype, distinct, needs_autograd, once
-from fastvit.ops._linear import act_bwd, linear_act_fwd, linear_fwd
+from fastvit.ops.aten import linear as aten
+
+# ---- registered ops, on [..., D] of any strides; results are contiguous ----
+
+
+def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=Epilogue(*epilogue).dtype(x))
+
+
+def _act_fwd_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], weight.shape[0])
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    return pre.new_empty(pre.shape), pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
+
+
+def _act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
+
+
+def _fwd_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(x) * weight[0])
+
+
+def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(dy) * weight[1])
+
+
+linear_fwd = register(
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
+    " Tensor? row_scale=None, Tensor? residual=None) -> Tensor",
+    aten=aten.linear_fwd, launch="linear", fake=_fwd_fake, flops=_fwd_flops,
+)  # fmt: skip
+linear_act_fwd = register(
+    "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> (Tensor h, Tensor pre)",
+    aten=aten.linear_act_fwd, launch="linear", fake=_act_fwd_fake, flops=_fwd_flops,
+)  # fmt: skip
+linear_dact = register(
+    "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
+    aten=aten.linear_dact, launch="linear", fake=_dact_fake, flops=_dact_flops,
+)  # fmt: skip
+act_bwd = register(
+    "act_bwd(Tensor dy, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
+    aten=aten.act_bwd, launch="linear", fake=_act_bwd_fake,
+)  # fmt: skip
+
+
+# ---- gradients ----
 
 
 def _backward(
@@ -29,35 +78,25 @@ def _backward(
     bias: Tensor | None,
     layer_scale: Tensor | None,
     row_scale: Tensor | None,
-    rows: int,
     wants: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """-> gradients of x [M, in], weight, bias and layer_scale; None if not wanted."""
-    g = scale_samples(as_rows(dy).to(weight.dtype), row_scale, rows)
-    dx = torch.mm(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
-    return dx, *parameter_gradients(g, None if x is None else as_rows(x), weight, bias, layer_scale, wants[1:])
+    """-> gradients of x, weight, bias and layer_scale; None if not wanted."""
+    g = scale_samples(dy.to(weight.dtype), row_scale)
+    dx = torch.matmul(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
+    return dx, *parameter_gradients(g, x, weight, bias, layer_scale, wants[1:])
 
 
 class _Linear(FusedFunction):
     """residual + row_scale * layer_scale * (x @ weight.T + bias)"""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        layer_scale: Tensor | None,
-        row_scale: Tensor | None,
-        residual: Tensor | None,
-        rows: int,
-    ) -> Tensor:
-        return _run(x, weight, bias, "none", layer_scale, row_scale, residual, rows)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *epilogue: Tensor | None) -> Tensor:
+        return linear_fwd(x, weight, bias, "none", *epilogue)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, bias, layer_scale, row_scale, residual, ctx.rows = inputs
+        x, weight, bias, layer_scale, row_scale, residual = inputs
         _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
-        ctx.shape = x.shape
         ctx.save_for_backward(
             x if needs_weight or needs_scale else None, weight, bias if needs_scale else None, layer_scale, row_scale
         )
@@ -66,20 +105,19 @@ class _Linear(FusedFunction):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         wants = ctx.needs_input_grad
-        dx, *rest = (None,) * 4
+        gradients = (None,) * 4
         if any(wants[:4]):
-            dx, *rest = once("linear", _backward, dy, *ctx.saved_tensors, ctx.rows, wants[:4])
-        dresidual = dy.to(ctx.residual_dtype) if wants[5] else None
-        return None if dx is None else dx.view(ctx.shape), *rest, None, dresidual, None
+            gradients = differentiable_once("linear", _backward, dy, *ctx.saved_tensors, wants[:4])
+        return *gradients, None, dy.to(ctx.residual_dtype) if wants[5] else None
 
 
 def _act_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor, pre: Tensor, activation: str, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """-> gradients of x [M, in], weight and bias; None if not wanted."""
-    dpre, dbias = act_bwd(as_rows(dy), pre, activation)
+    """-> gradients of x, weight and bias; None if not wanted."""
+    dpre, dbias = act_bwd(dy, pre, activation)
     dx = dpre @ weight if wants[0] else None
-    return dx, None if x is None else dpre.t() @ as_rows(x), dbias if wants[2] else None
+    return dx, None if x is None else as_rows(dpre).t() @ as_rows(x), dbias if wants[2] else None
 
 
 class _LinearAct(FusedFunction):
@@ -87,14 +125,13 @@ class _LinearAct(FusedFunction):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-        h, pre = linear_act_fwd(as_rows(x), weight, bias, activation)
-        return h.view(*x.shape[:-1], h.shape[1]), pre
+        h, pre = linear_act_fwd(x, weight, bias, activation)
+        return h, pre
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, weight, _, ctx.activation = inputs
         _, pre = output
-        ctx.shape = x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, pre)
         ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
@@ -103,33 +140,19 @@ class _LinearAct(FusedFunction):
     def backward(ctx: Any, dy: Tensor | None, dpre: None) -> tuple[Any, ...]:
         if dy is None:
             return None, None, None, None
-        dx, *rest = once("linear", _act_backward, dy, *ctx.saved_tensors, ctx.activation, ctx.needs_input_grad[:3])
-        return None if dx is None else dx.view(ctx.shape), *rest, None
+        wants = ctx.needs_input_grad[:3]
+        return *differentiable_once("linear", _act_backward, dy, *ctx.saved_tensors, ctx.activation, wants), None
 
 
-def _scale_and_add(h: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None) -> Tensor:
+def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
     """residual + row_scale * layer_scale * h, differentiable. No ViT scales an activation, so that a fused gradient of
     the combination is not worth its code."""
+    layer_scale, row_scale, residual = epilogue
     if row_scale is not None:
         h = h * row_scale.to(h.dtype).view(-1, *(1,) * (h.dim() - 1))
     if layer_scale is not None:
         h = h * layer_scale
     return h if residual is None else residual + h
-
-
-def _run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-) -> Tensor:
-    tokens = as_tokens(x)
-    residual = None if residual is None else like_tokens(residual, tokens)
-    return from_tokens(linear_fwd(tokens, weight, bias, activation, layer_scale, row_scale, residual, rows), x)
 
 
 def check_linear(
@@ -142,7 +165,9 @@ def check_linear(
 ) -> None:
     """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them."""
     x_name, weight_name, bias_name = names
-    check_like(weight_name, weight, x_name, x, dtype=dtype)
+    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
+    vector = (bias_name, bias, weight.shape[:1] if is_matrix else None, "(out,)")
+    check_like(x_name, x, (weight_name, weight, None, ""), *(() if bias is None else (vector,)), dtype=dtype)
     shape = weight.shape
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{weight_name} must be (out, in) with out, in >= 1, got shape {tuple(shape)}")
@@ -150,26 +175,6 @@ def check_linear(
         raise ValueError(
             f"{x_name} must have shape (..., in) with {weight_name}'s in = {shape[1]}, got {tuple(x.shape)}"
         )
-    if bias is not None:
-        check_like(bias_name, bias, x_name, x, (shape[0],), "(out,)", dtype=dtype)
-
-
-def check_branch(
-    x: Tensor,
-    out_features: int,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    residual: Tensor | None,
-    *,
-    dtype: bool,
-) -> int:
-    """Checks what scales a branch and what it is added to; -> rows that share one entry of row_scale."""
-    if layer_scale is not None:
-        check_like("layer_scale", layer_scale, "x", x, (out_features,), "(out,)", dtype=dtype)
-    if residual is not None and not (residual is x and x.shape[-1] == out_features):
-        check_float("residual", residual)
-        check_like("residual", residual, "x", x, (*x.shape[:-1], out_features), "(..., out)", dtype=False)
-    return 1 if row_scale is None else rows_per_sample(x, row_scale)
 
 
 def linear(
@@ -204,14 +209,14 @@ def linear(
     check_float("x", x)
     cast = autocast_dtype(x)
     check_linear(x, weight, bias, dtype=cast is None)
-    rows = check_branch(x, weight.shape[0], layer_scale, row_scale, residual, dtype=cast is None)
+    epilogue = Epilogue(layer_scale, row_scale, residual)
+    epilogue.check(x, weight.shape[0], dtype=cast is None)
     if activation is not None:
         check_activation(activation)
     if cast is not None:
         x, weight, bias = x.to(cast), weight.to(cast), None if bias is None else bias.to(cast)
-    if not needs_autograd(x, weight, bias, layer_scale, residual):
-        return _run(x, weight, bias, activation or "none", layer_scale, row_scale, residual, rows)
+    if not needs_autograd("linear", x, weight, bias, layer_scale, residual):
+        return linear_fwd(x, weight, bias, activation or "none", *epilogue)
     if activation is None:
-        return _Linear.apply(*distinct(x, weight, bias, layer_scale, row_scale, residual), rows)
-    h = _LinearAct.apply(x, weight, bias, activation)[0]
-    return _scale_and_add(h, layer_scale, row_scale, residual)
+        return _Linear.apply(*repeats_as_views(x, weight, bias, *epilogue))
+    return _scale_and_add(_LinearAct.apply(x, weight, bias, activation)[0], epilogue)

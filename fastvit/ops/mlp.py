@@ -1,82 +1,226 @@
-"""The transformer's MLP, with or without the LayerNorm before it: checks and public functions."""
+"""The transformer's MLP as one autograd node, with or without the LayerNorm before it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._activations import check_activation
-from fastvit.ops._checks import check_dropout, check_float, check_like
-from fastvit.ops._library import autocast_dtype, distinct, needs_autograd
-from fastvit.ops._mlp import Mlp, MlpOptions, mlp_forward
-from fastvit.ops.dropout import draw_seeds
-from fastvit.ops.layer_norm_linear import check_norm
-from fastvit.ops.linear import check_branch, check_linear
+from fastvit.ops._activations import activate, check_activation
+from fastvit.ops._checks import as_rows, check_dropout, check_float, check_like, check_norm
+from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._library import (
+    FusedFunction,
+    autocast_dtype,
+    differentiable_once,
+    needs_autograd,
+    repeats_as_views,
+)
+from fastvit.ops.dropout import draw_seeds, dropout_op
+from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm_linear import NORM_NAMES
+from fastvit.ops.linear import act_bwd, check_linear, linear_act_fwd, linear_dact, linear_fwd
 
 RECOMPUTE = ("none", "activation", "all")
 
 
-def _check(
-    x: Tensor,
+class _Options(NamedTuple):
+    name: str  # of the public function
+    activation: str
+    dropout_p: float
+    keep_pre: bool  # fc1's output
+    keep_h: bool  # fc2's input
+    dtype: torch.dtype  # of the matmuls
+    eps: float
+    residual_is_x: bool
+
+
+def _backward(
+    dout: Tensor,
+    x: Any,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
     fc1_weight: Tensor,
     fc1_bias: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
-    activation: str,
-    dropout_p: float,
     layer_scale: Tensor | None,
     row_scale: Tensor | None,
-    residual: Tensor | None,
+    seeds: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    pre: Any,
+    h: Tensor | None,
+    o: _Options,
+    wants: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
+    want_hidden, want_h = any(wants[:5]), wants[5] or wants[7]
+    y: Any = x if norm_weight is None else None
+    if seeds is None:
+        g = scale_samples(dout.to(o.dtype), row_scale)
+    else:
+        g = dropout_op(dout.to(o.dtype), seeds[1:], o.dropout_p, None, row_scale)
+
+    if pre is None and (want_hidden or (want_h and h is None)):
+        if y is None:
+            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+        pre = F.linear(y, fc1_weight, fc1_bias)
+    dpre: Any = None
+    dfc1_bias = None
+    if want_hidden and want_h and h is None and seeds is None:
+        dpre, h, dfc1_bias = linear_dact(*input_gradient_operands(g, fc2_weight, layer_scale), pre, o.activation)
+    else:
+        if want_hidden:
+            dh = torch.matmul(*input_gradient_operands(g, fc2_weight, layer_scale))
+            dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p)
+            dpre, dfc1_bias = act_bwd(dh, pre, o.activation)
+        if want_h and h is None:
+            h = activate(pre, o.activation)
+            h = h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p)
+    of_fc2 = parameter_gradients(g, h, fc2_weight, fc2_bias, layer_scale, wants[5:8])
+    del h, g
+
+    dx: Any = None
+    dnorm_weight = dnorm_bias = dfc1_weight = None
+    if any(wants[:3]):
+        dresidual = dout.to(o.dtype if x is None else x.dtype) if o.residual_is_x else None
+        if norm_weight is None and dresidual is not None:
+            dx = torch.addmm(as_rows(dresidual), as_rows(dpre), fc1_weight).view(dout.shape)
+        elif norm_weight is None:
+            dx = dpre @ fc1_weight
+        elif wants[3] and y is None:
+            dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
+                dpre @ fc1_weight, x, mean, rstd, norm_weight, norm_bias, dresidual
+            )
+        else:
+            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dpre @ fc1_weight, x, mean, rstd, norm_weight, dresidual)
+    elif wants[3] and y is None:
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+    if wants[3]:
+        dfc1_weight = as_rows(dpre).t() @ as_rows(y)
+    return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias if wants[4] else None, *of_fc2
+
+
+class _Mlp(FusedFunction):
+    """residual + row_scale * layer_scale * mlp(norm(x)), the norm optional; the residual may be x"""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        fc1_weight: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_weight: Tensor,
+        fc2_bias: Tensor | None,
+        layer_scale: Tensor | None,
+        row_scale: Tensor | None,
+        residual: Tensor | None,
+        seeds: Tensor | None,
+        o: _Options,
+    ) -> tuple[Tensor, ...]:
+        """-> the output, and what there is of mean and rstd, pre and h: torch.compile takes no None among them"""
+        y: Tensor = x
+        extras: list[Tensor] = []
+        if norm_weight is not None:
+            y, *extras = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+        if o.keep_pre:
+            h, pre = linear_act_fwd(y, fc1_weight, fc1_bias, o.activation)
+            extras.append(pre)
+        else:
+            h = linear_fwd(y, fc1_weight, fc1_bias, o.activation)
+        del y
+        epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
+        if seeds is None:
+            out = linear_fwd(h, fc2_weight, fc2_bias, "none", *epilogue)
+        else:
+            h = dropout_op(h, seeds[:1], o.dropout_p)
+            out = dropout_op(F.linear(h, fc2_weight, fc2_bias), seeds[1:], o.dropout_p, *epilogue)
+        return (out, *extras, h) if o.keep_h else (out, *extras)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, norm_weight, *parameters, row_scale, residual, seeds, o = inputs
+        extras = iter(output[1:])
+        mean, rstd = (None, None) if norm_weight is None else (next(extras), next(extras))
+        pre = next(extras) if o.keep_pre else None
+        wants = ctx.needs_input_grad
+        want_hidden, want_h = any(wants[:5]), wants[5] or wants[7]
+        h = next(extras) if o.keep_h and want_h else None
+        keep_pre = want_hidden or (want_h and h is None)
+        keep_x = wants[3] or (norm_weight is not None and any(wants[:3])) or (keep_pre and pre is None)
+        ctx.save_for_backward(
+            x if keep_x else None, norm_weight, *parameters, row_scale, seeds,
+            mean, rstd, pre if keep_pre else None, h,
+        )  # fmt: skip
+        ctx.options = o
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if dout is None:
+            return (None,) * 12
+        o, wants = ctx.options, ctx.needs_input_grad
+        gradients = (None,) * 8
+        if any(wants[:8]):
+            gradients = differentiable_once(o.name, _backward, dout, *ctx.saved_tensors, o, wants[:8])
+        return *gradients, None, dout.to(ctx.residual_dtype) if wants[9] else None, None, None
+
+
+def _arguments(
+    name: str,
+    x: Tensor,
+    norm: tuple[Tensor, Tensor] | None,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    epilogue: Epilogue,
+    activation: str,
+    dropout_p: float,
     recompute: str,
-    *,
-    dtype: bool,
-) -> int:
-    """-> rows that share an entry of row_scale"""
-    check_linear(x, fc1_weight, fc1_bias, dtype=dtype, names=("x", "fc1_weight", "fc1_bias"))
-    check_like("fc2_weight", fc2_weight, "x", x, dtype=dtype)
+    eps: float,
+) -> tuple[bool, tuple[Any, ...]]:
+    """Checks a call; -> whether it needs autograd, and the arguments of `_Mlp`."""
+    check_float("x", x)
+    cast = autocast_dtype(x)
+    check_linear(x, fc1_weight, fc1_bias, dtype=cast is None, names=("x", "fc1_weight", "fc1_bias"))
+    check_like("x", x, ("fc2_weight", fc2_weight, None, ""), dtype=cast is None)
     hidden, shape = fc1_weight.shape[0], fc2_weight.shape
     if len(shape) != 2 or shape[0] == 0 or shape[1] != hidden:
         raise ValueError(
             f"fc2_weight must have shape (out, hidden) with fc1_weight's hidden = {hidden}, got {tuple(shape)}"
         )
     if fc2_bias is not None:
-        check_like("fc2_bias", fc2_bias, "x", x, (shape[0],), "(out,)", dtype=dtype)
+        check_like("x", x, ("fc2_bias", fc2_bias, shape[:1], "(out,)"), dtype=cast is None)
     check_activation(activation)
-    check_dropout("dropout_p", dropout_p)
+    if dropout_p != 0.0:
+        check_dropout("dropout_p", dropout_p)
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-    return check_branch(x, shape[0], layer_scale, row_scale, residual, dtype=dtype)
-
-
-def _to(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    return [None if t is None else t.to(dtype) for t in tensors]
-
-
-def _run(
-    name: str,
-    autograd: bool,
-    x: Tensor,
-    parameters: tuple[Tensor | None, ...],
-    row_scale: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dropout_p: float,
-    recompute: str,
-    rows: int,
-    eps: float = 0.0,
-) -> Tensor:
-    keep_pre, keep_h = autograd and recompute != "all", recompute == "none"
-    residual_is_x = residual is x  # which torch.compile refuses to see twice among a Function's inputs
-    fc1_weight: Any = parameters[2]
-    options = MlpOptions(name, activation, dropout_p, keep_pre, keep_h, rows, fc1_weight.dtype, eps, residual_is_x)
+    epilogue.check(x, shape[0], dtype=cast is None)
+    parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    if norm is not None:
+        check_norm(NORM_NAMES, x, *norm, eps, "(in,)", dtype=cast is None)
+    if cast is not None:
+        x = x.to(cast) if norm is None else x
+        parameters = tuple(None if t is None else t.to(cast) for t in parameters)
+    layer_scale, row_scale, residual = epilogue
+    tensors = x, *(norm or (None, None)), *parameters, layer_scale
+    autograd = needs_autograd(name, *tensors, residual)
+    options = _Options(
+        name, activation, dropout_p, autograd and recompute != "all", autograd and recompute == "none",
+        cast or fc1_weight.dtype, eps, residual is x,
+    )  # fmt: skip
+    residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    residual = None if residual_is_x else residual
-    if autograd:
-        return Mlp.apply(*distinct(x, *parameters, row_scale, residual), seeds, options)[0]
-    forward: Any = mlp_forward
-    return forward(x, *parameters, row_scale, residual, seeds, options)[0]
+    tensors = *tensors, row_scale, residual
+    return autograd, (*(repeats_as_views(*tensors) if autograd else tensors), seeds, options)
 
 
 def mlp(
@@ -114,17 +258,11 @@ def mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    check_float("x", x)
-    cast = autocast_dtype(x)
-    rows = _check(
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, dropout_p, layer_scale, row_scale, residual,
-        recompute, dtype=cast is None,
+    autograd, arguments = _arguments(
+        "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        Epilogue(layer_scale, row_scale, residual), activation, dropout_p, recompute, 0.0,
     )  # fmt: skip
-    if cast is not None:
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = _to(cast, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    parameters = (None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
-    autograd = needs_autograd(x, *parameters, residual)
-    return _run("mlp", autograd, x, parameters, row_scale, residual, activation, dropout_p, recompute, rows)
+    return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
 
 
 def layer_norm_mlp(
@@ -160,17 +298,8 @@ def layer_norm_mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    check_float("x", x)
-    cast = autocast_dtype(x)
-    rows = _check(
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, dropout_p, layer_scale, row_scale, residual,
-        recompute, dtype=cast is None,
+    autograd, arguments = _arguments(
+        "layer_norm_mlp", x, (norm_weight, norm_bias), fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        Epilogue(layer_scale, row_scale, residual), activation, dropout_p, recompute, eps,
     )  # fmt: skip
-    check_norm(x, norm_weight, norm_bias, eps, dtype=cast is None)
-    if cast is not None:
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = _to(cast, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
-    parameters = (norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale)
-    autograd = needs_autograd(x, *parameters, residual)
-    return _run(
-        "layer_norm_mlp", autograd, x, parameters, row_scale, residual, activation, dropout_p, recompute, rows, eps
-    )
+    return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]

@@ -1,4 +1,4 @@
-"""Patch embedding: checks, gradients, public function."""
+"""Patch embedding: registration, gradients, checks, public function."""
 
 from __future__ import annotations
 
@@ -10,8 +10,38 @@ import torch
 from torch import Tensor
 
 from fastvit.ops._checks import check_float, check_like
-from fastvit.ops._library import FusedFunction, autocast_dtype, needs_autograd, once
-from fastvit.ops._patch_embed import patch_embed_bwd_image, patch_embed_bwd_weight, patch_embed_fwd
+from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_once, needs_autograd, register
+from fastvit.ops.aten import patch_embed as aten
+
+# ---- registered ops ----
+
+
+def _bwd_weight_fake(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def _gemm_flops(image: Any, weight: Any) -> int:
+    """image [B, C, H, W], weight [D, C, ph, pw]: every pixel meets every feature once."""
+    return 2 * math.prod(image) * weight[0]
+
+
+patch_embed_fwd = register(
+    "patch_embed_fwd(Tensor image, Tensor weight, Tensor? bias, Tensor? pos_embed, Tensor? prefix, Tensor? normalize)"
+    " -> Tensor",
+    aten=aten.patch_embed_fwd, launch="patch_embed", fake=aten.new_tokens,
+    flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
+)  # fmt: skip
+patch_embed_bwd_weight = register(
+    "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",
+    aten=aten.patch_embed_bwd_weight, launch="patch_embed", fake=_bwd_weight_fake,
+    flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
+)  # fmt: skip
+patch_embed_bwd_image = register(
+    "patch_embed_bwd_image(Tensor dout, Tensor weight, SymInt height, SymInt width, ScalarType dtype) -> Tensor",
+    aten=aten.patch_embed_bwd_image, launch="patch_embed", fake=aten.new_image,
+    flops=lambda dout, weight, *_, out_shape=None, **__: _gemm_flops(out_shape, weight),
+)  # fmt: skip
+
 
 Statistics = Sequence[float] | Tensor
 
@@ -35,7 +65,7 @@ def _gradients(
     if any(wanted[2:]):
         # one pass over dout serves all three; plain sums are ATen's
         sums = dout.sum(0, dtype=torch.promote_types(dout.dtype, torch.float32))
-        n = (height // weight.shape[2]) * (width // weight.shape[3])
+        n = math.prod(aten.patch_grid(weight, height, width))
         prefix, patches = sums.split([sums.shape[0] - n, n])
         summands = (lambda: patches.sum(0)), (lambda: patches), (lambda: prefix)
         found += [f().to(d) for f, d, w in zip(summands, dtypes[2:], wanted[2:], strict=True) if w]
@@ -43,8 +73,6 @@ def _gradients(
 
 
 class _PatchEmbed(FusedFunction):
-    name = "patch_embed"
-
     @staticmethod
     def forward(
         image: Tensor,
@@ -68,9 +96,8 @@ class _PatchEmbed(FusedFunction):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         image, weight, normalize = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:5]
-        found = iter(
-            once("patch_embed", _gradients, wanted, dout, image, weight, normalize, *ctx.size, ctx.dtypes)
-        )  # fmt: skip
+        arguments = wanted, dout, image, weight, normalize, *ctx.size, ctx.dtypes
+        found = iter(differentiable_once("patch_embed", _gradients, *arguments))
         return *(next(found) if w else None for w in wanted), None
 
 
@@ -85,7 +112,7 @@ def _check(
         raise ValueError(f"image must have shape (B, C, H, W), got {tuple(image.shape)}")
     if weight.dim() != 4 or 0 in weight.shape:
         raise ValueError(f"weight must have shape (D, C, ph, pw), none of them 0, got {tuple(weight.shape)}")
-    check_like("weight", weight, "image", image, dtype=not cast and image.dtype is not torch.uint8)
+    check_like("image", image, ("weight", weight, None, ""), dtype=not cast and image.dtype is not torch.uint8)
     _, C, H, W = image.shape
     D, channels, ph, pw = weight.shape
     if channels != C:
@@ -93,12 +120,12 @@ def _check(
     if H % ph or W % pw or H == 0 or W == 0:
         raise ValueError(f"image size (H, W) must be a positive multiple of the patch {(ph, pw)}, got {(H, W)}")
     if bias is not None:
-        check_like("bias", bias, "weight", weight, (D,), "(D,)", dtype=not cast)
+        check_like("weight", weight, ("bias", bias, (D,), "(D,)"), dtype=not cast)
     if pos_embed is not None:
         n = (H // ph) * (W // pw)
-        check_like("pos_embed", pos_embed, "weight", weight, (n, D), "(patches, D)", dtype=not cast)
+        check_like("weight", weight, ("pos_embed", pos_embed, (n, D), "(patches, D)"), dtype=not cast)
     if prefix is not None:
-        check_like("prefix", prefix, "weight", weight, dtype=not cast)
+        check_like("weight", weight, ("prefix", prefix, None, ""), dtype=not cast)
         if prefix.dim() != 2 or prefix.shape[1] != D:
             raise ValueError(f"prefix must have shape (P, D) with D = {D}, got {tuple(prefix.shape)}")
 
@@ -180,6 +207,6 @@ def patch_embed(
     if dtype is not None:
         weight = weight.to(dtype)
     normalize = _normalization(image, mean, std, torch.promote_types(weight.dtype, torch.float32))
-    if needs_autograd(image, weight, bias, pos_embed, prefix):
+    if needs_autograd("patch_embed", image, weight, bias, pos_embed, prefix):
         return _PatchEmbed.apply(image, weight, bias, pos_embed, prefix, normalize)
     return patch_embed_fwd(image, weight, bias, pos_embed, prefix, normalize)

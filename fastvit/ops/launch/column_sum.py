@@ -1,20 +1,17 @@
-"""Launches the deterministic second stage of a sum over rows."""
+"""Launches the deterministic second stage of a sum over rows, which several ops share."""
 
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
+from fastvit.kernels import _configs
+from fastvit.kernels.column_sum import column_sum_kernel
 from fastvit.ops import _library
 
-if _library.HAVE_TRITON:
-    import triton
 
-    from fastvit.kernels import _configs
-    from fastvit.kernels.column_sum import column_sum_kernel
-
-
-def column_sums(partial: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+def column_sums(partial: Tensor, *like: Tensor) -> list[Tensor]:
     """partial [tables, P, D] f32 -> one [D] tensor a table, in the dtype of `like`'s entry: sums over P in a fixed
     order, all by one kernel. At most three tables."""
     tables, P, D = partial.shape
@@ -24,4 +21,4 @@ def column_sums(partial: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
         partial, *out, *[None] * (3 - tables), P, D,
         BLOCK_P=cfg.block_rows, BLOCK_D=cfg.block_dim, num_warps=cfg.num_warps,
     )  # fmt: skip
-    return tuple(out)
+    return out

@@ -1,0 +1,34 @@
+"""Names of torch that are not public, each found once at import; None where this torch has no such name. Whoever uses
+one has a slower way without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PATHS: list[str] = []  # all that were asked for
+
+
+def _find(path: str) -> Any:
+    PATHS.append(path)
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+# who observes a call
+len_torch_dispatch_stack = _find("_C._len_torch_dispatch_stack")
+is_torch_function_mode_enabled = _find("_C._is_torch_function_mode_enabled")
+are_functorch_transforms_active = _find("_C._are_functorch_transforms_active")
+is_any_autocast_enabled = _find("_C._is_any_autocast_enabled")
+is_tracing = _find("_C._is_tracing")
+profiler_enabled = _find("autograd._profiler_enabled")
+is_zerotensor = _find("_is_zerotensor")
+
+unwrap_if_dead = _find("_C._functorch.unwrap_if_dead")
+has_forward_level = _find("autograd.forward_ad._current_level") is not None
+gelu_ = _find("_C._nn.gelu_")  # what F.gelu is made of; F has no form in place
+flash_attention = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
+flash_attention_backward = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")

@@ -1,0 +1,1 @@
+"""The ops on PyTorch's own functions: CPUs, float64, machines without triton."""

@@ -1,0 +1,95 @@
+"""The LayerNorm ops on PyTorch's own functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastvit.ops._checks import as_rows
+from fastvit.ops._epilogue import by_sample, scale_samples
+from fastvit.ops._library import stat_dtype
+
+_backward = torch.ops.aten.native_layer_norm_backward.default
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.dtype is not torch.float32:
+        weight, bias = weight.to(_parameter_dtype(x)), bias.to(_parameter_dtype(x))
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+    return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype), mean, rstd
+
+
+def layer_norm_bwd(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, parameter_dtype = x.dtype, weight.dtype
+    if dy.dtype != dtype:  # LayerNorm that also changed the dtype, under autocast
+        x, dy = x.to(stat_dtype(x)), dy.to(stat_dtype(x))
+    if weight.dtype is not _parameter_dtype(x):
+        weight = weight.to(_parameter_dtype(x))
+    dx, dweight, dbias = _backward(dy, x, x.shape[-1:], mean, rstd, weight, weight, (True, True, True))
+    if dx.dtype is not dtype:
+        dx = dx.to(dtype)
+    if dresidual is not None:
+        dx.add_(dresidual)
+    if dweight.dtype is not parameter_dtype:
+        dweight, dbias = dweight.to(parameter_dtype), dbias.to(parameter_dtype)
+    return dx, dweight, dbias
+
+
+def layer_norm_bwd_recompute(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, dresidual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    y = torch.addcmul(bias, (x - mean).mul_(rstd), weight)
+    return *layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype)
+
+
+def add_layer_norm_fwd(
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s = residual.contiguous() + _scale_branch(branch, layer_scale, row_scale).to(branch.dtype)
+    return s, *layer_norm_fwd(s, weight, bias, eps, None)
+
+
+def add_layer_norm_bwd(
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    branch: Tensor,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ds, dweight, dbias = layer_norm_bwd(dy, s, mean, rstd, weight, dsum)
+    scaled = layer_scale is not None or row_scale is not None
+    dbranch = _scale_branch(ds, layer_scale, row_scale).to(branch.dtype, copy=not scaled)
+    dlayer_scale = dweight.new_empty(0)
+    if layer_scale is not None:
+        product = scale_samples((ds * branch).to(stat_dtype(s)), row_scale)
+        dlayer_scale = as_rows(product).sum(0).to(layer_scale.dtype)
+    return ds, dbranch, dweight, dbias, dlayer_scale
+
+
+def _parameter_dtype(x: Tensor) -> torch.dtype:
+    """For which native_layer_norm keeps float32 statistics: on the CPU it stores them as the weight."""
+    dtype = x.dtype
+    return dtype if dtype is torch.float32 or x.is_cuda else stat_dtype(x)
+
+
+def _scale_branch(branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
+    """row_scale * layer_scale * branch in the promoted dtype; branch itself without them."""
+    if row_scale is None:
+        return branch if layer_scale is None else layer_scale * branch
+    scale = row_scale[:, None, None] if layer_scale is None else row_scale[:, None, None] * layer_scale
+    return (scale * by_sample(branch, row_scale)).view(branch.shape)

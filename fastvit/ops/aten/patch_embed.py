@@ -1,0 +1,114 @@
+"""Patch embedding on PyTorch's own functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops._checks import promoted_dtype
+
+_CHUNK = 1 << 19  # pixels that exist as a matrix of patches at a time: 2 MB, which stays in the cache
+
+
+def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
+    return height // weight.shape[2], width // weight.shape[3]
+
+
+def new_tokens(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pos_embed: Tensor | None,
+    prefix: Tensor | None,
+    normalize: Tensor | None,
+) -> Tensor:
+    """Room for the result, as the op returns it: of the weight's dtype, as a convolution; a position or prefix of a
+    wider one promotes it."""
+    N = math.prod(patch_grid(weight, *image.shape[2:])) + (0 if prefix is None else prefix.shape[0])
+    dtype = promoted_dtype(weight, pos_embed, prefix)
+    return torch.empty(image.shape[0], N, weight.shape[0], dtype=dtype, device=weight.device)
+
+
+def new_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Room for the image's gradient."""
+    return torch.empty(dout.shape[0], weight.shape[1], height, width, dtype=dtype, device=dout.device)
+
+
+def _chunks(image: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    images = max(_CHUNK // math.prod(image.shape[1:]), 1)
+    if image.shape[0] <= images:
+        return iter([(image, tokens)])
+    return zip(image.split(images), tokens.split(images), strict=True)
+
+
+def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
+    """[B, C, H, W] -> its view [B, h, w, C, ph, pw]."""
+    (h, w), (_, C, ph, pw) = patch_grid(weight, *image.shape[2:]), weight.shape
+    return image.view(image.shape[0], C, h, ph, w, pw).permute(0, 2, 4, 1, 3, 5)
+
+
+def _gather(image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
+    """-> [B * n, K] in weight's dtype"""
+    if normalize is not None:
+        scale, shift = normalize[:, None, :, None, None]
+        image = image.to(normalize.dtype).mul_(scale).add_(shift)
+    return _as_patches(image.to(weight.dtype), weight).reshape(-1, weight.numel() // weight.shape[0])
+
+
+def patch_embed_fwd(
+    image: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pos_embed: Tensor | None,
+    prefix: Tensor | None,
+    normalize: Tensor | None,
+) -> Tensor:
+    out = new_tokens(image, weight, bias, pos_embed, prefix, normalize)
+    P = 0 if prefix is None else prefix.shape[0]
+    if prefix is not None:
+        out.narrow(1, 0, P).copy_(prefix)
+    body = out.narrow(1, P, out.shape[1] - P)
+    bias = None if bias is None else bias.to(weight.dtype)
+    D = weight.shape[0]
+    K = weight.numel() // D
+    # measured on float32: a matrix of patches costs less than the convolution's own reordering, except for a narrow
+    # result of many images, where gathering it is a large part (ViT-S/16 and smaller)
+    convolve = normalize is None and D < 512 and K >= 256 and image.shape[0] > 1
+    for pixels, tokens in [(image, body)] if convolve else _chunks(image, body):
+        if convolve:
+            patches = F.conv2d(pixels.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
+        else:
+            patches = F.linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view_as(tokens)
+        if pos_embed is None:
+            tokens.copy_(patches)
+        else:
+            torch.add(patches, pos_embed, out=tokens)
+    return out
+
+
+def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
+    D, dtype = weight.shape[0], weight.dtype
+    total = torch.zeros(D, weight[0].numel(), dtype=torch.promote_types(dtype, torch.float32), device=dout.device)
+    n = math.prod(patch_grid(weight, *image.shape[2:]))
+    for pixels, dtokens in _chunks(image, dout[:, dout.shape[1] - n :]):
+        rows, patches = dtokens.reshape(-1, D).to(dtype), _gather(pixels, weight, normalize)
+        if dtype is total.dtype:
+            total.addmm_(rows.t(), patches)
+        else:
+            total += rows.t() @ patches
+    return total.to(dtype).view(weight.shape)
+
+
+def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    dimage = new_image(dout, weight, height, width, dtype)
+    n = math.prod(patch_grid(weight, height, width))
+    matrix = weight.reshape(weight.shape[0], -1)
+    for pixels, dtokens in _chunks(dimage, dout[:, dout.shape[1] - n :]):
+        patches = _as_patches(pixels, weight)
+        rows = dtokens.reshape(-1, weight.shape[0]).to(weight.dtype)
+        patches.copy_((rows @ matrix).view(patches.shape))
+    return dimage

@@ -1,0 +1,1 @@
+"""What launches the Triton kernels of fastvit.kernels; imported when a kernel is first wanted."""
