@@ -1,4 +1,4 @@
-"""Launch choices that were measured on one model of GPU: tuned_<gpu>.json beside this file, from benchmarks/gpu/tune.py.
+"""Launch choices measured on one model of GPU: tuned_<gpu>.json beside this file, from benchmarks/gpu/tune.py.
 
     {"format": 1, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
      {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}}}, ...}

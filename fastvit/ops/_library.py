@@ -48,7 +48,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 class Unsupported(ValueError):
-    """Raised by a launcher, before it launches anything, for a shape or dtype that its kernels cannot take."""
+    """Raised by a launcher, before it launches anything, for a shape, dtype or GPU that its kernels cannot take."""
 
 
 def _backend_from_environment() -> str:
@@ -229,9 +229,17 @@ def multiprocessors(index: int | None) -> int:
     return 4 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def arch(x: Tensor) -> str:
-    """The target that launch configs are chosen for: "sm_90", "gfx942", ...; the interpreter takes Hopper's."""
+def _target(x: Tensor) -> str:
     return _cuda_arch(x.device.index) if x.is_cuda else "sm_90"
+
+
+def arch(x: Tensor) -> str:
+    """The target that launch configs are chosen for: "sm_90", "gfx942", ...; the interpreter takes Hopper's. Raises
+    `Unsupported` for NVIDIA GPUs without bfloat16 or asynchronous copies, for which no kernel is compiled."""
+    found = _target(x)
+    if found.startswith(("sm_5", "sm_6", "sm_7")):
+        raise Unsupported(f"{found} is older than sm_80")
+    return found
 
 
 def stat_dtype(x: Tensor) -> torch.dtype:
