@@ -233,16 +233,6 @@ def test_empty_batch(recompute, norm, backend, device):
     assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients)
 
 
-def test_nan_stays_in_its_row(backend, device):
-    args = {n: t.detach() for n, t in tensors(2, 5, 16, dtype=torch.float32, device=device, norm=True).items()}
-    clean = with_residual(fused)(**args)
-    args["x"][1, 2, 3] = torch.nan
-    dirty = with_residual(fused)(**args)
-    assert dirty[1, 2].isnan().all()
-    dirty[1, 2] = clean[1, 2]
-    assert torch.equal(dirty, clean)
-
-
 def test_gradcheck(device):
     for norm in (False, True):
         args = tensors(2, 3, 4, hidden=5, dtype=torch.float64, device=device, norm=norm, layer_scale=True)
@@ -271,30 +261,6 @@ def test_compile(norm, dynamic, backend, device):
             torch.manual_seed(2)
             results.append(gradients_of(run, args))
         torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-def test_func(norm, backend, device):
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device, norm=norm, layer_scale=True, drop_path=True)
-    x = args.pop("x")
-
-    def loss(x):
-        return with_residual(fused)(x=x, **args).square().sum()
-
-    (want,) = torch.autograd.grad(loss(x), x)
-    torch.testing.assert_close(torch.func.grad(loss)(x), want)
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-def test_other_kinds_of_differentiation_raise(norm, device):
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device, norm=norm)
-    name = "layer_norm_mlp" if norm else "mlp"
-    (dx,) = torch.autograd.grad(fused(**args).square().sum(), args["x"], create_graph=True)
-    with pytest.raises(NotImplementedError, match=rf"ops\.{name} does not support double backward"):
-        dx.sum().backward()
-    x = args.pop("x").detach()
-    with pytest.raises(NotImplementedError, match=rf"ops\.{name} does not support forward-mode"):
-        torch.func.jvp(lambda t: fused(x=t, **args), (x,), (x,))
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
