@@ -27,6 +27,7 @@ SHAPES = {
     "linear": {"x": X, **LINEAR, **BRANCH, "residual": X},
     "linear gelu": {"x": X, **LINEAR},
     "layer_norm_linear": {"x": X, **NORM, **LINEAR},
+    "layer_norm_linear residual": {"x": X, **NORM, **LINEAR},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
@@ -35,14 +36,21 @@ SHAPES = {
     "patch_embed": PATCHES,
 }
 every_op = pytest.mark.parametrize("name", SHAPES)
+of_rows = pytest.mark.parametrize(
+    "name", ["layer_norm", "linear", "linear gelu", "layer_norm_linear", "mlp", "layer_norm_mlp"]
+)
 
 
 def function(name, module=ops):
     """The op, or its formula, of tensors by name; an MLP's residual is its x."""
-    op, options = getattr(module, name.split()[0]), {"activation": "gelu"} if name == "linear gelu" else {}
+    op = getattr(module, name.split()[0])
     if "mlp" in name:
         return lambda x, **tensors: op(x=x, residual=x, **tensors)
-    return lambda **tensors: op(**tensors, **options)
+    if name == "layer_norm_linear residual":
+        if module is formulas:
+            return lambda x, **tensors: (op(x=x, **tensors), x * 1)
+        return lambda **tensors: op(**tensors, return_residual=True)
+    return lambda **tensors: op(**tensors, **({"activation": "gelu"} if name == "linear gelu" else {}))
 
 
 def made(name, B, N, device, dtype=torch.float32):
@@ -75,7 +83,7 @@ def test_deterministic(name, backend, device):
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "linear", "linear gelu", "layer_norm_linear", "mlp", "layer_norm_mlp"])
+@of_rows
 def test_nan_stays_in_its_row(name, backend, device):
     tensors = {key: t.detach() for key, t in made(name, 2, 5, device).items()}
     clean = function(name)(**tensors)
@@ -84,6 +92,66 @@ def test_nan_stays_in_its_row(name, backend, device):
     assert dirty[1, 2].isnan().all()
     dirty[1, 2] = clean[1, 2]
     assert torch.equal(dirty, clean)
+
+
+LAYOUTS = {
+    "row_strided": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
+    "token_slice": lambda t: torch.cat([torch.full_like(t[:, :1], torch.nan), t], 1)[:, 1:],
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "column_strided": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns_first": lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name, shapes in SHAPES.items() if shapes.get("x") == X])
+def test_layouts(name, layout, backend, device):
+    """Strided tokens and output gradients give what contiguous ones give; bitwise, but for a lone matmul on ATen."""
+    tensors = made(name, 3, 5, device)
+    runs = []
+    for arrange in (torch.clone, LAYOUTS[layout]):
+        arranged = {k: arrange(t.detach()).requires_grad_() if t.dim() == 3 else t for k, t in tensors.items()}
+        outputs = outputs_of(function(name)(**arranged))
+        douts = [arrange(inputs("normal", *o.shape, dtype=o.dtype, device=device, seed=50)) for o in outputs]
+        wanted = [t for t in arranged.values() if t.requires_grad]
+        runs.append((*outputs, *torch.autograd.grad(outputs, wanted, douts)))
+        assert outputs[0].is_contiguous()
+    for plain, strided in zip(*runs, strict=True):
+        if name.startswith("linear"):
+            torch.testing.assert_close(strided, plain, atol=2e-6, rtol=1e-5)
+        else:
+            assert torch.equal(strided, plain)
+
+
+@of_rows
+def test_strides_of_dimensions_of_one(name, backend, device):
+    """One token a sample: contiguous to PyTorch, whatever the stride of the token dimension says."""
+    tensors = {k: t.detach() for k, t in made(name, 5, 1, device).items()}
+    odd = {k: t.as_strided(t.shape, (16, 7, 1)) if t.dim() == 3 else t for k, t in tensors.items()}
+    assert odd["x"].is_contiguous()
+    assert torch.equal(function(name)(**odd), function(name)(**tensors))
+
+
+@every_op
+def test_gradients_of_stride_0(name, backend, device):
+    tensors = made(name, 3, 6, device)
+    wanted = [t for t in tensors.values() if t.requires_grad]
+    got, want = (
+        torch.autograd.grad(sum(o.sum() for o in outputs_of(function(name, module)(**tensors))), wanted)
+        for module in (ops, formulas)
+    )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", [name for name in SHAPES if "mlp" not in name and name != "patch_embed"])
+def test_compile(name, dynamic, backend, device):
+    """Those with options that change what is compiled: test_mlp.py, test_patch_embed.py."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for B in (2, 3, 5):
+        tensors = made(name, B, 6, device)
+        torch.testing.assert_close(results(compiled, tensors), results(function(name), tensors))
 
 
 @every_op
@@ -154,11 +222,12 @@ def test_scale_of_a_sample_of_rows_and_columns(name, backend, device):
 
 
 @every_op
-def test_an_empty_batch_runs_no_kernel(name, triton_backend, device, monkeypatch):
-    from fastvit.kernels.linear import linear_fwd_kernel
-
+def test_an_empty_batch_runs_no_kernel(name, backend, device, monkeypatch):
     launched = []
-    monkeypatch.setattr(type(linear_fwd_kernel), "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    if backend == "triton":
+        from fastvit.kernels.linear import linear_fwd_kernel
+
+        monkeypatch.setattr(type(linear_fwd_kernel), "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
     tensors = made(name, 0, 18, device)
     for got, want in zip(*(results(function(name, module), tensors) for module in (ops, formulas)), strict=True):
         assert torch.equal(got, want)

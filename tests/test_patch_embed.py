@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from formulas import patch_embed as eager
-from oracle import assert_as_accurate, assert_op_as_accurate, inputs
+from oracle import assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
@@ -62,13 +62,7 @@ def test_patch_embed(shape, dtype, backend, device):
 def test_optional_arguments_exactly(P, pos, bias, backend, device):
     """Small integers: every value is exact, so an indexing error cannot hide in a tolerance."""
     tensors = arguments(3, 3, (2, 3), (4, 4), 20, P, torch.float32, device, kind="integer", bias=bias, pos=pos)
-    got, want = fused(**tensors), eager(**tensors)
-    assert torch.equal(got, want)
-    assert got.is_contiguous()
-    wanted = [t for t in tensors.values() if t is not None]
-    dout = inputs("integer", *got.shape, dtype=torch.float32, device=device, seed=9)
-    for g, w in zip(torch.autograd.grad(got, wanted, dout), torch.autograd.grad(want, wanted, dout), strict=True):
-        assert torch.equal(g, w)
+    assert_op_is_exact(fused, eager, tensors)
 
 
 @pytest.mark.parametrize("kind", ["large", "offset"])
@@ -82,12 +76,7 @@ def test_input_kinds(kind, backend, device):
 def test_many_tiles(backend, device):
     """More rows, features and pixels than one tile of any kernel, and several splits of the weight's sum."""
     tensors = arguments(3, 6, (13, 13), (2, 6), 72, 3, torch.float32, device, kind="integer")
-    got, want = fused(**tensors), eager(**tensors)
-    assert torch.equal(got, want)
-    dout = inputs("integer", *got.shape, dtype=torch.float32, device=device, seed=9)
-    wanted = list(tensors.values())
-    for g, w in zip(torch.autograd.grad(got, wanted, dout), torch.autograd.grad(want, wanted, dout), strict=True):
-        assert torch.equal(g, w)
+    assert_op_is_exact(fused, eager, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -229,12 +218,7 @@ OUT_GRADIENTS = {
 @pytest.mark.parametrize("layout", OUT_GRADIENTS, ids=list(OUT_GRADIENTS))
 def test_layouts_of_the_output_gradient(layout, backend, device):
     tensors = arguments(3, 3, (2, 3), (4, 4), 24, 2, torch.float32, device, kind="integer")
-    out = fused(**tensors)
-    dout = OUT_GRADIENTS[layout](out)
-    got = torch.autograd.grad(out, list(tensors.values()), dout)
-    want = torch.autograd.grad(eager(**tensors), list(tensors.values()), dout.contiguous())
-    for g, w in zip(got, want, strict=True):
-        assert torch.equal(g, w)
+    assert_op_is_exact(fused, eager, tensors, OUT_GRADIENTS[layout](eager(**tensors).detach()))
 
 
 @pytest.mark.parametrize("name", ["image", "weight", "bias", "pos_embed", "prefix"])

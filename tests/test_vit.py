@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_timm
-from oracle import GRADIENT, assert_as_accurate, inputs
+from oracle import GRADIENT, assert_as_accurate, inputs, randomised
 from torch import Tensor, nn
 
 import fastvit
@@ -32,15 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
 }
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
-            parameter.copy_((parameter.cpu().double() + noise).to(parameter))
-    return model
 
 
 def image(model: VisionTransformer, batch: int = 2, **arguments: Any) -> Tensor:
