@@ -130,7 +130,7 @@ FAULTS = {
     "kernels/patch_embed.py": [
         ("int32 offset of an image", "b.to(tl.int64) * stride_b", "b * stride_b",
          "patch_embed::test_offsets_beyond_int32"),
-        ("origin by the patch's width", "(PH * stride_h)", "(PW * stride_h)", "patch_embed::test_patch_embed"),
+        ("origin a row too high", "(PH * stride_h)", "((PH - 1) * stride_h)", "patch_embed::test_patch_embed"),
         ("first patch taken for a prefix token", "(row < M) & (n >= P)", "(row < M) & (n > P)",
          "patch_embed::test_optional_arguments_exactly"),
         ("position of the next token", "at = t[:, None].to(tl.int64) * D", "at = (t + P)[:, None].to(tl.int64) * D",

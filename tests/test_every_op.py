@@ -261,13 +261,14 @@ def test_a_registered_op_minds_neither_autocast_nor_autograd(name, backend, devi
     op, arguments = getattr(torch.ops.fastvit, name), registered_calls(device)[name]
     with torch.no_grad():
         want = outputs_of(op(*arguments))
-    saved = []
-    with (
-        torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
-        torch.autocast(device.type, torch.bfloat16),
-    ):
-        got = outputs_of(op(*arguments))
-    assert not saved
-    for a, b in zip(want, got, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    for autocast in (False, True):
+        saved = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
+            torch.autocast(device.type, torch.bfloat16, enabled=autocast),
+        ):
+            got = outputs_of(op(*arguments))
+        assert not saved
+        for a, b in zip(want, got, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
