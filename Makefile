@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test bench lint targets report results traffic gpu tune clean
+.PHONY: test mutants bench lint targets report results traffic gpu tune clean
 
 test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
 	$(BIN)/pytest $(ARGS)
+
+mutants: $(INSTALLED)  ## deliberate faults, each of which a test has to catch; ARGS="-k attention"
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)

@@ -2,7 +2,8 @@
 cast from float32 truncates where the hardware rounds to nearest even, a bias that adds up in every sum behind it.
 Its `tl.dot` on float32 is numpy's, whose order of summation depends on the tile's shape, while hardware sums in that
 of k whatever the tile: scores recomputed in other tiles would differ. The shim widens the operands to float64, which
-holds every float exactly, and rounds the sum once; it casts as the hardware does."""
+holds every float exactly, and rounds the sum once; it casts as the hardware does. Maxima, minima and clamps that are
+not told to propagate NaN do so in the interpreter; hardware takes the other operand, and so does the shim."""
 
 from typing import Any
 
@@ -31,6 +32,16 @@ def install() -> None:
 
     create_dot.widens_bfloat16 = True
     builder.create_dot = create_dot
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    propagate = builder.create_clampf
+
+    def create_clampf(self, x, low, high, propagate_nan):
+        if propagate_nan == tl.PropagateNan.ALL:
+            return propagate(self, x, low, high, propagate_nan)
+        return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+    builder.create_clampf = create_clampf
 
     plain_convert = interpreter._convert_float
 

@@ -101,3 +101,16 @@ def assert_op_as_accurate(
     """Outputs and gradients of fused(**tensors) against eager in the same dtypes and in float64."""
     for name, *triple in compare(fused, eager, tensors):
         assert_as_accurate(*triple, factor=GRADIENT if name.startswith("d") else 2.0, what=f"{what} {name}")
+
+
+def assert_op_is_exact(
+    fused: Callable[..., Any], eager: Callable[..., Any], tensors: dict[str, Tensor | None], dout: Tensor | None = None
+) -> None:
+    """Output and gradients of small integers, whose sums no order of summation rounds. dout: in a layout of its own."""
+    got, want = fused(**tensors), eager(**tensors)
+    assert torch.equal(got, want)
+    assert got.is_contiguous()
+    wanted = [t for t in tensors.values() if t is not None]
+    dout = inputs("integer", *got.shape, dtype=got.dtype, device=got.device, seed=9) if dout is None else dout
+    gradients = torch.autograd.grad(got, wanted, dout), torch.autograd.grad(want, wanted, dout.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

@@ -20,13 +20,13 @@ from typing import Any
 import formulas
 import pytest
 import torch
+from models import randomised
 from oracle import compare, inputs
 from torch import Tensor, nn
 
 pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_vit import randomised
 
 from fastvit import VisionTransformer, ops, reference
 from fastvit.ops._activations import ACTIVATIONS

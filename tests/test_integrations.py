@@ -157,9 +157,13 @@ def test_under(context: str, index: int, device: torch.device) -> None:
     assert_gradients_close(compiled_gradients, gradients, "compiled")
 
 
-def test_stochastic_depth_draws_as_timm_does(device: torch.device) -> None:
+@pytest.mark.parametrize("scale_by_keep", [True, False])
+def test_stochastic_depth_draws_as_timm_does(scale_by_keep: bool, device: torch.device) -> None:
     timm = import_library("timm")
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=4, drop_path_rate=0.5).to(device).train()
+    for module in model.modules():
+        if hasattr(module, "scale_by_keep"):
+            module.scale_by_keep = scale_by_keep
     image = torch.randn(8, 3, 64, 64, device=device)
     torch.manual_seed(3)
     want = model(image)

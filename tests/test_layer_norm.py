@@ -4,7 +4,6 @@ import formulas
 import pytest
 import torch
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
-from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
 from fastvit.ops import _library
@@ -65,6 +64,18 @@ def test_add_layer_norm_uses_one_output(backend, device):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_statistics_are_those_of_the_sum_that_is_returned(dtype, backend, device):
+    """The backward pass reads the rounded sum: statistics of the exact one would not be its own."""
+    residual = inputs("offset", 6, 40, dtype=dtype, device=device)
+    branch = inputs("normal", 6, 40, dtype=dtype, device=device, seed=1)
+    weight, bias = (p.detach() for p in parameters(40, dtype, device))
+    s, _, mean, rstd = registered.add_layer_norm_fwd(residual, branch, weight, bias, None, None, 1e-6)
+    exact = s.double()
+    torch.testing.assert_close(mean, exact.mean(1, keepdim=True).float())
+    torch.testing.assert_close(rstd, exact.var(1, correction=0, keepdim=True).rsqrt().float())
+
+
 def test_mixed_residual_dtype(backend, device):
     """A float32 residual stream with a bfloat16 branch, as autocast makes them."""
     residual = inputs("normal", 2, 7, 40, dtype=torch.float32, device=device).requires_grad_()
@@ -73,15 +84,6 @@ def test_mixed_residual_dtype(backend, device):
     weight, bias = parameters(40, torch.float32, device)
     tensors = {"residual": residual, "branch": branch, "weight": weight, "bias": bias}
     assert_op_as_accurate(ops.add_layer_norm, formulas.add_layer_norm, tensors)
-
-
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "row_strided": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
-    "token_slice": lambda x: torch.cat([torch.full_like(x[:, :1], torch.nan), x], 1)[:, 1:],
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "column_strided": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-}
 
 
 def test_strided_parameters(backend, device):
@@ -110,68 +112,12 @@ def test_strided_parameters(backend, device):
     torch.testing.assert_close(expanded, formulas.layer_norm(x, None, None))
 
 
-def test_strides_of_dimensions_of_one(backend, device):
-    """One token a sample: contiguous to PyTorch, whatever the stride of the token dimension says."""
-    x = inputs("normal", 5, 1, 24, dtype=torch.float32, device=device)
-    weight, bias = (p.detach() for p in parameters(24, torch.float32, device))
-    odd = x.as_strided(x.shape, (24, 7, 1))
-    assert odd.is_contiguous()
-    assert torch.equal(ops.layer_norm(odd, weight, bias), ops.layer_norm(x, weight, bias))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
-def test_layouts(layout, backend, device):
-    """Strided inputs and output gradients give bitwise what contiguous ones give."""
-    x, dy = (inputs("normal", 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (0, 1))
-    weight, bias = parameters(24, torch.float32, device)
-    results = []
-    for arrange in (LAYOUTS["contiguous"], LAYOUTS[layout]):
-        arranged = arrange(x).detach().requires_grad_()
-        y = ops.layer_norm(arranged, weight, bias)
-        results.append((y, *torch.autograd.grad(y, (arranged, weight, bias), arrange(dy))))
-    for plain, strided in zip(*results, strict=True):
-        assert torch.equal(plain, strided)
-
-
 def test_expanded_gradient(backend, device):
     x = inputs("normal", 3, 5, 24, dtype=torch.float32, device=device).requires_grad_()
     weight, bias = parameters(24, torch.float32, device)
     got = torch.autograd.grad(ops.layer_norm(x, weight, bias).sum(), (x, weight, bias))
     want = torch.autograd.grad(formulas.layer_norm(x, weight, bias).sum(), (x, weight, bias))
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-
-
-def test_empty_batch(backend, device):
-    x = torch.empty(0, 5, 24, device=device, requires_grad=True)
-    weight, bias = parameters(24, torch.float32, device)
-    y = ops.layer_norm(x, weight, bias)
-    gamma = torch.ones(24, device=device, requires_grad=True)
-    total, z = ops.add_layer_norm(x, y, weight, bias, layer_scale=gamma, row_scale=torch.ones(0, device=device))
-    assert y.shape == total.shape == z.shape == x.shape
-    for gradient in torch.autograd.grad((total.sum() + z.sum()), (weight, bias, gamma)):
-        assert torch.equal(gradient, torch.zeros(24, device=device))
-
-
-def test_nan_stays_in_its_row(backend, device):
-    x = inputs("normal", 2, 5, 24, dtype=torch.float32, device=device)
-    weight, bias = (p.detach() for p in parameters(24, torch.float32, device))
-    clean = ops.layer_norm(x, weight, bias)
-    x[1, 2, 3] = torch.nan
-    dirty = ops.layer_norm(x, weight, bias)
-    assert dirty[1, 2].isnan().all()
-    dirty[1, 2] = clean[1, 2]
-    assert torch.equal(dirty, clean)
-
-
-def test_deterministic(backend, device):
-    x = inputs("normal", 40, 30, 64, dtype=torch.bfloat16, device=device).requires_grad_()
-    weight, bias = parameters(64, torch.bfloat16, device)
-    runs = []
-    for _ in range(3):
-        y = ops.layer_norm(x, weight, bias)
-        runs.append((y, *torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))))
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
 def test_gradcheck(device):
@@ -185,17 +131,6 @@ def test_gradcheck(device):
         assert torch.autograd.gradcheck(
             lambda *a: ops.add_layer_norm(*a[:4], layer_scale=a[4], row_scale=drop), (x, branch, weight, bias, gamma)
         )
-
-
-def test_float64_falls_back_with_one_warning(triton_backend, device):
-    x, weight, bias = torch.randn(2, 8).double(), torch.ones(8).double(), torch.zeros(8).double()
-    with pytest.raises(_library.Unsupported, match="float64"):
-        ops.layer_norm(x.to(device), weight.to(device), bias.to(device))
-    with _library.use_backend("triton", strict=False):
-        _library._warned.clear()
-        with pytest.warns(UserWarning, match="runs on ATen instead of Triton: float64"):
-            y = ops.layer_norm(x.to(device), weight.to(device), bias.to(device))
-    torch.testing.assert_close(y, formulas.layer_norm(x, weight, bias).to(device))
 
 
 @pytest.mark.parametrize("dresidual", [False, True])
@@ -221,47 +156,6 @@ def test_recompute_returns_the_forward_output(backend, device):
     *_, again = registered.layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, None)
     exact = formulas.layer_norm(x.double(), weight.double(), bias.double())
     assert_as_accurate(again, y, exact, what="recomputed y")
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile(dynamic, backend, device):
-    weight, bias = parameters(24, torch.float32, device)
-    gamma = inputs("normal", 24, dtype=torch.float32, device=device, seed=5)
-
-    def step(x):
-        total, y = ops.add_layer_norm(x, ops.layer_norm(x, weight, bias), weight, bias, layer_scale=gamma)
-        return (total * y).sum()
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for batch in (2, 3, 5):
-        x = inputs("normal", batch, 5, 24, dtype=torch.float32, device=device).requires_grad_()
-        got, want = (torch.autograd.grad(fn(x), (x, weight)) for fn in (compiled, step))
-        torch.testing.assert_close(got, want)
-
-
-def test_func_and_checkpoint(backend, device):
-    weight, bias = parameters(24, torch.float32, device)
-    x = inputs("normal", 2, 5, 24, dtype=torch.float32, device=device).requires_grad_()
-
-    def loss(x):
-        return ops.layer_norm(x, weight, bias).square().sum()
-
-    (want,) = torch.autograd.grad(loss(x), x)
-    torch.testing.assert_close(torch.func.grad(loss)(x), want)
-    (recomputed,) = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), x)
-    assert torch.equal(recomputed, want)
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(x), want)
-
-
-def test_other_kinds_of_differentiation_raise(device):
-    weight, bias = parameters(24, torch.float32, device)
-    x = inputs("normal", 2, 24, dtype=torch.float32, device=device).requires_grad_()
-    y = ops.layer_norm(x, weight, bias)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"ops\.layer_norm does not support double backward"):
-        dx.sum().backward()
-    with pytest.raises(NotImplementedError, match=r"ops\.layer_norm does not support forward-mode"):
-        torch.func.jvp(lambda t: ops.layer_norm(t, weight, bias), (x.detach(),), (x.detach(),))
 
 
 def test_autocast_follows_eager(backend, device):

@@ -153,6 +153,23 @@ def test_drop_path_statistics() -> None:
         layers.DropPath(1.5)
 
 
+def test_samples_that_are_kept_may_stay_as_they_are() -> None:
+    """scale_by_keep=False inside a fused block: a branch is there or not, and never divided."""
+    block, _ = blocks(drop_path=0.5)
+    block.drop_path1.scale_by_keep = False
+    block.drop_path2 = nn.Identity()
+    x = torch.randn(32, N, D)
+    y, kept = block(x), block.eval()(x)
+    block.attn.proj.weight.data.zero_()
+    block.attn.proj.bias.data.zero_()
+    dropped = block(x)
+    kept_rows, dropped_rows = (
+        [torch.allclose(a, b, atol=1e-5) for a, b in zip(y, z, strict=True)] for z in (kept, dropped)
+    )
+    assert 0 < sum(kept_rows) < 32
+    assert all(a != b for a, b in zip(kept_rows, dropped_rows, strict=True))
+
+
 @pytest.mark.parametrize("behind", ["proj", "act and fc2", "fc2"])
 def test_projection_dropout_in_training(behind: str, backend: str, device: torch.device) -> None:
     """Outputs of the branch are either dropped or divided by 1 - p; reproducible under a seed; off in eval."""

@@ -1,0 +1,132 @@
+"""Deliberate faults, put into a copy of the checkout one at a time: the test named beside each has to fail.
+
+    python tests/mutants.py                   all of mutant_table.py (make mutants)
+    python tests/mutants.py -k attention      those with this in their name or file
+    python tests/mutants.py --check           only whether every fault still applies
+
+The same tests have to pass without a fault. Exits 1 if one does not, or if a fault survives or does not apply.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from mutant_table import FAULTS as TABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Fault(NamedTuple):
+    file: str
+    name: str
+    old: str
+    new: str
+    test: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.name}"
+
+
+FAULTS = [Fault(file, *fault) for file, faults in TABLE.items() for fault in faults]
+
+
+def misfit(fault: Fault) -> str:
+    """Why a fault does not apply to the checkout; empty if it does."""
+    path = ROOT / fault.file
+    if not path.is_file():
+        return "there is no such file"
+    count = path.read_text().count(fault.old)
+    return "" if count == 1 else f"{count} times there: {fault.old!r}"
+
+
+def copy_checkout(to: Path) -> None:
+    """Tracked files, and those that git does not ignore, as they are now."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0"):
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
+
+
+def run_tests(checkout: Path, tests: list[str]) -> tuple[bool | None, str]:
+    """Whether they passed, None if they did not run; and pytest's last line. A test alone may name its cases by -k."""
+    command = [sys.executable, "-m", "pytest", "-xq", "--tb=no", "-p", "no:cacheprovider"]
+    for test in tests:
+        node, _, cases = test.partition(" -k ")
+        file, _, function = node.partition("::")
+        command += [f"tests/test_{file}.py::{function}", *(["-k", cases] if cases and len(tests) == 1 else [])]
+    # a file that changes twice in a second would be taken from its old bytecode
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    return {0: True, 1: False}.get(done.returncode), (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+
+
+def try_fault(fault: Fault, checkout: Path) -> tuple[str, str]:
+    """-> verdict, explanation"""
+    if problem := misfit(fault):
+        return "does not apply", problem
+    path, text = checkout / fault.file, (ROOT / fault.file).read_text()
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        passed, line = run_tests(checkout, [fault.test])
+    finally:
+        path.write_text(text)
+    return {False: "caught", True: "SURVIVED", None: "test did not run"}[passed], line
+
+
+def run_all(faults: list[Fault], jobs: int) -> list[tuple[str, str]]:
+    """Verdicts and what they are about: of every fault, and of each file's tests without one."""
+    by_file: dict[str, list[str]] = {}
+    for fault in faults:
+        by_file.setdefault(fault.test.partition("::")[0], []).append(fault.test)
+    checkouts: SimpleQueue[Path] = SimpleQueue()
+
+    def work(what: Fault | str) -> tuple[str, str]:
+        checkout, start = checkouts.get(), time.monotonic()  # one that no other worker has
+        if isinstance(what, Fault):
+            verdict, line = try_fault(what, checkout)
+        else:
+            passed, line = run_tests(checkout, list(dict.fromkeys(test.partition(" -k ")[0] for test in by_file[what])))
+            verdict, what = "pass" if passed else "FAIL WITHOUT A FAULT", f"tests/test_{what}.py"
+        checkouts.put(checkout)
+        print(f"{verdict:8} {time.monotonic() - start:4.0f} s  {what}", flush=True)
+        return verdict, f"{what}\n    {line}"
+
+    with tempfile.TemporaryDirectory(prefix="fastvit-mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        for checkout in (Path(folder, str(job)) for job in range(jobs)):
+            copy_checkout(checkout)
+            checkouts.put(checkout)
+        return list(pool.map(work, [*faults, *by_file]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", default="", metavar="TEXT", help="only faults with this in their name or file")
+    parser.add_argument("--list", action="store_true", help="print the faults and the tests that have to fail")
+    parser.add_argument("--check", action="store_true", help="only ask whether every fault applies")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if options.k in str(fault)]
+    if options.list:
+        print(*(f"{fault}  [{fault.test}]" for fault in faults), sep="\n")
+        return 0
+    if options.check:
+        bad = [f"{fault}: {problem}" for fault in faults if (problem := misfit(fault))]
+    else:
+        bad = [
+            f"{verdict}: {what}" for verdict, what in run_all(faults, options.jobs) if verdict not in ("caught", "pass")
+        ]
+    print("", *bad, f"{len(faults)} faults, {len(bad)} not as they should be", sep="\n")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

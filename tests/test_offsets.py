@@ -1,0 +1,134 @@
+"""Offsets beyond 2**31 elements. Memory is reserved without being committed, so that only touched pages cost any; a
+wrapped offset stays inside the reservation and reads zeros: a wrong result, not a crash."""
+
+import mmap
+
+import pytest
+import torch
+from oracle import inputs
+
+from fastvit import ops
+
+RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+FAR = 1_100_000_003  # twice this does not fit int32
+
+pytestmark = pytest.mark.usefixtures("triton_backend")
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_left_alone():
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def reserved(count, dtype, device):
+    if device.type == "cuda":
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=RESERVE), dtype=dtype)
+
+
+def far_apart(t, dim, stride):
+    """A copy of t whose elements along dim are `stride` apart, in the middle of memory that a wrapped offset hits."""
+    steps = t.shape[dim] - 1
+    inner = t.select(dim, 0).contiguous()
+    strides = list(inner.stride())
+    strides.insert(dim, stride)
+    front = steps * stride
+    out = reserved(front + steps * stride + inner.numel(), t.dtype, t.device).as_strided(t.shape, strides, front)
+    return out.copy_(t)
+
+
+def results(op, tensors, dy):
+    """Output and gradients; the memory of tensors that are far apart goes with their results."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = op(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def check(op, shapes, far, dim, stride, dtype, device):
+    """op of tensors of these shapes, and their gradients: the same where those named by `far`, and the gradient of the
+    output, which is shaped like the last shape, are far apart."""
+    near = [inputs("integer", *s, dtype=dtype, device=device, seed=i) for i, s in enumerate(shapes)]
+    apart = [far_apart(t, dim, stride) if i in far else t for i, t in enumerate(near)]
+    for got, want in zip(results(op, apart[:-1], apart[-1]), results(op, near[:-1], near[-1]), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride", "dtype"),
+    [
+        ((3, 20, 1, 16), 0, FAR, torch.float32),
+        ((3, 20, 1, 16), 0, FAR, torch.bfloat16),
+        ((1, 20, 3, 16), 2, FAR, torch.float32),
+        ((1, 20, 3, 16), 2, FAR, torch.bfloat16),
+        ((1, 530, 1, 16), 1, 1 << 22, torch.bfloat16),
+        ((1, 130, 1, 16), 1, 1 << 25, torch.bfloat16),  # offsets inside a tile would wrap: a copy is read
+    ],
+    ids=["batch-fp32", "batch-bf16", "heads-fp32", "heads-bf16", "tokens", "tokens-copied"],
+)
+def test_attention(shape, dim, stride, dtype, device):
+    check(ops.attention, [shape] * 4, range(4), dim, stride, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norm(dtype, device):
+    check(ops.layer_norm, [(3, 40), (40,), (40,), (3, 40)], (0, 3), 0, FAR, dtype, device)
+    check(
+        lambda *t: sum(ops.add_layer_norm(*t)),
+        [(3, 40), (3, 40), (40,), (40,), (3, 40)], (0, 1, 4), 0, FAR, dtype, device,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def stored(monkeypatch, device):
+    """The addresses that the last program of every launch stores to; nothing is stored, and no other program runs."""
+    if device.type == "cuda":
+        pytest.skip("addresses are read off in the interpreter")
+    from triton.runtime import interpreter
+
+    addresses = set()
+    programs = lambda count: [count - 1]  # noqa: E731
+    monkeypatch.setattr(interpreter, "range", programs, raising=False)
+    monkeypatch.setattr(
+        interpreter.interpreter_builder,
+        "create_masked_store",
+        lambda at, value, mask, *_: addresses.update(at.data[mask.data].tolist()),
+    )
+    return addresses
+
+
+def test_attention_of_many_heads(stored, device):
+    """Of 2.4e9 elements of output, and of each gradient, the last program writes the last."""
+    B, N, H, d = 9, 2, 1 << 19, 256
+    x = torch.ones(d, dtype=torch.bfloat16).expand(B, N, H, d)
+    o, lse = torch.ops.fastvit.attention_fwd(x, x, x, None, 2**-8, 0.0)
+    gradients = torch.ops.fastvit.attention_bwd(x, x, x, x, x, torch.zeros_like(lse), None, 2**-8, 0.0)
+    for t in (o, lse, *gradients):
+        assert t.data_ptr() + (t.numel() - 1) * t.itemsize in stored
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear(dtype, device):
+    """Rows far apart, and row tiles."""
+
+    def linear(x, weight, residual):
+        return ops.linear(x, weight, residual=residual)
+
+    check(linear, [(3, 40), (24, 40), (3, 24), (3, 24)], (0, 3), 0, FAR, dtype, device)
+    check(lambda *t: ops.linear(*t, activation="gelu"), [(3, 40), (24, 40), (3, 24)], (0, 2), 0, FAR, dtype, device)
+    check(linear, [(530, 16), (24, 16), (530, 24), (530, 24)], (0, 2, 3), 0, 1 << 22, dtype, device)
+
+
+def test_dropout(device):
+    torch.manual_seed(3)
+
+    def seeded(x):
+        torch.manual_seed(3)
+        return ops.dropout(x, 0.5)
+
+    check(seeded, [(3, 40), (3, 40)], (0, 1), 0, FAR, torch.float32, device)
+
+
+def test_patch_embed_gradient(device):
+    """Of tokens that are far apart; images: test_patch_embed.py."""
+    image, weight, dout = (1, 1, 12, 4), (16, 1, 4, 4), (1, 3, 16)
+    check(lambda *t: ops.patch_embed(*t, None), [image, weight, dout], (2,), 1, FAR, torch.float32, device)
