@@ -116,6 +116,17 @@ def test_linear(dtype, device):
     check(linear, [(3, 40), (24, 40), (3, 24), (3, 24)], (0, 3), 0, FAR, dtype, device)
     check(lambda *t: ops.linear(*t, activation="gelu"), [(3, 40), (24, 40), (3, 24)], (0, 2), 0, FAR, dtype, device)
     check(linear, [(530, 16), (24, 16), (530, 24), (530, 24)], (0, 2, 3), 0, 1 << 22, dtype, device)
+    # offsets inside a tile of the epilogue would wrap: a copy is read
+    check(linear, [(70, 16), (24, 16), (70, 24), (70, 24)], (2,), 0, 1 << 26, dtype, device)
+
+
+def test_pre_activation(device):
+    def activation_backward(dy, weight, pre):
+        return torch.ops.fastvit.linear_dact(dy, weight, pre, "gelu")[0]
+
+    dy, weight, pre = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in ((70, 16), (16, 24), (70, 24)))
+    got = activation_backward(dy, weight, far_apart(pre, 0, 1 << 26))
+    assert torch.equal(got, activation_backward(dy, weight, pre))
 
 
 def test_dropout(device):

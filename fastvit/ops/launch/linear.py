@@ -46,7 +46,7 @@ def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tup
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    dy, pre, weight = as_rows(dy), as_rows(pre), _unit_columns(weight)
+    dy, pre, weight = as_rows(dy), _near_rows(pre), _unit_columns(weight)
     (M, K), N = dy.shape, pre.shape[1]
     grid, constants = _gemm(M, N, K, dy, activation)
     partial = torch.empty(1, triton.cdiv(M, constants["BLOCK_M"]), N, dtype=torch.float32, device=dy.device)
@@ -87,7 +87,7 @@ def _forward(
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of linear_fwd_kernel, which writes out and pre."""
     x, weight = as_rows(x), _unit_columns(weight)
-    residual = None if ends.residual is None else as_rows(ends.residual)
+    residual = None if ends.residual is None else _near_rows(ends.residual)
     bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
     (M, K), N = x.shape, weight.shape[0]
     arguments = (
@@ -112,6 +112,12 @@ def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor,
         ACTIVATION=activation, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, STEPS=cfg.steps, num_warps=cfg.num_warps,
     )  # fmt: skip
     return column_sums(partial, pre)[0]
+
+
+def _near_rows(x: Tensor) -> Tensor:
+    """What an epilogue reads, which has offsets of 32 bits within a tile of up to 256 rows."""
+    rows = as_rows(x)
+    return rows if rows.stride(0) < 1 << 22 else rows.contiguous()
 
 
 def _unit_columns(weight: Tensor) -> Tensor:
