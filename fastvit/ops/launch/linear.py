@@ -117,7 +117,7 @@ def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor,
 def _near_rows(x: Tensor) -> Tensor:
     """What an epilogue reads, which has offsets of 32 bits within a tile of up to 256 rows."""
     rows = as_rows(x)
-    return rows if rows.stride(0) < 1 << 22 else rows.contiguous()
+    return rows if rows.stride(0) <= 1 << 22 else rows.contiguous()
 
 
 def _unit_columns(weight: Tensor) -> Tensor:
