@@ -29,11 +29,11 @@ _DQ: dict[str, _Rows] = {
     "mma": ((80, Tile(128, 64, 8)), (128, Tile(128, 32, 8))),
 }
 _DKDV: dict[str, _Rows] = {
-    "wgmma": ((96, Tile(128, 64, 8)), (128, Tile(128, 32, 8)), (256, Tile(64, 16, 8))),
+    "wgmma": ((96, Tile(128, 64, 8)), (128, Tile(128, 32, 8)), (256, Tile(64, 32, 8))),
     "mma": ((64, Tile(128, 64, 8)), (96, Tile(128, 32, 8)), (128, Tile(128, 16, 8))),
 }
 _PLAIN: dict[str, _Rows] = {
-    "16-bit": ((128, Tile(64, 32, 4)), (256, Tile(32, 16, 4))),
+    "16-bit": ((128, Tile(64, 32, 4)), (256, Tile(16, 16, 4))),
     "float32": ((128, Tile(32, 32, 8)), (256, Tile(16, 16, 8))),
     "tf32": ((64, Tile(32, 32, 4)), (256, Tile(16, 16, 4))),
 }
@@ -61,11 +61,9 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
-    """The same, but two halves of a wide one: fewer operands at a time, which only wgmma leaves in shared memory."""
+    """The same, but two halves of a wide one: fewer operands at a time in registers, which wgmma's are not."""
     parts = split_head_dim(head_dim)
-    if parts[1] == 0 and parts[0] > (128 if instructions == "wgmma" else 64):
-        return parts[0] // 2, parts[0] // 2
-    return parts
+    return (parts[0] // 2, parts[0] // 2) if parts[1] == 0 and parts[0] > 64 and instructions != "wgmma" else parts
 
 
 def _tile(rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str) -> Tile:
