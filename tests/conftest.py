@@ -17,6 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # `from oracle import ...`
 
+from fastvit.integrations import _plan
 from fastvit.ops import _library
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -59,6 +60,7 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    _plan._warned.clear()  # every test is warned of its own
     with _library.use_backend("auto" if HAVE_GPU else "aten", strict=False):
         yield
     torch.use_deterministic_algorithms(False)

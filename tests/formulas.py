@@ -59,19 +59,25 @@ def mlp(
     return _branch(F.linear(h, fc2_weight, fc2_bias) * masks[1], layer_scale, row_scale, residual)
 
 
-def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6):
+def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6, return_residual=False):
     """weight and bias may be of several layers, side by side in the output."""
     y = layer_norm(x, norm_weight, norm_bias, eps)
     if isinstance(weight, torch.Tensor):
-        return F.linear(y, weight, bias)
-    return torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
+        weight, bias = [weight], [bias]
+    out = torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
+    return (out, x * 1) if return_residual else out
 
 
 def layer_norm_mlp(x, norm_weight, norm_bias, *args, eps=1e-6, **kwargs):
     return mlp(layer_norm(x, norm_weight, norm_bias, eps), *args, **kwargs)
 
 
-def patch_embed(image, weight, bias=None, pos_embed=None, prefix=None):
+def patch_embed(image, weight, bias=None, pos_embed=None, prefix=None, mean=None, std=None):
+    """Pixels are normalised in float32, as torchvision's transforms do, and cast for the convolution."""
+    if mean is not None:
+        pixels = image.to(torch.promote_types(weight.dtype, torch.float32))
+        mean, std = (torch.tensor(t, dtype=pixels.dtype, device=image.device)[:, None, None] for t in (mean, std))
+        image = ((pixels / 255 - mean) / std).to(weight.dtype)
     patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
     if pos_embed is not None:
         patches = patches + pos_embed

@@ -1,14 +1,20 @@
 """What tests of layers and whole models share: random parameters, a training step, the comparison of two modules."""
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from oracle import GRADIENT, assert_as_accurate, inputs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import fastvit
 from fastvit import layers, reference
+from fastvit.integrations import Report
 
 B, N, D, H = 2, 17, 48, 3
 
@@ -86,6 +92,17 @@ def assert_module_as_accurate(
     exact = step(copy.deepcopy(theirs).double(), x.to(dtype).double(), dy.to(dtype).double())
     x, dy = x.to(dtype), dy.to(dtype)
     assert_steps_as_accurate(step(ours, x, dy), step(theirs.to(dtype), x, dy), exact)
+
+
+def accelerate_as_it_was(module: nn.Module, call: Callable[[], Any], warning: str = "") -> Report:
+    """Accelerates a module that call() uses: the tensors that it returns are the same. warning: what is warned of, if
+    anything is; then the module's own forward runs, and they are equal."""
+    want = tree_leaves(call())
+    report = fastvit.accelerate(module)
+    with pytest.warns(UserWarning, match=warning) if warning else nullcontext():
+        got = tree_leaves(call())
+    assert all((torch.equal if warning else close)(a, b) for a, b in zip(got, want, strict=True))
+    return report
 
 
 class Calls(TorchDispatchMode):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from formulas import attention as eager
 from formulas import attention_qkvpacked
+from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
@@ -30,15 +30,12 @@ LONG = [
 ]
 
 
-def packed(*shape, dtype=torch.float32, device, kind="normal"):
-    B, N, H, d = shape
-    return inputs(kind, B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
+def packed(B, N, H, d, dtype=torch.float32, *, device):
+    return inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
 
 
 def separate(*shape, dtype=torch.float32, device, kind="normal"):
-    return {
-        name: inputs(kind, *shape, dtype=dtype, device=device, seed=s).requires_grad_() for s, name in enumerate("qkv")
-    }
+    return tensors_of(dict.fromkeys("qkv", shape), dtype, device, kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,19 +105,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
 def test_layouts(layout, backend, device):
     """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise."""
-    q, k, v, do = (inputs("normal", 2, 21, 2, 24, dtype=torch.float32, device=device, seed=s) for s in range(4))
-    strided = LAYOUTS[layout](q, k, v)
-    do_strided = LAYOUTS[layout](do, do, do)[1]
-    results = []
-    for tensors, gradient in ([t.contiguous() for t in strided], do_strided.contiguous()), (strided, do_strided):
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        o = ops.attention(*leaves)
-        assert o.is_contiguous()
-        results.append((o, *torch.autograd.grad(o, leaves, gradient)))
-    for plain, other in zip(*results, strict=True):
-        if backend == "triton":
-            assert torch.equal(plain, other)
-        torch.testing.assert_close(plain, other, atol=1e-5, rtol=1e-5)
+    q, k, v = separate(2, 21, 2, 24, device=device).values()
+    strided = dict(zip("qkv", LAYOUTS[layout](q, k, v), strict=True))
+    assert_layout_does_not_matter("attention", strided, lambda do: LAYOUTS[layout](do, do, do)[1], backend == "triton")
 
 
 def test_token_slice_of_a_packed_tensor(backend, device):
@@ -196,19 +183,6 @@ def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkey
     torch.testing.assert_close(*outputs, atol=2e-3, rtol=2e-3)
 
 
-def test_dropout_under_checkpoint(backend, device):
-    qkv = packed(1, 33, 2, 16, device=device)
-
-    def loss(x):
-        return ops.attention_qkvpacked(x, dropout_p=0.4).square().sum()
-
-    gradients = []
-    for run in (loss, lambda x: checkpoint(loss, x, use_reentrant=False)):
-        torch.manual_seed(5)
-        gradients.append(torch.autograd.grad(run(qkv), qkv)[0])
-    assert torch.equal(*gradients)
-
-
 def test_nan_stays_in_its_row(backend, device):
     for N in (5, 16, 34, 130):
         qkv = packed(1, N, 2, 16, device=device).detach()
@@ -244,31 +218,6 @@ def test_empty(shape, backend, device):
         assert torch.equal(dweight, torch.zeros(d, device=device))
 
 
-def test_output_without_gradient(backend, device):
-    tensors = separate(1, 18, 1, 16, device=device)
-    k = tensors["k"].detach()
-    o = ops.attention(tensors["q"], k, tensors["v"].detach())
-    (dq,) = torch.autograd.grad(o.square().sum(), tensors["q"])
-    want = eager(tensors["q"], k, tensors["v"].detach())
-    torch.testing.assert_close(dq, torch.autograd.grad(want.square().sum(), tensors["q"])[0])
-
-
-@pytest.mark.parametrize("N", [5, 20])
-def test_gradcheck(N, device):
-    with _library.use_backend("aten"):
-        double = {"dtype": torch.float64, "device": device}
-        q, k, v = separate(1, N, 2, 16, **double).values()
-        qkv = packed(1, N, 1, 16, **double)
-
-        def dropped(x):
-            torch.manual_seed(1)
-            return ops.attention_qkvpacked(x, dropout_p=0.4)
-
-        assert torch.autograd.gradcheck(lambda *t: ops.attention(*t, scale=0.7), (q, k, v), fast_mode=True)
-        assert torch.autograd.gradcheck(ops.attention_qkvpacked, (qkv,), fast_mode=True)
-        assert torch.autograd.gradcheck(dropped, (qkv,), fast_mode=True)
-
-
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 def test_scale_that_is_not_positive(scale, backend, device):
     """The forward kernels refuse it; ATen takes it."""
@@ -278,24 +227,6 @@ def test_scale_that_is_not_positive(scale, backend, device):
     if backend == "triton":
         with pytest.raises(_library.Unsupported, match="positive scale"):
             ops.attention(**tensors, scale=scale)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_opcheck(dropout_p, backend, device):
-    opcheck = torch.library.opcheck
-    seed = torch.tensor([3], device=device) if dropout_p else None
-    last = (seed, 0.25, dropout_p)
-    qkv = packed(2, 18, 2, 24, device=device).detach()
-    do = inputs("normal", 2, 18, 2, 24, dtype=torch.float32, device=device, seed=7)
-    if dropout_p:
-        o, lse = registered.attention_qkvpacked_fwd(qkv, *last)
-        opcheck(torch.ops.fastvit.attention_qkvpacked_fwd, (qkv, *last))
-        opcheck(torch.ops.fastvit.attention_qkvpacked_bwd, (do, qkv, o, lse, *last))
-    else:
-        q, k, v = qkv.unbind(2)
-        o, lse = registered.attention_fwd(q, k, v, *last)
-        opcheck(torch.ops.fastvit.attention_fwd, (q, k, v, *last))
-        opcheck(torch.ops.fastvit.attention_bwd, (do, q, k, v, o, lse, *last))
 
 
 class Module(torch.nn.Module):
@@ -309,19 +240,6 @@ def test_export(backend, device):
     program = torch.export.export(Module().eval(), (qkv,), dynamic_shapes={"qkv": {1: tokens}})
     longer = packed(2, 31, 2, 16, device=device).detach()
     assert torch.equal(program.module()(longer), Module().eval()(longer))
-
-
-def test_autocast_follows_eager(backend, device):
-    tensors = separate(1, 20, 2, 16, device=device)
-    tensors["k"] = tensors["k"].detach().bfloat16().requires_grad_()
-    with torch.autocast(device.type, torch.bfloat16):
-        got = ops.attention(**tensors)
-        want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in tensors.values()))
-        both = ops.attention_qkvpacked(packed(1, 20, 2, 16, device=device))
-    assert got.dtype == want.dtype == both.dtype == torch.bfloat16
-    torch.testing.assert_close(got, want.transpose(1, 2), atol=2e-2, rtol=2e-2)
-    gradients = torch.autograd.grad(got.sum(), tensors.values())
-    assert [g.dtype for g in gradients] == [torch.float32, torch.bfloat16, torch.float32]
 
 
 def test_flops(device):
@@ -352,35 +270,3 @@ def test_last_tile_is_not_mostly_empty(arch, d):
         dkdv = _attention_configs.attention_bwd_dkdv(n, d, 2, False, arch, False)
         for rows in (forward.block_m, dq.block_m, dkdv.block_n):
             assert -(-n // rows) * rows <= 1.1 * -(-n // 64) * 64
-
-
-BAD = {
-    "q must be a tensor": (TypeError, lambda q, k, v: ops.attention([1.0], k, v)),
-    "q must be float32": (TypeError, lambda q, k, v: ops.attention(q.long(), k, v)),
-    r"q must have shape \(B, N, H, d\)": (ValueError, lambda q, k, v: ops.attention(q[0], k, v)),
-    "k must be a tensor": (TypeError, lambda q, k, v: ops.attention(q, None, v)),
-    "k must have q's dtype": (TypeError, lambda q, k, v: ops.attention(q, k.half(), v)),
-    "v must be on q's device": (ValueError, lambda q, k, v: ops.attention(q, k, v.to("meta"))),
-    "v must have q's shape": (ValueError, lambda q, k, v: ops.attention(q, k, v[:, :4])),
-    "head_dim must be a multiple of 8 from 16 to 256, got 12": (
-        ValueError,
-        lambda q, k, v: ops.attention(q[..., :12], k[..., :12], v[..., :12]),
-    ),
-    "head_dim must be a multiple of 8 from 16 to 256, got 264": (
-        ValueError,
-        lambda q, k, v: ops.attention_qkvpacked(q.new_empty(1, 2, 3, 1, 264)),
-    ),
-    r"dropout_p must be in \[0, 1\), got 1": (ValueError, lambda q, k, v: ops.attention(q, k, v, dropout_p=1.0)),
-    r"dropout_p must be in \[0, 1\), got -0.1": (ValueError, lambda q, k, v: ops.attention(q, k, v, dropout_p=-0.1)),
-    "scale must be finite": (ValueError, lambda q, k, v: ops.attention(q, k, v, scale=math.inf)),
-    r"qkv must have shape \(B, N, 3, H, d\)": (ValueError, lambda q, k, v: ops.attention_qkvpacked(q)),
-    "qkv must be float32": (TypeError, lambda q, k, v: ops.attention_qkvpacked(q.bool())),
-}
-
-
-@pytest.mark.parametrize("message", BAD, ids=[m.replace(" ", "_") for m in BAD])
-def test_bad_arguments(message, device):
-    error, call = BAD[message]
-    q, k, v = (torch.randn(2, 5, 3, 16, device=device) for _ in range(3))
-    with pytest.raises(error, match=message):
-        call(q, k, v)

@@ -4,15 +4,15 @@ import math
 
 import pytest
 import torch
+from formulas import attention
 from oracle import GRADIENT, assert_as_accurate, inputs
 
 pytest.importorskip("triton")
 
 import triton
-import triton.language as tl
+from test_math import mask_kernel
 
 from fastvit.kernels import _attention_configs, _configs
-from fastvit.kernels._math import keep_mask
 from fastvit.ops._library import Unsupported
 from fastvit.ops.launch.attention import attention_fwd as launch_forward
 from fastvit.ops.launch.attention import launch_backward
@@ -37,27 +37,12 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-@triton.jit
-def _mask_kernel(out_ptr, seed_ptr, dropout_p: tl.float32, N: tl.constexpr, BLOCK: tl.constexpr):
-    rows = tl.arange(0, BLOCK)[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
-    keep = keep_mask(tl.load(seed_ptr), rows, cols, tl.program_id(0), dropout_p)
-    at = out_ptr + tl.program_id(0) * N * N + rows * N + cols
-    tl.store(at, keep.to(tl.float32), mask=(rows < N) & (cols < N))
-
-
 def dropout_mask(B, H, N, seed, dropout_p):
     """What the forward multiplies P with: (B, H, N, N) float32 of 0 and 1 / (1 - p)."""
-    keep = torch.empty(B, H, N, N, device=seed.device)
-    _mask_kernel[(B * H,)](keep, seed, dropout_p, N, triton.next_power_of_2(N))
-    return keep / (1 - dropout_p)
-
-
-def attention(q, k, v, scale, mask):
-    """The plain formula on (B, N, H, d), in the inputs' dtype."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    p = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
-    return (p * mask.to(p.dtype) @ v).transpose(1, 2) if mask is not None else (p @ v).transpose(1, 2)
+    size = triton.next_power_of_2(N)
+    keep = torch.empty(B * H, size, size, dtype=torch.int8, device=seed.device)
+    mask_kernel[(B * H,)](seed, keep, dropout_p, N=size)
+    return keep[:, :N, :N].float().view(B, H, N, N) / (1 - dropout_p)
 
 
 def autograd(q, k, v, do, scale, mask, dtype):

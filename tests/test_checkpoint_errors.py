@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import checkpoint_models
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,7 @@ from fastvit.checkpoints import CheckpointError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-SMALL: dict[str, Any] = {
-    "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "mlp_ratio": 2.0, "num_classes": 5,
-}  # fmt: skip
+SMALL: dict[str, Any] = {**checkpoint_models.SMALL, "depth": 1, "num_classes": 5}
 
 
 def state_dict(**changes: Any) -> dict[str, Tensor]:

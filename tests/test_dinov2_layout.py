@@ -3,15 +3,10 @@
 import pytest
 import torch
 from dinov2_layout import Attention, NestedTensorBlock, PatchEmbed
+from models import accelerate_as_it_was
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.integrations import _plan
-
-
-@pytest.fixture(autouse=True)
-def _warn_again() -> None:
-    _plan._warned.clear()
 
 
 @pytest.fixture
@@ -37,11 +32,7 @@ def test_a_model_is_fused_throughout_and_agrees(device: torch.device) -> None:
 def test_a_list_of_crops_falls_back(device: torch.device, x: Tensor) -> None:
     block = NestedTensorBlock(64, 4).to(device).eval()
     crops = [x, x[:, :5]]
-    want = block(crops)
-    fastvit.accelerate(block)
-    with pytest.warns(UserWarning, match="a list of crops"):
-        got = block(crops)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    accelerate_as_it_was(block, lambda: block(crops), "a list of crops")
 
 
 def test_stochastic_depth_in_training_falls_back(device: torch.device, x: Tensor) -> None:
@@ -57,11 +48,9 @@ def test_stochastic_depth_in_training_falls_back(device: torch.device, x: Tensor
 def test_an_attention_bias_falls_back(device: torch.device, x: Tensor) -> None:
     attn = NestedTensorBlock(64, 4).attn.to(device).eval()
     bias = torch.randn(17, 17, device=device)
-    want = attn(x, bias), attn(x)
-    fastvit.accelerate(attn)
-    with pytest.warns(UserWarning, match="an attention bias"):
-        assert torch.equal(attn(x, attn_bias=bias), want[0])
-    torch.testing.assert_close(attn(x), want[1], rtol=1e-4, atol=1e-5)
+    accelerate_as_it_was(attn, lambda: attn(x))
+    fastvit.restore(attn)
+    accelerate_as_it_was(attn, lambda: attn(x, attn_bias=bias), "an attention bias")
 
 
 def test_attention_of_either_age(device: torch.device, x: Tensor) -> None:
@@ -82,11 +71,8 @@ def test_attention_of_either_age(device: torch.device, x: Tensor) -> None:
 
 def test_causal_attention_falls_back(device: torch.device, x: Tensor) -> None:
     attn = Attention(64, 4).to(device).eval()
-    want = attn(x, True)
-    fastvit.accelerate(attn)
-    with pytest.warns(UserWarning, match="causality"):
-        assert torch.equal(attn(x, True), want)
-    assert torch.equal(attn(x, is_causal=True), want)
+    accelerate_as_it_was(attn, lambda: attn(x, True), "causality")
+    assert torch.equal(attn(x, is_causal=True), attn(x, True))
     torch.testing.assert_close(attn(x, False), attn(x), rtol=0.0, atol=0.0)
 
 

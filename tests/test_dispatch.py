@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import Calls
+from op_cases import SHAPES, function, made
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -124,40 +125,14 @@ def test_frames_from_a_call_to_its_kernels(training, triton_backend, device, mon
     for module in launchers:
         for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
             monkeypatch.setattr(module, name, Stacks(getattr(module, name), found))
-    x, branch = (torch.randn(2, N, D, device=device, requires_grad=training) for _ in range(2))
-    weight, bias, scale, fc1, b1, fc2 = (
-        torch.randn(*size, device=device, requires_grad=training)
-        for size in ((D, D), (D,), (D,), (64, D), (64,), (D, 64))
-    )
-    image, patch = torch.randn(1, 3, 8, 8, device=device), torch.randn(D, 3, 4, 4, device=device)
-    calls = {
-        "layer_norm": lambda: ops.layer_norm(x, bias, bias),
-        "add_layer_norm": lambda: ops.add_layer_norm(x, branch, bias, bias, layer_scale=scale),
-        "linear": lambda: ops.linear(x, weight, bias, layer_scale=scale, residual=branch),
-        "linear activation": lambda: ops.linear(x, weight, bias, activation="gelu"),
-        "attention": lambda: ops.attention(*x.view(2, N, 1, 2, 16).expand(2, N, 3, 2, 16).unbind(2)),
-        "attention_qkvpacked": lambda: ops.attention_qkvpacked(x.view(2, N, 1, 2, 16).expand(2, N, 3, 2, 16)),
-        "layer_norm_linear": lambda: ops.layer_norm_linear(x, bias, bias, weight, bias),
-        "layer_norm_mlp": lambda: ops.layer_norm_mlp(x, bias, bias, fc1, b1, fc2, bias, residual=x, dropout_p=0.5),
-        "patch_embed": lambda: ops.patch_embed(image, patch.requires_grad_(training), bias),
-        "dropout": lambda: ops.dropout(x, 0.5),
-    }
-    for name, call in calls.items():
+    for name in SHAPES:
+        tensors = made(name, 2, 18, device)
         found.clear()
-        call()
+        with torch.set_grad_enabled(training):
+            function(name)(**tensors)
         assert found, name
         for stack in found:
             assert len(stack) <= (5 if training else 4), (name, stack)
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func._schema.name)
-        return func(*args, **kwargs or {})
 
 
 class FunctionNames(TorchFunctionMode):
@@ -171,9 +146,9 @@ class FunctionNames(TorchFunctionMode):
 
 
 def by_mode(call):
-    with Names() as mode:
+    with Calls() as mode:
         call()
-    return mode.names
+    return set(mode.names)
 
 
 def by_function_mode(call):
@@ -300,7 +275,7 @@ def test_outside_of_observers_the_results_are_the_dispatcher_s():
     for name, (call, _) in CASES.items():
         with torch.inference_mode():
             direct = call()
-            with Names():
+            with Calls():
                 dispatched = call()
         torch.testing.assert_close(direct, dispatched, rtol=0, atol=0, msg=name)
 

@@ -3,76 +3,30 @@
 import formulas
 import pytest
 import torch
-from oracle import inputs
+from op_cases import (
+    FORMULAS,
+    SHAPES,
+    assert_freezing_changes_no_other_gradient,
+    assert_layout_does_not_matter,
+    function,
+    made,
+    outputs_and_gradients,
+    outputs_of,
+    results,
+    wanted,
+)
+from oracle import assert_as_accurate, inputs
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
 from fastvit.ops import _library
 
-# "B" and "N": the batch, and the tokens of a sample
-X = ("B", "N", 16)
-BRANCH = {"layer_scale": (16,), "row_scale": ("B",)}
-LINEAR = {"weight": (16, 16), "bias": (16,)}
-NORM = {"norm_weight": (16,), "norm_bias": (16,)}
-FC = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 40), "fc2_bias": (16,)}
-PATCHES = {
-    "image": ("B", 3, 8, "2N"),
-    "weight": (24, 3, 4, 4),
-    "bias": (24,),
-    "pos_embed": ("N", 24),
-    "prefix": (1, 24),
-}
-SHAPES = {
-    "layer_norm": {"x": X, "weight": (16,), "bias": (16,)},
-    "linear": {"x": X, **LINEAR, **BRANCH, "residual": X},
-    "linear gelu": {"x": X, **LINEAR},
-    "layer_norm_linear": {"x": X, **NORM, **LINEAR},
-    "layer_norm_linear residual": {"x": X, **NORM, **LINEAR},
-    "mlp": {"x": X, **FC, **BRANCH},
-    "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
-    "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
-    "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
-    "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
-    "patch_embed": PATCHES,
-}
 every_op = pytest.mark.parametrize("name", SHAPES)
 of_rows = pytest.mark.parametrize(
     "name", ["layer_norm", "linear", "linear gelu", "layer_norm_linear", "mlp", "layer_norm_mlp"]
 )
-
-
-def function(name, module=ops):
-    """The op, or its formula, of tensors by name; an MLP's residual is its x."""
-    op = getattr(module, name.split()[0])
-    if "mlp" in name:
-        return lambda x, **tensors: op(x=x, residual=x, **tensors)
-    if name == "layer_norm_linear residual":
-        if module is formulas:
-            return lambda x, **tensors: (op(x=x, **tensors), x * 1)
-        return lambda **tensors: op(**tensors, return_residual=True)
-    return lambda **tensors: op(**tensors, **({"activation": "gelu"} if name == "linear gelu" else {}))
-
-
-def made(name, B, N, device, dtype=torch.float32):
-    """Tensors by name; all but row_scale require a gradient."""
-    tensors = {}
-    for seed, (key, shape) in enumerate(SHAPES[name].items()):
-        shape = [{"B": B, "N": N, "2N": 2 * N}.get(n, n) for n in shape]
-        t = inputs("normal", *shape, dtype=torch.float64, device=device, seed=seed)
-        t = t * t[0].numel() ** -0.5 if key.endswith("weight") and t.dim() > 1 else t
-        tensors[key] = t.to(dtype).requires_grad_(key != "row_scale")
-    return tensors
-
-
-def outputs_of(result):
-    return result if isinstance(result, tuple) else (result,)
-
-
-def results(op, tensors):
-    """Outputs and gradients."""
-    outputs = outputs_of(op(**tensors))
-    wanted = [t for t in tensors.values() if t.requires_grad]
-    return *outputs, *torch.autograd.grad(outputs, wanted, [torch.ones_like(o) for o in outputs])
+with_formula = pytest.mark.parametrize("name", FORMULAS)
 
 
 @every_op
@@ -94,33 +48,51 @@ def test_nan_stays_in_its_row(name, backend, device):
     assert torch.equal(dirty, clean)
 
 
-LAYOUTS = {
+TOKEN_LAYOUTS = {
     "row_strided": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
     "token_slice": lambda t: torch.cat([torch.full_like(t[:, :1], torch.nan), t], 1)[:, 1:],
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "column_strided": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "columns_first": lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    "expanded": lambda t: t[:, :1].expand_as(t),
+    "expanded_batch": lambda t: t[:1].expand_as(t),
+}
+PARAMETER_LAYOUTS = {
+    "gaps": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
+    "first_last": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "expanded": lambda t: t[-1:].expand_as(t),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name, shapes in SHAPES.items() if shapes.get("x") == X])
-def test_layouts(name, layout, backend, device):
-    """Strided tokens and output gradients give what contiguous ones give; bitwise, but for a lone matmul on ATen."""
-    tensors = made(name, 3, 5, device)
-    runs = []
-    for arrange in (torch.clone, LAYOUTS[layout]):
-        arranged = {k: arrange(t.detach()).requires_grad_() if t.dim() == 3 else t for k, t in tensors.items()}
-        outputs = outputs_of(function(name)(**arranged))
-        douts = [arrange(inputs("normal", *o.shape, dtype=o.dtype, device=device, seed=50)) for o in outputs]
-        wanted = [t for t in arranged.values() if t.requires_grad]
-        runs.append((*outputs, *torch.autograd.grad(outputs, wanted, douts)))
-        assert outputs[0].is_contiguous()
-    for plain, strided in zip(*runs, strict=True):
-        if name.startswith("linear"):
-            torch.testing.assert_close(strided, plain, atol=2e-6, rtol=1e-5)
-        else:
-            assert torch.equal(strided, plain)
+@pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+def test_layouts_of_tokens(name, layout, backend, device):
+    """Of all of them and of the output's gradient, and of each alone."""
+    tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
+    bitwise = not name.startswith(("linear", "patch_embed"))
+    tokens = [key for key, t in tensors.items() if t.dim() == 3]
+    assert_layout_does_not_matter(
+        name, {k: arrange(t) if k in tokens else t for k, t in tensors.items()}, arrange, bitwise
+    )
+    for key in tokens:
+        assert_layout_does_not_matter(name, tensors | {key: arrange(tensors[key])}, torch.clone, bitwise)
+
+
+@pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+def test_layouts_of_parameters(name, layout, backend, device):
+    arrange = PARAMETER_LAYOUTS[layout]
+    tensors = {k: arrange(t) if t.dim() < 3 or k == "weight" else t for k, t in made(name, 3, 6, device).items()}
+    bitwise = "linear" not in name and "mlp" not in name
+    assert_layout_does_not_matter(name, tensors, torch.clone, bitwise)
+
+
+@with_formula
+def test_every_gradient_alone(name, backend, device):
+    tensors = made(name, 2, 6, device)
+    leaves = wanted(tensors).keys()
+    choices = [leaves - {leaf} for leaf in leaves]
+    assert_freezing_changes_no_other_gradient(function(name), tensors, choices)
 
 
 @of_rows
@@ -132,21 +104,20 @@ def test_strides_of_dimensions_of_one(name, backend, device):
     assert torch.equal(function(name)(**odd), function(name)(**tensors))
 
 
-@every_op
+@with_formula
 def test_gradients_of_stride_0(name, backend, device):
     tensors = made(name, 3, 6, device)
-    wanted = [t for t in tensors.values() if t.requires_grad]
+    leaves = list(wanted(tensors).values())
     got, want = (
-        torch.autograd.grad(sum(o.sum() for o in outputs_of(function(name, module)(**tensors))), wanted)
+        torch.autograd.grad(sum(o.sum() for o in outputs_of(function(name, module)(**tensors))), leaves)
         for module in (ops, formulas)
     )
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", [name for name in SHAPES if "mlp" not in name and name != "patch_embed"])
+@every_op
 def test_compile(name, dynamic, backend, device):
-    """Those with options that change what is compiled: test_mlp.py, test_patch_embed.py."""
     torch._dynamo.reset()
     compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for B in (2, 3, 5):
@@ -157,18 +128,60 @@ def test_compile(name, dynamic, backend, device):
 @every_op
 def test_func_and_checkpoint(name, backend, device):
     tensors = made(name, 2, 18, device)
-    keys = [key for key, t in tensors.items() if t.requires_grad]
+    leaves = wanted(tensors)
 
     def loss(*values):
-        return sum(
-            o.square().sum() for o in outputs_of(function(name)(**tensors | dict(zip(keys, values, strict=True))))
-        )
+        outputs = function(name)(**tensors | dict(zip(leaves, values, strict=True)))
+        return sum(o.square().sum() for o in outputs_of(outputs))
 
-    leaves = [tensors[key] for key in keys]
-    want = torch.autograd.grad(loss(*leaves), leaves)
-    torch.testing.assert_close(torch.func.grad(loss, argnums=tuple(range(len(keys))))(*leaves), want)
-    recomputed = torch.autograd.grad(checkpoint(loss, *leaves, use_reentrant=False), leaves)
+    runs = []
+    for gradients in (
+        lambda *values: torch.autograd.grad(loss(*values), values),
+        lambda *values: torch.autograd.grad(checkpoint(loss, *values, use_reentrant=False), values),
+        torch.func.grad(loss, argnums=tuple(range(len(leaves)))),
+    ):
+        torch.manual_seed(4)
+        runs.append(gradients(*leaves.values()))
+    want, recomputed, functional = runs
     assert all(torch.equal(a, b) for a, b in zip(recomputed, want, strict=True))
+    torch.testing.assert_close(functional, want)
+
+
+@pytest.mark.parametrize(("N", "fast_mode"), [(6, False), (20, True)])
+@every_op
+def test_gradcheck(name, N, fast_mode, device):
+    tensors = made(name, 2, N, device, torch.float64)
+    leaves = wanted(tensors)
+
+    def run(*values):
+        torch.manual_seed(4)
+        return function(name)(**tensors | dict(zip(leaves, values, strict=True)))
+
+    with _library.use_backend("aten"):
+        assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=fast_mode)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@with_formula
+def test_autocast_follows_eager(name, x_dtype, backend, device):
+    """In the dtypes of outputs and gradients, and about as accurate; also where the first tensor is in bfloat16."""
+    tensors = made(name, 2, 6, device)
+    (key, x), *_ = tensors.items()
+    if x.is_floating_point():
+        tensors[key] = x.detach().to(x_dtype).requires_grad_()
+    leaves, runs = wanted(tensors), []
+    for module in (ops, formulas):
+        with torch.autocast(device.type, torch.bfloat16):
+            outputs = outputs_of(function(name, module)(**tensors))
+        loss = sum(o.float().square().sum() for o in outputs)
+        runs.append((outputs, torch.autograd.grad(loss, list(leaves.values()))))
+    (got, gradients), (want, eager_gradients) = runs
+    double = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    for triple in zip(got, want, outputs_of(function(name, formulas)(**double)), strict=True):
+        assert_as_accurate(*triple, what="autocast")
+    for leaf, a, b in zip(leaves, gradients, eager_gradients, strict=True):
+        assert a.dtype == b.dtype == tensors[leaf].dtype, leaf
+        assert (a - b).norm() < 0.03 * b.norm(), leaf
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "linear gelu", "layer_norm_linear", "mlp", "attention_qkvpacked"])
@@ -189,17 +202,16 @@ def test_vmap(name, backend, device):
 @every_op
 def test_other_kinds_of_differentiation_raise(name, device):
     tensors = made(name, 2, 18, device)
-    (key, x), *rest = tensors.items()
-    op = name.split()[0]
+    op, (key, x) = name.split()[0], next(iter(wanted(tensors).items()))
     total = sum(o.square().sum() for o in outputs_of(function(name)(**tensors)))
     (dx,) = torch.autograd.grad(total, x, create_graph=True)
     with pytest.raises(NotImplementedError, match=rf"ops\.{op} does not support double backward"):
         dx.sum().backward()
     with pytest.raises(NotImplementedError, match=rf"ops\.{op} does not support forward-mode"):
-        torch.func.jvp(lambda x: function(name)(**{key: x}, **dict(rest)), (x.detach(),), (x.detach(),))
+        torch.func.jvp(lambda x: function(name)(**tensors | {key: x}), (x.detach(),), (x.detach(),))
 
 
-@every_op
+@with_formula
 def test_float64_falls_back_with_one_warning(name, triton_backend, device):
     tensors = {key: t.detach() for key, t in made(name, 2, 18, device, torch.float64).items()}
     with pytest.raises(_library.Unsupported, match="float64"):
@@ -216,49 +228,88 @@ def test_scale_of_a_sample_of_rows_and_columns(name, backend, device):
     """A sample (h, w, D) is one of h * w tokens."""
     tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
     images = {key: t.unflatten(1, (2, 3)) if t.dim() == 3 else t for key, t in tensors.items()}
-    got, want = (outputs_of(function(name)(**arguments)) for arguments in (images, tensors))
-    for a, b in zip(got, want, strict=True):
+    runs = []
+    for arguments in (images, tensors):
+        torch.manual_seed(4)
+        runs.append(outputs_of(function(name)(**arguments)))
+    for a, b in zip(*runs, strict=True):
         assert torch.equal(a.flatten(1, 2), b)
 
 
 @every_op
 def test_an_empty_batch_runs_no_kernel(name, backend, device, monkeypatch):
+    of_one = outputs_of(function(name)(**made(name, 1, 18, device)))
     launched = []
     if backend == "triton":
         from fastvit.kernels.linear import linear_fwd_kernel
 
         monkeypatch.setattr(type(linear_fwd_kernel), "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
     tensors = made(name, 0, 18, device)
-    for got, want in zip(*(results(function(name, module), tensors) for module in (ops, formulas)), strict=True):
-        assert torch.equal(got, want)
+    outputs, gradients = outputs_and_gradients(function(name), tensors)
+    assert [o.shape for o in outputs] == [(0, *o.shape[1:]) for o in of_one]
+    assert all(torch.equal(gradient, torch.zeros_like(tensors[key])) for key, gradient in gradients.items())
     assert not launched
 
 
 def registered_calls(device):
-    """The arguments of registered ops, all of which require a gradient."""
+    """The arguments of registered ops; behind the op's name stands what is particular."""
     x, image, weight = (
         inputs("normal", *shape, dtype=torch.float32, device=device).requires_grad_()
-        for shape in ((24, 24), (2, 3, 8, 8), (24, 3, 4, 4))
+        for shape in ((24, 24), (2, 3, 8, 6), (24, 3, 4, 2))
     )
-    q, v = x.view(1, 12, 2, 24), x[0]
+    tokens, q, qkv = x.view(2, 12, 24), x.view(1, 12, 2, 24), x.view(2, 4, 3, 1, 24)
+    v, statistic, per_sample, half = x[0], x[:, :1], x[:2, 0], x.bfloat16()
+    seed, pixels, normalize = torch.tensor([3], device=device), (image.detach() * 50).to(torch.uint8), x[:2, :3]
+    dout = tokens[:, :8]  # of two prefix tokens and six patches
     return {
         "layer_norm_fwd": (x, v, v, 1e-6, None),
-        "layer_norm_bwd": (x, x, x[:, :1], x[:, :1], v, None),
+        "layer_norm_fwd to bfloat16": (x, v, v, 1e-6, torch.bfloat16),
+        "layer_norm_fwd of tokens": (tokens, v, v, 1e-6, None),
+        "layer_norm_bwd": (x, x, statistic, statistic, v, None),
+        "layer_norm_bwd residual": (x, x, statistic, statistic, v, x),
+        "layer_norm_bwd_recompute": (x, x, statistic, statistic, v, v, None),
+        "layer_norm_bwd_recompute residual": (x, x, statistic, statistic, v, v, x),
         "add_layer_norm_fwd": (x, x, v, v, None, None, 1e-6),
-        "linear_fwd": (x, x, v, "gelu", None, None, None),
+        "add_layer_norm_fwd scaled": (x, x, v, v, v, per_sample, 1e-6),
+        "add_layer_norm_bwd": (x, None, x, statistic, statistic, v, x, None, None),
+        "add_layer_norm_bwd scaled": (x, x, x, statistic, statistic, v, x, v, per_sample),
+        "linear_fwd": (x, x, None, "none", None, None, None),
+        "linear_fwd gelu": (x, x, v, "gelu", None, None, None),
+        "linear_fwd of a branch": (x, x, v, "gelu", v, per_sample, x),
+        "linear_fwd wide residual": (half, half, half[0], "gelu", half[0], half[:2, 0], x),
+        "linear_fwd of tokens": (tokens, x, v, "gelu", v, per_sample, tokens),
         "linear_act_fwd": (x, x, v, "gelu"),
+        "linear_act_fwd of tokens": (tokens, x, None, "silu"),
         "linear_dact": (x, x, x, "gelu"),
         "act_bwd": (x, x, "gelu"),
         "attention_fwd": (q, q, q, None, 0.2, 0.0),
-        "patch_embed_fwd": (image, weight, v, None, None, None),
-        "patch_embed_bwd_weight": (x.view(2, 12, 24)[:, :4], image, weight, None),
+        "attention_bwd": (q, q, q, q, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
+        "attention_qkvpacked_fwd": (qkv, seed, 0.2, 0.3),
+        "attention_qkvpacked_bwd": (qkv[:, :, 0], qkv, qkv[:, :, 1], x[:2, :4].view(2, 1, 4), seed, 0.2, 0.3),
+        "dropout": (half, seed, 0.5),
+        "dropout of a branch": (half, seed, 0.5, v, per_sample, x),
+        "patch_embed_fwd": (image, weight, None, None, None, None),
+        "patch_embed_fwd all": (image, weight, v, x[:6], x[:2], None),
+        "patch_embed_fwd uint8": (pixels, weight, v, x[:6], x[:2], normalize),
+        "patch_embed_bwd_weight": (dout, image, weight, None),
+        "patch_embed_bwd_weight uint8": (dout, pixels, weight, normalize),
+        "patch_embed_bwd_image": (dout, weight, 8, 6, torch.bfloat16),
     }
 
 
-@pytest.mark.parametrize("name", registered_calls("cpu"))
+every_call = pytest.mark.parametrize("name", registered_calls("cpu"))
+
+
+@every_call
+def test_opcheck(name, backend, device):
+    arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, registered_calls(device)[name])
+    torch.library.opcheck(getattr(torch.ops.fastvit, name.split()[0]), arguments)
+
+
+@every_call
 def test_a_registered_op_minds_neither_autocast_nor_autograd(name, backend, device):
     """It has chosen its dtypes, and its gradient is another op's; an exported program calls it with autograd on."""
-    op, arguments = getattr(torch.ops.fastvit, name), registered_calls(device)[name]
+    op, arguments = getattr(torch.ops.fastvit, name.split()[0]), registered_calls(device)[name]
     with torch.no_grad():
         want = outputs_of(op(*arguments))
     for autocast in (False, True):

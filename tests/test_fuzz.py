@@ -104,8 +104,6 @@ class Case:
     options: dict[str, Any]
 
     def check(self, fused: Callable[..., Any], eager: Callable[..., Any], device: torch.device, **only: Any) -> None:
-        """only: options of fused that change no result."""
-
         def run(function: Callable[..., Any], more: dict[str, Any], **tensors: Any) -> Any:
             outputs = function(**tensors, **self.options, **more)
             result = RESULTS[self.result]
@@ -155,6 +153,22 @@ def case(
     return Case(tensors, draw(st.sampled_from(list(RESULTS))), {n: draw(option) for n, option in options.items()})
 
 
+def fuzzed(
+    cases: st.SearchStrategy[Case],
+    fused: Callable[..., Any],
+    eager: Callable[..., Any],
+    **only: st.SearchStrategy[Any],
+) -> Callable[..., None]:
+    """The test of an op. only: options of fused that change no result."""
+
+    @fuzz
+    @given(cases, st.fixed_dictionaries(only))
+    def test(backend: str, device: torch.device, case: Case, only: dict[str, Any]) -> None:
+        case.check(fused, eager, device, **only)
+
+    return test
+
+
 def branch(leading: tuple[int, ...], out: int) -> dict[str, tuple[int, ...]]:
     """What scales a branch of this size and what it is added to."""
     shapes = {"layer_scale": (out,), "residual": (*leading, out)}
@@ -167,10 +181,7 @@ def layer_norm_cases(draw: st.DrawFn) -> Case:
     return draw(case({"x": (*draw(NORMED), D), "weight": (D,), "bias": (D,)}, eps=st.sampled_from([1e-6, 1e-5, 0.1])))
 
 
-@fuzz
-@given(layer_norm_cases())
-def test_layer_norm(backend, device, case):
-    case.check(ops.layer_norm, formulas.layer_norm, device)
+test_layer_norm = fuzzed(layer_norm_cases(), ops.layer_norm, formulas.layer_norm)
 
 
 @st.composite
@@ -183,10 +194,7 @@ def add_layer_norm_cases(draw: st.DrawFn) -> Case:
     return Case(found.tensors | wide, found.result, found.options)
 
 
-@fuzz
-@given(add_layer_norm_cases())
-def test_add_layer_norm(backend, device, case):
-    case.check(ops.add_layer_norm, formulas.add_layer_norm, device)
+test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.add_layer_norm)
 
 
 @st.composite
@@ -197,10 +205,7 @@ def linear_cases(draw: st.DrawFn) -> Case:
     return draw(case(shapes, "bias layer_scale row_scale residual", activation=activation))
 
 
-@fuzz
-@given(linear_cases())
-def test_linear(backend, device, case):
-    case.check(ops.linear, formulas.linear, device)
+test_linear = fuzzed(linear_cases(), ops.linear, formulas.linear)
 
 
 @st.composite
@@ -211,9 +216,8 @@ def mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
     shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
     shapes |= {"fc1_weight": (hidden, D), "fc1_bias": (hidden,), "fc2_weight": (out, hidden), "fc2_bias": (out,)}
     shapes |= branch(leading, out)
-    return draw(
-        case(shapes, "fc1_bias fc2_bias layer_scale row_scale residual", activation=st.sampled_from(ACTIVATIONS))
-    )
+    optional = "fc1_bias fc2_bias layer_scale row_scale residual"
+    return draw(case(shapes, optional, activation=st.sampled_from(ACTIVATIONS)))
 
 
 RECOMPUTE = st.sampled_from(["none", "activation", "all"])
@@ -230,16 +234,10 @@ def to_itself(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@fuzz
-@given(mlp_cases(norm=False), RECOMPUTE)
-def test_mlp(backend, device, case, recompute):
-    case.check(to_itself(ops.mlp), to_itself(formulas.mlp), device, recompute=recompute)
-
-
-@fuzz
-@given(mlp_cases(norm=True), RECOMPUTE)
-def test_layer_norm_mlp(backend, device, case, recompute):
-    case.check(to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), device, recompute=recompute)
+test_mlp = fuzzed(mlp_cases(norm=False), to_itself(ops.mlp), to_itself(formulas.mlp), recompute=RECOMPUTE)
+test_layer_norm_mlp = fuzzed(
+    mlp_cases(norm=True), to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), recompute=RECOMPUTE
+)
 
 
 @st.composite
@@ -259,43 +257,21 @@ def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def eager_layer_norm_linear(x: Tensor, *args: Any, return_residual: bool) -> Any:
-    out = formulas.layer_norm_linear(x, *args)
-    return (out, x * 1) if return_residual else out
-
-
-@fuzz
-@given(layer_norm_linear_cases())
-def test_layer_norm_linear(backend, device, case):
-    case.check(side_by_side(ops.layer_norm_linear), side_by_side(eager_layer_norm_linear), device)
+test_layer_norm_linear = fuzzed(
+    layer_norm_linear_cases(), side_by_side(ops.layer_norm_linear), side_by_side(formulas.layer_norm_linear)
+)
 
 
 SIZES = st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(1, 3), st.integers(2, 12).map(lambda n: 8 * n))
 SCALE = st.sampled_from([None, 0.3])
-
-
-@st.composite
-def attention_cases(draw: st.DrawFn) -> Case:
-    shape = draw(SIZES)
-    return draw(case(dict.fromkeys("qkv", shape), scale=SCALE))
-
-
-@fuzz
-@given(attention_cases())
-def test_attention(backend, device, case):
-    case.check(ops.attention, formulas.attention, device)
-
-
-@st.composite
-def attention_qkvpacked_cases(draw: st.DrawFn) -> Case:
-    B, N, H, d = draw(SIZES)
-    return draw(case({"qkv": (B, N, 3, H, d)}, scale=SCALE))
-
-
-@fuzz
-@given(attention_qkvpacked_cases())
-def test_attention_qkvpacked(backend, device, case):
-    case.check(ops.attention_qkvpacked, formulas.attention_qkvpacked, device)
+test_attention = fuzzed(
+    SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention
+)
+test_attention_qkvpacked = fuzzed(
+    SIZES.flatmap(lambda shape: case({"qkv": (*shape[:2], 3, *shape[2:])}, scale=SCALE)),
+    ops.attention_qkvpacked,
+    formulas.attention_qkvpacked,
+)
 
 
 @st.composite
@@ -307,10 +283,7 @@ def patch_embed_cases(draw: st.DrawFn) -> Case:
     return draw(case({**shapes, "prefix": (P, D)}, "bias pos_embed prefix"))
 
 
-@fuzz
-@given(patch_embed_cases())
-def test_patch_embed(backend, device, case):
-    case.check(ops.patch_embed, formulas.patch_embed, device)
+test_patch_embed = fuzzed(patch_embed_cases(), ops.patch_embed, formulas.patch_embed)
 
 
 @st.composite

@@ -7,6 +7,7 @@ import pytest
 import torch
 from formulas import ACTIVATIONS
 from formulas import linear as eager
+from op_cases import tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,19 +27,11 @@ EPILOGUES = {  # what of layer_scale, row_scale, residual is present
 
 
 def tensors(*shape, out, dtype, device, bias=True, epilogue=(), kind="normal"):
-    """x (*shape), weight, bias and what the epilogue names; all but row_scale with requires_grad."""
+    """x (*shape), weight, bias and what the epilogue names."""
     shapes = {"x": shape, "weight": (out, shape[-1]), "bias": (out,) if bias else None}
     optional = {"layer_scale": (out,), "row_scale": shape[:1], "residual": (*shape[:-1], out)}
     shapes |= {name: optional[name] for name in epilogue}
-    made = {}
-    for seed, (name, size) in enumerate(shapes.items()):
-        t = None if size is None else inputs(kind, *size, dtype=dtype, device=device, seed=seed)
-        if name == "weight" and kind == "normal":
-            t = t / shape[-1] ** 0.5
-        if name == "row_scale":
-            t = torch.arange(len(t), device=device).to(dtype) * 1.25  # of no two samples the same
-        made[name] = t if t is None or name == "row_scale" else t.requires_grad_()
-    return made
+    return tensors_of(shapes, dtype, device, kind)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,45 +128,6 @@ def test_residual_of_wider_dtype(backend, device):
     arguments["residual"] = arguments["residual"].detach().float().requires_grad_()
     assert ops.linear(**arguments).dtype is torch.float32
     assert_op_as_accurate(ops.linear, eager, arguments)
-
-
-LAYOUTS = {
-    "row_strided": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
-    "token_slice": lambda x: torch.cat([torch.full_like(x[:, :1], torch.nan), x], 1)[:, 1:],
-    "column_strided": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
-@pytest.mark.parametrize("name", ["x", "residual"])
-def test_one_of_x_and_residual_strided(name, layout, backend, device):
-    arguments = tensors(3, 5, 24, out=24, dtype=torch.float32, device=device, epilogue=("residual",))
-    arranged = arguments | {name: LAYOUTS[layout](arguments[name])}
-    assert not arranged[name].is_contiguous()
-    torch.testing.assert_close(ops.linear(**arranged), ops.linear(**arguments), atol=2e-6, rtol=1e-5)
-
-
-def test_strided_parameters(backend, device):
-    arguments = tensors(4, 5, 24, out=24, dtype=torch.float32, device=device, epilogue=EPILOGUES["branch"])
-    arguments = {n: t.detach() for n, t in arguments.items()}
-    want = ops.linear(**arguments)
-    arguments["weight"] = arguments["weight"].t().contiguous().t()
-    for name in ("bias", "layer_scale", "row_scale"):
-        t = arguments[name]
-        arguments[name] = torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0]
-    torch.testing.assert_close(ops.linear(**arguments), want)
-    arguments["row_scale"] = torch.ones(1, device=device).expand(4)
-    torch.testing.assert_close(ops.linear(**arguments), eager(**arguments))
-
-
-def test_expanded_input_and_gradient(backend, device):
-    arguments = tensors(1, 1, 24, out=16, dtype=torch.float32, device=device)
-    for activation in (None, "gelu"):
-        results = []
-        for function in (ops.linear, eager):
-            y = function(arguments["x"].expand(3, 5, 24), arguments["weight"], arguments["bias"], activation=activation)
-            results.append((y, *torch.autograd.grad(y.sum(), list(arguments.values()))))
-        torch.testing.assert_close(*results, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
@@ -274,83 +228,3 @@ def test_gradcheck(activation, device):
             lambda *values: ops.linear(**dict(zip(arguments, values, strict=True)), activation=activation),
             tuple(arguments.values()),
         )
-
-
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
-def test_opcheck(full, backend, device):
-    x, dy = (inputs("normal", 6, 24, dtype=torch.float32, device=device, seed=s) for s in (0, 1))
-    weight, vector = (inputs("normal", *s, dtype=torch.float32, device=device) for s in ((16, 24), (16,)))
-    pre = inputs("normal", 6, 16, dtype=torch.float32, device=device, seed=3)
-    branch = (vector, torch.ones(3, device=device), pre.double() if backend == "aten" else pre) if full else (None,) * 3
-    opcheck = torch.library.opcheck
-    opcheck(torch.ops.fastvit.linear_fwd, (x, weight, vector if full else None, "gelu" if full else "none", *branch))
-    opcheck(torch.ops.fastvit.linear_act_fwd, (x, weight, vector if full else None, "silu"))
-    tokens, branch = x.view(3, 2, 24), (*branch[:2], None if branch[2] is None else branch[2].view(3, 2, 16))
-    opcheck(torch.ops.fastvit.linear_fwd, (tokens, weight, vector, "gelu", *branch))
-    opcheck(torch.ops.fastvit.linear_act_fwd, (tokens, weight, None, "silu"))
-    opcheck(torch.ops.fastvit.linear_dact, (dy, weight.t().contiguous(), pre, "gelu"))
-    opcheck(torch.ops.fastvit.act_bwd, (pre, pre, "relu"))
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile(dynamic, backend, device):
-    p = tensors(1, 1, 24, out=24, dtype=torch.float32, device=device, epilogue=("layer_scale",))
-    del p["x"]
-    weight, bias, layer_scale = p.values()
-
-    def step(x, row_scale):
-        h = ops.linear(x, weight, bias, activation="gelu")
-        return ops.linear(h, weight, bias, layer_scale=layer_scale, row_scale=row_scale, residual=x).square().sum()
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for batch in (2, 3, 5):
-        x = inputs("normal", batch, 5, 24, dtype=torch.float32, device=device).requires_grad_()
-        row_scale = torch.arange(batch, device=device) / 2
-        got, want = (torch.autograd.grad(fn(x, row_scale), (x, weight, layer_scale)) for fn in (compiled, step))
-        torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_autocast_follows_eager(activation, backend, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        arguments = tensors(2, 5, 24, out=16, dtype=torch.float32, device=device, epilogue=("layer_scale", "residual"))
-        arguments["x"] = arguments["x"].detach().to(dtype).requires_grad_()
-        for names in (("x", "weight", "bias"), tuple(arguments)):
-            some = {n: arguments[n] for n in names}
-            with torch.autocast(device.type, torch.bfloat16):
-                got, want = ops.linear(**some, activation=activation), eager(**some, activation=activation)
-            assert got.dtype == want.dtype
-            torch.testing.assert_close(got, want, atol=3e-2, rtol=2e-2)
-            gradients = torch.autograd.grad(got.sum(), list(some.values()))
-            assert [g.dtype for g in gradients] == [t.dtype for t in some.values()]
-
-
-BAD = {
-    "x must be a tensor": (TypeError, {"x": [1.0]}),
-    "x must be float32": (TypeError, {"x": torch.ones(2, 5, 24, dtype=torch.long)}),
-    "x must have shape (..., in) with weight's in = 24": (ValueError, {"x": torch.ones(2, 5, 23)}),
-    "weight must be (out, in)": (ValueError, {"weight": torch.ones(24)}),
-    "weight must have x's dtype": (TypeError, {"weight": torch.ones(16, 24).half()}),
-    "weight must be on x's device": (ValueError, {"weight": torch.ones(16, 24, device="meta")}),
-    "bias must have shape (out,) = (16,), got (24,)": (ValueError, {"bias": torch.ones(24)}),
-    "bias must have x's dtype": (TypeError, {"bias": torch.ones(16).double()}),
-    "layer_scale must have shape": (ValueError, {"layer_scale": torch.ones(24)}),
-    "layer_scale must have x's dtype": (TypeError, {"layer_scale": torch.ones(16).half()}),
-    "row_scale must have shape (B,) = (2,), got (5,)": (ValueError, {"row_scale": torch.ones(5)}),
-    "row_scale needs x with a batch dimension": (ValueError, {"x": torch.ones(24), "row_scale": torch.ones(1)}),
-    "residual must have shape (..., out) = (2, 5, 16)": (ValueError, {"residual": torch.ones(2, 5, 24)}),
-    "residual must be float32": (TypeError, {"residual": torch.ones(2, 5, 16, dtype=torch.int)}),
-    "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, got 'glu'": (
-        ValueError,
-        {"activation": "glu"},
-    ),
-}
-
-
-@pytest.mark.parametrize("message", BAD, ids=[m.replace(" ", "_") for m in BAD])
-def test_bad_arguments(message):
-    error, arguments = BAD[message]
-    arguments = {"x": torch.ones(2, 5, 24), "weight": torch.ones(16, 24)} | arguments
-    with pytest.raises(error) as raised:
-        ops.linear(**arguments)
-    assert message in str(raised.value)

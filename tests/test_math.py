@@ -3,6 +3,7 @@
 import importlib.util
 import math
 
+import formulas
 import numpy as np
 import pytest
 import torch
@@ -114,13 +115,7 @@ def test_float32_form_is_as_accurate_as_eager(name, device):
     x = torch.linspace(-12, 12, 4096, device=device)
     exact, exact_grad = reference(name, x)
     leaf = x.clone().requires_grad_()
-    eager = {
-        "gelu": torch.nn.functional.gelu,
-        "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
-        "quick_gelu": lambda t: t * torch.sigmoid(1.702 * t),
-        "relu": torch.relu,
-        "silu": torch.nn.functional.silu,
-    }[name](leaf)
+    eager = formulas.ACTIVATIONS[name](leaf)
     (eager_grad,) = torch.autograd.grad(eager.sum(), leaf)
     value, again, grad = run(name, x, exact=True)
     assert_as_accurate(value, eager, exact, what=name)

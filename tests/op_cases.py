@@ -1,0 +1,136 @@
+"""The public ops and small tensors for them, by name: "mlp dropout" is ops.mlp with OPTIONS["mlp dropout"]."""
+
+import math
+
+import torch
+from oracle import inputs
+from torch import Tensor
+
+from benchmarks.harness.memory import saved_bytes
+from fastvit import ops
+
+# "B" and "N": the batch, and the tokens of a sample
+X = ("B", "N", 16)
+BRANCH = {"layer_scale": (16,), "row_scale": ("B",)}
+LINEAR = {"weight": (16, 16), "bias": (16,)}
+NORM = {"norm_weight": (16,), "norm_bias": (16,)}
+FC = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 40), "fc2_bias": (16,)}
+IMAGE = {"image": ("B", 3, 8, "2N"), "weight": (24, 3, 4, 4)}
+TOKENS = {"bias": (24,), "pos_embed": ("N", 24), "prefix": (1, 24)}
+SHAPES = {
+    "layer_norm": {"x": X, "weight": (16,), "bias": (16,)},
+    "linear": {"x": X, **LINEAR, **BRANCH, "residual": X},
+    "linear gelu": {"x": X, **LINEAR},
+    "layer_norm_linear": {"x": X, **NORM, **LINEAR},
+    "layer_norm_linear residual": {"x": X, **NORM, **LINEAR},
+    "mlp": {"x": X, **FC, **BRANCH},
+    "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
+    "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
+    "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
+    "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
+    "patch_embed": {**IMAGE, **TOKENS},
+}
+OPTIONS = {
+    "linear gelu": {"activation": "gelu"},
+    "layer_norm_linear residual": {"return_residual": True},
+    "patch_embed uint8": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+    "mlp recompute": {"recompute": "all", "activation": "silu"},
+    "layer_norm_mlp recompute": {"recompute": "all", "activation": "silu"},
+    "mlp dropout": {"recompute": "none", "dropout_p": 0.3},
+    "layer_norm_mlp dropout": {"recompute": "none", "dropout_p": 0.3},
+    "attention_qkvpacked dropout": {"dropout_p": 0.4},
+    "attention": {"scale": 0.7},
+    "dropout": {"p": 0.5},
+}
+SHAPES = {name: SHAPES.get(name.split()[0], {"x": X}) for name in OPTIONS} | SHAPES
+FORMULAS = [name for name in SHAPES if not name.endswith(("dropout", "recompute"))]  # the names that formulas.py has
+
+
+def function(name, module=ops):
+    """The op, or its formula, of tensors by name; an MLP's residual is its x."""
+    op, options = getattr(module, name.split()[0]), OPTIONS.get(name, {})
+    if "mlp" in name:
+        return lambda x, **tensors: op(x=x, residual=x, **tensors, **options)
+    return lambda **tensors: op(**tensors, **options)
+
+
+def tensors_of(shapes, dtype, device, kind="normal"):
+    """Tensors by name, None for a shape of None. All but row_scale require a gradient, and are of this kind of input;
+    matrices are divided by the root of what they sum over, unless they are to stay integer."""
+    made: dict[str, Tensor | None] = {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        if shape is None:
+            made[name] = None
+        elif name == "row_scale":
+            made[name] = torch.arange(*shape, device=device).to(dtype) * 1.25  # of no two samples the same
+        else:
+            t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=seed)
+            if name.endswith("weight") and len(shape) > 1 and kind == "normal":
+                t = t / math.prod(shape[1:]) ** 0.5
+            made[name] = t.to(dtype).requires_grad_()
+    return made
+
+
+def made(name, B, N, device, dtype=torch.float32):
+    sizes = {"B": B, "N": N, "2N": 2 * N}
+    shapes = {key: tuple(sizes.get(n, n) for n in shape) for key, shape in SHAPES[name].items()}
+    tensors = tensors_of(shapes, dtype, device)
+    if name == "patch_embed uint8":
+        tensors["image"] = (tensors["image"].detach() * 40).to(torch.uint8)
+    return tensors
+
+
+def wanted(tensors):
+    return {name: t for name, t in tensors.items() if t is not None and t.requires_grad}
+
+
+def outputs_of(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def outputs_and_gradients(op, tensors):
+    """Outputs, and gradients by name; what is random is drawn anew, and the same."""
+    torch.manual_seed(4)
+    outputs, leaves = outputs_of(op(**tensors)), wanted(tensors)
+    through = [o for o in outputs if o.requires_grad]
+    douts = [inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=50 + i) for i, o in enumerate(through)]
+    return outputs, dict(zip(leaves, torch.autograd.grad(through, list(leaves.values()), douts), strict=True))
+
+
+def results(op, tensors):
+    outputs, gradients = outputs_and_gradients(op, tensors)
+    return *outputs, *gradients.values()
+
+
+def assert_freezing_changes_no_other_gradient(op, tensors, choices):
+    """choices: names of the tensors that are frozen together"""
+    _, everything = outputs_and_gradients(op, tensors)
+    for frozen in choices:
+        partly = {n: t.detach().requires_grad_(t.requires_grad and n not in frozen) for n, t in tensors.items()}
+        _, gradients = outputs_and_gradients(op, partly)
+        assert gradients.keys() == everything.keys() - set(frozen)
+        for name, got in gradients.items():
+            torch.testing.assert_close(got, everything[name], atol=5e-6, rtol=1e-5, msg=f"{name} with {frozen} frozen")
+
+
+def saved_numel(op, tensors):
+    """Elements of float32 that a call keeps for backward, but for all tensors other than x."""
+    return saved_bytes(lambda: op(**tensors), [t for name, t in tensors.items() if name != "x"]) / 4
+
+
+def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
+    """The results of contiguous tensors; ATen's matmuls may round otherwise."""
+    runs = []
+    for arranged, arrange in (
+        ({k: t.contiguous() for k, t in tensors.items()}, lambda t: arrange_dout(t).contiguous()),
+        (tensors, arrange_dout),
+    ):
+        leaves = {k: t.detach().requires_grad_(tensors[k].requires_grad) for k, t in arranged.items()}
+        torch.manual_seed(4)
+        outputs = outputs_of(function(name)(**leaves))
+        assert outputs[0].is_contiguous()
+        douts = [arrange(inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=50)) for o in outputs]
+        runs.append((*outputs, *torch.autograd.grad(outputs, list(wanted(leaves).values()), douts)))
+    for plain, strided in zip(*runs, strict=True):
+        assert not bitwise or torch.equal(strided, plain)
+        torch.testing.assert_close(strided, plain, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,157 @@
+"""A wrong argument of an op raises before anything runs, and the message names the argument and what is allowed."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from op_cases import OPTIONS, made
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fastvit import ops
+
+B, N, D = 2, 4, 16
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(shape, **options)
+
+
+X = [
+    (TypeError, "x must be float32", {"x": ones(B, N, D, dtype=torch.long)}),
+    (ValueError, "x must have shape (..., in) with ", {"x": ones(B, N, 15)}),
+]
+NORM = [
+    (ValueError, "norm_weight must have shape (in,)", {"norm_weight": ones(40)}),
+    (TypeError, "norm_weight must be a tensor", {"norm_weight": None}),
+    (TypeError, "norm_bias must have x's dtype", {"norm_bias": ones(D).double()}),
+    (ValueError, "norm_bias must be on x's device", {"norm_bias": ones(D, device="meta")}),
+    (ValueError, "eps must be finite and not negative, got -1.0", {"eps": -1.0}),
+]
+BRANCH = [
+    (ValueError, "layer_scale must have shape (out,) = (16,)", {"layer_scale": ones(24)}),
+    (TypeError, "layer_scale must have x's dtype", {"layer_scale": ones(D).half()}),
+    (ValueError, "row_scale must have shape (B,) = (2,), got (5,)", {"row_scale": ones(5)}),
+]
+MLP = [
+    *X,
+    *BRANCH,
+    (TypeError, "fc1_weight must have x's dtype", {"fc1_weight": ones(40, D).half()}),
+    (ValueError, "fc1_weight must be (out, in)", {"fc1_weight": ones(D)}),
+    (ValueError, "fc1_bias must have shape", {"fc1_bias": ones(D)}),
+    (ValueError, "fc2_weight must have shape (out, hidden)", {"fc2_weight": ones(D, 41)}),
+    (TypeError, "fc2_weight must be a tensor", {"fc2_weight": None}),
+    (ValueError, "fc2_weight must be on x's device", {"fc2_weight": ones(D, 40, device="meta")}),
+    (ValueError, "fc2_bias must have shape (out,)", {"fc2_bias": ones(40)}),
+    (ValueError, "activation must be one of gelu", {"activation": "gelu_erf"}),
+    (ValueError, "recompute must be one of none, activation, all, got 'some'", {"recompute": "some"}),
+    (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
+    (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
+]
+HEADS = "head_dim must be a multiple of 8 from 16 to 256, got "
+BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
+    "layer_norm": [
+        (TypeError, "x must be a tensor", {"x": [1.0]}),
+        (TypeError, "x must be float32", {"x": ones(B, N, D, dtype=torch.long)}),
+        (ValueError, "x must have a non-empty last", {"x": ones(B, N, 0)}),
+        (ValueError, "weight must have shape", {"weight": ones(15)}),
+        (TypeError, "bias must have x's dtype", {"bias": ones(D).half()}),
+        (ValueError, "weight must be on x's device", {"weight": ones(D, device="meta")}),
+        (ValueError, "eps must be finite and not negative", {"eps": -1e-6}),
+    ],
+    "add_layer_norm": [
+        (ValueError, "branch must have shape", {"branch": ones(B, 1, D)}),
+        (ValueError, "layer_scale must have shape", {"layer_scale": ones(3)}),
+        (ValueError, "row_scale must have shape", {"row_scale": ones(D)}),
+    ],
+    "linear": [
+        *X,
+        *BRANCH,
+        (TypeError, "x must be a tensor", {"x": [1.0]}),
+        (ValueError, "x must have shape (..., in) with weight's in = 16", {"x": ones(B, N, 15)}),
+        (ValueError, "weight must be (out, in)", {"weight": ones(D)}),
+        (TypeError, "weight must have x's dtype", {"weight": ones(D, D).half()}),
+        (ValueError, "weight must be on x's device", {"weight": ones(D, D, device="meta")}),
+        (ValueError, "bias must have shape (out,) = (16,), got (24,)", {"bias": ones(24)}),
+        (TypeError, "bias must have x's dtype", {"bias": ones(D).double()}),
+        (ValueError, "row_scale needs x with a batch dimension",
+         {"x": ones(D), "row_scale": ones(1), "residual": None}),
+        (ValueError, "residual must have shape (..., out) = (2, 4, 16)", {"residual": ones(B, N, 24)}),
+        (TypeError, "residual must be float32", {"residual": ones(B, N, D, dtype=torch.int)}),
+        (ValueError, "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, got 'glu'",
+         {"activation": "glu"}),
+    ],
+    "layer_norm_linear": [
+        *X,
+        *NORM,
+        (TypeError, "weight must have x's dtype", {"weight": ones(D, D).half()}),
+        (ValueError, "weight must be (out, in)", {"weight": ones(D)}),
+        (ValueError, "bias must have shape", {"bias": ones(40)}),
+    ],
+    "mlp": MLP,
+    "layer_norm_mlp": [*MLP, *NORM],
+    "attention": [
+        (TypeError, "q must be a tensor", {"q": [1.0]}),
+        (TypeError, "q must be float32", {"q": ones(B, N, 2, D, dtype=torch.long)}),
+        (ValueError, "q must have shape (B, N, H, d)", {"q": ones(N, 2, D)}),
+        (TypeError, "k must be a tensor", {"k": None}),
+        (TypeError, "k must have q's dtype", {"k": ones(B, N, 2, D).half()}),
+        (ValueError, "v must be on q's device", {"v": ones(B, N, 2, D, device="meta")}),
+        (ValueError, "v must have q's shape", {"v": ones(B, 3, 2, D)}),
+        (ValueError, HEADS + "12", dict.fromkeys("qkv", ones(B, N, 2, 12))),
+        (ValueError, "dropout_p must be in [0, 1), got 1", {"dropout_p": 1.0}),
+        (ValueError, "dropout_p must be in [0, 1), got -0.1", {"dropout_p": -0.1}),
+        (ValueError, "scale must be finite", {"scale": math.inf}),
+    ],
+    "attention_qkvpacked": [
+        (ValueError, HEADS + "264", {"qkv": ones(1, 2, 3, 1, 264)}),
+        (ValueError, "qkv must have shape (B, N, 3, H, d)", {"qkv": ones(B, N, 2, D)}),
+        (TypeError, "qkv must be float32", {"qkv": ones(B, N, 3, 2, D, dtype=torch.bool)}),
+    ],
+    "dropout": [
+        (ValueError, "p must be in [0, 1), got 1.0", {"p": 1.0}),
+        (ValueError, "p must be in [0, 1), got -0.1", {"p": -0.1}),
+        (ValueError, "p must be in [0, 1), got nan", {"p": math.nan}),
+        (TypeError, "x must be float32", {"x": ones(2, dtype=torch.long)}),
+        (TypeError, "x must be a tensor", {"x": [1.0]}),
+    ],
+    "patch_embed": [
+        (TypeError, "image must be a tensor", {"image": [1.0]}),
+        (TypeError, "image must be float32", {"image": ones(B, 3, 8, 8, dtype=torch.long)}),
+        (TypeError, "weight must be float32", {"weight": ones(24, 3, 4, 4, dtype=torch.uint8)}),
+        (ValueError, "image must have shape (B, C, H, W), got (3, 8, 8)", {"image": ones(3, 8, 8)}),
+        (ValueError, "weight must have shape (D, C, ph, pw)", {"weight": ones(24, 48)}),
+        (TypeError, "weight must have image's dtype", {"weight": ones(24, 3, 4, 4).half()}),
+        (ValueError, "weight must be on image's device", {"weight": ones(24, 3, 4, 4, device="meta")}),
+        (ValueError, "weight must have image's 2 channels, got 3", {"image": ones(B, 2, 8, 8)}),
+        (ValueError, "image size (H, W) must be a positive multiple of the patch (4, 4), got (8, 7)",
+         {"image": ones(B, 3, 8, 7)}),
+        (ValueError, "image size (H, W) must be a positive multiple of the patch (4, 4), got (0, 8)",
+         {"image": ones(B, 3, 0, 8)}),
+        (ValueError, "bias must have shape (D,) = (24,)", {"bias": ones(23)}),
+        (TypeError, "bias must have weight's dtype", {"bias": ones(24).half()}),
+        (ValueError, "pos_embed must have shape (patches, D) = (4, 24)", {"pos_embed": ones(5, 24)}),
+        (TypeError, "pos_embed must have weight's dtype", {"pos_embed": ones(4, 24).double()}),
+        (ValueError, "prefix must have shape (P, D) with D = 24", {"prefix": ones(24)}),
+        (ValueError, "mean is for uint8 images", {"mean": (0.5, 0.5, 0.5)}),
+        (ValueError, "std is for uint8 images", {"std": (0.5, 0.5, 0.5)}),
+    ],
+    "patch_embed uint8": [
+        (ValueError, "mean must have one value for each of the 3 channels, got 2", {"mean": (0.5, 0.5)}),
+        (ValueError, "std must be positive and finite", {"std": (0.2, 0.0, 0.2)}),
+        (ValueError, "mean must be finite", {"mean": (0.2, math.nan, 0.2)}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message", "wrong"), [(name, *row) for name, rows in BAD.items() for row in rows]
+)
+def test_bad_arguments(
+    name: str, error: type[Exception], message: str, wrong: dict[str, Any], device: torch.device
+) -> None:
+    wrong = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(device), wrong)
+    with pytest.raises(error) as raised:
+        getattr(ops, name.split()[0])(**made(name, B, N, device) | OPTIONS.get(name, {}) | wrong)
+    assert str(raised.value).startswith(message)
