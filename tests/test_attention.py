@@ -232,6 +232,19 @@ def test_scores_out_of_the_range_of_exp(backend, device):
     assert_as_accurate(ops.attention(q, k, v, scale=1.0), eager(q, k, v, scale=1.0), exact)
 
 
+@pytest.mark.parametrize("largest", ["first", "last"])
+@pytest.mark.parametrize(("N", "dtype"), [(70, torch.float32), (197, torch.bfloat16), (346, torch.bfloat16)], ids=str)
+def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
+    """Scores from -400 to 400, of 4 roundings each: the maximum is that of all tiles, in whichever order they come."""
+    v = inputs("normal", 1, N, 1, 64, dtype=dtype, device=device)
+    q = torch.ones_like(v)
+    k = torch.linspace(-6.25, 6.25, N, device=device).to(dtype)[None, :, None, None].expand_as(q)
+    k = k if largest == "last" else k.flip(1)
+    exact = eager(q.double(), k.double(), v.double(), scale=1.0)
+    error = 4 * 400 * 2.0**-24 + torch.finfo(dtype).eps
+    torch.testing.assert_close(ops.attention(q, k, v, scale=1.0).double(), exact, rtol=error, atol=error)
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)], ids=str)
 def test_empty(shape, backend, device):
     B, N, H, d = shape
