@@ -1,6 +1,6 @@
 """Deliberate faults, put into a copy of the checkout one at a time: the test named beside each has to fail.
 
-    python tests/mutants.py                   all of mutant_table.py (make mutants)
+    python tests/mutants.py                   all of faults.toml (make mutants)
     python tests/mutants.py -k attention      those with this in their name or file
     python tests/mutants.py --check           only whether every fault still applies
 
@@ -8,20 +8,24 @@ The same tests have to pass without a fault. Exits 1 if one does not, or if a fa
 """
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from mutant_table import FAULTS as TABLE
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+PROCESSES = multiprocessing.get_context("forkserver")  # every test starts behind the slowest imports
+PROCESSES.set_forkserver_preload(["pytest", "torch"])
 
 
 class Fault(NamedTuple):
@@ -35,7 +39,11 @@ class Fault(NamedTuple):
         return f"{self.file}: {self.name}"
 
 
-FAULTS = [Fault(file, *fault) for file, faults in TABLE.items() for fault in faults]
+FAULTS = [
+    Fault(file, name, *rest)
+    for file, faults in tomllib.loads(Path(__file__).with_name("faults.toml").read_text()).items()
+    for name, rest in faults.items()
+]
 
 
 def misfit(fault: Fault) -> str:
@@ -56,17 +64,28 @@ def copy_checkout(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
 
 
+def run_pytest(checkout: Path, arguments: list[str], output: str) -> None:
+    """In a process of its own."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.chdir(checkout)
+    sys.path[0] = str(checkout)  # which was this file's folder
+    sys.exit(pytest.main(arguments))
+
+
 def run_tests(checkout: Path, tests: list[str]) -> tuple[bool | None, str]:
     """Whether they passed, None if they did not run; and pytest's last line. A test alone may name its cases by -k."""
-    command = [sys.executable, "-m", "pytest", "-xq", "--tb=no", "-p", "no:cacheprovider"]
+    arguments = ["-xq", "--tb=no", "-p", "no:cacheprovider"]
     for test in tests:
         node, _, cases = test.partition(" -k ")
         file, _, function = node.partition("::")
-        command += [f"tests/test_{file}.py::{function}", *(["-k", cases] if cases and len(tests) == 1 else [])]
-    # a file that changes twice in a second would be taken from its old bytecode
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    return {0: True, 1: False}.get(done.returncode), (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+        arguments += [f"tests/test_{file}.py::{function}", *(["-k", cases] if cases and len(tests) == 1 else [])]
+    output = checkout / "output.txt"
+    process = PROCESSES.Process(target=run_pytest, args=(checkout, arguments, str(output)))
+    process.start()
+    process.join()
+    return {0: True, 1: False}.get(process.exitcode), output.read_text().strip().splitlines()[-1]
 
 
 def try_fault(fault: Fault, checkout: Path) -> tuple[str, str]:
@@ -108,6 +127,11 @@ def run_all(faults: list[Fault], jobs: int) -> list[tuple[str, str]]:
 
 
 def main() -> int:
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # none is needed, and some take a second
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second would be taken from its old bytecode
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", default="", metavar="TEXT", help="only faults with this in their name or file")
     parser.add_argument("--list", action="store_true", help="print the faults and the tests that have to fail")

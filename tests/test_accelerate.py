@@ -339,8 +339,10 @@ def test_a_patch_embedding_of_another_size_falls_back(tiny, device) -> None:
     fastvit.accelerate(model)
     conv, image = model.patch_embed.proj, torch.randn(1, 3, 40, 33, device=device)
     with pytest.warns(UserWarning, match="an image of 40 x 33, which patches of 16 x 16 do not cover"):
-        got = conv(image)
-    assert torch.equal(got, nn.functional.conv2d(image, conv.weight, conv.bias, stride=16))
+        assert torch.equal(conv(image), nn.functional.conv2d(image, conv.weight, conv.bias, stride=16))
+    conv.stride = (8, 8)
+    with pytest.warns(UserWarning, match="its convolution is not one of disjoint patches"):
+        assert conv(image[..., :32, :32]).shape[2:] == (3, 3)
 
 
 def test_layer_norms_that_round_otherwise_are_left_alone(device) -> None:

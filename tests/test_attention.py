@@ -104,8 +104,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
 def test_layouts(layout, backend, device):
-    """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise."""
-    q, k, v = separate(2, 21, 2, 24, device=device).values()
+    """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise. Over several tiles."""
+    q, k, v = separate(2, 40, 2, 24, device=device).values()
     strided = dict(zip("qkv", LAYOUTS[layout](q, k, v), strict=True))
     assert_layout_does_not_matter("attention", strided, lambda do: LAYOUTS[layout](do, do, do)[1], backend == "triton")
 
@@ -204,6 +204,17 @@ def test_scores_out_of_the_range_of_exp(backend, device):
     q, k = q.abs() * 20, k.abs() * -20
     exact = eager(q.double(), k.double(), v.double(), scale=1.0)
     assert_as_accurate(ops.attention(q, k, v, scale=1.0), eager(q, k, v, scale=1.0), exact)
+
+
+@pytest.mark.parametrize("largest", ["first", "last"])
+@pytest.mark.parametrize(("N", "dtype"), [(70, torch.float32), (197, torch.bfloat16), (346, torch.bfloat16)], ids=str)
+def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
+    """800 above: exp of the difference overflows, unless the maximum is that of all tiles, in whichever order."""
+    v = inputs("normal", 1, N, 1, 64, dtype=dtype, device=device)
+    q, k = torch.ones_like(v), torch.full_like(v, -6.25)
+    key = 0 if largest == "first" else N - 1
+    k[:, key] = 6.25
+    assert torch.equal(ops.attention(q, k, v, scale=1.0), v[:, key : key + 1].expand_as(v))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)], ids=str)

@@ -200,6 +200,24 @@ def test_projection_dropout_in_training(behind: str, backend: str, device: torch
         torch.testing.assert_close(run(0)[~dropped], 2 * full[~dropped], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("behind", ["proj", "fc2"])
+def test_a_branch_is_scaled_behind_its_dropout(behind: str, backend: str, device: torch.device) -> None:
+    """By LayerScale, and by stochastic depth: what neither of the two drops is divided by both."""
+    block, _ = blocks(proj_drop=0.5, init_values=0.1, drop_path=0.25)
+    block.to(device).mlp.drop1.p = 0.0
+    x = inputs("normal", 32, N, D, dtype=torch.float32, device=device)
+
+    def branch() -> Tensor:
+        if behind == "proj":
+            return fuse.run_attention_half(x, fuse.read_attention_half(block)).detach() - x
+        return fuse.run_mlp_half(x, fuse.read_mlp_half(block)).detach() - x
+
+    got, full = branch(), block.eval() and branch()
+    dropped = got == 0
+    assert 0 < dropped.flatten(1).all(1).sum() < 32
+    torch.testing.assert_close(got[~dropped], full[~dropped] / (0.5 * 0.75), rtol=1e-4, atol=1e-5)
+
+
 def test_dropout_rates_that_differ_run_one_by_one() -> None:
     block, theirs = blocks(proj_drop=0.5)
     block.mlp.drop1.p = theirs.mlp.drop1.p = 0.25

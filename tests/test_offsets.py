@@ -1,8 +1,11 @@
 """Offsets beyond 2**31 elements. Memory is reserved without being committed, so that only touched pages cost any; a
 wrapped offset stays inside the reservation and reads zeros: a wrong result, not a crash."""
 
+import math
 import mmap
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from oracle import inputs
@@ -78,32 +81,64 @@ def test_layer_norm(dtype, device):
     )  # fmt: skip
 
 
+class Touched(NamedTuple):
+    loaded: set[int]
+    stored: set[int]
+    fresh: list[torch.Tensor]
+
+
 @pytest.fixture
-def stored(monkeypatch, device):
-    """The addresses that the last program of every launch stores to; nothing is stored, and no other program runs."""
+def touched(monkeypatch, device):
+    """Addresses that the last program of every launch loads from and stores to, and the memory that launchers ask for.
+    It is reserved only: loads give zeros, nothing is stored, and no other program runs."""
     if device.type == "cuda":
         pytest.skip("addresses are read off in the interpreter")
     from triton.runtime import interpreter
 
-    addresses = set()
-    programs = lambda count: [count - 1]  # noqa: E731
-    monkeypatch.setattr(interpreter, "range", programs, raising=False)
-    monkeypatch.setattr(
-        interpreter.interpreter_builder,
-        "create_masked_store",
-        lambda at, value, mask, *_: addresses.update(at.data[mask.data].tolist()),
-    )
-    return addresses
+    found = Touched(set(), set(), [])
+
+    def empty(shape, *, dtype, device):
+        found.fresh.append(reserved(math.prod(shape), dtype, device).view(shape))
+        return found.fresh[-1]
+
+    def load(at, mask, *_):
+        found.loaded.update(at.data[mask.data].tolist())
+        dtype = at.get_element_ty()
+        return interpreter.TensorHandle(np.zeros(at.data.shape, interpreter._get_np_dtype(dtype)), dtype)
+
+    def store(at, value, mask, *_):
+        found.stored.update(at.data[mask.data].tolist())
+
+    monkeypatch.setattr(interpreter, "range", lambda count: [count - 1], raising=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_store", store)
+    monkeypatch.setattr(torch, "empty", empty)
+    return found
 
 
-def test_attention_of_many_heads(stored, device):
-    """Of 2.4e9 elements of output, and of each gradient, the last program writes the last."""
-    B, N, H, d = 9, 2, 1 << 19, 256
-    x = torch.ones(d, dtype=torch.bfloat16).expand(B, N, H, d)
-    o, lse = torch.ops.fastvit.attention_fwd(x, x, x, None, 2**-8, 0.0)
-    gradients = torch.ops.fastvit.attention_bwd(x, x, x, x, x, torch.zeros_like(lse), None, 2**-8, 0.0)
-    for t in (o, lse, *gradients):
-        assert t.data_ptr() + (t.numel() - 1) * t.itemsize in stored
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((9, 2, 1 << 19, 256), torch.bfloat16),
+        ((2, 2, 1 << 22, 256), torch.bfloat16),
+        ((2, 2, 1 << 24, 64), torch.bfloat16),
+        ((1 << 30, 3, 1, 16), torch.bfloat16),
+        ((1 << 30, 3, 1, 16), torch.float32),
+    ],
+    ids=["output", "sample", "sample-short", "statistics-short", "statistics"],
+)
+def test_attention_of_many_heads(shape, dtype, touched, device):
+    """Where output, one sample of it, or LSE has more than 2**31 elements, the last program writes the last, and so it
+    does of gradients; it reads the last statistics."""
+    d = shape[-1]
+    x = torch.ones(d, dtype=dtype).expand(shape)
+    _, lse = torch.ops.fastvit.attention_fwd(x, x, x, None, 2**-8, 0.0)
+    torch.ops.fastvit.attention_bwd(x, x, x, x, x, lse, None, 2**-8, 0.0)
+    assert len(touched.fresh) in (5, 6)  # o, LSE, three gradients; what one backward kernel leaves for the other
+    for t in touched.fresh:
+        last = t.data_ptr() + (t.numel() - 1) * t.itemsize
+        assert last in touched.stored
+        assert last in touched.loaded or t.shape[-1] == d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
