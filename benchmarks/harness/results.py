@@ -3,17 +3,14 @@
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.harness.results
 
-In each folder: runs of the benchmarks (`attention_2of7.json`: a step of a run that was cut into steps; all of
-them are one table, with the best limits that any measured), `families.json` and `dispatch.json` of the modules of
-those names, and pictures of benchmarks/harness/plot.py.
+In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
+`families.json` and `dispatch.json` of the modules of those names, and pictures of benchmarks/harness/plot.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -46,18 +43,10 @@ def _provider(data: dict[str, Any]) -> Provider:
     return Provider(**{**data, "time": None if data["time"] is None else Quantiles(**data["time"])})
 
 
-def _step(path: Path) -> tuple[str, int]:
-    """("attention", 10) of attention_10of12.json; (stem, 0) of a run in one piece."""
-    found = re.fullmatch(r"(.+)_(\d+)of\d+", path.stem)
-    return (found[1], int(found[2])) if found else (path.stem, 0)
-
-
 def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     """The records of one run, its limits, and where and when it was."""
-    runs = [json.loads(path.read_text()) for path in sorted(paths, key=_step)]
-    # step i of n ran every n-th benchmark: taken in turn they are in order again
-    turns = itertools.zip_longest(*([b["extra_info"] for b in run["benchmarks"]] for run in runs))
-    info = [i for turn in turns for i in turn if i is not None]
+    runs = [json.loads(path.read_text()) for path in paths]
+    info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
     if not info:
         raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
@@ -91,12 +80,12 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 def _folder(folder: Path) -> Iterator[str]:
     special = {"families": families.render, "dispatch": dispatch.render}
-    runs: dict[str, list[Path]] = {}
+    runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
-        if path.stem not in (*special, "run"):
-            runs.setdefault("all steps" if _step(path)[1] else path.stem, []).append(path)
-    for name, paths in runs.items():
-        yield f"## {folder.name}, {name}\n"
+        if path.stem not in (*special, "run") and (found := json.loads(path.read_text())["benchmarks"]):
+            runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
+    for dtype, paths in runs.items():
+        yield f"## {folder.name}, {dtype}\n"
         if (folder / plot.FILES["light"]).exists():
             yield plot.picture(folder.name)
         yield render(paths)
