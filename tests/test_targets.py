@@ -164,9 +164,10 @@ def test_gelu_meets_its_goal() -> None:
 BAD_KERNELS = """
 import dataclasses
 import json
+import torch
 import triton
 import triton.language as tl
-from benchmarks.codegen.aot import compile_kernel
+from benchmarks.codegen.launches import recording
 
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
@@ -179,13 +180,16 @@ def square_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     x = tl.load(x_ptr + at)
     tl.store(out_ptr + at, tl.dot(x, x, input_precision=PRECISION))
 
-pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16"}
-wide = compile_kernel(copy_kernel, pointers | {"stride": "i32"}, {"BLOCK": 64})
-ragged = compile_kernel(copy_kernel, pointers | {"stride": "i32"}, {"BLOCK": 64}, aligned=["x_ptr", "out_ptr"])
-small = {"BLOCK": 64, "PRECISION": "ieee"}
-spilling = compile_kernel(square_kernel, pointers, small, target="sm_80", maxnreg=40)
-floats = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
-large = compile_kernel(square_kernel, floats, {"BLOCK": 128, "PRECISION": "tf32"}, target="sm_120", num_warps=8)
+def compile(kernel, target, dtype, *arguments, **options):
+    x = torch.empty(64 * 64, dtype=dtype, device="meta")
+    with recording(target) as recorder:
+        kernel[(1,)](x, x, *arguments, **options)
+    return next(iter(recorder.launches.values())).compile()
+
+wide, ragged = (compile(copy_kernel, "sm_90", torch.bfloat16, stride, BLOCK=64) for stride in (128, 129))
+small = {"BLOCK": 64, "PRECISION": "ieee", "maxnreg": 40}
+spilling = compile(square_kernel, "sm_80", torch.bfloat16, **small)
+large = compile(square_kernel, "sm_120", torch.float32, BLOCK=128, PRECISION="tf32", num_warps=8)
 unasked = dataclasses.replace(large, tensor_dots=0)  # as if the source had not asked for tf32
 second = [dataclasses.replace(ragged, target="sm_120"), dataclasses.replace(ragged, dtype="fp32")]
 second += [dataclasses.replace(wide, target="sm_120", spill_bytes=n) for n in (64, 72)]
@@ -234,9 +238,9 @@ def test_loops_are_found_with_what_lies_out_of_line() -> None:
     assert [loop.slots for loop in listing.innermost] == [2]
     hot = listing.hot_loop
     assert hot.slots == 10
-    assert hot.pipes == {"tensor": 1, "sfu": 1, "fma": 2, "alu": 0, "uniform": 0, "memory": 2, "control": 4}
+    assert hot.tensor == {"HGMMA.64x64x16.F32.BF16": 1}
+    assert hot.mix == {"BRA": 4, "LDGSTS": 1, "SYNCS": 1, "HGMMA": 1, "FFMA": 1, "MUFU": 1, "IMAD": 1}
     assert hot.macs_per_thread == 64 * 64 * 16 / 128
-    assert hot.slots_per(2) == 5
     assert not hot.one_by_one
     assert listing.whole.slots == 13
 
