@@ -253,3 +253,13 @@ def test_the_page_is_that_of_the_result_files() -> None:
     for file in plot.FILES.values():
         assert f"cpu/{file}" in text
         assert (results.RESULTS / "cpu" / file).exists()
+
+
+def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
+    readme = (provenance.ROOT / "README.md").read_text()
+    assert readme == results.with_ops(readme)
+    assert "| `attention_qkvpacked`, B8 N1025 H12 d64 |" in readme
+    assert "| ~0.99x |" in readme, "SDPA is level, and the table says so"
+    assert len(readme.splitlines()) <= 160
+    with pytest.raises(ValueError, match="no lines"):
+        results.with_ops("a page without marks")

@@ -1,4 +1,4 @@
-"""Writes benchmarks/results/README.md from the result files beside it.
+"""Writes benchmarks/results/README.md from the result files beside it, and the table of ops of the main README.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.harness.results
@@ -94,12 +94,58 @@ def _folder(folder: Path) -> Iterator[str]:
             yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
+# ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
+
+_OPS = [
+    ("patch_embed", "patch_embed", "B8 px224 patch16 D768", "normalisation, convolution, positions, prefix tokens",
+     "none but the image"),
+    ("attention_qkvpacked", "attention", "B8 N1025 H12 d64", "scores, softmax and values, without an N x N tensor",
+     "4: qkv, out"),
+    ("layer_norm_linear", "", "", "LayerNorm, linear", "1: x"),
+    ("linear", "linear gelu", "M197 D768", "linear, activation, LayerScale, DropPath, residual sum",
+     "1: x; 4 more with an activation"),
+    ("layer_norm_mlp", "layer_norm_mlp", "M197 D768", "LayerNorm, both linears, activation, LayerScale, residual sum",
+     "5: x, pre-activation"),
+    ("Block", "block", "B1 N1025 D768 H12", "layer_norm_linear, attention, linear, layer_norm_mlp", "10"),
+]  # fmt: skip
+_OPS_HEAD = """\
+| op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |
+|---|---|---|---|---|---|---|"""
+
+
+def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
+    """Forward and backward, one size of each op; "-" where nothing was measured."""
+    records = {(r.op, r.case): r for r in read([path])[0] if r.mode == "training"}
+    lines = [_OPS_HEAD]
+    for name, op, case, fused, saved in _OPS:
+        cells = ["-"] * 4
+        if case:  # one that the file lacks is an error: the sizes above must be those of the file
+            record = records[op, case]
+            cells = [table.time_ratio(record, rival) for rival in ("eager", "sdpa")]
+            cells += [table.ratio(record.memory_ratios().get(rival)) for rival in ("eager", "sdpa")]
+        size = f", {case}" if case else ""
+        lines.append(f"| {' | '.join([f'`{name}`{size}', fused, saved, *cells])} |")
+    return "\n".join(lines)
+
+
+def with_ops(readme: str) -> str:
+    """The README with the table between its two marks."""
+    before, mark, rest = readme.partition("<!-- ops -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (mark and end):
+        raise ValueError("README.md has no lines <!-- ops --> and <!-- end -->")
+    return f"{before}{mark}{ops_table()}\n{end}{after}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
     parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
     chosen = parser.parse_args(arguments)
     chosen.to.write_text(page(chosen.folders))
+    if not chosen.folders:
+        readme = ROOT / "README.md"
+        readme.write_text(with_ops(readme.read_text()))
 
 
 if __name__ == "__main__":
