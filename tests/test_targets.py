@@ -115,7 +115,7 @@ def test_matmuls_are_wgmma_on_hopper() -> None:
     assert all(name.startswith("HGMMA") for row in matmuls for name in row["tensor_instructions"])
 
 
-# ---- goals on sm_90 in bfloat16 at d = 64, in issue slots a score ----
+# ---- goals on sm_90 in bfloat16, in issue slots a score ----
 
 
 def whole_program(row: Row) -> float:
@@ -129,22 +129,32 @@ def in_the_loop(row: Row) -> float:
     return float(row["slots_per"])
 
 
+LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the loop's, and one with a narrower tail
+
+
 @needs_triton
 @pytest.mark.parametrize(
-    ("kernel", "lengths", "read", "goal"),
+    ("kernel", "lengths", "d", "read", "goal"),
     [
-        ("attention_fwd_kernel", r"\d+", in_the_loop, 7.5),
-        ("attention_bwd_dkdv_kernel", r"\d+", in_the_loop, 11.0),
-        ("attention_bwd_dq_kernel", r"\d+", in_the_loop, 7.5),
-        ("attention_bwd_short_kernel", "197", whole_program, 16.0),
+        ("attention_fwd_kernel", r"\d+", "64", in_the_loop, 7.5),
+        ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.0),
+        ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 7.5),
+        ("attention_bwd_short_kernel", "197", "64", whole_program, 16.0),
+        ("attention_fwd_kernel", LONG, "(?:72|80)", in_the_loop, 7.5),
+        ("attention_fwd_kernel", LONG, "(?:96|128)", in_the_loop, 8.0),
+        ("attention_bwd_dkdv_kernel", LONG, "(?:72|80|96)", in_the_loop, 11.0),
+        ("attention_bwd_dkdv_kernel", LONG, "128", in_the_loop, 13.5),
+        ("attention_bwd_dq_kernel", LONG, "(?:72|80|96|128)", in_the_loop, 7.5),
     ],
 )
-def test_attention_meets_its_goal(kernel: str, lengths: str, read: Callable[[Row], float], goal: float) -> None:
+def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Callable[[Row], float], goal: float) -> None:
+    if d != "64" and not FULL:
+        pytest.skip("other head dimensions are compiled by FASTVIT_TARGETS=all")
     found = {
         row["workload"]: round(read(row), 2)
         for row in compiled("sm_90")
         if (row["kernel"], row["dtype"]) == (kernel, "bf16")
-        and re.search(rf" N{lengths} H\d+ d64\b(?!.*dropout)", row["workload"])
+        and re.search(rf" N{lengths} H\d+ d{d}\b(?!.*dropout)", row["workload"])
     }
     assert found
     assert max(found.values()) <= goal, found

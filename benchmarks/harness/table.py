@@ -52,7 +52,7 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
             peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
             rows.append([r.case, MODE[r.mode], *peaks, *(ratio(r.memory_ratios().get(name)) for name in rivals)])
             continue
-        share = r.rates(ceilings).get("fused", {}).get("share_of_ceiling") if ceilings else None
+        share = r.share_of_ceiling("fused", ceilings) if ceilings else None
         rows.append([
             r.case, MODE[r.mode], *map(_time, figures),
             *(time_ratio(r, name) for name in rivals),
