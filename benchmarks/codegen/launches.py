@@ -4,8 +4,6 @@ The public ops run forward and backward on meta tensors (no memory, no arithmeti
 registered ops are sent to the Triton launchers, and Triton's own binder turns each launch into types, alignments,
 constants and options for the target GPU; then, instead of compiling and launching, the launch is recorded.
 
-    from benchmarks.codegen.launches import record
-    from benchmarks.harness.workloads import workloads
     for launch in record(workloads("kernels", ops=("layer_norm",)), target="sm_90", dtypes=["bf16"]):
         print(launch.name, launch.workload, launch.compile().registers)
 """

@@ -23,6 +23,11 @@ from benchmarks.harness.workloads import Workload
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
 
 
+def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
+    """Every bench_*.py but the memory study has this one."""
+    measure(workload, mode)
+
+
 @dataclass
 class Session:
     """The choices of a run, and what it has measured so far."""

@@ -112,10 +112,10 @@ def growth_lines(records: Sequence[Record]) -> list[str]:
     lines = []
     for by_provider in growth(records).values():
         for name, (tokens, peaks) in by_provider.items():
-            parts = (slice(None), slice(-3, None))[: max(0, min(len(tokens) - 2, 2))]
-            text = [
-                f"N^{exponent(tokens[part], peaks[part]):.2f} over N = {tokens[part][0]}..{tokens[-1]}"
-                for part in parts
+            fits = [
+                f"N^{exponent(tokens[-n:], peaks[-n:]):.2f} over N = {tokens[-n]}..{tokens[-1]}"
+                for n in sorted({len(tokens), 3}, reverse=True)
+                if n > 2 and len(tokens) >= n
             ]
-            lines += [f"{name}: peak ~ {', '.join(text)}"] if text else []
+            lines += [f"{name}: peak ~ {', '.join(fits)}"] * bool(fits)
     return lines
