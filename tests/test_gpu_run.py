@@ -237,6 +237,7 @@ def test_one_table_of_several_files(tmp_path: Path) -> None:
     assert places == sorted(places)
     assert "large copy 3,000 GB/s" in text, "the best that the machine reached"
     assert "commit 0123456789" in text
+    (tmp_path / "cut_off.json").touch()
     assert text in results.page([tmp_path]), "a folder's files of one dtype are one run"
     with pytest.raises(ValueError, match="several devices"):
         results.render([first, result(tmp_path / "c.json", (197,), 1e12, "another GPU")])

@@ -82,7 +82,9 @@ def _folder(folder: Path) -> Iterator[str]:
     special = {"families": families.render, "dispatch": dispatch.render}
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
-        if path.stem not in (*special, "run") and (found := json.loads(path.read_text())["benchmarks"]):
+        if path.stem in (*special, "run") or not path.stat().st_size:  # empty: a run was cut off
+            continue
+        if found := json.loads(path.read_text())["benchmarks"]:
             runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
     for dtype, paths in runs.items():
         yield f"## {folder.name}, {dtype}\n"
