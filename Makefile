@@ -32,7 +32,7 @@ traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possib
 GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
 	&& echo $(PYTHON) || echo $(BIN)/python)
 
-gpu:  ## tests, sanitizers, tuning, benchmarks and their page on a GPU, resumable; ARGS="--list" or "--steps tests --budget 540"
+gpu:  ## tests, sanitizers, tuning, benchmarks and their page on a GPU, resumable; ARGS="--list" or "--steps tests"
 	@test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 

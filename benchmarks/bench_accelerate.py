@@ -1,10 +1,5 @@
 """ViTs of other libraries, untouched (as `sdpa`, which is what they run) and with `fastvit.accelerate`."""
 
-from benchmarks.harness.measure import Measure
-from benchmarks.harness.workloads import Workload
+from benchmarks.harness.measure import bench_op as bench_op  # what pytest runs with the workloads of OPS
 
 OPS = ("accelerate",)
-
-
-def bench_accelerate(measure: Measure, workload: Workload, mode: str) -> None:
-    measure(workload, mode)

@@ -1,10 +1,5 @@
 """Softmax attention on the packed output of the qkv projection, read by stride."""
 
-from benchmarks.harness.measure import Measure
-from benchmarks.harness.workloads import Workload
+from benchmarks.harness.measure import bench_op as bench_op  # what pytest runs with the workloads of OPS
 
 OPS = ("attention",)
-
-
-def bench_attention(measure: Measure, workload: Workload, mode: str) -> None:
-    measure(workload, mode)

@@ -1,10 +1,5 @@
 """LayerNorm, and LayerNorm of a residual sum with LayerScale. Neither has an SDPA variant."""
 
-from benchmarks.harness.measure import Measure
-from benchmarks.harness.workloads import Workload
+from benchmarks.harness.measure import bench_op as bench_op  # what pytest runs with the workloads of OPS
 
 OPS = ("layer_norm", "add_layer_norm")
-
-
-def bench_layer_norm(measure: Measure, workload: Workload, mode: str) -> None:
-    measure(workload, mode)

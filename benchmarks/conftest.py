@@ -2,7 +2,7 @@
 
 pytest benchmarks --benchmark-only                      CPU path in minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case per op, under a minute
-pytest benchmarks --benchmark-only --providers eager,sdpa,compile,fused --dtype bfloat16 --plot out
+pytest benchmarks --benchmark-only --providers eager,sdpa,compile,fused --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
 
@@ -21,14 +20,12 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.harness import table
 from benchmarks.harness.measure import Measure, Session
 from benchmarks.harness.measure import measure as measure_one
-from benchmarks.harness.plot import save
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Clock
 from benchmarks.harness.workloads import workloads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-UNFINISHED = 75
 SESSION = pytest.StashKey[Session]()
 
 
@@ -36,15 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastvit")
     group.addoption("--quick", action="store_true", help="one tiny case per op")
     group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
-    group.addoption(
-        "--providers",
-        type=_providers,
-        help=f"of {','.join(PROVIDERS)}; default all, without compile on a CPU",
-    )
+    group.addoption("--providers", type=_providers, help=f"of {','.join(PROVIDERS)}; default all, on a CPU no compile")
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
     group.addoption("--bench-minutes", type=float, help="after this no further case begins; default 5, on a GPU 120")
-    group.addoption("--complete", action="store_true", help="exit status 75 if --bench-minutes left cases out")
-    group.addoption("--plot", metavar="DIR", type=Path, help="writes the memory study's plot there")
 
 
 def _providers(text: str) -> tuple[str, ...]:
@@ -112,11 +103,6 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info.pop("node", None)  # the name of the machine is nobody's business
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.option.complete and session.config.stash[SESSION].left_out:
-        session.exitstatus = UNFINISHED
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     session = config.stash[SESSION]
@@ -125,13 +111,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     write = terminalreporter.write_line
     terminalreporter.section("fused against PyTorch")
     where = table.header(environment(session.device, session.dtype), session.ceilings)
-    for line in (*where, "", *table.LEGEND.splitlines()):
-        write(line)
+    write("\n".join([*where, "", table.LEGEND]))
     for op, lines in table.render(session.records, session.ceilings):
         terminalreporter.section(op, sep="-")
-        for line in lines:
-            write(line)
+        write("\n".join(lines))
     if session.left_out:
         write(f"left out: {session.left_out} benchmarks, because the time of --bench-minutes was over")
-    if config.option.plot is not None:
-        write(f"plot: {', '.join(save(session.records, where[0], config.option.plot))}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness import dispatch, eager, plot, table, timing
+from benchmarks.harness import dispatch, eager, plot, results, table, timing
 from benchmarks.harness.agreement import agreement, error_ratio
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
@@ -83,7 +83,7 @@ def test_exponent_of_a_power_law(power: float) -> None:
 
 
 def test_exponent_needs_points() -> None:
-    with pytest.raises(ValueError, match="two or more points"):
+    with pytest.raises(ValueError, match="at least two"):
         exponent([1.0], [1.0])
 
 
@@ -289,9 +289,10 @@ def test_the_picture_names_every_line_and_its_slope(tmp_path: Path) -> None:
         *[True] * 3,
         "the lines overlap",
     ]
-    for name in plot.save(records, "a CPU", tmp_path):
-        assert "<svg" in Path(name).read_text()
-    assert plot.save([], "a CPU", tmp_path) == ["none, the memory study did not run"]
+    for path in plot.save(records, "a CPU", tmp_path):
+        assert "<svg" in path.read_text()
+    with pytest.raises(ValueError, match="the memory study did not run"):
+        plot.save([], "a CPU", tmp_path)
 
 
 def test_header_says_plainly_that_no_gpu_was_measured() -> None:
@@ -306,9 +307,11 @@ def test_record_survives_json() -> None:
     ceilings = Ceilings(1e10, 1e12)
     data = json.loads(json.dumps(record.as_dict(environment(CPU, torch.float32), ceilings)))
     assert data["providers"]["eager"]["time"] == dataclasses.asdict(Quantiles.of([0.012, 0.0123, 0.0126]))
-    assert (data["memory_ratios"], data["time_ratios"]) == ({"eager": 4.0}, {"eager": pytest.approx(3.0)})
-    assert data["rates"]["fused"]["tflops_per_second"] == pytest.approx(1 / 4.1)
-    assert data["rates"]["fused"]["share_of_ceiling"] == pytest.approx(1 / 4.1)
+    assert (data["ceilings"], data["environment"]["dtype"]) == (dataclasses.asdict(ceilings), "float32")
+    again = results._record(data)
+    assert again == record
+    assert (again.memory_ratios(), again.time_ratios()) == ({"eager": 4.0}, {"eager": pytest.approx(3.0)})
+    assert again.share_of_ceiling("fused", ceilings) == pytest.approx(1 / 4.1)
 
 
 # ---- the list of workloads ----

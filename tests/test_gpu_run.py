@@ -5,15 +5,13 @@ import json
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import sanitize
-from benchmarks.gpu.run import Run, Step, execute
-from benchmarks.gpu.shard import _shard, pytest_collection_modifyitems
+from benchmarks.gpu.run import Steps, execute
 from benchmarks.harness import plot, provenance, results
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings, Quantiles
@@ -26,14 +24,11 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def python(name: str, code: str, limit: float = 60.0) -> Step:
-    return Step(name, ("-c", code), limit)
-
-
-def counting(folder: Path, name: str, status: int = 0) -> Step:
+def counting(folder: Path, name: str, status: int = 0) -> Steps:
     """A step that leaves one character a run in `folder/name`."""
     path = str(folder / name)
-    return python(name, f"import sys; open({path!r}, 'a').write('x'); print('done', {name!r}); sys.exit({status})")
+    code = f"import sys; open({path!r}, 'a').write('x'); print('done', {name!r}); sys.exit({status})"
+    return {name: ("-c", code)}
 
 
 def runs(folder: Path, name: str) -> int:
@@ -41,44 +36,31 @@ def runs(folder: Path, name: str) -> int:
     return len(path.read_text()) if path.exists() else 0
 
 
+def statuses(folder: Path) -> dict[str, str]:
+    state = json.loads((folder / "run.json").read_text())
+    assert (state["device"], state["sources"]) == ("gpu", "code")
+    return {name: step["status"] for name, step in state["steps"].items()}
+
+
 def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "results"
-    steps = [counting(tmp_path, "first"), counting(tmp_path, "broken", 3), counting(tmp_path, "third")]
-    assert execute(Run(folder, "gpu", "code"), steps) == 1
+    steps = counting(tmp_path, "first") | counting(tmp_path, "no tool", 77)
+    steps |= counting(tmp_path, "broken", 3) | counting(tmp_path, "third")
+    assert execute(steps, folder, "gpu", "code") == 1
     assert "broken: failed" in capsys.readouterr().out
-    steps[1] = counting(tmp_path, "broken")  # mended
-    assert execute(Run(folder, "gpu", "code"), steps) == 0
-    assert [runs(tmp_path, step.name) for step in steps] == [1, 2, 1]
-    state = json.loads((folder / "run.json").read_text())
-    assert {name: entry["status"] for name, entry in state["steps"].items()} == dict.fromkeys(
-        ("first", "broken", "third"), "passed"
-    )
-    assert (state["device"], state["sources"]) == ("gpu", "code")
-    assert "done third" in (folder / state["steps"]["third"]["log"]).read_text()
+    assert statuses(folder) == {"first": "passed", "no tool": "skipped", "broken": "failed", "third": "passed"}
+    assert execute(steps | counting(tmp_path, "broken"), folder, "gpu", "code") == 0  # mended
+    assert [runs(tmp_path, name) for name in steps] == [1, 1, 2, 1]
+    assert set(statuses(folder).values()) == {"passed", "skipped"}
+    assert "done third" in (folder / "logs" / "third.log").read_text()
 
 
 @pytest.mark.parametrize(("device", "code"), [("other gpu", "code"), ("gpu", "other code")])
 def test_results_of_another_device_or_code_do_not_count(tmp_path: Path, device: str, code: str) -> None:
     step = counting(tmp_path, "step")
-    execute(Run(tmp_path / "results", "gpu", "code"), [step])
-    assert execute(Run(tmp_path / "results", device, code), [step]) == 0
+    execute(step, tmp_path / "results", "gpu", "code")
+    assert execute(step, tmp_path / "results", device, code) == 0
     assert runs(tmp_path, "step") == 2
-
-
-def test_again_forgets(tmp_path: Path) -> None:
-    step = counting(tmp_path, "step")
-    for again in (False, True):
-        execute(Run(tmp_path / "results", "gpu", "code", again=again), [step])
-    assert runs(tmp_path, "step") == 2
-
-
-def test_exit_statuses_of_steps(tmp_path: Path) -> None:
-    steps = [counting(tmp_path, name, status) for name, status in (("ok", 0), ("no tool", 77), ("more to do", 75))]
-    run = Run(tmp_path / "results", "gpu", "code")
-    assert execute(run, steps) == gpu.UNFINISHED
-    assert [run.status(step) for step in steps] == ["passed", "skipped", "unfinished"]
-    execute(run, steps)
-    assert [runs(tmp_path, step.name) for step in steps] == [1, 1, 2]
 
 
 def test_a_step_over_its_limit_is_ended_with_what_it_started(
@@ -94,14 +76,11 @@ def test_a_step_over_its_limit_is_ended_with_what_it_started(
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         f"print('begun', flush=True); subprocess.Popen([sys.executable, '-c', {grandchild!r}]); time.sleep(60)"
     )
-    slow, after = python("slow", code, limit=2.0), counting(tmp_path, "after")
     start = time.perf_counter()
-    run = Run(tmp_path / "results", "gpu", "code")
-    assert execute(run, [slow, after]) == 1
+    steps = {"slow": ("-c", code)} | counting(tmp_path, "after")
+    assert execute(steps, tmp_path / "results", "gpu", "code", limit=2.0) == 1
     assert time.perf_counter() - start < 30
-    entry = run.state["steps"]["slow"]
-    assert (entry["status"], entry["exit"], entry["limit"]) == ("timed out", None, 2.0)
-    assert runs(tmp_path, "after") == 1, "the next step runs all the same"
+    assert statuses(tmp_path / "results") == {"slow": "timed out", "after": "passed"}, "the next runs all the same"
     out = capsys.readouterr().out
     assert "slow: timed out after" in out
     assert "begun" in out
@@ -116,15 +95,6 @@ def alive(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def test_the_budget_ends_a_call_and_not_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run(tmp_path / "results", "gpu", "code")
-    steps = [python("cut", "import time; time.sleep(30)", limit=1.5), counting(tmp_path, "later")]
-    assert execute(run, steps, budget=0.5) == gpu.UNFINISHED
-    assert "cut: not begun" in capsys.readouterr().out
-    assert run.run(steps[0], limit=0.5) == "cut off", "shorter than its own limit: no verdict on the step"
-    assert runs(tmp_path, "later") == 0
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -151,20 +121,16 @@ def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkey
 # ---- the steps ----
 
 
-def test_steps_are_complete_and_short() -> None:
-    steps = list(gpu.gpu_steps(Path("results")))
-    names = [step.name for step in steps]
-    assert len(set(names)) == len(names)
-    assert all(step.limit < 540 for step in steps)
+def test_steps_are_complete() -> None:
+    names = [tuple(name.split()) for name in gpu.gpu_steps(Path("results"))]
     tests = {path.stem for path in (provenance.ROOT / "tests").glob("test_*.py")}
-    assert {name.split()[1] for name in names if name.startswith("tests ")} == tests - gpu._WITHOUT_GPU
+    assert {name[1] for name in names if name[0] == "tests"} == tests - gpu._WITHOUT_GPU
     benches = {path.stem.removeprefix("bench_") for path in (provenance.ROOT / "benchmarks").glob("bench_*.py")}
-    assert {name.split()[1] for name in names if name.startswith("bench ")} == benches
-    assert {name.split()[1] for name in names if name.startswith("tune ")} == set(_tuned.FIELDS)
-    assert {tuple(name.split()[1:]) for name in names if name.startswith("sanitize ")} == {
-        (tool, op) for tool in ("memcheck", "racecheck") for op in sanitize.ops()
-    }
-    assert names[-1] == "page"
+    assert {name[1] for name in names if name[0] == "bench"} == benches
+    assert {name[1] for name in names if name[0] == "tune"} == set(_tuned.FIELDS)
+    sanitized = {name[1:] for name in names if name[0] == "sanitize"}
+    assert sanitized == {(tool, op) for tool in ("memcheck", "racecheck") for op in sanitize.ops()}
+    assert names[-1] == ("page",)
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,34 +154,10 @@ def test_rehearsal_runs_every_kind_of_step(tmp_path: Path) -> None:
     assert [name.split()[0] for name in state["steps"]] == ["tests", "sanitize", "tune", "bench", "page"]
     tuned = json.loads((tmp_path / "tuned" / "tuned_interpreter.json").read_text())
     assert list(tuned["samples"]) == ["attention_fwd[20,16,2,0,0]"]
-    bench = json.loads((tmp_path / "layer_norm_1of2.json").read_text())
-    assert [b["extra_info"]["mode"] for b in bench["benchmarks"]] == ["inference", "inference"]
+    bench = json.loads((tmp_path / "layer_norm.json").read_text())
+    assert [b["extra_info"]["mode"] for b in bench["benchmarks"]] == ["inference", "training"] * 2
     assert (tmp_path / "README.md").read_text() == results.page([tmp_path])
     assert "### layer_norm" in (tmp_path / "README.md").read_text()
-
-
-def test_shard_option() -> None:
-    assert _shard("2/4") == (2, 4)
-    for wrong in ("0/4", "5/4", "x", "1/", "1/0"):
-        with pytest.raises(pytest.UsageError):
-            _shard(wrong)
-
-
-def test_shards_are_a_partition() -> None:
-    class Config:
-        hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
-
-        def __init__(self, index: int) -> None:
-            self.option = SimpleNamespace(shard=(index, 3))
-
-    parts: list[list[int]] = []
-    for index in (1, 2, 3):
-        dropped: list[int] = []
-        items = list(range(10))
-        pytest_collection_modifyitems(Config(index), items)  # type: ignore[arg-type]
-        assert sorted(items + dropped) == list(range(10))
-        parts.append(items)
-    assert parts == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
 
 
 # ---- sanitizers ----
@@ -286,18 +228,19 @@ def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a G
     return path
 
 
-def test_one_table_of_several_steps(tmp_path: Path) -> None:
-    lengths = [17, 197, 50, 257, 577]
-    second = result(tmp_path / "a_10of10.json", (197, 257), 3e12)
-    first = result(tmp_path / "a_2of10.json", (17, 50, 577), 1e12)
-    text = results.render([second, first])
-    places = [text.index(f"\nN{N} ") for N in lengths]
-    assert places == sorted(places), "in the order in which one step would have run them"
+def test_one_table_of_several_files(tmp_path: Path) -> None:
+    second = result(tmp_path / "b.json", (577, 1025), 3e12)
+    first = result(tmp_path / "a.json", (17, 50), 1e12)
+    text = results.render([first, second])
+    assert text.count("### attention") == 1
+    places = [text.index(f"\nN{N} ") for N in (17, 50, 577, 1025)]
+    assert places == sorted(places)
     assert "large copy 3,000 GB/s" in text, "the best that the machine reached"
     assert "commit 0123456789" in text
-    assert text in results.page([tmp_path]), "a folder's steps are one run"
+    (tmp_path / "cut_off.json").touch()
+    assert text in results.page([tmp_path]), "a folder's files of one dtype are one run"
     with pytest.raises(ValueError, match="several devices"):
-        results.render([first, result(tmp_path / "b.json", (197,), 1e12, "another GPU")])
+        results.render([first, result(tmp_path / "c.json", (197,), 1e12, "another GPU")])
     with pytest.raises(ValueError, match="no benchmark"):
         results.render([])
 
@@ -311,3 +254,13 @@ def test_the_page_is_that_of_the_result_files() -> None:
     for file in plot.FILES.values():
         assert f"cpu/{file}" in text
         assert (results.RESULTS / "cpu" / file).exists()
+
+
+def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
+    readme = (provenance.ROOT / "README.md").read_text()
+    assert readme == results.with_ops(readme)
+    assert "| `attention_qkvpacked`, B8 N1025 H12 d64 |" in readme
+    assert "| ~0.99x |" in readme, "SDPA is level, and the table says so"
+    assert len(readme.splitlines()) <= 160
+    with pytest.raises(ValueError, match="no lines"):
+        results.with_ops("a page without marks")

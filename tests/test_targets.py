@@ -115,7 +115,7 @@ def test_matmuls_are_wgmma_on_hopper() -> None:
     assert all(name.startswith("HGMMA") for row in matmuls for name in row["tensor_instructions"])
 
 
-# ---- goals on sm_90 in bfloat16 at d = 64, in issue slots a score ----
+# ---- goals on sm_90 in bfloat16, in issue slots a score ----
 
 
 def whole_program(row: Row) -> float:
@@ -129,22 +129,32 @@ def in_the_loop(row: Row) -> float:
     return float(row["slots_per"])
 
 
+LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the loop's, and one with a narrower tail
+
+
 @needs_triton
 @pytest.mark.parametrize(
-    ("kernel", "lengths", "read", "goal"),
+    ("kernel", "lengths", "d", "read", "goal"),
     [
-        ("attention_fwd_kernel", r"\d+", in_the_loop, 7.5),
-        ("attention_bwd_dkdv_kernel", r"\d+", in_the_loop, 11.0),
-        ("attention_bwd_dq_kernel", r"\d+", in_the_loop, 7.5),
-        ("attention_bwd_short_kernel", "197", whole_program, 16.0),
+        ("attention_fwd_kernel", r"\d+", "64", in_the_loop, 7.5),
+        ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.0),
+        ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 7.5),
+        ("attention_bwd_short_kernel", "197", "64", whole_program, 16.0),
+        ("attention_fwd_kernel", LONG, "(?:72|80)", in_the_loop, 7.5),
+        ("attention_fwd_kernel", LONG, "(?:96|128)", in_the_loop, 8.0),
+        ("attention_bwd_dkdv_kernel", LONG, "(?:72|80|96)", in_the_loop, 11.0),
+        ("attention_bwd_dkdv_kernel", LONG, "128", in_the_loop, 13.5),
+        ("attention_bwd_dq_kernel", LONG, "(?:72|80|96|128)", in_the_loop, 7.5),
     ],
 )
-def test_attention_meets_its_goal(kernel: str, lengths: str, read: Callable[[Row], float], goal: float) -> None:
+def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Callable[[Row], float], goal: float) -> None:
+    if d != "64" and not FULL:
+        pytest.skip("other head dimensions are compiled by FASTVIT_TARGETS=all")
     found = {
         row["workload"]: round(read(row), 2)
         for row in compiled("sm_90")
         if (row["kernel"], row["dtype"]) == (kernel, "bf16")
-        and re.search(rf" N{lengths} H\d+ d64\b(?!.*dropout)", row["workload"])
+        and re.search(rf" N{lengths} H\d+ d{d}\b(?!.*dropout)", row["workload"])
     }
     assert found
     assert max(found.values()) <= goal, found
@@ -164,9 +174,10 @@ def test_gelu_meets_its_goal() -> None:
 BAD_KERNELS = """
 import dataclasses
 import json
+import torch
 import triton
 import triton.language as tl
-from benchmarks.codegen.aot import compile_kernel
+from benchmarks.codegen.launches import recording
 
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
@@ -179,13 +190,16 @@ def square_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
     x = tl.load(x_ptr + at)
     tl.store(out_ptr + at, tl.dot(x, x, input_precision=PRECISION))
 
-pointers = {"x_ptr": "*bf16", "out_ptr": "*bf16"}
-wide = compile_kernel(copy_kernel, pointers | {"stride": "i32"}, {"BLOCK": 64})
-ragged = compile_kernel(copy_kernel, pointers | {"stride": "i32"}, {"BLOCK": 64}, aligned=["x_ptr", "out_ptr"])
-small = {"BLOCK": 64, "PRECISION": "ieee"}
-spilling = compile_kernel(square_kernel, pointers, small, target="sm_80", maxnreg=40)
-floats = {"x_ptr": "*fp32", "out_ptr": "*fp32"}
-large = compile_kernel(square_kernel, floats, {"BLOCK": 128, "PRECISION": "tf32"}, target="sm_120", num_warps=8)
+def compile(kernel, target, dtype, *arguments, **options):
+    x = torch.empty(64 * 64, dtype=dtype, device="meta")
+    with recording(target) as recorder:
+        kernel[(1,)](x, x, *arguments, **options)
+    return next(iter(recorder.launches.values())).compile()
+
+wide, ragged = (compile(copy_kernel, "sm_90", torch.bfloat16, stride, BLOCK=64) for stride in (128, 129))
+small = {"BLOCK": 64, "PRECISION": "ieee", "maxnreg": 40}
+spilling = compile(square_kernel, "sm_80", torch.bfloat16, **small)
+large = compile(square_kernel, "sm_120", torch.float32, BLOCK=128, PRECISION="tf32", num_warps=8)
 unasked = dataclasses.replace(large, tensor_dots=0)  # as if the source had not asked for tf32
 second = [dataclasses.replace(ragged, target="sm_120"), dataclasses.replace(ragged, dtype="fp32")]
 second += [dataclasses.replace(wide, target="sm_120", spill_bytes=n) for n in (64, 72)]
@@ -234,9 +248,9 @@ def test_loops_are_found_with_what_lies_out_of_line() -> None:
     assert [loop.slots for loop in listing.innermost] == [2]
     hot = listing.hot_loop
     assert hot.slots == 10
-    assert hot.pipes == {"tensor": 1, "sfu": 1, "fma": 2, "alu": 0, "uniform": 0, "memory": 2, "control": 4}
+    assert hot.tensor == {"HGMMA.64x64x16.F32.BF16": 1}
+    assert hot.mix == {"BRA": 4, "LDGSTS": 1, "SYNCS": 1, "HGMMA": 1, "FFMA": 1, "MUFU": 1, "IMAD": 1}
     assert hot.macs_per_thread == 64 * 64 * 16 / 128
-    assert hot.slots_per(2) == 5
     assert not hot.one_by_one
     assert listing.whole.slots == 13
 

@@ -4,13 +4,14 @@ The derivative's probe multiplies it by a second tensor that it loads, as a back
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from benchmarks.codegen.aot import compile_kernel
+from benchmarks.codegen.launches import recording
 from fastvit.kernels._math import activate, activate_with_grad
 
-_BLOCK, _WARPS = 8192, 4
+_BLOCK = 8192
 
 
 @triton.jit
@@ -27,12 +28,11 @@ def _derivative_probe(x_ptr, dy_ptr, out_ptr, ACTIVATION: tl.constexpr, EXACT: t
     tl.store(out_ptr + at, (tl.load(dy_ptr + at).to(tl.float32) * grad).to(out_ptr.dtype.element_ty))
 
 
-def slots(activation: str, target: str = "sm_90") -> tuple[float, float]:
+def slots(activation: str, target: str = "sm_90") -> tuple[float, ...]:
     """Of the value and of the derivative, per element of a bfloat16 tensor."""
-    count = []
-    for kernel in (_value_probe, _derivative_probe):
-        signature = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
-        constexprs = {"ACTIVATION": activation, "EXACT": False, "BLOCK": _BLOCK}
-        compiled = compile_kernel(kernel, signature, constexprs, target=target, num_warps=_WARPS)
-        count.append(compiled.whole.slots_per(_BLOCK / (32 * _WARPS)))
-    return count[0], count[1]
+    x = torch.empty(_BLOCK, dtype=torch.bfloat16, device="meta")
+    with recording(target) as recorder:
+        _value_probe[(1,)](x, x, activation, False, _BLOCK)
+        _derivative_probe[(1,)](x, x, x, activation, False, _BLOCK)
+    found = [launch.compile() for launch in recorder.launches.values()]
+    return tuple(c.whole.slots * 32 * c.num_warps / _BLOCK for c in found)

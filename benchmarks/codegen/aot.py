@@ -1,18 +1,6 @@
-"""Compiles one kernel for a real GPU on a machine without one, and reads off what it costs there.
+"""Compiles a kernel for a real GPU on a machine without one, and reads off what it costs there.
 
-    from benchmarks.codegen.aot import compile_kernel
-    from fastvit.kernels.column_sum import column_sum_kernel
-
-    c = compile_kernel(
-        column_sum_kernel,
-        {"partial_ptr": "*fp32", "out_ptr": "*bf16", "P": "i32", "D": "i32"},
-        {"BLOCK_P": 32, "BLOCK_D": 32},
-        target="sm_90", num_warps=4, aligned=("partial_ptr", "out_ptr", "D"),
-    )
-    c.registers, c.spill_bytes, c.shared, c.hot_loop.pipes, c.hot_loop.slots, c.accesses, c.assembly
-
-Needs triton and a process without TRITON_INTERPRET=1. Scalars equal to 1 are passed as constants by a launch:
-give them in `constexprs`, like absent pointers (None).
+Needs triton and a process without TRITON_INTERPRET=1. What to compile comes from benchmarks/codegen/launches.py.
 """
 
 from __future__ import annotations
@@ -21,8 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -99,11 +86,6 @@ class Compiled:
     def hot_loop(self) -> sass.Region:
         return self.listing.hot_loop
 
-    @property
-    def tensor_instructions(self) -> dict[str, int]:
-        """Tensor-core mnemonics of the whole kernel with their counts."""
-        return dict(Counter(i.opcode for i in self.whole.instructions if i.pipe == "tensor"))
-
     @cached_property
     def accesses(self) -> list[Access]:
         """Every kind of global load and store with its width and source line; TMA's tile copies are not in it."""
@@ -142,13 +124,13 @@ class Compiled:
             found.append("nothing is stored: the compiler found the kernel's work impossible")
         if self.tensor_memory > _TENSOR_MEMORY:
             found.append(f"{self.tensor_memory} columns of tensor memory, limit {_TENSOR_MEMORY}")
-        if self.tensor_dots and not self.tensor_instructions:
+        if self.tensor_dots and not self.whole.tensor:
             found.append("a matmul without tensor-core instructions")
-        if self.tensor_instructions and not self.tensor_dots and TARGETS[self.target].nvidia:
+        if self.whole.tensor and not self.tensor_dots and TARGETS[self.target].nvidia:
             found.append("float32 multiplied in TF32, unasked")
         if not self.first_tier:
             return found
-        if self.target == "sm_90" and any(not op.startswith("HGMMA") for op in self.tensor_instructions):
+        if self.target == "sm_90" and any(not op.startswith("HGMMA") for op in self.whole.tensor):
             found.append("HMMA instead of wgmma")
         if self.hot_loop.one_by_one:
             found.append("wgmma one by one")
@@ -156,87 +138,47 @@ class Compiled:
         return found + [str(access) for access in narrow(self.accesses, self.tiles, threads, self.granule)]
 
 
-def compile_kernel(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    *,
-    target: str = "sm_90",
-    num_warps: int = 4,
-    num_stages: int = 3,
-    aligned: Collection[str] | None = None,
-    dtype: str = "bf16",
-    **options: Any,
-) -> Compiled:
-    """Compiles `kernel` (a `triton.jit` function) ahead of time.
-
-    signature: type of each runtime argument: "*bf16", "i32", "i64", "fp32", ...
-    constexprs: value of every other argument.
-    aligned: runtime arguments divisible by 16; by default every pointer and integer, which is the best case.
-    dtype: decides, with the target, how strict `Compiled.problems` is.
-    options: further compiler options, such as maxnreg.
-    """
-    if aligned is None:
-        aligned = [name for name, kind in signature.items() if kind.startswith(("*", "i"))]
-    missing = [n for n in kernel.arg_names if n not in signature and n not in constexprs]
-    unknown = [n for n in (*signature, *constexprs, *aligned) if n not in kernel.arg_names]
-    if missing or unknown:
-        raise ValueError(f"{kernel.__name__}: missing arguments {missing}, unknown arguments {unknown}")
-    kinds = {n: "constexpr" if n in constexprs else signature[n] for n in kernel.arg_names}
-    attrs: Specialisation = {
-        (kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned if kinds[n] != "constexpr"
-    }
-    constants: Specialisation = {(kernel.arg_names.index(n),): value for n, value in constexprs.items()}
-    options |= {"num_warps": num_warps, "num_stages": num_stages}
-    return compile_source(kernel, kinds, constants, attrs, target, options, dtype=dtype)
-
-
 def compile_source(
     kernel: Any,
     signature: Mapping[str, str],
     constants: Specialisation,
     attrs: Specialisation,
-    target: str,
     options: Mapping[str, Any],
-    granule: int = 16,
-    dtype: str = "bf16",
+    *,
+    target: str,
+    granule: int,
+    dtype: str,
 ) -> Compiled:
-    """The same from what Triton's own launcher makes of the arguments (benchmarks/codegen/launches.py records that)."""
+    """From what Triton's own launcher makes of a launch's arguments: types, constants and alignments by position."""
     source = triton.compiler.ASTSource(kernel, dict(signature), dict(constants), dict(attrs))
     binary = triton.compile(source, target=TARGETS[target].gpu, options=dict(options))
-    facts: dict[str, Any] = {
-        "name": kernel.__name__,
-        "target": target,
-        "granule": granule,
-        "dtype": dtype,
-        "num_warps": binary.metadata.num_warps,
-        "tensor_memory": getattr(binary.metadata, "tmem_size", None) or 0,
-        "tiles": tile_bytes(binary.asm["ttir"]),
-        "tensor_dots": len(_TENSOR_DOT.findall(binary.asm["ttir"])),
-    }
-    if TARGETS[target].nvidia:
-        return _read_cubin(binary, facts)
-    return _read_amdgcn(binary, facts)
+    read = _read_cubin if TARGETS[target].nvidia else _read_amdgcn
+    return Compiled(
+        name=kernel.__name__,
+        target=target,
+        granule=granule,
+        dtype=dtype,
+        num_warps=binary.metadata.num_warps,
+        shared=binary.metadata.shared,
+        tensor_memory=getattr(binary.metadata, "tmem_size", None) or 0,
+        tiles=tile_bytes(binary.asm["ttir"]),
+        tensor_dots=len(_TENSOR_DOT.findall(binary.asm["ttir"])),
+        **read(binary),
+    )
 
 
 _TENSOR_DOT = re.compile(r"tt\.dot .*(?:inputPrecision = tf32|: tensor<\d+x\d+x(?:bf16|f16)>)")
 
 
-def _read_cubin(binary: Any, facts: dict[str, Any]) -> Compiled:
+def _read_cubin(binary: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.asm["cubin"])
         usage = _run_tool("cuobjdump", "--dump-resource-usage", str(path))
         assembly = _run_tool("nvdisasm", "-c", str(path))
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    return Compiled(
-        **facts,
-        shared=binary.metadata.shared,
-        registers=used["REG"],
-        spill_bytes=used["STACK"] + used["LOCAL"],
-        assembly=assembly,
-        virtual=binary.asm["ptx"],
-    )
+    spills = used["STACK"] + used["LOCAL"]
+    return {"registers": used["REG"], "spill_bytes": spills, "assembly": assembly, "virtual": binary.asm["ptx"]}
 
 
 def _run_tool(name: str, *arguments: str) -> str:
@@ -244,20 +186,8 @@ def _run_tool(name: str, *arguments: str) -> str:
     return subprocess.run([str(tool), *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def _read_amdgcn(binary: Any, facts: dict[str, Any]) -> Compiled:
+def _read_amdgcn(binary: Any) -> dict[str, Any]:
     text = binary.asm["amdgcn"]
-
-    def fact(name: str) -> int:
-        found = re.search(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE)
-        if found is None:
-            raise ValueError(f"no .{name} in the assembly of {facts['name']}")
-        return int(found.group(1))
-
-    return Compiled(
-        **facts,
-        shared=binary.metadata.shared,
-        registers=fact("vgpr_count"),
-        spill_bytes=max(fact("private_segment_fixed_size"), 4 * fact("vgpr_spill_count")),
-        assembly=text,
-        virtual=text,
-    )
+    used = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+    spills = max(used["private_segment_fixed_size"], 4 * used["vgpr_spill_count"])
+    return {"registers": used["vgpr_count"], "spill_bytes": spills, "assembly": text, "virtual": text}

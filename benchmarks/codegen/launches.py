@@ -4,8 +4,6 @@ The public ops run forward and backward on meta tensors (no memory, no arithmeti
 registered ops are sent to the Triton launchers, and Triton's own binder turns each launch into types, alignments,
 constants and options for the target GPU; then, instead of compiling and launching, the launch is recorded.
 
-    from benchmarks.codegen.launches import record
-    from benchmarks.harness.workloads import workloads
     for launch in record(workloads("kernels", ops=("layer_norm",)), target="sm_90", dtypes=["bf16"]):
         print(launch.name, launch.workload, launch.compile().registers)
 """
@@ -16,12 +14,10 @@ import contextlib
 import json
 import math
 import multiprocessing
-import os
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -36,13 +32,7 @@ from benchmarks.harness.workloads import Workload
 from fastvit.ops import _library
 
 # "tf32" and "amp" are float32 tensors: with matmul precision "high", and under autocast to bfloat16.
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "amp": torch.float32,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(("fp32", "tf32", "amp"), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,6 @@ class Launch:
     dtype: str
     workload: str  # of the first workload that launches it so
     granule: int  # bytes that lie together and aligned in its tensors, at most 16
-    key: str = field(repr=False)
 
     @property
     def name(self) -> str:
@@ -71,8 +60,9 @@ class Launch:
 
     def compile(self) -> Compiled:
         return compile_source(
-            self.kernel, self.signature, self.constants, self.attrs, self.target, self.options, self.granule, self.dtype
-        )
+            self.kernel, self.signature, self.constants, self.attrs, self.options,
+            target=self.target, granule=self.granule, dtype=self.dtype,
+        )  # fmt: skip
 
 
 class _Recorder(DriverBase):
@@ -81,7 +71,7 @@ class _Recorder(DriverBase):
     def __init__(self, target: str) -> None:
         super().__init__()
         self.target = target
-        self.dtype = self.workload = ""
+        self.dtype, self.workload = "bf16", ""
         self.granule = 16
         self.launches: dict[str, Launch] = {}
 
@@ -107,12 +97,11 @@ class _Recorder(DriverBase):
         """Triton's jit_cache_hook: called where a kernel would be compiled; True means: do not."""
         options = json.loads(compile["specialization_data"])["options"]
         options = {name: value for name, value in options.items() if not isinstance(value, list)}
-        full_key = f"{fn.module}:{fn.name}:{key}"
-        if full_key not in self.launches:
-            self.launches[full_key] = Launch(
-                fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options,
-                self.target, self.dtype, self.workload, self.granule, full_key,
-            )  # fmt: skip
+        launch = Launch(
+            fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options,
+            self.target, self.dtype, self.workload, self.granule,
+        )  # fmt: skip
+        self.launches.setdefault(f"{fn.module}:{fn.name}:{key}", launch)
         return True
 
 
@@ -126,7 +115,8 @@ class _ToLaunchers(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _recording(target: str) -> Iterator[_Recorder]:
+def recording(target: str) -> Iterator[_Recorder]:
+    """Within the context no launch runs: each is kept, once, in `launches` of what this yields."""
     recorder = _Recorder(target)
     substitutes = {
         "wants_triton": lambda x: True,
@@ -157,7 +147,7 @@ def _granule(workload: Workload, dtype: torch.dtype) -> int:
 def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:
     """Every distinct launch of the workloads: kernel, types, alignments, constants and options."""
     before = torch.get_float32_matmul_precision()
-    with _recording(target) as recorder:
+    with recording(target) as recorder:
         try:
             for dtype in dtypes:
                 recorder.dtype = dtype
@@ -172,12 +162,12 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
     return list(recorder.launches.values())
 
 
-def compile_all(launches: list[Launch], jobs: int | None = None) -> Iterator[tuple[Launch, Compiled | str]]:
-    """Compiles in `jobs` processes, in order; a string says why a kernel did not compile."""
+def compile_all(launches: list[Launch]) -> Iterator[tuple[Launch, Compiled | str]]:
+    """Compiles in a process a core, in order; a string says why a kernel did not compile."""
     global _pending
     _pending = launches
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs or os.cpu_count(), context) as pool:
+    with ProcessPoolExecutor(mp_context=context) as pool:
         yield from zip(launches, pool.map(_compile_pending, range(len(launches))), strict=True)
 
 
@@ -185,15 +175,7 @@ _pending: list[Launch] = []  # reaches the workers by fork: a kernel cannot be p
 
 
 def _compile_pending(index: int) -> Compiled | str:
-    with tempfile.TemporaryFile("w+") as messages:  # of the compiler's C++ part: some pages of IR and one reason
-        stderr = os.dup(2)
-        os.dup2(messages.fileno(), 2)
-        try:
-            return _pending[index].compile()
-        except Exception as error:
-            messages.seek(0)
-            reasons = [line.strip() for line in messages if "Assertion" in line or "error:" in line]
-            return " | ".join([f"{type(error).__name__}: {error}", *reasons])
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+    try:
+        return _pending[index].compile()
+    except Exception as error:  # of the compiler's C++ part: its reason is on stderr
+        return f"{type(error).__name__}: {error}"

@@ -4,8 +4,8 @@
     python -m benchmarks.codegen.report --kernel attention --target sm_80 --target sm_90 --json report.json
     python -m benchmarks.codegen.report --use second --dtype all --target all
 
-The exit status is 1 if a kernel has a problem. The JSON has more: slots by pipe, tensor-core instructions, and every
-global access with its width and source line.
+The exit status is 1 if a kernel has a problem. The JSON has more: the instructions of the hot loop, tensor-core
+instructions, and every global access with its width and source line.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
         "programs_per_sm": compiled.programs_per_sm,
         "slots": compiled.whole.slots,
         "hot_slots": loop.slots,
-        "pipes": loop.pipes,
-        "tensor_instructions": compiled.tensor_instructions,
+        "mix": loop.mix,
+        "tensor_instructions": dict(compiled.whole.tensor),
         "tensor_dots": compiled.tensor_dots,
         "accesses": [str(access) for access in compiled.accesses],
         "problems": compiled.problems,
@@ -125,7 +125,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
     parser.add_argument("--use", choices=("compile", "second", "kernels"), default="compile", help="which workloads")
-    parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     chosen = parser.parse_args(arguments)
     targets = list(TARGETS) if "all" in (chosen.target or ()) else chosen.target or ["sm_90"]
@@ -133,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     selected = workloads(chosen.use, ops=tuple(chosen.op))
     launches = [launch for target in targets for launch in record(selected, target, dtypes)]
     launches = [launch for launch in launches if chosen.kernel in launch.name]
-    rows = [facts(*pair) for pair in compile_all(launches, chosen.jobs)]
+    rows = [facts(*pair) for pair in compile_all(launches)]
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))

@@ -1,4 +1,4 @@
-"""What a compiled kernel issues, read off its disassembly: loops, instruction mix by pipe, widths of global loads.
+"""What a compiled kernel issues, read off its disassembly: loops and instructions.
 
 NVIDIA listings come from `nvdisasm -c` (labels at branch targets), AMD ones are LLVM's assembly. Both are cut into
 basic blocks; loops are the natural loops of the control flow graph, so blocks that the assembler placed out of line
@@ -10,24 +10,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-PIPES = ("tensor", "sfu", "fma", "alu", "uniform", "memory", "control")
+import networkx
 
-# By the opcode's first part. What is not listed here is integer or logic work: "alu", or "uniform" with a leading U.
-_OPCODES = {
-    "tensor": "HMMA IMMA DMMA BMMA QMMA OMMA HGMMA IGMMA QGMMA BGMMA UTCHMMA UTCIMMA UTCQMMA UTCOMMA",
-    "sfu": "MUFU F2F F2I I2F FRND POPC FLO BREV F2IP",
-    "fma": "FADD FMUL FFMA FADD2 FMUL2 FFMA2 HADD2 HMUL2 HFMA2 HFMA2_MMA IMAD IDP FADD32I FMUL32I FFMA32I FSWZADD",
-    "memory": "LDG STG LD ST LDS STS LDSM STSM LDL STL LDC LDCU ULDC LDGSTS ATOM ATOMG ATOMS RED REDG REDUX SHFL SYNCS "
-    "UTMALDG UTMASTG UTMAREDG UTMAPF UTMACCTL UTMACMDFLUSH UBLKCP LDTM STTM UTCCP CCTL MATCH LDGMC MOVM",
-    "control": "BRA BRX JMP EXIT RET CALL BSSY BSYNC BREAK BAR UCGABAR_ARV UCGABAR_WAIT WARPSYNC WARPGROUP NOP DEPBAR "
-    "LDGDEPBAR ARRIVES MEMBAR ERRBAR FENCE YIELD NANOSLEEP KILL BPT ELECT PLOP DEPBAR.LE UTCBAR UTCATOMSWS ACQBULK "
-    "WARPGROUPSET USETMAXREG PREEXIT WARPGROUP.ARRIVE WARPGROUP.DEPBAR SETMAXREG ACQSHMINIT CCTLL UVIADDNOP",
-}
-_PIPE = {opcode: pipe for pipe, opcodes in _OPCODES.items() for opcode in opcodes.split()}
-
+_TENSOR = re.compile(r"[A-Z]+MMA\b|v_\w*(?:mfma|wmma)")  # HMMA, HGMMA, IMMA, UTCHMMA; AMD's
 _NV_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*([^;]*);")
 _NV_LABEL = re.compile(r"^([.$\w]+):")
 _NV_TARGET = re.compile(r"`\(([.$\w]+)\)")
@@ -42,51 +30,19 @@ class Instruction:
     predicated: bool = False
 
     @property
-    def pipe(self) -> str:
-        if self.opcode[0].islower():
-            return _amd_pipe(self.opcode)
-        base = self.opcode.split(".")[0]
-        return _PIPE.get(base) or ("uniform" if base[0] == "U" or base in ("R2UR", "S2UR") else "alu")
+    def tensor(self) -> bool:
+        return _TENSOR.match(self.opcode) is not None
 
     @property
     def macs(self) -> float:
         """Multiply-adds of a tensor-core instruction per thread of the warps that issue it; 0 where the mnemonic does
         not tell (Blackwell keeps the shape in a descriptor)."""
-        if warpgroup := re.match(r"[HIQB]GMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", self.opcode):
-            m, n, k = map(int, warpgroup.groups())
-            return m * n * k / 128
-        if warp := re.match(r"[HIQD]MMA\.(?:SP\.)?(\d+)", self.opcode):
-            return _mma_volume(warp.group(1)) / 32
-        if wave := re.match(r"v_s?mfmac?_\w*?_(\d+)x(\d+)x(\d+)", self.opcode):
-            m, n, k = map(int, wave.groups())
-            return m * n * k / 64
+        if shape := re.match(r"(?:[HIQB]GMMA\.(?:SP\.)?|v_s?mfmac?_\w*?_)(\d+)x(\d+)x(\d+)", self.opcode):
+            m, n, k = map(int, shape.groups())
+            return m * n * k / (64 if self.opcode.startswith("v_") else 128)
+        if warp := re.match(r"[HIQD]MMA\.(?:SP\.)?168(\d+)", self.opcode):
+            return 16 * 8 * int(warp.group(1)) / 32
         return 0.0
-
-
-def _mma_volume(digits: str) -> int:
-    """ "16816" -> 16 * 8 * 16, "1688" -> 16 * 8 * 8."""
-    k = int(digits[3:] or 8)
-    return 16 * 8 * k
-
-
-def _amd_pipe(opcode: str) -> str:
-    if "mfma" in opcode or "wmma" in opcode:
-        return "tensor"
-    if re.match(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_", opcode):
-        return "sfu"
-    if re.match(r"v_(pk_)?(add|sub|mul|fma|fmac|mac|mad)\w*_f(16|32|64)", opcode):
-        return "fma"
-    if re.match(r"(global|buffer|flat|ds|scratch|s_load|s_buffer)_", opcode):
-        return "memory"
-    if re.match(r"s_(cbranch|branch|endpgm|barrier|waitcnt|nop|setprio|sleep|sendmsg)", opcode):
-        return "control"
-    return "uniform" if opcode.startswith("s_") else "alu"
-
-
-@dataclass
-class Block:
-    instructions: list[Instruction] = field(default_factory=list)
-    successors: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -101,19 +57,14 @@ class Region:
         return len(self.instructions)
 
     @cached_property
-    def pipes(self) -> dict[str, int]:
-        """Slots by pipe. "fma" holds float32 and packed-half arithmetic and IMAD, "sfu" what runs at a quarter rate."""
-        counts = Counter(i.pipe for i in self.instructions)
-        return {pipe: counts[pipe] for pipe in PIPES}
+    def tensor(self) -> Counter[str]:
+        """Tensor-core mnemonics with their counts."""
+        return Counter(i.opcode for i in self.instructions if i.tensor)
 
-    @cached_property
-    def opcodes(self) -> Counter[str]:
-        """Counts by full mnemonic."""
-        return Counter(i.opcode for i in self.instructions)
-
-    def count(self, prefix: str) -> int:
-        """Instructions whose mnemonic begins so: count("MUFU.EX2"), count("LDGSTS")."""
-        return sum(n for opcode, n in self.opcodes.items() if opcode.startswith(prefix))
+    @property
+    def mix(self) -> dict[str, int]:
+        """Slots by the mnemonics' first part, the most frequent first."""
+        return dict(Counter(i.opcode.split(".")[0] for i in self.instructions).most_common())
 
     @cached_property
     def macs_per_thread(self) -> float:
@@ -124,11 +75,7 @@ class Region:
         """Whether ptxas let every wgmma wait for the one before (its message C7515), instead of for a matmul's last. A
         wait that leaves one in flight (0x1) is in the source."""
         waits = [i for i in self.instructions if i.opcode.startswith("WARPGROUP.DEPBAR") and i.operands.endswith("0x0")]
-        return 2 < self.count("HGMMA") <= len(waits)
-
-    def slots_per(self, elements: float) -> float:
-        """Slots over the elements (scores, outputs) that one thread owns in one pass."""
-        return self.slots / elements
+        return 2 < sum(i.opcode.startswith("HGMMA") for i in self.instructions) <= len(waits)
 
 
 @dataclass(frozen=True)
@@ -136,7 +83,7 @@ class Listing:
     """A disassembled kernel."""
 
     whole: Region
-    loops: tuple[Region, ...]  # innermost first is not implied: program order of their heads
+    loops: tuple[Region, ...]  # in program order of their heads
     innermost: tuple[Region, ...]  # loops without a loop inside
     hot_loops: tuple[Region, ...]  # loops with tensor-core work and no such loop inside
 
@@ -145,143 +92,91 @@ class Listing:
         """The part that does the work: the loop with the most tensor-core work; all of a matmul without such a loop;
         else the longest innermost loop, or all of a kernel without loops."""
         if self.hot_loops:
-            return max(self.hot_loops, key=lambda loop: (loop.macs_per_thread, loop.pipes["tensor"]))
-        if self.whole.pipes["tensor"]:
+            return max(self.hot_loops, key=lambda loop: (loop.macs_per_thread, loop.tensor.total()))
+        if self.whole.tensor:
             return self.whole
         return max(self.innermost, key=lambda loop: loop.slots, default=self.whole)
 
 
 def parse(text: str) -> Listing:
     """text: `nvdisasm -c` of one kernel, or AMD assembly."""
-    blocks = _blocks(text)
-    whole = Region(tuple(i for n in _reachable(blocks) for i in blocks[n].instructions))  # not the padding at the end
-    bodies = _natural_loops(blocks)
-    regions = {
-        head: Region(tuple(i for n in sorted(body) for i in blocks[n].instructions)) for head, body in bodies.items()
-    }
+    blocks, graph = _blocks(text)
+    bodies = _natural_loops(graph)
 
-    def inner(head: int) -> Iterable[int]:
-        return (other for other in bodies if other != head and bodies[other] < bodies[head])
+    def region(body: Iterable[int]) -> Region:
+        return Region(tuple(i for n in sorted(body) for i in blocks[n]))
 
-    innermost = [h for h in bodies if not any(True for _ in inner(h))]
-    hot = [h for h in bodies if regions[h].pipes["tensor"] and not any(regions[o].pipes["tensor"] for o in inner(h))]
+    loops = {head: region(body) for head, body in bodies.items()}
+    inside = {head: [loops[other] for other in bodies if bodies[other] < bodies[head]] for head in bodies}
     return Listing(
-        whole,
-        tuple(regions.values()),
-        tuple(regions[h] for h in innermost),
-        tuple(regions[h] for h in hot),
+        region(graph),
+        tuple(loops.values()),
+        tuple(loop for head, loop in loops.items() if not inside[head]),
+        tuple(loop for head, loop in loops.items() if loop.tensor and not any(o.tensor for o in inside[head])),
     )
 
 
-def _blocks(text: str) -> list[Block]:
-    """Basic blocks in program order, with edges."""
-    blocks = [Block()]
+def _blocks(text: str) -> tuple[list[list[Instruction]], networkx.DiGraph]:
+    """Basic blocks in program order, and the flow between those that can be reached from the first: the padding at the
+    end cannot."""
+    blocks: list[list[Instruction]] = [[]]
     labels: dict[str, int] = {}
+    falls: list[tuple[int, int]] = []
     jumps: list[tuple[int, str]] = []
-    falls: list[bool] = [True]
-
-    def begin() -> None:
-        blocks.append(Block())
-        falls.append(True)
-
     amd = ".amdgcn_target" in text
     for line in text.splitlines():
         if label := (_AMD_LABEL if amd else _NV_LABEL).match(line):
-            if blocks[-1].instructions:
-                begin()
+            if blocks[-1]:
+                falls.append((len(blocks) - 1, len(blocks)))
+                blocks.append([])
             labels[label.group(1)] = len(blocks) - 1
-            continue
-        instruction = _amd_instruction(line) if amd else _nv_instruction(line)
-        if instruction is None:
-            continue
-        blocks[-1].instructions.append(instruction)
-        ends, target, through = _branch(instruction)
-        if ends:
-            falls[-1] = through
-            if target is not None:
+        elif instruction := _instruction(line, amd):
+            blocks[-1].append(instruction)
+            ends, target, through = _branch(instruction)
+            if target:
                 jumps.append((len(blocks) - 1, target))
-            begin()
-        if instruction.opcode == "s_endpgm":
-            break
-    for n, through in enumerate(falls[:-1]):
-        if through:
-            blocks[n].successors.append(n + 1)
-    for n, name in jumps:
-        if name in labels:
-            blocks[n].successors.append(labels[name])
-    return blocks
+            if ends:
+                falls += [(len(blocks) - 1, len(blocks))] * through
+                blocks.append([])
+            if instruction.opcode == "s_endpgm":
+                break
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(blocks)))
+    graph.add_edges_from([*falls, *((n, labels[name]) for n, name in jumps if name in labels)])
+    return blocks, graph.subgraph({0} | networkx.descendants(graph, 0))
 
 
-def _nv_instruction(line: str) -> Instruction | None:
-    match = _NV_LINE.match(line)
-    return Instruction(match.group(2), match.group(3).strip(), match.group(1) is not None) if match else None
-
-
-def _amd_instruction(line: str) -> Instruction | None:
-    match = _AMD_LINE.match(line)
-    return Instruction(match.group(1), match.group(2).strip()) if match else None
+def _instruction(line: str, amd: bool) -> Instruction | None:
+    if not (match := (_AMD_LINE if amd else _NV_LINE).match(line)):
+        return None
+    *predicate, opcode, operands = match.groups()
+    return Instruction(opcode, operands.strip(), any(predicate))
 
 
 def _branch(i: Instruction) -> tuple[bool, str | None, bool]:
     """(ends its block, target label, execution may go on behind it)"""
-    if i.opcode[0].islower():
-        if i.opcode.startswith(("s_cbranch", "s_branch")):
-            return True, i.operands.split()[0], i.opcode.startswith("s_cbranch")
-        return i.opcode == "s_endpgm", None, False
+    if i.opcode.startswith(("s_cbranch", "s_branch")):
+        return True, i.operands.split()[0], i.opcode.startswith("s_cbranch")
     base = i.opcode.split(".")[0]
     if base in ("BRA", "JMP"):
         target = _NV_TARGET.search(i.operands)
         conditional = i.predicated or bool(re.match(r"!?U?P\d", i.operands)) or ".DIV" in i.opcode
         return True, target.group(1) if target else None, conditional
-    if base in ("EXIT", "RET"):
-        return True, None, i.predicated
-    return False, None, True
+    return base in ("EXIT", "RET", "s_endpgm"), None, i.predicated
 
 
-def _natural_loops(blocks: list[Block]) -> dict[int, set[int]]:
+def _natural_loops(graph: networkx.DiGraph) -> dict[int, set[int]]:
     """Head block -> blocks of its loop, by back edges to a dominator."""
-    predecessors: list[list[int]] = [[] for _ in blocks]
-    for n, block in enumerate(blocks):
-        for s in block.successors:
-            predecessors[s].append(n)
-    dominators = _dominators(blocks, predecessors)
+    dominator = networkx.immediate_dominators(graph, 0)
+
+    def dominates(head: int, n: int) -> bool:
+        while n not in (head, 0):
+            n = dominator[n]
+        return n == head
+
     loops: dict[int, set[int]] = {}
-    for n, block in enumerate(blocks):
-        for head in block.successors:
-            if head in dominators.get(n, ()):
-                body = loops.setdefault(head, {head})
-                pending = [n]
-                while pending:
-                    at = pending.pop()
-                    if at not in body:
-                        body.add(at)
-                        pending.extend(p for p in predecessors[at] if p in dominators)
+    for n, head in graph.edges:
+        if dominates(head, n):
+            rest = graph.subgraph(set(graph) - {head})
+            loops.setdefault(head, {head}).update({n}, networkx.ancestors(rest, n) if n != head else ())
     return dict(sorted(loops.items()))
-
-
-def _dominators(blocks: list[Block], predecessors: list[list[int]]) -> dict[int, set[int]]:
-    """Of the blocks that can be reached from the first."""
-    reachable = _reachable(blocks)
-    dominators = {n: set(reachable) for n in reachable}
-    dominators[0] = {0}
-    changed = True
-    while changed:
-        changed = False
-        for n in reachable[1:]:
-            incoming = [dominators[p] for p in predecessors[n] if p in reachable]
-            new = set.intersection(*incoming) | {n}
-            if new != dominators[n]:
-                dominators[n], changed = new, True
-    return dominators
-
-
-def _reachable(blocks: list[Block]) -> list[int]:
-    """Those that can be reached from the first, in program order."""
-    reachable: set[int] = set()
-    pending = [0]
-    while pending:
-        n = pending.pop()
-        if n not in reachable:
-            reachable.add(n)
-            pending.extend(blocks[n].successors)
-    return sorted(reachable)

@@ -1,7 +1,7 @@
-"""Bytes that every kernel moves against the least possible, counted in Triton's interpreter: one table, and JSON.
+"""Bytes that every kernel moves against the least possible, counted in Triton's interpreter.
 
     python -m benchmarks.codegen.traffic                     # every case, two minutes
-    python -m benchmarks.codegen.traffic --op attention --json traffic.json
+    python -m benchmarks.codegen.traffic --op attention
 
 Bytes are those of unmasked lanes: what the programs ask of the caches. The least: every element that the launch needs
 loaded once, every result stored once. The least of the launch's tiling: every program loads an element that it needs
@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":
@@ -107,81 +104,47 @@ def why(launch: Launch) -> str:
     return "; ".join(reasons)
 
 
-# ---- goals ----
-
-
-def goal(workload: Workload, step: str, least: float, tiled: float) -> str:
-    """How an operation stands to its goal: LayerNorm 1.05 of the least, patch embedding and attention's forward at
-    short N 1.15 of the least for their tiling."""
-    op, short = workload.op, workload.sizes.get("N", 0) <= 257
-    if op.endswith("layer_norm"):
-        return f"<= 1.05 of least: {'met' if least <= 1.05 else 'MISSED'}"
-    if op == "patch_embed" or (op == "attention" and step == "forward" and short):
-        return f"<= 1.15 of tiled: {'met' if tiled <= 1.15 else 'MISSED'}"
-    return ""
-
-
-def rows(workload: Workload) -> Iterator[dict[str, Any]]:
-    """A row for every kernel, and one for the pass where it has several or a goal."""
+def passes(workload: Workload) -> Iterator[tuple[str, list[list[str]]]]:
+    """Title and table of the forward and of the backward pass: a row for every kernel, and one for all of them."""
+    parts = f", one of {workload.parts} parts of the GPU and of the rows" if workload.parts > 1 else ""
     for step, traffic in measure(workload).items():
-        kernels: dict[str, list[Launch]] = {}
-        for launch in traffic.launches:
-            kernels.setdefault(launch.kernel, []).append(launch)
-        for name, launches in kernels.items():
-            yield _row(workload, step, name, launches, sum(launch.least for launch in launches))
-        yield _row(workload, step, "", traffic.launches, traffic.least)
+        rows = []
+        for kernel in dict.fromkeys(launch.kernel for launch in traffic.launches):
+            launches = [launch for launch in traffic.launches if launch.kernel == kernel]
+            reasons = "; ".join(filter(None, dict.fromkeys(map(why, launches))))
+            rows.append(_row(kernel, reasons, launches, sum(launch.least for launch in launches)))
+        rows.append(_row("all of it", "", traffic.launches, traffic.least))
+        yield f"{workload.op}, {step}: {workload}{parts}", rows
 
 
-def _row(workload: Workload, step: str, kernel: str, launches: list[Launch], least: int) -> dict[str, Any]:
+def _row(kernel: str, reasons: str, launches: list[Launch], least: int) -> list[str]:
     moved = sum(launch.loaded + launch.stored for launch in launches)
     tiled = sum(launch.least_tiled for launch in launches)
-    row: dict[str, Any] = {
-        "op": workload.op, "case": str(workload), "parts": workload.parts, "step": step, "kernel": kernel,
-        "launches": len(launches), "programs": sum(launch.programs for launch in launches), "moved": moved,
-        "least": least, "of_least": moved / least, "least_tiled": tiled, "of_tiled": moved / tiled,
-    }  # fmt: skip
-    if not kernel:
-        return row | {"goal": goal(workload, step, moved / least, moved / tiled)}
-    arguments = [
-        {"launch": i, **vars(argument)} for i, launch in enumerate(launches) for argument in launch.arguments.values()
-    ]
-    return row | {"why": "; ".join(filter(None, dict.fromkeys(map(why, launches)))), "arguments": arguments}
+    kilobytes = (f"{n / 1024:,.0f}" for n in (moved, least, tiled))
+    return [kernel, reasons, *kilobytes, f"{moved / least:.3f}", f"{moved / tiled:.3f}"]
 
 
 LEGEND = """\
 KB moved: loaded and stored by unmasked lanes. KB least: every element loaded once and every result stored once. KB
 tiled: loaded once by every program that needs it. moved / least and moved / tiled are of the figures in the row."""
-_COLUMNS = ("kernel", "why, or goal", "moved\nKB", "least\nKB", "tiled\nKB", "moved\n/ least", "moved\n/ tiled")
+_COLUMNS = ("kernel", "why", "moved\nKB", "least\nKB", "tiled\nKB", "moved\n/ least", "moved\n/ tiled")
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    lines = [LEGEND]
-    for op, case, parts, step in dict.fromkeys((row["op"], row["case"], row["parts"], row["step"]) for row in found):
-        mine = [row for row in found if (row["op"], row["case"], row["step"]) == (op, case, step)]
-        share = f", one of {parts} parts of the GPU and of the rows" if parts > 1 else ""
-        cells = [
-            [
-                row["kernel"] or "all of it",
-                row["why"] if row["kernel"] else row["goal"],
-                *(f"{row[k] / 1024:,.0f}" for k in ("moved", "least", "least_tiled")),
-                *(f"{row[k]:.3f}" for k in ("of_least", "of_tiled")),
-            ]
-            for row in mine
-        ]
-        lines += ["", f"{op}, {step}: {case}{share}", *make(_COLUMNS, cells, left=2, wrap=1)]
-    return "\n".join(lines)
+def table(title: str, rows: list[list[str]]) -> str:
+    return "\n".join(["", title, *make(_COLUMNS, rows, left=2, wrap=1)])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--op", action="append", default=[], help="only the workloads of this op")
-    parser.add_argument("--json", type=Path, help="also write the rows, with every argument, to this file")
     chosen = parser.parse_args(arguments)
-    found = [row for workload in workloads("traffic", ops=tuple(chosen.op)) for row in rows(workload)]
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1))
-    print(table(found))
-    return int(any(UNEXPLAINED in row.get("why", "") for row in found))
+    unexplained = False
+    print(LEGEND)
+    for workload in workloads("traffic", ops=tuple(chosen.op)):
+        for title, rows in passes(workload):
+            print(table(title, rows), flush=True)
+            unexplained |= any(UNEXPLAINED in row[1] for row in rows)
+    return int(unexplained)
 
 
 if __name__ == "__main__":

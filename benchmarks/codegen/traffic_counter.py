@@ -53,12 +53,11 @@ class Argument:
 @dataclass
 class Launch:
     kernel: str
-    programs: int
     arguments: dict[str, Argument]
     storages: list[_Storage] = field(repr=False)
 
-    def _total(self, what: str) -> int:
-        return sum(getattr(argument, what) for argument in self.arguments.values())
+    def _total(self, *what: str) -> int:
+        return sum(getattr(argument, name) for argument in self.arguments.values() for name in what)
 
     @property
     def loaded(self) -> int:
@@ -71,12 +70,12 @@ class Launch:
     @property
     def least(self) -> int:
         """Every element that is touched loaded once and stored once."""
-        return self._total("loaded_once") + self._total("stored_once")
+        return self._total("loaded_once", "stored_once")
 
     @property
     def least_tiled(self) -> int:
         """The same for the launch's tiling: every program loads an element that it needs once."""
-        return self._total("loaded_per_program") + self._total("stored_once")
+        return self._total("loaded_per_program", "stored_once")
 
 
 class _Storage:
@@ -100,13 +99,6 @@ class _Storage:
         self.stored: Flags = np.zeros(count, bool)
         self.loader = np.full(count, -1, np.int32)  # the last program that loaded it
         self.storer = np.full(count, -1, np.int32)
-        self._order = np.zeros(count, np.int32)
-
-    def distinct(self, at: Any) -> Any:
-        """`at` without repeats; np.unique would sort."""
-        order = np.arange(len(at), dtype=np.int32)
-        self._order[at] = order
-        return at[self._order[at] == order]
 
 
 @dataclass
@@ -121,24 +113,16 @@ class Traffic:
     def least(self) -> int:
         """Of all launches as one operation: inputs loaded once and results stored once; what one launch stores for
         a later one is neither."""
-        seen: dict[int, _Passed] = {}
-        for launch in self.launches:
-            for s in launch.storages:
-                passed = seen.setdefault(s.base, _Passed(len(s.loaded), s.granule))
-                if passed.granule != s.granule:
-                    raise ValueError(f"{launch.kernel}: {s.names} were of {passed.granule}-byte elements before")
-                passed.inputs |= s.loaded & ~passed.stored
-                passed.used |= s.loaded & passed.stored
-                passed.stored |= s.stored
-        return sum(int(p.inputs.sum() + (p.stored & ~p.used).sum()) * p.granule for p in seen.values())
-
-
-class _Passed:
-    """Of a storage, over several launches: loaded before it was stored, stored, and loaded after that."""
-
-    def __init__(self, count: int, granule: int) -> None:
-        self.inputs, self.stored, self.used = (np.zeros(count, bool) for _ in range(3))
-        self.granule = granule
+        total = 0
+        seen: dict[int, list[Flags]] = {}
+        for s in (s for launch in self.launches for s in launch.storages):
+            inputs, stored, used = seen.setdefault(s.base, [np.zeros(len(s.loaded), bool) for _ in range(3)])
+            before = int(inputs.sum() + (stored & ~used).sum())
+            inputs |= s.loaded & ~stored
+            used |= s.loaded & stored
+            stored |= s.stored
+            total += (int(inputs.sum() + (stored & ~used).sum()) - before) * s.granule
+        return total
 
 
 class _Counter:
@@ -155,7 +139,7 @@ class _Counter:
             by_storage.setdefault(t.untyped_storage().data_ptr(), {})[name] = t
         storages = [_Storage(by_storage[base]) for base in sorted(by_storage)]
         self._bases = [s.base for s in storages]
-        self.launch = Launch(kernel, 0, {name: Argument(name) for name in tensors}, storages)
+        self.launch = Launch(kernel, {name: Argument(name) for name in tensors}, storages)
         self.traffic.launches.append(self.launch)
 
     def access(self, builder: Any, pointers: Any, mask: Any, *, store: bool) -> None:
@@ -164,7 +148,6 @@ class _Counter:
             addresses = addresses[np.broadcast_to(np.asarray(mask.data, bool), addresses.shape)]
         (x, y, z), (nx, ny, _) = builder.grid_idx, builder.grid_dim
         program = x + nx * (y + ny * z)
-        self.launch.programs = max(self.launch.programs, program + 1)
         if addresses.size == 0:
             return
         itemsize = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
@@ -175,33 +158,31 @@ class _Counter:
         if index < 0 or high + itemsize > storage.base + storage.nbytes:
             raise MemoryError(f"{self.launch.kernel} {verb} memory outside its arguments")
         at = (addresses.ravel().astype(np.int64) - storage.base) // storage.granule
-        owners = storage.owner[at]
-        if owners.min() < 0:
+        if storage.owner[at].min() < 0:
             raise MemoryError(f"{self.launch.kernel} {verb} a part of {storage.names} that no argument covers")
-        self._move(storage, at, owners, program, itemsize, store)
+        self._move(storage, at, program, itemsize, store)
 
-    def _move(self, s: _Storage, at: Any, owners: Any, program: int, itemsize: int, store: bool) -> None:
+    def _move(self, s: _Storage, at: Any, program: int, itemsize: int, store: bool) -> None:
         last, touched = (s.storer, s.stored) if store else (s.loader, s.loaded)
         before = last[at]
         if store and ((before >= 0) & (before != program)).any():
-            names = sorted({s.names[i] for i in set(owners.tolist())})
+            names = sorted({s.names[i] for i in set(s.owner[at].tolist())})
             raise MemoryError(f"{self.launch.kernel}: two programs store one element of {', '.join(names)}")
-        fresh = s.distinct(at[before != program])
+        fresh = np.unique(at[before != program])
         last[fresh] = program
         once = fresh[~touched[fresh]]
         for offset in range(itemsize // s.granule):
             touched[once + offset] = True
-        for i, name in enumerate(s.names):
+        moved = (np.bincount(s.owner[some], minlength=len(s.names)) * itemsize for some in (at, fresh, once))
+        for name, every, by_program, by_launch in zip(s.names, *moved, strict=True):
             argument = self.launch.arguments[name]
-            moved = int((owners == i).sum()) * itemsize
-            by_program, by_launch = (int((s.owner[some] == i).sum()) * itemsize for some in (fresh, once))
             if store:
-                argument.stored += moved
-                argument.stored_once += by_launch
+                argument.stored += int(every)
+                argument.stored_once += int(by_launch)
             else:
-                argument.loaded += moved
-                argument.loaded_per_program += by_program
-                argument.loaded_once += by_launch
+                argument.loaded += int(every)
+                argument.loaded_per_program += int(by_program)
+                argument.loaded_once += int(by_launch)
 
 
 @contextlib.contextmanager
@@ -220,20 +201,14 @@ def count(*, compute: bool = True) -> Iterator[Traffic]:
         counter.access(self, pointers, mask, store=True)
         return store(self, pointers, value, mask, *rest, **options)
 
-    def atomic(self: Any, *arguments: Any) -> Any:
-        raise NotImplementedError("atomics are not counted: no kernel of this package has one")
-
     def arguments(self: Any, positional: Any, keywords: Any) -> Any:
         values, by_name = to_host(self, positional, keywords)
         counter.begin(self.fn.__name__, dict(zip(self.arg_names, values, strict=False)) | by_name)
         return values, by_name
 
-    patches: dict[str, Any] = {
-        "create_masked_load": masked_load,
-        "create_masked_store": masked_store,
-        "create_atomic_rmw": atomic,
-        "create_atomic_cas": atomic,
-    }
+    patches: dict[str, Any] = {"create_masked_load": masked_load, "create_masked_store": masked_store}
+    atomic = NotImplementedError("atomics are not counted: no kernel of this package has one")
+    patches |= {name: mock.Mock(side_effect=atomic) for name in ("create_atomic_rmw", "create_atomic_cas")}
     if not compute:
         patches["create_dot"] = lambda self, a, b, accumulator, *rest: accumulator
     with contextlib.ExitStack() as stack:

@@ -27,7 +27,6 @@ from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from fastvit.ops import _library
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SKIPPED = 77
 KERNELS = "(attention|layer_norm|linear|act_bwd|patch_embed|column_sum|dropout)_"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
@@ -57,13 +56,9 @@ def rehearse(op: str) -> list[str]:
     return [launch.kernel for launch in traffic.launches]
 
 
-def sanitizer() -> str | None:
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(_PLACES))
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tool", choices=TOOLS, default="memcheck")
+    parser.add_argument("--tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"), default="memcheck")
     parser.add_argument("--op", action="append", choices=ops(), help="default: all")
     parser.add_argument("--rehearse", action="store_true", help="in the interpreter, without the tool")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # already under the tool
@@ -79,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         for op in names:
             run(op, torch.device("cuda"), torch.bfloat16, torch.float32)
         return 0
-    tool = sanitizer()
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(_PLACES))
     if tool is None:
         print(f"SKIPPED: no compute-sanitizer on this machine (PATH, {', '.join(_PLACES)})")
         return SKIPPED

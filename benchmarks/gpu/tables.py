@@ -79,7 +79,7 @@ def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch
 _ATTENTION = [(m, n, w, s) for m, n, w in ((64, 64, 4), (128, 64, 8), (128, 128, 8)) for s in (2, 3)] + [
     (64, 128, 4, 2), (64, 128, 8, 2), (128, 64, 4, 2), (64, 32, 4, 2)
 ]  # fmt: skip
-_ATTENTION_BWD = [
+_ATTENTION_BWD: list[Choice] = [
     (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 2),
     (64, 128, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (128, 32, 8, 2),
 ]  # fmt: skip
@@ -88,45 +88,36 @@ _GEMM = [
     (128, 256, 64, 8, 3, 0), (128, 256, 64, 8, 4, 0), (256, 128, 64, 8, 3, 0), (64, 128, 64, 4, 4, 0),
     (64, 64, 64, 4, 4, 0), (128, 64, 64, 4, 4, 0),
 ]  # fmt: skip
-_PATCH = [
+_PATCH: list[Choice] = [
     (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 64, 64, 4, 3), (64, 64, 32, 4, 4),
     (128, 64, 64, 4, 3), (64, 128, 64, 4, 3), (128, 256, 64, 8, 3),
 ]  # fmt: skip
+
+
+_LAYER_NORM: list[Choice] = [(rows, warps) for rows in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8, 16)]
+_COLUMN_SUM: list[Choice] = [
+    (16, 32, 4), (32, 32, 4), (32, 32, 8), (64, 32, 4), (64, 32, 8), (128, 16, 8), (32, 64, 4), (32, 128, 8)
+]  # fmt: skip
+_ACTIVATION = [(8, 256, 4), (4, 512, 4), (4, 256, 4), (8, 256, 8), (8, 128, 4), (16, 128, 4)]
+_SHORT_FWD = [(1, 64, 128, 4, 2), (1, 128, 128, 8, 2), (1, 64, 128, 8, 2)]
+_SHORT_BWD = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8), (256, 32, 8), (256, 64, 16)]
 
 
 def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
     """What is tried besides the shipped choice. What does not compile or fit is found out by compiling."""
     if table == "layer_norm":
         width = max(1 << (key[0] - 1).bit_length(), 16)
-        pairs = [(rows, warps) for rows in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8, 16)]
-        return [(rows, warps) for rows, warps in pairs if 4 <= rows * width // (32 * warps) <= 32]
-    if table == "column_sum":
-        rows = (
-            (16, 32, 4),
-            (32, 32, 4),
-            (32, 32, 8),
-            (64, 32, 4),
-            (64, 32, 8),
-            (128, 16, 8),
-            (32, 64, 4),
-            (32, 128, 8),
-        )
-        return list(rows)
+        return [(rows, warps) for rows, warps in _LAYER_NORM if 4 <= rows * width // (32 * warps) <= 32]
     if table == "activation_backward":
-        tiles = ((8, 256, 4), (4, 512, 4), (4, 256, 4), (8, 256, 8), (8, 128, 4), (16, 128, 4))
-        return [(m, n, steps, warps) for m, n, warps in tiles for steps in (4, 8, 16)]
+        return [(m, n, steps, warps) for m, n, warps in _ACTIVATION for steps in (4, 8, 16)]
     if table == "attention_fwd":
-        short = [(1, m, 128, warps, 2) for m, warps in ((64, 4), (128, 8), (64, 8))] if key[0] <= 288 else []
-        return [*short, *((0, *tile) for tile in _ATTENTION)]
-    if table in ("attention_bwd_dq", "attention_bwd_dkdv"):
-        return list(_ATTENTION_BWD)
+        return [*_SHORT_FWD * (key[0] <= 288), *((0, *tile) for tile in _ATTENTION)]
     if table == "attention_bwd_short":
-        whole = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8), (256, 32, 8), (256, 64, 16)]
-        return [(0, 64, 64, 4, 2), *((1, m, n, warps, 2) for m, n, warps in whole if key[0] <= m <= 2 * key[0])]
+        return [(0, 64, 64, 4, 2), *((1, m, n, warps, 2) for m, n, warps in _SHORT_BWD if key[0] <= m <= 2 * key[0])]
     if table == "gemm":
         return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
-    if table == "use_triton_gemm":
-        return [(0,), (1,)]
-    if table == "patch_embed":
-        return list(_PATCH)
-    raise ValueError(f"no candidates for table {table!r}")
+    fixed: dict[str, list[Choice]] = {
+        "column_sum": _COLUMN_SUM, "attention_bwd_dq": _ATTENTION_BWD, "attention_bwd_dkdv": _ATTENTION_BWD,
+        "use_triton_gemm": [(0,), (1,)], "patch_embed": _PATCH,
+    }  # fmt: skip
+    return fixed[table]

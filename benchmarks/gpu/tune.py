@@ -1,22 +1,21 @@
 """Measures the launch tables of fastvit/kernels on the GPU at hand: writes kernels/tuned_<gpu>.json.
 
     python -m benchmarks.gpu.tune                                   # every table; goes on where it was stopped
-    python -m benchmarks.gpu.tune --table attention_fwd --seconds 500
+    python -m benchmarks.gpu.tune --table attention_fwd
 
 For every shape the shipped choice and the candidates run in turn, A B C A B C, by CUDA events with a cleared L2 cache:
 three rounds for all, then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more
-than 2 % faster in the median of the rounds' ratios and its results agree with the shipped one's. The exit status is 75
-if the time was over before the last shape.
+than 2 % faster in the median of the rounds' ratios and its results agree with the shipped one's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,10 +39,10 @@ from fastvit.ops import _library
 MARGIN = 1.02
 TOLERANCE = 0.05  # of the largest result; bfloat16 sums in another order differ by about 0.01
 FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 25, 3
-UNFINISHED = 75
 
 Key = tuple[int, ...]
 Entries = dict[tuple[str, Key], Choice]
+Samples = dict[Choice | None, list[float]]  # seconds; None: as shipped
 Timer = Callable[[Callable[[], object]], float]
 
 
@@ -70,15 +69,14 @@ def decide(shipped: Sequence[float], tried: Mapping[Choice, Sequence[float]]) ->
 
 @contextlib.contextmanager
 def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
-    """Launches take these choices and no other measured ones. Yields what they ask for: (arch, table, key)."""
+    """Launches take these choices, one without a key at every key, and no other measured ones. Yields what they ask
+    for: (arch, table, key)."""
     asked: set[tuple[str, str, Key]] = set()
-    everywhere = {table: choice for (table, key), choice in entries.items() if not key}
-    exact = {(table, *key): choice for (table, key), choice in entries.items() if key}
 
-    def choice(arch_of_launch: str, table: str, *key: int) -> Choice | None:
+    def choice(arch: str, table: str, *key: int) -> Choice | None:
         integers = tuple(map(int, key))
-        asked.add((arch_of_launch, table, integers))
-        return exact.get((table, *integers), everywhere.get(table))
+        asked.add((arch, table, integers))
+        return entries.get((table, integers), entries.get((table, ())))
 
     with mock.patch.object(_tuned, "choice", choice):
         _tuned.clear_caches()
@@ -106,14 +104,11 @@ class Tuner:
         self.data: dict[str, Any] = {
             "format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where, "tables": {}, "samples": {}
         }  # fmt: skip
-        if path.exists():
-            self._go_on(json.loads(path.read_text()))
-
-    def _go_on(self, before: dict[str, Any]) -> None:
-        """Results of the same code on the same GPU count; those of other code are measured again."""
-        _tuned.parse(before, self.arch, self.data["gpu"])
-        if before["measured"]["sources"] == self.data["measured"]["sources"]:
-            self.data["tables"], self.data["samples"] = before["tables"], before["samples"]
+        if path.exists():  # results of the same code on the same GPU count; those of other code are measured again
+            before = json.loads(path.read_text())
+            _tuned.parse(before, self.arch, gpu)
+            if before["measured"]["sources"] == where["sources"]:
+                self.data["tables"], self.data["samples"] = before["tables"], before["samples"]
 
     @property
     def entries(self) -> Entries:
@@ -147,9 +142,12 @@ class Tuner:
         base = {**self.entries, **fixed}
         base.pop((work.table, key), None)
 
-        def timed(choice: Choice | None) -> float:
-            with using(base | ({} if choice is None else {(work.table, key): choice})):
-                return self.timer(run)
+        def rounds(choices: list[Choice | None], count: int) -> Samples:
+            samples: Samples = {choice: [] for choice in choices}
+            for _, choice in itertools.product(range(count), choices):
+                with using(base | ({} if choice is None else {(work.table, key): choice})):
+                    samples[choice].append(self.timer(run))
+            return samples
 
         rejected: dict[Choice, str] = {}
         with using(base):
@@ -165,9 +163,9 @@ class Tuner:
                 tried.append(choice)
             except Exception as error:  # does not compile, or does not fit: reported with the result
                 rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        samples = self._rounds(timed, [None, *tried], FIRST_ROUNDS)
+        samples = rounds([None, *tried], FIRST_ROUNDS)
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
-        final = self._rounds(timed, [None, *finalists], LAST_ROUNDS)
+        final = rounds([None, *finalists], LAST_ROUNDS)
         chosen = decide(final[None], {choice: final[choice] for choice in finalists})
         self._record(work, key, samples | final, rejected, chosen)
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
@@ -176,34 +174,20 @@ class Tuner:
         counts = f"{len(tried)} tried, {len(rejected)} unfit"
         return f"{self._name(work.table, key)} {work.label}: shipped {shipped:.1f} us; {verdict}; {counts}"
 
-    def _rounds(
-        self, timed: Callable[[Choice | None], float], choices: list[Choice | None], rounds: int
-    ) -> dict[Choice | None, list[float]]:
-        samples: dict[Choice | None, list[float]] = {choice: [] for choice in choices}
-        for _ in range(rounds):
-            for choice in choices:
-                samples[choice].append(timed(choice))
-        return samples
-
     def _record(
-        self,
-        work: Work,
-        key: Key,
-        samples: dict[Choice | None, list[float]],
-        rejected: dict[Choice, str],
-        chosen: Choice | None,
+        self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None
     ) -> None:
-        table, text = work.table, ",".join(map(str, key))
-        self.data["samples"][self._name(table, key)] = {
+        found = self.data["tables"].setdefault(work.table, {})
+        found.pop(text := ",".join(map(str, key)), None)
+        if chosen is not None:
+            found[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
+        self.data["samples"][self._name(work.table, key)] = {
             "work": work.label,
             "shipped": asdict(Quantiles.of(samples[None])),
             "tried": {str(choice): asdict(Quantiles.of(v)) for choice, v in samples.items() if choice is not None},
             "unfit": {str(choice): reason for choice, reason in rejected.items()},
             "chosen": chosen,
         }
-        self.data["tables"].setdefault(table, {}).pop(text, None)
-        if chosen is not None:
-            self.data["tables"][table][text] = dict(zip(_tuned.FIELDS[table], chosen, strict=True))
         self.data["measured"] |= environment(self.device, torch.bfloat16) | {"when": now()}  # clocks and power of now
         _tuned.parse(self.data, self.arch, self.data["gpu"])
         write_json(self.path, self.data)
@@ -212,7 +196,6 @@ class Tuner:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--table", action="append", choices=sorted(_tuned.FIELDS), help="default: all")
-    parser.add_argument("--seconds", type=float, default=1e9, help="after this no further shape begins")
     parser.add_argument("--out", type=Path, default=_tuned.FOLDER, help="folder of tuned_<gpu>.json")
     parser.add_argument("--rehearse", action="store_true", help="two candidates at tiny shapes in the interpreter")
     chosen = parser.parse_args(arguments)
@@ -220,20 +203,15 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--rehearse measures nothing: give it an --out of its own")
     if not chosen.rehearse and not torch.cuda.is_available():
         parser.error("no GPU; --rehearse runs the steps without one")
-    end = time.perf_counter() + chosen.seconds
     torch.manual_seed(0)
     device = torch.device("cpu" if chosen.rehearse else "cuda")
     gpu = "interpreter" if chosen.rehearse else torch.cuda.get_device_name()
     path = chosen.out / _tuned.file_name(gpu)
     timer = Clock(device).time if chosen.rehearse else gpu_timer(device)
-    selected = [w for w in works(tiny=chosen.rehearse) if w.table in (chosen.table or _tuned.FIELDS)]
     with _library.use_backend("triton"):
         tuner = Tuner(device, timer, path, gpu, most=2 if chosen.rehearse else 99)
-        for i, work in enumerate(selected):
-            if time.perf_counter() > end:
-                print(f"the time is over: {len(selected) - i} of {len(selected)} shapes left for another run")
-                return UNFINISHED
-            for line in tuner.tune(work):
+        for work in works(tiny=chosen.rehearse):
+            for line in tuner.tune(work) if work.table in (chosen.table or _tuned.FIELDS) else ():
                 print(line, flush=True)
     print(f"{path}: {sum(map(len, tuner.data['tables'].values()))} choices differ from the shipped ones")
     return 0

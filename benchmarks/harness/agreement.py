@@ -29,18 +29,10 @@ def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> flo
         return float("inf")
     target = exact.to(got.dtype)
     ulp = (torch.nextafter(target, torch.full_like(target, torch.inf)) - target).double()
-    worst = 0.0
-    for norm in (_max, _rms):
-        worst = max(worst, norm(got.double() - exact) / (norm(eager.double() - exact) + norm(ulp) / factor))
-    return worst
-
-
-def _max(t: Tensor) -> float:
-    return float(t.abs().max())
-
-
-def _rms(t: Tensor) -> float:
-    return float(t.square().mean().sqrt())
+    maximum_and_rms = (lambda t: float(t.abs().max()), lambda t: float(t.square().mean().sqrt()))
+    return max(
+        norm(got.double() - exact) / (norm(eager.double() - exact) + norm(ulp) / factor) for norm in maximum_and_rms
+    )
 
 
 def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:

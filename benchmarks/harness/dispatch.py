@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import eager
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
@@ -41,7 +42,7 @@ def cases() -> dict[str, Case]:
     weight, bias, layer_scale = _parameters((D, D), (D,), (D,))
     fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
     image = torch.randn(1, 3, 16, 16)
-    patch, patch_bias, position, prefix = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))
+    patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
 
     def layer_norm(x: Tensor) -> Tensor:
         return torch.native_layer_norm(x, (D,), norm_weight, norm_bias, 1e-6)[0]
@@ -55,10 +56,6 @@ def cases() -> dict[str, Case]:
     def add_layer_norm() -> tuple[Tensor, Tensor]:
         total = x + branch
         return total, layer_norm(total)
-
-    def patch_embed() -> Tensor:
-        patches = F.conv2d(image, patch, patch_bias, 4).flatten(2).transpose(1, 2)
-        return torch.cat([prefix.expand(1, -1, -1), patches + position], dim=1)
 
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm_weight, norm_bias), lambda: layer_norm(x)),
@@ -77,8 +74,8 @@ def cases() -> dict[str, Case]:
             lambda: mlp(layer_norm(x)).add_(x),
         ),
         "patch_embed": (
-            lambda: ops.patch_embed(image, patch, patch_bias, pos_embed=position, prefix=prefix),
-            patch_embed,
+            lambda: ops.patch_embed(image, *patch[:2], pos_embed=patch[2], prefix=patch[3]),
+            lambda: eager.patch_embed(image, *patch),
         ),
     }
 
@@ -88,16 +85,11 @@ def measure(rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """name -> microseconds of the op ("fused") and of the ATen calls ("aten"), the least of the rounds."""
     found = {}
     for name, pair in cases().items():
-        for fused, aten in zip(*(_tensors(call()) for call in pair), strict=True):
-            torch.testing.assert_close(fused, aten)
+        torch.testing.assert_close(*(call() for call in pair))
         seconds = [[timeit.timeit(call, number=calls) / calls for call in pair] for _ in range(rounds)]
         fused_us, aten_us = (1e6 * min(column) for column in zip(*seconds, strict=True))
         found[name] = {"fused": fused_us, "aten": aten_us}
     return found
-
-
-def _tensors(outputs: object) -> tuple[object, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def render(path: Path) -> list[str]:

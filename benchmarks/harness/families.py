@@ -24,7 +24,7 @@ from benchmarks.harness.columns import make
 from benchmarks.harness.libraries import load
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
-from benchmarks.harness.timing import Quantiles
+from benchmarks.harness.timing import Clock, Quantiles
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ def _small_timm(name: str, img_size: int, **more: Any) -> Architecture:
     return Architecture("timm", name, _timm, {"img_size": img_size, "depth": 2, **more}, {})
 
 
+def _small_torchvision(name: str, patch: int, D: int, heads: int) -> Architecture:
+    small = {"image_size": 4 * patch, "patch_size": patch, "num_layers": 2, "num_heads": heads}
+    return Architecture("torchvision", name, _torchvision, small | {"hidden_dim": D, "mlp_dim": 2 * D}, {})
+
+
 ARCHITECTURES = [
     _small_timm("vit_tiny_patch16_224", 64),
     _small_timm("vit_small_patch32_224", 96, drop_path_rate=0.2),
@@ -130,24 +135,16 @@ ARCHITECTURES = [
     _hugging_face("Dinov2WithRegistersModel", image_size=518, patch_size=14),
     _hugging_face("CLIPVisionModel"),
     _hugging_face("SiglipVisionModel"),
-    *(
-        Architecture(
-            "torchvision",
-            name,
-            _torchvision,
-            {"image_size": 4 * patch, "patch_size": patch, "num_layers": 2, "num_heads": H, "hidden_dim": D}
-            | {"mlp_dim": 2 * D},
-            {},
-        )
-        for name, patch, D, H in (("vit_b_16", 16, 192, 3), ("vit_b_32", 32, 128, 2), ("vit_h_14", 14, 160, 2))
-    ),
+    _small_torchvision("vit_b_16", 16, 192, 3),
+    _small_torchvision("vit_b_32", 32, 128, 2),
+    _small_torchvision("vit_h_14", 14, 160, 2),
 ]
 
 
 VIT_B_16: dict[str, Callable[..., nn.Module]] = {
     "timm": lambda depth=12: _timm("vit_base_patch16_224", depth=depth),
     "transformers": lambda depth=12: _transformers(
-        "ViTForImageClassification", num_labels=1000, num_hidden_layers=depth
+        "ViTForImageClassification", num_hidden_layers=depth, num_labels=1000
     ),
     "torchvision": lambda depth=12: _torchvision(
         "", image_size=224, patch_size=16, num_layers=depth, num_heads=12, hidden_dim=768, mlp_dim=3072
@@ -165,7 +162,7 @@ def agree(architecture: Architecture) -> dict[str, Any]:
         start = time.perf_counter()
         report = fastvit.accelerate(model)
         seconds = time.perf_counter() - start
-        difference = ((output(model(image)) - own).abs().max() / own.abs().max()).item()
+        difference = float((output(model(image)) - own).abs().max() / own.abs().max())
     return {
         "library": architecture.library,
         "name": architecture.name,
@@ -183,25 +180,17 @@ def speed(library: str, rounds: int) -> dict[str, Any]:
     pairs of runs, in alternating order."""
     model = VIT_B_16[library]().eval()
     image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
-
-    def seconds(accelerated: bool) -> float:
-        fastvit.accelerate(model) if accelerated else fastvit.restore(model)
-        start = time.perf_counter()
-        model(image)
-        return time.perf_counter() - start
-
-    pairs = []
+    clock = Clock(torch.device("cpu"))
+    seconds: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():
         for i in range(-2, rounds):
-            taken = {accelerated: seconds(accelerated) for accelerated in (i % 2 == 0, i % 2 == 1)}
-            pairs += [taken] * (i >= 0)  # the first two warm up
-    ratios = Quantiles.of([taken[False] / taken[True] for taken in pairs])
-    fused = Quantiles.of([taken[True] for taken in pairs])
+            for accelerated in (i % 2 == 0, i % 2 == 1):
+                fastvit.accelerate(model) if accelerated else fastvit.restore(model)
+                taken = clock.time(lambda: model(image))
+                seconds[accelerated] += [taken] * (i >= 0)  # the first two warm up
+    ratios = Quantiles.of([own / fused for own, fused in zip(*seconds.values(), strict=True)])
+    fused = Quantiles.of(seconds[True])
     return {"library": library, "milliseconds": 1e3 * fused.median, "faster": asdict(ratios)}
-
-
-def versions() -> dict[str, str]:
-    return {name: load(name).__version__ for name in ("timm", "transformers", "torchvision")}
 
 
 def render(path: Path) -> list[str]:
@@ -238,7 +227,9 @@ def main(path: Path) -> None:
     for architecture in ARCHITECTURES:
         rows.append(agree(architecture))
         print(f"{architecture}: {rows[-1]['difference']:.1e}, {1e3 * rows[-1]['seconds']:.1f} ms", flush=True)
-    where = environment(torch.device("cpu"), torch.float32) | {"libraries": versions()}
+    where = environment(torch.device("cpu"), torch.float32) | {
+        "libraries": {name: load(name).__version__ for name in VIT_B_16}
+    }
     found = {"agreements": rows, "speeds": [speed(name, 60) for name in VIT_B_16]}
     write_json(path, {"environment": where, **found})
 

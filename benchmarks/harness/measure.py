@@ -16,11 +16,16 @@ from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.eager import SdpaBackend
 from benchmarks.harness.memory import peak_bytes, saved_bytes
 from benchmarks.harness.providers import OPS
-from benchmarks.harness.record import Provider, Record, environment, gpu_state
+from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, warm
 from benchmarks.harness.workloads import Workload
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
+
+
+def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
+    """Every bench_*.py but the memory study has this one."""
+    measure(workload, mode)
 
 
 @dataclass
@@ -71,13 +76,6 @@ def _step(workload: Workload, provider: str, mode: str, session: Session) -> tup
     return (lambda: runner.gradients(gradients)), runner
 
 
-def _sdpa_backend(workload: Workload, session: Session) -> str:
-    runner = workload.runner("sdpa", Draw(session.dtype, session.device), check=True)
-    with SdpaBackend() as backend:
-        runner.outputs()
-    return backend.name
-
-
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
     """Fills `benchmark` with fused's samples (or the last provider's, if fused was not asked for), records everybody's.
 
@@ -105,7 +103,9 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
             if mode == "training":
                 provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
             if name == "sdpa":
-                record.sdpa_backend = _sdpa_backend(workload, session)
+                with SdpaBackend() as backend:
+                    workload.runner(name, Draw(session.dtype, session.device), check=True).outputs()
+                record.sdpa_backend = backend.name
         except torch.OutOfMemoryError as error:
             if name == "fused":
                 raise
@@ -116,8 +116,6 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     for name, values in samples.items():
         record.providers[name].time = Quantiles.of(values)
     where = environment(session.device, session.dtype)
-    if session.device.type == "cuda":
-        where |= gpu_state()
     benchmark.group = f"{workload.op}, {mode}"
     benchmark.extra_info.update(record.as_dict(where, session.ceilings))
     session.records.append(record)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -45,11 +47,7 @@ def _cpu_peak(function: Callable[[], object]) -> int:
 
 def running_peak(changes: Iterable[int]) -> int:
     """The maximum of the running sum of allocations (positive) and releases (negative), from 0."""
-    total = peak = 0
-    for change in changes:
-        total += change
-        peak = max(peak, total)
-    return peak
+    return max(itertools.accumulate(changes, initial=0))
 
 
 def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) -> int:
@@ -71,7 +69,4 @@ def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) ->
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """p of the least-squares fit values = c * sizes**p, in logarithms."""
-    if len(sizes) < 2 or len(sizes) != len(values):
-        raise ValueError(f"exponent needs two or more points, got {len(sizes)} sizes and {len(values)} values")
-    slope, _ = np.polyfit(np.log(sizes), np.log(values), 1)
-    return float(slope)
+    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope

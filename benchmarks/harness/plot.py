@@ -7,8 +7,7 @@ writes memory_light.svg and memory_dark.svg into the folder.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,15 @@ from benchmarks.harness.record import Record
 from benchmarks.harness.table import growth
 
 FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
-Curve = tuple[list[int], list[int]]
-Curves = dict[str, dict[str, Curve]]
-INK = {"light": "#1f2328", "dark": "#e6edf3"}
-FAINT = {"light": "#d1d9e0", "dark": "#3d444d"}
 COLOURS = {
-    "light": {"eager": "#cf222e", "sdpa": "#8250df", "compile": "#9a6700", "fused": "#1a7f37"},
-    "dark": {"eager": "#ff7b72", "sdpa": "#d2a8ff", "compile": "#d29922", "fused": "#3fb950"},
+    "light": {"eager": "#cf222e", "sdpa": "#8250df", "compile": "#9a6700", "fused": "#1a7f37"}
+    | {"ink": "#1f2328", "faint": "#d1d9e0"},
+    "dark": {"eager": "#ff7b72", "sdpa": "#d2a8ff", "compile": "#d29922", "fused": "#3fb950"}
+    | {"ink": "#e6edf3", "faint": "#3d444d"},
 }
 NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "compile", "fused": "fastvit"}
-LEVEL = 1.25  # peaks at the largest N within this factor share a label
+LEVEL = 1.25  # lines of SDPA and fused that end within this factor share a label
+Curves = dict[str, tuple[list[int], list[int]]]  # by provider: tokens and peaks
 
 
 def picture(folder: str) -> str:
@@ -39,108 +37,80 @@ def picture(folder: str) -> str:
     )
 
 
-def draw(curves: Curves, caption: str, theme: str) -> Any:
+def draw(studies: dict[str, Curves], caption: str, theme: str) -> Any:
     """A matplotlib figure, logarithmic, a panel for each op; every line is named at its end, with its slope there."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style: Any = {"font.family": "DejaVu Sans", "font.size": 11, "svg.hashsalt": "fastvit", "text.color": INK[theme]}
-    with rc_context(style):
+    ink = COLOURS[theme]["ink"]
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 11, "text.color": ink}):
         figure = Figure(figsize=(9.2, 4.6), layout="constrained")
-        figure.patch.set_alpha(0.0)
-        panels = figure.subplots(1, len(curves), squeeze=False, sharey=True)[0]
-        for panel, (op, by_provider) in zip(panels, curves.items(), strict=True):
-            _panel(panel, op.removeprefix("memory, "), by_provider, theme)
-        panels[0].set_ylabel("peak memory of a training step", color=INK[theme])
-        figure.supxlabel(caption, fontsize=9, color=INK[theme], alpha=0.7)
+        panels = figure.subplots(1, len(studies), squeeze=False, sharey=True)[0]
+        for panel, (op, curves) in zip(panels, studies.items(), strict=True):
+            _panel(panel, op.removeprefix("memory, "), curves, COLOURS[theme])
+        panels[0].set_ylabel("peak memory of a training step", color=ink)
+        figure.supxlabel(caption, fontsize=9, color=ink, alpha=0.7)
         return figure
 
 
-def _panel(panel: Any, title: str, by_provider: dict[str, Curve], theme: str) -> None:
-    panel.set_facecolor("none")
-    for name, (tokens, peaks) in by_provider.items():
-        level = name == "sdpa" and "fused" in by_provider and _level(peaks[-1], by_provider["fused"][1][-1])
+def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> None:
+    ends = {name: peaks[-1] for name, (_, peaks) in curves.items()}
+    pair = sorted({"sdpa", "fused"} & ends.keys(), key=lambda name: -ends[name])
+    level = len(pair) == 2 and ends[pair[0]] / ends[pair[1]] < LEVEL
+    for name, (tokens, peaks) in curves.items():
+        above = level and name == "sdpa"  # dashed, so that the line below it is seen
         panel.loglog(
-            tokens, peaks, color=COLOURS[theme][name], linewidth=2.2, marker="o", markersize=5, zorder=3 + level,
-            linestyle=(0, (3, 2.2)) if level else "-",  # so that the line below it is seen
+            tokens, peaks, color=colours[name], linewidth=2.2, marker="o", markersize=5, zorder=3 + above,
+            linestyle=(0, (3, 2.2)) if above else "-",
         )  # fmt: skip
-    for names in _level_ends(by_provider):
-        words = [(_label(name, *by_provider[name]), COLOURS[theme][name], "bold") for name in names]
-        words += [("the lines overlap", INK[theme], "normal")] * (len(names) > 1)
+    for names in [[name] for name in ends if not (level and name in pair)] + [pair] * level:
+        words = [(_label(name, *curves[name]), colours[name], "bold") for name in names]
+        words += [("the lines overlap", colours["ink"], "normal")] * (len(names) > 1)
         for i, (text, colour, weight) in enumerate(words):
-            tokens, peaks = by_provider[names[0]]
             panel.annotate(
-                text, (tokens[-1], peaks[-1]), (9, 15 * ((len(words) - 1) / 2 - i)), textcoords="offset points",
-                va="center", color=colour, fontweight=weight, fontsize=10.5, annotation_clip=False,
+                text, (curves[names[0]][0][-1], ends[names[0]]), (9, 15 * ((len(words) - 1) / 2 - i)),
+                textcoords="offset points", va="center", color=colour, fontweight=weight, fontsize=10.5,
+                annotation_clip=False,
             )  # fmt: skip
-    tokens = next(iter(by_provider.values()))[0]
-    panel.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK[theme])
-    panel.set_xlabel("tokens N", color=INK[theme])
-    panel.set_xticks(
-        tokens, [str(n) if i in (0, len(tokens) // 2, len(tokens) - 1) else "" for i, n in enumerate(tokens)]
-    )
+    tokens = next(iter(curves.values()))[0]
+    labelled = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
+    panel.set_facecolor("none")
+    panel.set_title(title, loc="left", fontsize=13, fontweight="bold", color=colours["ink"])
+    panel.set_xlabel("tokens N", color=colours["ink"])
+    panel.set_xticks(tokens, [str(n) if n in labelled else "" for n in tokens])
     panel.yaxis.set_major_formatter(lambda value, _: _size(value))
     panel.minorticks_off()
-    panel.tick_params(colors=INK[theme], length=0)
-    panel.grid(color=FAINT[theme], linewidth=0.8)
-    for spine in panel.spines.values():
-        spine.set_visible(False)
-
-
-def _level(a: float, b: float) -> bool:
-    return max(a, b) / min(a, b) < LEVEL
-
-
-def _level_ends(by_provider: dict[str, Curve]) -> list[list[str]]:
-    """Names of the lines that end at one height together, the highest first."""
-    groups: list[list[str]] = []
-    for name in sorted(by_provider, key=lambda name: -by_provider[name][1][-1]):
-        if groups and _level(by_provider[groups[-1][-1]][1][-1], by_provider[name][1][-1]):
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-    return groups
+    panel.tick_params(colors=colours["ink"], length=0)
+    panel.grid(color=colours["faint"], linewidth=0.8)
+    panel.spines[:].set_visible(False)
 
 
 def _label(name: str, tokens: list[int], peaks: list[int]) -> str:
-    if len(tokens) < 3:
-        return f"{NAMES[name]} {_size(peaks[-1])}"
-    return f"{NAMES[name]} {_size(peaks[-1])}, $\\mathregular{{N^{{{exponent(tokens[-3:], peaks[-3:]):.2f}}}}}$"
+    slope = f", $\\mathregular{{N^{{{exponent(tokens[-3:], peaks[-3:]):.2f}}}}}$" if len(tokens) > 2 else ""
+    return f"{NAMES[name]} {_size(peaks[-1])}{slope}"
 
 
 def _size(value: float) -> str:
     return f"{value / 1e9:.2g} GB" if value >= 1e9 else f"{value / 1e6:,.0f} MB"
 
 
-def save(records: Sequence[Record], where: str, folder: Path) -> list[str]:
-    """Writes both files, if the memory study is among the records; their paths, or why there is none."""
-    curves = growth(records)
-    if not curves:
-        return ["none, the memory study did not run"]
-    if importlib.util.find_spec("matplotlib") is None:
-        return ["none, matplotlib is not installed (pip install fastvit[plot])"]
+def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
+    """Writes both files; a ValueError if the memory study is not among the records."""
     from matplotlib import rc_context
 
-    shape = next(r.shape for r in records if r.op in curves)
-    folder.mkdir(parents=True, exist_ok=True)
+    studies = growth(records)
+    if not studies:
+        raise ValueError("the memory study did not run: no picture")
+    shape = next(r.shape for r in records if r.op in studies)
     for theme, name in FILES.items():
-        with rc_context({"svg.hashsalt": "fastvit"}):
-            draw(curves, f"{where}; batch {shape['B']}, {shape['H']} heads", theme).savefig(
-                folder / name, transparent=True, metadata={"Date": None}
-            )
-    return [str(folder / name) for name in FILES.values()]
-
-
-def main() -> None:
-    from benchmarks.harness.results import read
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("result", type=Path, help="of pytest --benchmark-json")
-    parser.add_argument("folder", type=Path)
-    chosen = parser.parse_args()
-    records, _, where = read([chosen.result])
-    print(*save(records, where[0], chosen.folder), sep="\n")
+        with rc_context({"svg.hashsalt": "fastvit"}):  # the same file in every run
+            figure = draw(studies, f"{where}; batch {shape['B']}, {shape['H']} heads", theme)
+            figure.savefig(folder / name, transparent=True, metadata={"Date": None})
+    return [folder / name for name in FILES.values()]
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.harness.results import read
+
+    found, _, where = read([Path(sys.argv[1])])
+    print(*save(found, where[0], Path(sys.argv[2])), sep="\n")

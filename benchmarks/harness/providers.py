@@ -3,6 +3,7 @@ that all providers get the same numbers."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,10 @@ import fastvit
 from benchmarks.harness import eager
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
-from benchmarks.harness.photographs import SOURCE
+from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def attention(
@@ -53,7 +53,10 @@ def add_layer_norm(
     parameters = norm if gamma is None else (*norm, gamma)
     if provider != "fused":
         return Runner(lambda: eager.add_layer_norm(residual, branch, *parameters), (residual, branch), parameters)
-    options: dict[str, Any] = {"layer_scale": gamma, "row_scale": _row_scale(draw, B) if row_scale else None}
+    options: dict[str, Any] = {
+        "layer_scale": gamma,
+        "row_scale": torch.ones(B, device=draw.device) if row_scale else None,
+    }
     return Runner(lambda: ops.add_layer_norm(residual, branch, *norm, **options), (residual, branch), parameters)
 
 
@@ -100,10 +103,6 @@ def mlp(
     return Runner(lambda: function(x, *parameters, **options), (x,), leaves)
 
 
-def layer_norm_mlp(provider: str, draw: Draw, **sizes: Any) -> Runner:
-    return mlp(provider, draw, **sizes, norm=True)
-
-
 def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
     """image: "photographs", "wanted" (with a gradient) or "uint8" (normalised by the kernel)."""
     if image == "uint8":
@@ -115,7 +114,7 @@ def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, 
     parameters = (weight, bias, position, prefix)
     if provider != "fused":
         return Runner(lambda: eager.patch_embed(pixels, *parameters), (pixels,), parameters)
-    options: dict[str, Any] = {"mean": _MEAN, "std": _STD} if image == "uint8" else {}
+    options: dict[str, Any] = {"mean": MEAN, "std": STD} if image == "uint8" else {}
     options |= {"pos_embed": position, "prefix": prefix}
     return Runner(lambda: ops.patch_embed(pixels, weight, bias, **options), (pixels,), parameters)
 
@@ -150,13 +149,9 @@ def _norm(draw: Draw, D: int) -> tuple[Tensor, ...]:
     return draw.normal(D, std=0.1, mean=1.0), draw.normal(D, std=0.1)
 
 
-def _row_scale(draw: Draw, B: int) -> Tensor:
-    """DropPath's factors, one a sample."""
-    return torch.ones(B, device=draw.device)
-
-
 def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
+    """LayerScale's factors, and DropPath's, one a sample."""
+    return (draw.normal(D), torch.ones(B, device=draw.device)) if wanted else (None, None)
 
 
 # ---- what agreement is checked on where eager in float64 would take too long or not fit ----
@@ -178,10 +173,6 @@ def _few_images(sizes: Sizes) -> Sizes:
     return {"B": 1, "depth": 2} if px > 1000 else {"B": 1 if px > 500 else min(sizes["B"], 2)}
 
 
-def _two_blocks(sizes: Sizes) -> Sizes:
-    return {"B": min(sizes["B"], 2), "depth": 2}
-
-
 @dataclass(frozen=True)
 class Op:
     """check: sizes that replace others where providers are compared with float64."""
@@ -200,12 +191,15 @@ OPS = {
     "linear": Op(linear),
     "layer_norm_linear": Op(layer_norm_linear, ("fused",)),
     "mlp": Op(mlp),
-    "layer_norm_mlp": Op(layer_norm_mlp),
+    "layer_norm_mlp": Op(functools.partial(mlp, norm=True)),
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
     "block": Op(block, PROVIDERS, _few_samples),
     "model": Op(model, PROVIDERS, _few_images, f"on {SOURCE}"),
     "accelerate": Op(
-        accelerate, PROVIDERS[1:], _two_blocks, f"ViT-B/16 at 224 px on {SOURCE}; sdpa: the library's own model"
+        accelerate,
+        PROVIDERS[1:],
+        lambda sizes: {"B": min(sizes["B"], 2), "depth": 2},
+        f"ViT-B/16 at 224 px on {SOURCE}; sdpa: the library's own model",
     ),
     "memory, attention": Op(attention, PROVIDERS, lambda sizes: {"H": 1}),
     "memory, block": Op(block, PROVIDERS, lambda sizes: {"D": 64, "H": 1}),

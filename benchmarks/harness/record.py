@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -59,29 +60,15 @@ class Record:
         times = [self.providers[key].time for key in (name, "fused")]
         return abs(math.log(self.time_ratios()[name])) > math.hypot(*(t.uncertainty for t in times if t is not None))
 
-    def rates(self, ceilings: Ceilings) -> dict[str, dict[str, float]]:
-        """Achieved rates by provider, and the share of the ceiling that binds: 1.0 would be the machine's limit."""
+    def share_of_ceiling(self, name: str, ceilings: Ceilings) -> float | None:
+        """Of the limit that binds, 1.0 being all that the machine can do; None without a time."""
+        provider = self.providers.get(name)
         least = ceilings.least_seconds(self.flops, self.moved_bytes)
-        return {
-            name: {
-                "tflops_per_second": self.flops / p.time.median * 1e-12,
-                "tbytes_per_second": self.moved_bytes / p.time.median * 1e-12,
-                "share_of_ceiling": least / p.time.median,
-            }
-            for name, p in self.providers.items()
-            if p.time is not None
-        }
+        return least / provider.time.median if provider and provider.time else None
 
     def as_dict(self, environment: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        return {
-            **asdict(self),
-            "time_ratios": self.time_ratios(),
-            "memory_ratios": self.memory_ratios(),
-            "rates": self.rates(ceilings),
-            "ceilings": asdict(ceilings),
-            "environment": environment,
-        }
+        return {**asdict(self), "ceilings": asdict(ceilings), "environment": environment}
 
 
 def _version(package: str) -> str:
@@ -93,11 +80,8 @@ def _version(package: str) -> str:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -117,11 +101,11 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "fastvit": _version("fastvit"),
         "python": platform.python_version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        **(gpu_state() if gpu else {}),
+        **(_gpu_state() if gpu else {}),
     }
 
 
-def gpu_state() -> dict[str, str]:
+def _gpu_state() -> dict[str, str]:
     """Clocks, power and the reason for throttling as the driver's own tool reports them; empty without the tool."""
     if shutil.which("nvidia-smi") is None:
         return {}

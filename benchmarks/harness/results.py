@@ -1,19 +1,16 @@
-"""Writes benchmarks/results/README.md from the result files beside it.
+"""Writes benchmarks/results/README.md from the result files beside it, and the table of ops of the main README.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.harness.results
 
-In each folder: runs of the benchmarks (`attention_2of7.json`: a step of a run that was cut into steps; all of
-them are one table, with the best limits that any measured), `families.json` and `dispatch.json` of the modules of
-those names, and pictures of benchmarks/harness/plot.py.
+In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
+`families.json` and `dispatch.json` of the modules of those names, and pictures of benchmarks/harness/plot.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -46,18 +43,10 @@ def _provider(data: dict[str, Any]) -> Provider:
     return Provider(**{**data, "time": None if data["time"] is None else Quantiles(**data["time"])})
 
 
-def _step(path: Path) -> tuple[str, int]:
-    """("attention", 10) of attention_10of12.json; (stem, 0) of a run in one piece."""
-    found = re.fullmatch(r"(.+)_(\d+)of\d+", path.stem)
-    return (found[1], int(found[2])) if found else (path.stem, 0)
-
-
 def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     """The records of one run, its limits, and where and when it was."""
-    runs = [json.loads(path.read_text()) for path in sorted(paths, key=_step)]
-    # step i of n ran every n-th benchmark: taken in turn they are in order again
-    turns = itertools.zip_longest(*([b["extra_info"] for b in run["benchmarks"]] for run in runs))
-    info = [i for turn in turns for i in turn if i is not None]
+    runs = [json.loads(path.read_text()) for path in paths]
+    info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
     if not info:
         raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
@@ -91,12 +80,14 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 def _folder(folder: Path) -> Iterator[str]:
     special = {"families": families.render, "dispatch": dispatch.render}
-    runs: dict[str, list[Path]] = {}
+    runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
-        if path.stem not in (*special, "run"):
-            runs.setdefault("all steps" if _step(path)[1] else path.stem, []).append(path)
-    for name, paths in runs.items():
-        yield f"## {folder.name}, {name}\n"
+        if path.stem in (*special, "run") or not path.stat().st_size:  # empty: a run was cut off
+            continue
+        if found := json.loads(path.read_text())["benchmarks"]:
+            runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
+    for dtype, paths in runs.items():
+        yield f"## {folder.name}, {dtype}\n"
         if (folder / plot.FILES["light"]).exists():
             yield plot.picture(folder.name)
         yield render(paths)
@@ -105,12 +96,58 @@ def _folder(folder: Path) -> Iterator[str]:
             yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
+# ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
+
+_OPS = [
+    ("patch_embed", "patch_embed", "B8 px224 patch16 D768", "normalisation, convolution, positions, prefix tokens",
+     "none but the image"),
+    ("attention_qkvpacked", "attention", "B8 N1025 H12 d64", "scores, softmax and values, without an N x N tensor",
+     "4: qkv, out"),
+    ("layer_norm_linear", "", "", "LayerNorm, linear", "1: x"),
+    ("linear", "linear gelu", "M197 D768", "linear, activation, LayerScale, DropPath, residual sum",
+     "1: x; 4 more with an activation"),
+    ("layer_norm_mlp", "layer_norm_mlp", "M197 D768", "LayerNorm, both linears, activation, LayerScale, residual sum",
+     "5: x, pre-activation"),
+    ("Block", "block", "B1 N1025 D768 H12", "layer_norm_linear, attention, linear, layer_norm_mlp", "10"),
+]  # fmt: skip
+_OPS_HEAD = """\
+| op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |
+|---|---|---|---|---|---|---|"""
+
+
+def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
+    """Forward and backward, one size of each op; "-" where nothing was measured."""
+    records = {(r.op, r.case): r for r in read([path])[0] if r.mode == "training"}
+    lines = [_OPS_HEAD]
+    for name, op, case, fused, saved in _OPS:
+        cells = ["-"] * 4
+        if case:  # one that the file lacks is an error: the sizes above must be those of the file
+            record = records[op, case]
+            cells = [table.time_ratio(record, rival) for rival in ("eager", "sdpa")]
+            cells += [table.ratio(record.memory_ratios().get(rival)) for rival in ("eager", "sdpa")]
+        size = f", {case}" if case else ""
+        lines.append(f"| {' | '.join([f'`{name}`{size}', fused, saved, *cells])} |")
+    return "\n".join(lines)
+
+
+def with_ops(readme: str) -> str:
+    """The README with the table between its two marks."""
+    before, mark, rest = readme.partition("<!-- ops -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (mark and end):
+        raise ValueError("README.md has no lines <!-- ops --> and <!-- end -->")
+    return f"{before}{mark}{ops_table()}\n{end}{after}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
     parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
     chosen = parser.parse_args(arguments)
     chosen.to.write_text(page(chosen.folders))
+    if not chosen.folders:
+        readme = ROOT / "README.md"
+        readme.write_text(with_ops(readme.read_text()))
 
 
 if __name__ == "__main__":

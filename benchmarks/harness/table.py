@@ -50,14 +50,12 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
         fused = r.providers.get("fused", Provider())
         if unit == "MB":
             peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
-            rows.append([r.case, MODE[r.mode], *peaks, *(_ratio(r.memory_ratios().get(name)) for name in rivals)])
+            rows.append([r.case, MODE[r.mode], *peaks, *(ratio(r.memory_ratios().get(name)) for name in rivals)])
             continue
-        ratios = r.time_ratios()
-        marks = ["~" * (name in ratios and not r.told_apart(name)) for name in rivals]
-        share = r.rates(ceilings).get("fused", {}).get("share_of_ceiling") if ceilings else None
+        share = r.share_of_ceiling("fused", ceilings) if ceilings else None
         rows.append([
             r.case, MODE[r.mode], *map(_time, figures),
-            *(mark + _ratio(ratios.get(name)) for mark, name in zip(marks, rivals, strict=True)),
+            *(time_ratio(r, name) for name in rivals),
             "-" if share is None else f"{share:.0%}", "-" if fused.error_ratio is None else f"{fused.error_ratio:.2f}",
         ])  # fmt: skip
     columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fused" for name in rivals)]
@@ -75,7 +73,12 @@ def _digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
 
 
-def _ratio(value: float | None) -> str:
+def time_ratio(r: Record, name: str) -> str:
+    value = r.time_ratios().get(name)
+    return ratio(value) if value is None or r.told_apart(name) else f"~{ratio(value)}"
+
+
+def ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
@@ -109,10 +112,10 @@ def growth_lines(records: Sequence[Record]) -> list[str]:
     lines = []
     for by_provider in growth(records).values():
         for name, (tokens, peaks) in by_provider.items():
-            parts = (slice(None), slice(-3, None))[: max(0, min(len(tokens) - 2, 2))]
-            text = [
-                f"N^{exponent(tokens[part], peaks[part]):.2f} over N = {tokens[part][0]}..{tokens[-1]}"
-                for part in parts
+            fits = [
+                f"N^{exponent(tokens[-n:], peaks[-n:]):.2f} over N = {tokens[-n]}..{tokens[-1]}"
+                for n in sorted({len(tokens), 3}, reverse=True)
+                if n > 2 and len(tokens) >= n
             ]
-            lines += [f"{name}: peak ~ {', '.join(text)}"] if text else []
+            lines += [f"{name}: peak ~ {', '.join(fits)}"] * bool(fits)
     return lines

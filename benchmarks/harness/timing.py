@@ -68,7 +68,7 @@ def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: f
 
 def plan_rounds(round_seconds: float, budget: float, *, least: int = 3, most: int = 200) -> int:
     """How many rounds fit into the budget."""
-    return int(max(min(least, most), min(most, budget / max(round_seconds, 1e-9))))
+    return int(np.clip(budget / max(round_seconds, 1e-9), min(least, most), most))
 
 
 @dataclass(frozen=True)

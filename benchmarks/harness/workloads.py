@@ -123,6 +123,8 @@ def _attention() -> Iterator[Workload]:
     for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):  # one part; two: 64 + 8 to 64 + 32; one again; the largest
         few = {32: "second", 72: "second kernels", 96: "second", 128: "second", 256: "second"}.get(d, "")
         yield from rows(f"compile {few}", B=64, N=[197, 1370], H=8, d=d, separate=True)
+    # the last tile of keys is as wide as the loop's
+    yield from rows("compile", B=64, N=1024, H=8, d=[72, 80, 96, 128], separate=[False, True])
     yield from rows("compile", B=64, N=197, H=12, d=64, dropout_p=0.1)
     yield from rows("compile second kernels", B=64, N=577, H=12, d=64, dropout_p=0.1)
 
