@@ -29,8 +29,7 @@ def parameters(*sizes):
 
 
 def cases():
-    """name -> (a call of the op, the Python functions that it may enter). Each of the registered ops in an MLP decides
-    for itself what runs it: two functions more for two ops, three for three, than asking once for all."""
+    """name -> (a call of the op, the Python functions that it may enter)."""
     x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
     q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
@@ -43,8 +42,8 @@ def cases():
         "attention": (lambda: ops.attention(q, q, q), 15),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 14),
-        "mlp": (lambda: ops.mlp(x, *fc), 27),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 34),
+        "mlp": (lambda: ops.mlp(x, *fc), 24),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
@@ -81,20 +80,11 @@ def test_python_functions_per_call(name):
 
 
 def test_python_functions_of_a_block_in_training():
-    """The four ops that a block calls."""
-    x, qkv = (torch.randn(*size, requires_grad=True) for size in ((1, N, D), (1, N, 3, 2, 16)))
-    weight, bias, scale = parameters((D, D), (D,), (D,))
-    fc = parameters((64, D), (64,), (D, 64), (D,))
-    entered = []
-    for call in (
-        lambda: ops.layer_norm_linear(x, bias, bias, weight, bias, return_residual=True),
-        lambda: ops.attention_qkvpacked(qkv),
-        lambda: ops.linear(x, weight, bias, layer_scale=scale, residual=x),
-        lambda: ops.layer_norm_mlp(x, bias, bias, *fc, layer_scale=scale, residual=x),
-    ):
-        call()
-        entered += [name for name in functions_entered(call) if PACKAGE in name]
-    assert len(entered) <= 78, "\n".join(entered)
+    """Of the package, in a forward pass: at most 100."""
+    block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
+    block(x)
+    entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
+    assert 50 < len(entered) <= 96, "\n".join(entered)
 
 
 class Stacks:
@@ -116,14 +106,30 @@ class Stacks:
         return launch
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_frames_from_a_call_to_its_kernels(training, triton_backend, device, monkeypatch):
-    """public function, Function.apply and forward, registered op, launcher"""
-    launchers = [importlib.import_module(f"fastvit.ops.launch.{op}") for op in LAUNCHERS]
+@pytest.fixture
+def stacks(triton_backend, monkeypatch):
+    """Of the launches to come."""
     found = []
-    for module in launchers:
+    for op in LAUNCHERS:
+        module = importlib.import_module(f"fastvit.ops.launch.{op}")
         for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
             monkeypatch.setattr(module, name, Stacks(getattr(module, name), found))
+    return found
+
+
+@pytest.mark.parametrize("arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"])
+def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
+    """Block.forward, half of a block, and what the next test names"""
+    fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))
+    assert len(stacks) >= 6
+    for stack in stacks:
+        assert stack[-1] == "forward"
+        assert len(stack) <= 7, stack
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_frames_from_a_call_to_its_kernels(training, stacks, device):
+    """public function, Function.apply and forward, registered op, launcher"""
     x, branch = (torch.randn(2, N, D, device=device, requires_grad=training) for _ in range(2))
     weight, bias, scale, fc1, b1, fc2 = (
         torch.randn(*size, device=device, requires_grad=training)
@@ -143,10 +149,10 @@ def test_frames_from_a_call_to_its_kernels(training, triton_backend, device, mon
         "dropout": lambda: ops.dropout(x, 0.5),
     }
     for name, call in calls.items():
-        found.clear()
+        stacks.clear()
         call()
-        assert found, name
-        for stack in found:
+        assert stacks, name
+        for stack in stacks:
             assert len(stack) <= (5 if training else 4), (name, stack)
 
 

@@ -29,12 +29,12 @@ def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *
 
 
 def _act_fwd_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape)
+    h, pre = (x.new_empty(*x.shape[:-1], weight.shape[0]) for _ in range(2))
+    return h, pre
 
 
 def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    return pre.new_empty(pre.shape), pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
+    return pre.new_empty(pre.shape), *_act_bwd_fake(dy, pre, activation)
 
 
 def _act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -72,14 +72,9 @@ act_bwd = register(
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, wants: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """-> gradients of x, weight, bias and layer_scale; None if not wanted."""
     g = scale_samples(dy.to(weight.dtype), row_scale)
     dx = torch.matmul(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
@@ -87,16 +82,16 @@ def _backward(
 
 
 class _Linear(FusedFunction):
-    """residual + row_scale * layer_scale * (x @ weight.T + bias)"""
+    """residual + row_scale * layer_scale * (x @ weight.T + bias); the activation is "none" here."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *epilogue: Tensor | None) -> Tensor:
-        return linear_fwd(x, weight, bias, "none", *epilogue)
+    def forward(*inputs: Any) -> Any:
+        return linear_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, bias, layer_scale, row_scale, residual = inputs
-        _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
+        x, weight, bias, _, layer_scale, row_scale, residual = inputs
+        _, needs_weight, _, _, needs_scale, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
             x if needs_weight or needs_scale else None, weight, bias if needs_scale else None, layer_scale, row_scale
         )
@@ -104,11 +99,12 @@ class _Linear(FusedFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        wants = ctx.needs_input_grad
-        gradients = (None,) * 4
-        if any(wants[:4]):
-            gradients = differentiable_once("linear", _backward, dy, *ctx.saved_tensors, wants[:4])
-        return *gradients, None, dy.to(ctx.residual_dtype) if wants[5] else None
+        *of_layer, _, of_scale, _, of_residual = ctx.needs_input_grad
+        wants, found = (*of_layer, of_scale), (None,) * 4
+        if any(wants):
+            found = differentiable_once("linear", _backward, dy, *ctx.saved_tensors, wants)
+        *layer, dlayer_scale = found
+        return *layer, None, dlayer_scale, None, dy.to(ctx.residual_dtype) if of_residual else None
 
 
 def _act_backward(
@@ -124,9 +120,8 @@ class _LinearAct(FusedFunction):
     """activation(x @ weight.T + bias)"""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-        h, pre = linear_act_fwd(x, weight, bias, activation)
-        return h, pre
+    def forward(*inputs: Any) -> Any:
+        return linear_act_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -156,12 +151,7 @@ def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 def check_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    dtype: bool,
-    names: tuple[str, str, str] = ("x", "weight", "bias"),
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: bool, names: tuple[str, ...] = ("x", "weight", "bias")
 ) -> None:
     """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them."""
     x_name, weight_name, bias_name = names
@@ -178,15 +168,9 @@ def check_linear(
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * activation(x @ weight.T + bias), in one pass over the output.
 
     Args:
@@ -218,5 +202,6 @@ def linear(
     if not needs_autograd("linear", x, weight, bias, layer_scale, residual):
         return linear_fwd(x, weight, bias, activation or "none", *epilogue)
     if activation is None:
-        return _Linear.apply(*repeats_as_views(x, weight, bias, *epilogue))
+        x, weight, bias, *views = repeats_as_views(x, weight, bias, *epilogue)
+        return _Linear.apply(x, weight, bias, "none", *views)
     return _scale_and_add(_LinearAct.apply(x, weight, bias, activation)[0], epilogue)
