@@ -117,7 +117,9 @@ def stacks(triton_backend, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"]
+)
 def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
     """Block.forward, half of a block, and what the next test names"""
     fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))

@@ -22,9 +22,9 @@ from fastvit.ops.aten import layer_norm as aten
 # ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
 
 
-def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     mean, rstd = (x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x)) for _ in range(2))
-    return x.new_empty(x.shape, dtype=dtype or x.dtype), mean, rstd
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 
 def _bwd_fake(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:

@@ -82,16 +82,16 @@ def _backward(
 
 
 class _Linear(FusedFunction):
-    """residual + row_scale * layer_scale * (x @ weight.T + bias); the activation is "none" here."""
+    """residual + row_scale * layer_scale * (x @ weight.T + bias)"""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return linear_fwd(*inputs)
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *epilogue: Tensor | None) -> Any:
+        return linear_fwd(x, weight, bias, "none", *epilogue)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, bias, _, layer_scale, row_scale, residual = inputs
-        _, needs_weight, _, _, needs_scale, *_ = ctx.needs_input_grad
+        x, weight, bias, layer_scale, row_scale, residual = inputs
+        _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
             x if needs_weight or needs_scale else None, weight, bias if needs_scale else None, layer_scale, row_scale
         )
@@ -99,12 +99,11 @@ class _Linear(FusedFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        *of_layer, _, of_scale, _, of_residual = ctx.needs_input_grad
-        wants, found = (*of_layer, of_scale), (None,) * 4
-        if any(wants):
-            found = differentiable_once("linear", _backward, dy, *ctx.saved_tensors, wants)
-        *layer, dlayer_scale = found
-        return *layer, None, dlayer_scale, None, dy.to(ctx.residual_dtype) if of_residual else None
+        wants = ctx.needs_input_grad
+        gradients = (None,) * 4
+        if any(wants[:4]):
+            gradients = differentiable_once("linear", _backward, dy, *ctx.saved_tensors, wants[:4])
+        return *gradients, None, dy.to(ctx.residual_dtype) if wants[5] else None
 
 
 def _act_backward(
@@ -202,6 +201,5 @@ def linear(
     if not needs_autograd("linear", x, weight, bias, layer_scale, residual):
         return linear_fwd(x, weight, bias, activation or "none", *epilogue)
     if activation is None:
-        x, weight, bias, *views = repeats_as_views(x, weight, bias, *epilogue)
-        return _Linear.apply(x, weight, bias, "none", *views)
+        return _Linear.apply(*repeats_as_views(x, weight, bias, *epilogue))
     return _scale_and_add(_LinearAct.apply(x, weight, bias, activation)[0], epilogue)
