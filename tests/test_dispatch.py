@@ -317,6 +317,8 @@ def test_a_lazy_negation_is_carried_out(backend: str, device: torch.device) -> N
     """A plain tensor to Python, whose memory holds other values: only the dispatcher knows."""
     x, w, b = torch.randn(4, 16, device=device), torch.randn(16, device=device), torch.randn(16, device=device)
     torch.testing.assert_close(ops.layer_norm(torch._neg_view(x), w, b), ops.layer_norm(-x, w, b))
+    fc, last = torch.randn(16, 16, device=device), torch.randn(16, device=device)  # an MLP asks once, for all its ops
+    torch.testing.assert_close(ops.mlp(x, fc, b, fc, torch._neg_view(last)), ops.mlp(x, fc, b, fc, -last))
     w.requires_grad_()
     out = ops.layer_norm(x, w, b)
     (want,) = torch.autograd.grad(out, w, -x, retain_graph=True)
