@@ -19,6 +19,7 @@ from fastvit import fuse, ops
 
 Pair = int | tuple[int, int]
 Device = torch.device | str | None
+Dtype = torch.dtype | None
 ActLayer = Callable[[], nn.Module]
 NormLayer = Callable[..., nn.Module]
 
@@ -57,9 +58,7 @@ def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping
 class LayerNorm(nn.LayerNorm):
     """(..., D) -> (..., D) by `ops.layer_norm`. eps as timm's, 1e-6; always with weight and bias."""
 
-    def __init__(
-        self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,9 +68,7 @@ class LayerNorm(nn.LayerNorm):
 class LayerScale(nn.Module):
     """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021)."""
 
-    def __init__(
-        self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         self.init_values = init_values
         self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
@@ -118,18 +115,10 @@ class PatchEmbed(nn.Module):
     """
 
     def __init__(
-        self,
-        img_size: Pair = 224,
-        patch_size: Pair = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        bias: bool = True,
-        strict_img_size: bool = True,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
+        strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.patch_size = pair(patch_size)
         self.strict_img_size = strict_img_size
@@ -178,16 +167,9 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must be a positive divisor of dim = {dim}, got {num_heads}")
@@ -218,16 +200,10 @@ class Mlp(nn.Module):
     relu or silu; an activation that the ops do not know runs as its own module between plain linear layers."""
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int | None = None,
-        out_features: int | None = None,
-        act_layer: str | ActLayer = "gelu",
-        bias: bool = True,
-        drop: float = 0.0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        act_layer: str | ActLayer = "gelu", bias: bool = True, drop: float = 0.0,
+        device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden_features = hidden_features or in_features
         out_features = out_features or in_features
@@ -256,21 +232,11 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        proj_drop: float = 0.0,
-        attn_drop: float = 0.0,
-        init_values: float | None = None,
-        drop_path: float = 0.0,
-        act_layer: str | ActLayer = "gelu",
-        norm_layer: NormLayer = LayerNorm,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
+        act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
+        device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = norm_layer(dim, device=device, dtype=dtype)
         self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, device, dtype)

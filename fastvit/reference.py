@@ -25,20 +25,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+Size = int | tuple[int, int]
+Layer = Callable[..., nn.Module]  # a class, or a partial of one
+
 
 class QuickGELU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+ACTIVATIONS: dict[str, Layer] = {
     "gelu": nn.GELU,
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "quick_gelu": QuickGELU,
     "relu": nn.ReLU,
     "silu": nn.SiLU,
 }
-NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": partial(nn.LayerNorm, eps=1e-6)}
+NORMS: dict[str, Layer] = {"layernorm": partial(nn.LayerNorm, eps=1e-6)}
 
 
 class PatchEmbed(nn.Module):
@@ -46,14 +49,9 @@ class PatchEmbed(nn.Module):
     is its kernel size. (B, C, H, W) -> (B, h*w, D)."""
 
     def __init__(
-        self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int | tuple[int, int] = 16,
-        in_chans: int = 3,
-        embed_dim: int = 768,
-        bias: bool = True,
+        self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
         **factory: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
         self.patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
@@ -69,15 +67,9 @@ class Attention(nn.Module):
     """Appendix A: softmax(q k^T / sqrt(d)) v for every head, then a projection. (B, N, D) -> (B, N, D)."""
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        **factory: Any,
-    ) -> None:
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, **factory: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"num_heads must divide dim = {dim}, got {num_heads}")
@@ -103,14 +95,9 @@ class Mlp(nn.Module):
     """Two layers with a non-linearity between them. (..., D) -> (..., D)."""
 
     def __init__(
-        self,
-        in_features: int,
-        hidden_features: int,
-        act_layer: Callable[[], nn.Module] = nn.GELU,
-        bias: bool = True,
-        drop: float = 0.0,
-        **factory: Any,
-    ) -> None:
+        self, in_features: int, hidden_features: int, act_layer: Layer = nn.GELU, bias: bool = True,
+        drop: float = 0.0, **factory: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
@@ -152,20 +139,10 @@ class Block(nn.Module):
     """Equations 2 and 3: x + Attention(LN(x)), then x + Mlp(LN(x)). (B, N, D) -> (B, N, D)."""
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        proj_drop: float = 0.0,
-        attn_drop: float = 0.0,
-        init_values: float | None = None,
-        drop_path: float = 0.0,
-        act_layer: Callable[[], nn.Module] = nn.GELU,
-        norm_layer: Callable[..., nn.Module] = NORMS["layernorm"],
-        **factory: Any,
-    ) -> None:
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
+        act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"], **factory: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = norm_layer(dim, **factory)
         self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, **factory)
@@ -208,42 +185,20 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        img_size: int | tuple[int, int] = 224,
-        patch_size: int | tuple[int, int] = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "token",
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
-        *,
-        proj_bias: bool = True,
-        init_values: float | None = None,
-        class_token: bool = True,
-        pos_embed: str = "learn",
-        no_embed_class: bool = False,
-        reg_tokens: int = 0,
-        pre_norm: bool = False,
-        final_norm: bool = True,
-        fc_norm: bool | None = None,
-        pool_include_prefix: bool = False,
-        dynamic_img_size: bool = False,
-        drop_rate: float = 0.0,
-        pos_drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        weight_init: str = "",
-        norm_layer: str | Callable[..., nn.Module] = "layernorm",
-        act_layer: str | Callable[[], nn.Module] = "gelu",
+        img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
+        num_classes: int = 1000, global_pool: str = "token",
+        embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
+        proj_bias: bool = True, init_values: float | None = None,
+        class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
+        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
+        pool_include_prefix: bool = False, dynamic_img_size: bool = False,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
+        norm_layer: str | Layer = "layernorm", act_layer: str | Layer = "gelu",
         block_fn: str | type[nn.Module] = "block",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer
@@ -267,19 +222,10 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
         make = partial(
-            block,
-            embed_dim,
-            num_heads,
-            mlp_ratio=mlp_ratio,
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            proj_drop=proj_drop_rate,
-            attn_drop=attn_drop_rate,
-            init_values=init_values,
-            act_layer=act,
-            norm_layer=norm,
-            **factory,
-        )
+            block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
+            proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
+            act_layer=act, norm_layer=norm, **factory,
+        )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
         self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()

@@ -54,42 +54,20 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        img_size: layers.Pair = 224,
-        patch_size: layers.Pair = 16,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        global_pool: str = "token",
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
-        *,
-        proj_bias: bool = True,
-        init_values: float | None = None,
-        class_token: bool = True,
-        pos_embed: str = "learn",
-        no_embed_class: bool = False,
-        reg_tokens: int = 0,
-        pre_norm: bool = False,
-        final_norm: bool = True,
-        fc_norm: bool | None = None,
-        pool_include_prefix: bool = False,
-        dynamic_img_size: bool = False,
-        drop_rate: float = 0.0,
-        pos_drop_rate: float = 0.0,
-        proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0,
-        drop_path_rate: float = 0.0,
-        weight_init: str = "",
-        norm_layer: str | layers.NormLayer = "layernorm",
-        act_layer: str | layers.ActLayer = "gelu",
+        img_size: layers.Pair = 224, patch_size: layers.Pair = 16, in_chans: int = 3,
+        num_classes: int = 1000, global_pool: str = "token",
+        embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
+        proj_bias: bool = True, init_values: float | None = None,
+        class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
+        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
+        pool_include_prefix: bool = False, dynamic_img_size: bool = False,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
+        norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | type[nn.Module] = "block",
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
-        device: layers.Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        device: layers.Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         rates = drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate
         for name, rate in zip(RATES, rates, strict=True):
@@ -130,19 +108,10 @@ class VisionTransformer(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
         make = partial(
-            block,
-            embed_dim,
-            num_heads,
-            mlp_ratio=mlp_ratio,
-            qkv_bias=qkv_bias,
-            proj_bias=proj_bias,
-            proj_drop=proj_drop_rate,
-            attn_drop=attn_drop_rate,
-            init_values=init_values,
-            act_layer=act,
-            norm_layer=norm,
-            **factory,
-        )
+            block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
+            proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
+            act_layer=act, norm_layer=norm, **factory,
+        )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()

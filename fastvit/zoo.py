@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,15 +39,11 @@ def _vit(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **m
     return {"img_size": img_size, "patch_size": patch_size, "num_classes": num_classes, **_SIZES[size], **more}
 
 
-def _deit3(size: str, patch_size: int, img_size: int) -> Config:
-    return _vit(size, patch_size, img_size, no_embed_class=True, init_values=1e-6)
-
-
 def _dinov2(size: str, **more: Any) -> Config:
     return _vit(size, 14, 518, num_classes=0, init_values=1e-5, **more)
 
 
-def _clip(size: str, patch_size: int, img_size: int = 224, num_classes: int = 1000, **more: Any) -> Config:
+def _clip(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
     return _vit(size, patch_size, img_size, num_classes, pre_norm=True, norm_layer=partial(LayerNorm, eps=1e-5), **more)
 
 
@@ -60,73 +57,57 @@ def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
     return {"img_size": 32, "patch_size": 4, "num_classes": 10, **size, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1}
 
 
+def _named(name: str, make: Callable[..., Config], *variants: tuple[Any, ...], **more: Any) -> dict[str, Config]:
+    """Models of one kind: what fills the gaps of their name is what `make` takes."""
+    return {name.format(*variant): make(*variant, **more) for variant in variants}
+
+
 CONFIGS: dict[str, Config] = {
-    "vit_tiny_patch16_224": _vit("tiny", 16, 224),
-    "vit_tiny_patch16_384": _vit("tiny", 16, 384),
-    "vit_small_patch8_224": _vit("small", 8, 224, num_classes=0),
-    "vit_small_patch16_224": _vit("small", 16, 224),
-    "vit_small_patch16_384": _vit("small", 16, 384),
-    "vit_small_patch32_224": _vit("small", 32, 224),
-    "vit_small_patch32_384": _vit("small", 32, 384),
-    "vit_base_patch8_224": _vit("base", 8, 224),
-    "vit_base_patch16_224": _vit("base", 16, 224),
-    "vit_base_patch16_384": _vit("base", 16, 384),
-    "vit_base_patch32_224": _vit("base", 32, 224),
-    "vit_base_patch32_384": _vit("base", 32, 384),
-    "vit_large_patch14_224": _vit("large", 14, 224),
-    "vit_large_patch16_224": _vit("large", 16, 224),
-    "vit_large_patch16_384": _vit("large", 16, 384),
-    "vit_large_patch32_224": _vit("large", 32, 224, num_classes=0),
-    "vit_large_patch32_384": _vit("large", 32, 384),
-    "vit_huge_patch14_224": _vit("huge", 14, 224, num_classes=0),
-    "vit_giant_patch14_224": _vit("giant", 14, 224),
-    "vit_gigantic_patch14_224": _vit("gigantic", 14, 224),
-    "deit_tiny_patch16_224": _vit("tiny", 16, 224),
-    "deit_small_patch16_224": _vit("small", 16, 224),
-    "deit_base_patch16_224": _vit("base", 16, 224),
-    "deit_base_patch16_384": _vit("base", 16, 384),
-    "deit3_small_patch16_224": _deit3("small", 16, 224),
-    "deit3_small_patch16_384": _deit3("small", 16, 384),
-    "deit3_medium_patch16_224": _deit3("medium", 16, 224),
-    "deit3_base_patch16_224": _deit3("base", 16, 224),
-    "deit3_base_patch16_384": _deit3("base", 16, 384),
-    "deit3_large_patch16_224": _deit3("large", 16, 224),
-    "deit3_large_patch16_384": _deit3("large", 16, 384),
-    "deit3_huge_patch14_224": _deit3("huge", 14, 224),
-    "vit_small_patch14_dinov2": _dinov2("small"),
-    "vit_base_patch14_dinov2": _dinov2("base"),
-    "vit_large_patch14_dinov2": _dinov2("large"),
-    "vit_small_patch14_reg4_dinov2": _dinov2("small", reg_tokens=4, no_embed_class=True),
-    "vit_base_patch14_reg4_dinov2": _dinov2("base", reg_tokens=4, no_embed_class=True),
-    "vit_large_patch14_reg4_dinov2": _dinov2("large", reg_tokens=4, no_embed_class=True),
-    "vit_base_patch32_clip_224": _clip("base", 32),
-    "vit_base_patch16_clip_224": _clip("base", 16),
-    "vit_base_patch16_clip_384": _clip("base", 16, 384),
-    "vit_large_patch14_clip_224": _clip("large", 14),
-    "vit_large_patch14_clip_336": _clip("large", 14, 336),
-    "vit_huge_patch14_clip_224": _clip("huge", 14),
-    "vit_giant_patch14_clip_224": _clip("giant", 14, num_classes=1024),
-    "vit_gigantic_patch14_clip_224": _clip("gigantic", 14, num_classes=1280),
-    "vit_base_patch32_clip_quickgelu_224": _clip("base", 32, 224, 512, act_layer="quick_gelu"),
-    "vit_base_patch16_clip_quickgelu_224": _clip("base", 16, 224, 512, act_layer="quick_gelu"),
-    "vit_large_patch14_clip_quickgelu_224": _clip("large", 14, 224, 768, act_layer="quick_gelu"),
-    "vit_large_patch14_clip_quickgelu_336": _clip("large", 14, 336, 768, act_layer="quick_gelu"),
-    "vit_huge_patch14_clip_quickgelu_224": _clip("huge", 14, 224, 1024, act_layer="quick_gelu"),
-    "vit_base_patch16_siglip_gap_224": _siglip("base", 16, 224),
-    "vit_base_patch16_siglip_gap_256": _siglip("base", 16, 256),
-    "vit_base_patch16_siglip_gap_384": _siglip("base", 16, 384),
-    "vit_base_patch16_siglip_gap_512": _siglip("base", 16, 512),
-    "vit_large_patch16_siglip_gap_256": _siglip("large", 16, 256),
-    "vit_large_patch16_siglip_gap_384": _siglip("large", 16, 384),
-    "vit_so400m_patch14_siglip_gap_224": _siglip("so400m", 14, 224),
-    "vit_so400m_patch14_siglip_gap_378": _siglip("so400m", 14, 378),
-    "vit_so400m_patch16_siglip_gap_256": _siglip("so400m", 16, 256, "gelu_tanh"),
-    "vit_so400m_patch16_siglip_gap_384": _siglip("so400m", 16, 384, "gelu_tanh"),
-    "vit_so400m_patch16_siglip_gap_512": _siglip("so400m", 16, 512, "gelu_tanh"),
+    **_named(
+        "vit_{}_patch{}_{}", _vit,
+        ("tiny", 16, 224), ("tiny", 16, 384), ("small", 16, 224), ("small", 16, 384), ("small", 32, 224),
+        ("small", 32, 384), ("base", 8, 224), ("base", 16, 224), ("base", 16, 384), ("base", 32, 224),
+        ("base", 32, 384), ("large", 14, 224), ("large", 16, 224), ("large", 16, 384), ("large", 32, 384),
+        ("giant", 14, 224), ("gigantic", 14, 224),
+    ),
+    **_named("vit_{}_patch{}_{}", _vit, ("small", 8, 224), ("large", 32, 224), ("huge", 14, 224), num_classes=0),
+    **_named("deit_{}_patch{}_{}", _vit, ("tiny", 16, 224), ("small", 16, 224), ("base", 16, 224), ("base", 16, 384)),
+    **_named(
+        "deit3_{}_patch{}_{}", _vit,
+        ("small", 16, 224), ("small", 16, 384), ("medium", 16, 224), ("base", 16, 224), ("base", 16, 384),
+        ("large", 16, 224), ("large", 16, 384), ("huge", 14, 224),
+        no_embed_class=True, init_values=1e-6,
+    ),
+    **_named("vit_{}_patch14_dinov2", _dinov2, ("small",), ("base",), ("large",)),
+    **_named(
+        "vit_{}_patch14_reg4_dinov2", _dinov2, ("small",), ("base",), ("large",), reg_tokens=4, no_embed_class=True
+    ),
+    **_named(
+        "vit_{}_patch{}_clip_{}", _clip,
+        ("base", 32, 224), ("base", 16, 224), ("base", 16, 384), ("large", 14, 224), ("large", 14, 336),
+        ("huge", 14, 224),
+    ),
+    "vit_giant_patch14_clip_224": _clip("giant", 14, 224, num_classes=1024),
+    "vit_gigantic_patch14_clip_224": _clip("gigantic", 14, 224, num_classes=1280),
+    **_named(
+        "vit_{}_patch{}_clip_quickgelu_{}", _clip,
+        ("base", 32, 224, 512), ("base", 16, 224, 512), ("large", 14, 224, 768), ("large", 14, 336, 768),
+        ("huge", 14, 224, 1024),
+        act_layer="quick_gelu",
+    ),
+    **_named(
+        "vit_{}_patch{}_siglip_gap_{}", _siglip,
+        ("base", 16, 224), ("base", 16, 256), ("base", 16, 384), ("base", 16, 512), ("large", 16, 256),
+        ("large", 16, 384), ("so400m", 14, 224), ("so400m", 14, 378),
+    ),
+    **_named(
+        "vit_{}_patch{}_siglip_gap_{}", _siglip, ("so400m", 16, 256), ("so400m", 16, 384), ("so400m", 16, 512),
+        act_layer="gelu_tanh",
+    ),
     "vit_cifar_small": _cifar(192, 12, 3),
     "vit_cifar_base": _cifar(384, 12, 6),
     "vit_cifar_large": _cifar(512, 24, 8),
-}
+}  # fmt: skip
 
 
 def config(name: str) -> Config:

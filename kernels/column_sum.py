@@ -8,16 +8,10 @@ import triton.language as tl
 @triton.jit
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
-    # outputs, as many as there are tables
-    out0_ptr,  # [D]
-    out1_ptr,  # [D] or None
-    out2_ptr,  # [D] or None
-    # sizes
-    P,
-    D,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out0_ptr, out1_ptr, out2_ptr,  # [D], as many as there are tables, then None
+    P, D,
+    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """out_t[:] = sum of partial[t, p, :] over p, in a fixed order. Grid: tables x column blocks, flattened."""
     blocks = tl.cdiv(D, BLOCK_D)
     table = tl.program_id(0) // blocks

@@ -23,15 +23,11 @@ def dropout_kernel(
     # output
     out_ptr,  # [M, D]
     # sizes; strides in elements, the last dimension is contiguous
-    M,
-    D,
-    rows_per_sample,
-    stride_xm,
-    stride_rm,
+    M, D, rows_per_sample,
+    stride_xm, stride_rm,
     dropout_p: tl.float32,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program owns BLOCK_M rows x 4 * BLOCK_D columns; grid: row blocks x column blocks, flattened."""
     blocks = tl.cdiv(D, 4 * BLOCK_D)
     block = tl.program_id(0) % blocks

@@ -55,26 +55,19 @@ def layer_norm_fwd_kernel(
     # inputs; s is x or, with a branch, the residual
     s_ptr,  # [M, D] T
     branch_ptr,  # [M, D] T or None
-    w_ptr,  # [D]
-    b_ptr,  # [D]
+    w_ptr, b_ptr,  # [D]
     layer_scale_ptr,  # [D] or None
     row_scale_ptr,  # [M / rows_per_sample] or None
     # outputs
     sum_ptr,  # [M, D] T, with a branch
     y_ptr,  # [M, D]
-    mean_ptr,  # [M] f32
-    rstd_ptr,  # [M] f32
+    mean_ptr, rstd_ptr,  # [M] f32
     # sizes; strides in elements, the last dimension is contiguous
-    M,
-    D,
-    rows_per_sample,
-    stride_sm,
-    stride_bm,
+    M, D, rows_per_sample,
+    stride_sm, stride_bm,
     eps: tl.float32,
-    HAS_ROW_SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A persistent grid: each program normalises every num_programs-th row tile and keeps the parameters."""
     cols = tl.arange(0, BLOCK_D)
     w = _load_columns(w_ptr, cols, D)
@@ -107,10 +100,8 @@ def layer_norm_bwd_kernel(
     dy_ptr,  # [M, D]
     dsum_ptr,  # [M, D] or None: gradient that reaches s by another way
     s_ptr,  # [M, D]
-    mean_ptr,  # [M] f32
-    rstd_ptr,  # [M] f32
-    w_ptr,  # [D]
-    b_ptr,  # [D], to recompute y
+    mean_ptr, rstd_ptr,  # [M] f32
+    w_ptr, b_ptr,  # [D]; b to recompute y
     branch_ptr,  # [M, D] or None, with layer_scale
     layer_scale_ptr,  # [D] or None
     row_scale_ptr,  # [M / rows_per_sample] or None
@@ -120,17 +111,10 @@ def layer_norm_bwd_kernel(
     y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the matmul behind
     partial_ptr,  # [3, programs, D] f32: dw, db, dlayer_scale
     # sizes; strides in elements, the last dimension is contiguous
-    M,
-    D,
-    rows_per_sample,
-    stride_dym,
-    stride_dsm,
-    stride_sm,
-    stride_bm,
-    HAS_ROW_SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    M, D, rows_per_sample,
+    stride_dym, stride_dsm, stride_sm, stride_bm,
+    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """A persistent grid: each program takes every num_programs-th row tile and keeps its share of the column sums."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)

@@ -40,18 +40,11 @@ def _cols_of(tile_n, BLOCK_N: tl.constexpr):
 def _matmul_tile(
     a_ptr,  # [M, K], unit stride along K
     b_ptr,  # [K, N] by strides
-    rows,
-    cols,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_bk,
-    stride_bn,
-    EVEN_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    rows, cols,
+    M, N, K,
+    stride_am, stride_bk, stride_bn,
+    EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """-> (A @ B)[rows, cols] f32, zero outside M x N. EVEN_K: BLOCK_K divides K, so that K needs no mask."""
     ks = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + rows * stride_am + ks[None, :]
@@ -91,32 +84,20 @@ def _store(ptr, value, tile_m, cols, mask, N):
 @triton.jit
 def linear_fwd_kernel(
     # inputs
-    x_ptr,  # [M, K] T
-    w_ptr,  # [N, K] T
-    bias_ptr,  # [N] or None
-    layer_scale_ptr,  # [N] or None
+    x_ptr, w_ptr,  # [M, K] and [N, K] T
+    bias_ptr, layer_scale_ptr,  # [N] or None
     row_scale_ptr,  # [M / rows_per_sample] or None
     residual_ptr,  # [M, N] or None
     # outputs
     out_ptr,  # [M, N]
     pre_ptr,  # [M, N] or None: the activation's input
     # sizes; strides in elements, the last dimension is contiguous
-    M,
-    N,
-    K,
-    rows_per_sample,
-    stride_xm,
-    stride_wn,
-    stride_rm,
-    ACTIVATION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    M, N, K, rows_per_sample,
+    stride_xm, stride_wn, stride_rm,
+    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
-):
+):  # fmt: skip
     """One program computes a BLOCK_M x BLOCK_N tile of the output; grid: row tiles x column tiles, flattened."""
     tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = _rows_of(tile_m, BLOCK_M)
@@ -151,29 +132,17 @@ def linear_fwd_kernel(
 @triton.jit
 def linear_dact_kernel(
     # inputs
-    dy_ptr,  # [M, K] T
-    w_ptr,  # [K, N] T
-    pre_ptr,  # [M, N] T
+    dy_ptr, w_ptr, pre_ptr,  # [M, K], [K, N] and [M, N] T
     # outputs
-    dpre_ptr,  # [M, N] T
-    h_ptr,  # [M, N] T
+    dpre_ptr, h_ptr,  # [M, N] T
     partial_ptr,  # [row tiles, N] f32: dbias
     # sizes; strides in elements, the last dimension is contiguous
-    M,
-    N,
-    K,
-    stride_dym,
-    stride_wk,
-    stride_pm,
-    ACTIVATION: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    M, N, K,
+    stride_dym, stride_wk, stride_pm,
+    ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
-):
+):  # fmt: skip
     """Tiles and grid as linear_fwd_kernel's."""
     tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = _rows_of(tile_m, BLOCK_M)
@@ -196,22 +165,16 @@ def linear_dact_kernel(
 @triton.jit
 def act_bwd_kernel(
     # inputs
-    dy_ptr,  # [M, N]
-    pre_ptr,  # [M, N]
+    dy_ptr, pre_ptr,  # [M, N]
     # outputs
     dpre_ptr,  # [M, N]
     h_ptr,  # [M, N] or None: act(pre)
     partial_ptr,  # [row tiles, N] f32: dbias
     # sizes; strides in elements, the last dimension is contiguous
-    M,
-    N,
-    stride_dym,
-    stride_pm,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    M, N,
+    stride_dym, stride_pm,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """One program takes STEPS x BLOCK_M rows and BLOCK_N columns; grid: row tiles x column tiles, flattened."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)

@@ -61,20 +61,12 @@ def pixel_offset(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT
 
 @triton.jit
 def load_pixels(
-    image_ptr,
-    normalize_ptr,
-    origin,
-    k,
+    image_ptr, normalize_ptr,
+    origin, k,
     in_patch,  # whether k < K
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    T: tl.constexpr,
-):
+    stride_c, stride_h,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """-> [rows, k] in T, normalised if wanted; 0 where not in the patch."""
     at = origin[:, None] + pixel_offset(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
     x = tl.load(image_ptr + at, mask=in_patch[None, :], other=0)
@@ -116,29 +108,16 @@ def patch_embed_fwd_kernel(
     image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous
     weight_ptr,  # [D, K] T, K = C * PH * PW
     bias_ptr,  # [D] or None
-    pos_ptr,  # [N - P, D] or None
-    prefix_ptr,  # [P, D] or None
+    pos_ptr, prefix_ptr,  # [N - P, D] and [P, D], or None
     normalize_ptr,  # [2, C] f32: scale and shift of a channel, or None
     # output
     out_ptr,  # [B, N, D]
-    # sizes; image strides in UNITs of elements
-    M,  # B * N
-    N,
-    P,
-    D,
-    grid_w,  # patches in a row of the image
-    stride_b,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    # sizes, M = B * N, grid_w patches in a row of the image; image strides in UNITs of elements
+    M, N, P, D, grid_w,
+    stride_b, stride_c, stride_h,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_M tokens x BLOCK_D features. Neighbours share the tokens: the image is read from
     memory once, the weight stays in the L2 cache."""
     K: tl.constexpr = C * PH * PW

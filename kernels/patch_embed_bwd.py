@@ -22,25 +22,12 @@ def patch_embed_bwd_weight_kernel(
     # output
     partial_ptr,  # [splits, D, K] f32, or T for one split
     # sizes; image strides in UNITs of elements
-    M,
-    N,
-    P,
-    D,
-    grid_w,
+    M, N, P, D, grid_w,
     rows_per_split,  # a multiple of BLOCK_M
-    stride_dm,
-    stride_b,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    stride_dm, stride_b, stride_c, stride_h,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One program sums a BLOCK_D x BLOCK_K tile of dW over the rows of one split. Neighbours share the rows."""
     K: tl.constexpr = C * PH * PW
     tiles_k = tl.cdiv(K, BLOCK_K)
@@ -75,18 +62,9 @@ def patch_embed_bwd_weight_kernel(
 
 @triton.jit
 def _store_pixels(
-    x,
-    dimage_ptr,
-    origin,
-    exists,
-    k,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    x, dimage_ptr, origin, exists, k, stride_c, stride_h,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     at = origin[:, None] + pixel_offset(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
     tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
 
@@ -99,24 +77,11 @@ def patch_embed_bwd_image_kernel(
     # output
     dimage_ptr,  # [B, C, H, W] float, pixels of a row contiguous
     # sizes; image strides in UNITs of elements
-    M,  # B * N
-    N,
-    P,
-    D,
-    grid_w,
-    stride_dm,
-    stride_b,
-    stride_c,
-    stride_h,
-    C: tl.constexpr,
-    PH: tl.constexpr,
-    PW: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    M, N, P, D, grid_w,
+    stride_dm, stride_b, stride_c, stride_h,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_K pixels of each of BLOCK_M patches."""
     K: tl.constexpr = C * PH * PW
     tiles_k = tl.cdiv(K, BLOCK_K)

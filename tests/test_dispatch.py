@@ -30,8 +30,7 @@ def parameters(*sizes):
 
 
 def cases():
-    """name -> (a call of the op, the Python functions that it may enter). Each of the registered ops in an MLP decides
-    for itself what runs it: two functions more for two ops, three for three, than asking once for all."""
+    """name -> (a call of the op, the Python functions that it may enter)."""
     x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
     q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
@@ -44,8 +43,8 @@ def cases():
         "attention": (lambda: ops.attention(q, q, q), 15),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 14),
-        "mlp": (lambda: ops.mlp(x, *fc), 27),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 34),
+        "mlp": (lambda: ops.mlp(x, *fc), 24),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
@@ -82,20 +81,11 @@ def test_python_functions_per_call(name):
 
 
 def test_python_functions_of_a_block_in_training():
-    """The four ops that a block calls."""
-    x, qkv = (torch.randn(*size, requires_grad=True) for size in ((1, N, D), (1, N, 3, 2, 16)))
-    weight, bias, scale = parameters((D, D), (D,), (D,))
-    fc = parameters((64, D), (64,), (D, 64), (D,))
-    entered = []
-    for call in (
-        lambda: ops.layer_norm_linear(x, bias, bias, weight, bias, return_residual=True),
-        lambda: ops.attention_qkvpacked(qkv),
-        lambda: ops.linear(x, weight, bias, layer_scale=scale, residual=x),
-        lambda: ops.layer_norm_mlp(x, bias, bias, *fc, layer_scale=scale, residual=x),
-    ):
-        call()
-        entered += [name for name in functions_entered(call) if PACKAGE in name]
-    assert len(entered) <= 78, "\n".join(entered)
+    """Of the package, in a forward pass: at most 100."""
+    block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
+    block(x)
+    entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
+    assert 50 < len(entered) <= 96, "\n".join(entered)
 
 
 class Stacks:
@@ -117,21 +107,39 @@ class Stacks:
         return launch
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_frames_from_a_call_to_its_kernels(training, triton_backend, device, monkeypatch):
-    """public function, Function.apply and forward, registered op, launcher"""
-    launchers = [importlib.import_module(f"fastvit.ops.launch.{op}") for op in LAUNCHERS]
+@pytest.fixture
+def stacks(triton_backend, monkeypatch):
+    """Of the launches to come."""
     found = []
-    for module in launchers:
+    for op in LAUNCHERS:
+        module = importlib.import_module(f"fastvit.ops.launch.{op}")
         for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
             monkeypatch.setattr(module, name, Stacks(getattr(module, name), found))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"]
+)
+def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
+    """Block.forward, half of a block, and what the next test names"""
+    fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))
+    assert len(stacks) >= 6
+    for stack in stacks:
+        assert stack[-1] == "forward"
+        assert len(stack) <= 7, stack
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_frames_from_a_call_to_its_kernels(training, stacks, device):
+    """public function, Function.apply and forward, registered op, launcher"""
     for name in SHAPES:
         tensors = made(name, 2, 18, device)
-        found.clear()
+        stacks.clear()
         with torch.set_grad_enabled(training):
             function(name)(**tensors)
-        assert found, name
-        for stack in found:
+        assert stacks, name
+        for stack in stacks:
             assert len(stack) <= (5 if training else 4), (name, stack)
 
 
@@ -284,6 +292,8 @@ def test_a_lazy_negation_is_carried_out(backend: str, device: torch.device) -> N
     """A plain tensor to Python, whose memory holds other values: only the dispatcher knows."""
     x, w, b = torch.randn(4, 16, device=device), torch.randn(16, device=device), torch.randn(16, device=device)
     torch.testing.assert_close(ops.layer_norm(torch._neg_view(x), w, b), ops.layer_norm(-x, w, b))
+    fc, last = torch.randn(16, 16, device=device), torch.randn(16, device=device)  # an MLP asks once, for all its ops
+    torch.testing.assert_close(ops.mlp(x, fc, b, fc, torch._neg_view(last)), ops.mlp(x, fc, b, fc, -last))
     w.requires_grad_()
     out = ops.layer_norm(x, w, b)
     (want,) = torch.autograd.grad(out, w, -x, retain_graph=True)

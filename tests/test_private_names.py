@@ -11,7 +11,7 @@ import pytest
 
 from fastvit.ops import _private
 
-OPS = Path(_private.__file__).parent
+PACKAGE = Path(_private.__file__).parents[1]
 
 # Its arguments are paths in torch's namespace. For each, and for none, a fork of it hides the name while fastvit is
 # imported, and runs a model forward and backward. Prints a pickled {path: results, or the traceback}.
@@ -116,5 +116,5 @@ def private_names(path):
 
 def test_no_other_private_name_is_used():
     """_library reads the level of forward-mode AD, of which _private says whether there is one."""
-    used = {(f.name, name) for f in OPS.rglob("*.py") if f.name != "_private.py" for name in private_names(f)}
+    used = {(f.name, name) for f in PACKAGE.rglob("*.py") if f.name != "_private.py" for name in private_names(f)}
     assert used == {("_library.py", "forward_ad._current_level")}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastvit.fuse import Unsupported
 
@@ -84,7 +83,7 @@ def check_input(x: Any, description: Any, ndim: int | None) -> None:
         raise Unsupported(f"its input has {x.dim()} dimensions, not {ndim}")
     autocast = torch.is_autocast_enabled(x.device.type)
     for tensor in _tensors((x, description)):
-        if type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+        if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, as DTensor
             raise Unsupported(f"a {type(tensor).__name__}")
         if x.dtype != tensor.dtype and not autocast:
             raise Unsupported(f"its input is {x.dtype} and its parameters are {tensor.dtype}")

@@ -77,12 +77,7 @@ def input_gradient_operands(g: Tensor, weight: Tensor, layer_scale: Tensor | Non
 
 
 def parameter_gradients(
-    g: Tensor,
-    x: Any,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    wants: tuple[bool, ...],
+    g: Tensor, x: Any, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of weight, bias and layer_scale as far as wanted, from g [..., N], the gradient of
     layer_scale * (x @ weight.T + bias). x [..., K] may be None when neither weight's nor layer_scale's is wanted.

@@ -97,7 +97,8 @@ def register(
     flops: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
     """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
-    where nothing could tell the difference, its implementation without the dispatcher's 3 us.
+    where nothing could tell the difference, its implementation without the dispatcher's 3 us. It takes `backend=`, what
+    `choose_backend` said, from a caller that runs several ops.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
@@ -114,8 +115,8 @@ def register(
         function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.launch.{launch}"), name)
         return function
 
-    def op(*args: Any, from_dispatcher: bool = False) -> Any:
-        backend = _choose(args, from_dispatcher)
+    def op(*args: Any, backend: str | None = None) -> Any:
+        backend = backend or choose_backend(*args)
         if backend == "dispatcher":
             return overload(*args)
         if backend == "triton":
@@ -127,7 +128,7 @@ def register(
 
     def dispatched(*args: Any) -> Any:
         with _isolated(args[0]):
-            return op(*args, from_dispatcher=True)
+            return op(*args, backend="triton" if wants_triton(args[0]) else "aten")
 
     _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     _LIB.impl(name, dispatched, "CPU")
@@ -156,15 +157,15 @@ _KNOWS_OBSERVERS = None not in (
 )
 
 
-def _choose(args: tuple[Any, ...], from_dispatcher: bool) -> str:
-    """What runs an op: "dispatcher", "triton" or "aten".
+def choose_backend(*args: Any) -> str:
+    """What runs an op on these arguments, and every other op on what comes of them: "dispatcher", "triton" or "aten".
 
-    The dispatcher, unless the call comes from there, for whatever it would not lead straight to the implementation:
-    tensor subclasses and other devices, modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch
-    transforms, autocast, profilers; for Triton also a GPU that is not the current one, and lazy negations, as gradients
-    of conj() have, which ATen's functions carry out themselves. Autograd is the FusedFunctions' part."""
+    The dispatcher for whatever it would not lead straight to the implementation: tensor subclasses and other devices,
+    modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, autocast, profilers; for
+    Triton also a GPU that is not the current one, and lazy negations, as gradients of conj() have, which ATen's
+    functions carry out themselves. Autograd is the FusedFunctions' part."""
     x = args[0]
-    if not from_dispatcher and (
+    if (
         not _KNOWS_OBSERVERS
         or is_dynamo_compiling()
         or not _PLAIN_TYPES.issuperset(map(type, args))
@@ -179,12 +180,11 @@ def _choose(args: tuple[Any, ...], from_dispatcher: bool) -> str:
         return "dispatcher"
     if not wants_triton(x):
         return "aten"
-    if not from_dispatcher:
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return "dispatcher"
+    for a in args:
+        if isinstance(a, Tensor) and (a.is_neg() or is_zerotensor(a)):
             return "dispatcher"
-        for a in args:
-            if isinstance(a, Tensor) and (a.is_neg() or is_zerotensor(a)):
-                return "dispatcher"
     return "triton"
 
 

@@ -31,25 +31,13 @@ def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=stat_dtype(q))
 
 
-def _qkvpacked_fwd_fake(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _fwd_fake(qkv.select(2, 0))
-
-
-def _bwd_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _qkvpacked_bwd_fake(do: Tensor, qkv: Tensor, *_: Any) -> Tensor:
-    return qkv.new_empty(qkv.shape)
+def _bwd_fake(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple([t.new_empty(t.shape) for t in inputs[:3]])
 
 
 def _fwd_flops(q: Any, *_: Any, **__: Any) -> int:
     B, N, H, d = q
     return 4 * B * H * N * N * d
-
-
-def _qkvpacked_fwd_flops(qkv: Any, *_: Any, **__: Any) -> int:
-    return _fwd_flops((*qkv[:2], *qkv[3:]))
 
 
 def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
@@ -67,12 +55,14 @@ attention_bwd = register(
 )  # fmt: skip
 attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
-    aten=aten.attention_qkvpacked_fwd, launch="attention", fake=_qkvpacked_fwd_fake, flops=_qkvpacked_fwd_flops,
+    aten=aten.attention_qkvpacked_fwd, launch="attention", fake=lambda qkv, *_: _fwd_fake(qkv.select(2, 0)),
+    flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
 )  # fmt: skip
 attention_qkvpacked_bwd = register(
     "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor o, Tensor lse, Tensor? seed, float scale, float dropout_p)"
     " -> Tensor",
-    aten=aten.attention_qkvpacked_bwd, launch="attention", fake=_qkvpacked_bwd_fake, flops=_bwd_flops,
+    aten=aten.attention_qkvpacked_bwd, launch="attention", fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
+    flops=_bwd_flops,
 )  # fmt: skip
 
 
@@ -80,16 +70,16 @@ attention_qkvpacked_bwd = register(
 
 
 class _Attention(FusedFunction):
+    """Inputs: q, k and v, or the packed qkv; then seed, scale, dropout_p."""
+
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
-    ) -> tuple[Tensor, Tensor]:
-        return attention_fwd(q, k, v, seed, scale, dropout_p)
+    def forward(*inputs: Any) -> Any:
+        return attention_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, seed, ctx.scale, ctx.dropout_p = inputs
-        ctx.save_for_backward(q, k, v, *output, seed)
+        *tensors, seed, ctx.scale, ctx.dropout_p = inputs
+        ctx.save_for_backward(*tensors, *output, seed)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
@@ -101,17 +91,10 @@ class _Attention(FusedFunction):
         return *differentiable_once("attention", attention_bwd, *arguments), None, None, None
 
 
-class _AttentionQkvPacked(FusedFunction):
+class _AttentionQkvPacked(_Attention):
     @staticmethod
-    def forward(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
-        return attention_qkvpacked_fwd(qkv, seed, scale, dropout_p)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        qkv, seed, ctx.scale, ctx.dropout_p = inputs
-        ctx.save_for_backward(qkv, *output, seed)
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
+    def forward(*inputs: Any) -> Any:
+        return attention_qkvpacked_fwd(*inputs)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:

@@ -33,8 +33,8 @@ def draw_seeds(count: int, device: torch.device) -> Tensor:
 
 class _Dropout(FusedFunction):
     @staticmethod
-    def forward(x: Tensor, seed: Tensor, p: float) -> Tensor:
-        return dropout_op(x, seed, p)
+    def forward(*inputs: Any) -> Any:
+        return dropout_op(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

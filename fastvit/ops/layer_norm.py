@@ -22,9 +22,7 @@ from fastvit.ops.aten import layer_norm as aten
 # ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
 
 
-def _fwd_fake(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
     mean, rstd = (x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x)) for _ in range(2))
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
@@ -37,26 +35,15 @@ def _bwd_recompute_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return *_bwd_fake(dy, *rest), dy.new_empty(dy.shape)
 
 
-def _add_fwd_fake(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _add_fwd_fake(residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, ...]:
     s = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
     return s, *_fwd_fake(s, weight, bias, 0.0, None)
 
 
-def _add_bwd_fake(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    branch: Tensor,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-) -> tuple[Tensor, ...]:
+def _add_bwd_fake(dy: Tensor, dsum: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    *_, weight, branch, layer_scale, _ = rest
+    ds, dweight, dbias = _bwd_fake(dy, *rest)
     dlayer_scale = weight.new_empty(0) if layer_scale is None else layer_scale.new_empty(layer_scale.shape)
-    ds, dweight, dbias = _bwd_fake(dy, s, mean, rstd, weight)
     return ds, branch.new_empty(branch.shape), dweight, dbias, dlayer_scale
 
 
@@ -93,10 +80,8 @@ add_layer_norm_bwd = register(
 
 class _LayerNorm(FusedFunction):
     @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return layer_norm_fwd(x, weight, bias, eps, out_dtype)
+    def forward(*inputs: Any) -> Any:
+        return layer_norm_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -117,16 +102,8 @@ class _LayerNorm(FusedFunction):
 
 class _AddLayerNorm(FusedFunction):
     @staticmethod
-    def forward(
-        residual: Tensor,
-        branch: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        layer_scale: Tensor | None,
-        row_scale: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return add_layer_norm_fwd(residual, branch, weight, bias, layer_scale, row_scale, eps)
+    def forward(*inputs: Any) -> Any:
+        return add_layer_norm_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -183,15 +160,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
 
 
 def add_layer_norm(
-    residual: Tensor,
-    branch: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, *,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The residual sum and its LayerNorm in one pass: s = residual + row_scale * layer_scale * branch, LN(s).
 
     Args:

@@ -33,17 +33,9 @@ def _side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
 
 
 def _backward(
-    dout: Tensor,
-    dresidual: Tensor | None,
-    eps: float,
-    wants: tuple[bool, ...],
-    x: Tensor | None,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *weights: Tensor,
-) -> tuple[Tensor | None, ...]:
+    dout: Tensor, dresidual: Tensor | None, eps: float, wants: tuple[bool, ...],
+    x: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, mean: Tensor, rstd: Tensor, *weights: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or None."""
     n = len(weights)
     wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
@@ -104,38 +96,24 @@ class _LayerNormLinear(FusedFunction):
         return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
 
 
+Weights = Tensor | Sequence[Tensor]
+Biases = Tensor | Sequence[Tensor | None] | None
+
+
 @overload
 def layer_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor | None] | None = None,
-    *,
-    eps: float = 1e-6,
-    return_residual: Literal[False] = False,
-) -> Tensor: ...
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *,
+    eps: float = 1e-6, return_residual: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor | None] | None = None,
-    *,
-    eps: float = 1e-6,
-    return_residual: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *,
+    eps: float = 1e-6, return_residual: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def layer_norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    bias: Tensor | Sequence[Tensor | None] | None = None,
-    *,
-    eps: float = 1e-6,
-    return_residual: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *,
+    eps: float = 1e-6, return_residual: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """LayerNorm(x) @ weight.T + bias (Ba et al. 2016) as one autograd node, which saves x and the row statistics.
 
     The normalised rows are computed again in the LayerNorm's backward pass, for the weight's gradient.

@@ -29,12 +29,12 @@ def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *
 
 
 def _act_fwd_fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = (*x.shape[:-1], weight.shape[0])
-    return x.new_empty(shape), x.new_empty(shape)
+    h, pre = (x.new_empty(*x.shape[:-1], weight.shape[0]) for _ in range(2))
+    return h, pre
 
 
 def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    return pre.new_empty(pre.shape), pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
+    return pre.new_empty(pre.shape), *_act_bwd_fake(dy, pre, activation)
 
 
 def _act_bwd_fake(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -72,14 +72,9 @@ act_bwd = register(
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    dy: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, wants: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """-> gradients of x, weight, bias and layer_scale; None if not wanted."""
     g = scale_samples(dy.to(weight.dtype), row_scale)
     dx = torch.matmul(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
@@ -90,7 +85,7 @@ class _Linear(FusedFunction):
     """residual + row_scale * layer_scale * (x @ weight.T + bias)"""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *epilogue: Tensor | None) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *epilogue: Tensor | None) -> Any:
         return linear_fwd(x, weight, bias, "none", *epilogue)
 
     @staticmethod
@@ -124,9 +119,8 @@ class _LinearAct(FusedFunction):
     """activation(x @ weight.T + bias)"""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-        h, pre = linear_act_fwd(x, weight, bias, activation)
-        return h, pre
+    def forward(*inputs: Any) -> Any:
+        return linear_act_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -156,12 +150,7 @@ def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 def check_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    dtype: bool,
-    names: tuple[str, str, str] = ("x", "weight", "bias"),
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: bool, names: tuple[str, ...] = ("x", "weight", "bias")
 ) -> None:
     """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them."""
     x_name, weight_name, bias_name = names
@@ -178,15 +167,9 @@ def check_linear(
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * activation(x @ weight.T + bias), in one pass over the output.
 
     Args:

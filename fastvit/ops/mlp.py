@@ -14,6 +14,7 @@ from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_g
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
+    choose_backend,
     differentiable_once,
     needs_autograd,
     repeats_as_views,
@@ -38,24 +39,11 @@ class _Options(NamedTuple):
 
 
 def _backward(
-    dout: Tensor,
-    x: Any,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    seeds: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    pre: Any,
-    h: Tensor | None,
-    o: _Options,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+    dout: Tensor, x: Any, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    layer_scale: Tensor | None, row_scale: Tensor | None, seeds: Tensor | None,
+    mean: Tensor | None, rstd: Tensor | None, pre: Any, h: Tensor | None, o: _Options, wants: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
     want_hidden, want_h = any(wants[:5]), wants[5] or wants[7]
     y: Any = x if norm_weight is None else None
@@ -109,36 +97,31 @@ class _Mlp(FusedFunction):
 
     @staticmethod
     def forward(
-        x: Tensor,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        fc1_weight: Tensor,
-        fc1_bias: Tensor | None,
-        fc2_weight: Tensor,
-        fc2_bias: Tensor | None,
-        layer_scale: Tensor | None,
-        row_scale: Tensor | None,
-        residual: Tensor | None,
-        seeds: Tensor | None,
-        o: _Options,
-    ) -> tuple[Tensor, ...]:
+        x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
+        fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+        layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None,
+        seeds: Tensor | None, o: _Options,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """-> the output, and what there is of mean and rstd, pre and h: torch.compile takes no None among them"""
         y: Tensor = x
         extras: list[Tensor] = []
+        parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
         if norm_weight is not None:
-            y, *extras = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+            y, *extras = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, backend=backend)
         if o.keep_pre:
-            h, pre = linear_act_fwd(y, fc1_weight, fc1_bias, o.activation)
+            h, pre = linear_act_fwd(y, fc1_weight, fc1_bias, o.activation, backend=backend)
             extras.append(pre)
         else:
-            h = linear_fwd(y, fc1_weight, fc1_bias, o.activation)
+            h = linear_fwd(y, fc1_weight, fc1_bias, o.activation, backend=backend)
         del y
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         if seeds is None:
-            out = linear_fwd(h, fc2_weight, fc2_bias, "none", *epilogue)
+            out = linear_fwd(h, fc2_weight, fc2_bias, "none", *epilogue, backend=backend)
         else:
-            h = dropout_op(h, seeds[:1], o.dropout_p)
-            out = dropout_op(F.linear(h, fc2_weight, fc2_bias), seeds[1:], o.dropout_p, *epilogue)
+            h = dropout_op(h, seeds[:1], o.dropout_p, backend=backend)
+            out = F.linear(h, fc2_weight, fc2_bias)
+            out = dropout_op(out, seeds[1:], o.dropout_p, *epilogue, backend=backend)
         return (out, *extras, h) if o.keep_h else (out, *extras)
 
     @staticmethod
@@ -173,19 +156,10 @@ class _Mlp(FusedFunction):
 
 
 def _arguments(
-    name: str,
-    x: Tensor,
-    norm: tuple[Tensor, Tensor] | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    epilogue: Epilogue,
-    activation: str,
-    dropout_p: float,
-    recompute: str,
-    eps: float,
-) -> tuple[bool, tuple[Any, ...]]:
+    name: str, x: Tensor, norm: tuple[Tensor, Tensor] | None,
+    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str, eps: float,
+) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
     """Checks a call; -> whether it needs autograd, and the arguments of `_Mlp`."""
     check_float("x", x)
     cast = autocast_dtype(x)
@@ -225,18 +199,11 @@ def _arguments(
 
 def mlp(
     x: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    activation: str = "gelu",
-    dropout_p: float = 0.0,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    residual: Tensor | None = None,
+    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    *, activation: str = "gelu", dropout_p: float = 0.0,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     recompute: str = "activation",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * drop(fc2(drop(act(fc1(x))))), the MLP of Vaswani et al. 2017, section 3.3.
 
     Args:
@@ -266,22 +233,12 @@ def mlp(
 
 
 def layer_norm_mlp(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    *,
-    eps: float = 1e-6,
-    activation: str = "gelu",
-    dropout_p: float = 0.0,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    *, eps: float = 1e-6, activation: str = "gelu", dropout_p: float = 0.0,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     recompute: str = "activation",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """mlp(LayerNorm(x)) as one autograd node, which saves x, the row statistics and what `recompute` leaves; the
     normalised rows are computed again in the backward pass of the LayerNorm.
 

@@ -16,10 +16,6 @@ from fastvit.ops.aten import patch_embed as aten
 # ---- registered ops ----
 
 
-def _bwd_weight_fake(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
-    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
 def _gemm_flops(image: Any, weight: Any) -> int:
     """image [B, C, H, W], weight [D, C, ph, pw]: every pixel meets every feature once."""
     return 2 * math.prod(image) * weight[0]
@@ -33,7 +29,8 @@ patch_embed_fwd = register(
 )  # fmt: skip
 patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",
-    aten=aten.patch_embed_bwd_weight, launch="patch_embed", fake=_bwd_weight_fake,
+    aten=aten.patch_embed_bwd_weight, launch="patch_embed",
+    fake=lambda dout, image, weight, *_: weight.new_empty(weight.shape),
     flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
 )  # fmt: skip
 patch_embed_bwd_image = register(
@@ -47,15 +44,9 @@ Statistics = Sequence[float] | Tensor
 
 
 def _gradients(
-    wanted: Sequence[bool],
-    dout: Tensor,
-    image: Tensor | None,
-    weight: Tensor,
-    normalize: Tensor | None,
-    height: int,
-    width: int,
-    dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor, ...]:
+    wanted: Sequence[bool], dout: Tensor, image: Tensor | None, weight: Tensor, normalize: Tensor | None,
+    height: int, width: int, dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Those `wanted` of the gradients of image, weight, bias, pos_embed, prefix, in their dtypes."""
     found = []
     if wanted[0]:
@@ -74,15 +65,8 @@ def _gradients(
 
 class _PatchEmbed(FusedFunction):
     @staticmethod
-    def forward(
-        image: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        pos_embed: Tensor | None,
-        prefix: Tensor | None,
-        normalize: Tensor | None,
-    ) -> Tensor:
-        return patch_embed_fwd(image, weight, bias, pos_embed, prefix, normalize)
+    def forward(*inputs: Any) -> Any:
+        return patch_embed_fwd(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -168,15 +152,9 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
 
 
 def patch_embed(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    pos_embed: Tensor | None = None,
-    prefix: Tensor | None = None,
-    mean: Statistics | None = None,
-    std: Statistics | None = None,
-) -> Tensor:
+    image: Tensor, weight: Tensor, bias: Tensor | None, *, pos_embed: Tensor | None = None,
+    prefix: Tensor | None = None, mean: Statistics | None = None, std: Statistics | None = None,
+) -> Tensor:  # fmt: skip
     """The token buffer of a ViT from its image, in one pass (Dosovitskiy et al. 2021, equation 1):
     the convolution with stride = kernel size, flattened row by row, plus position, behind the prefix tokens.
 

@@ -72,19 +72,9 @@ def _forward(
 
 
 def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
     """Writes dq, dk, dv (B, N, H, d), which may be views of one packed buffer."""
     if q.shape[1] == 1 and seed is None:  # softmax over one key is constant: its gradient has no rounding errors
         dq.zero_()

@@ -48,29 +48,17 @@ def layer_norm_bwd_recompute(
 
 
 def add_layer_norm_fwd(
-    residual: Tensor,
-    branch: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = residual.contiguous() + _scale_branch(branch, layer_scale, row_scale).to(branch.dtype)
     return s, *layer_norm_fwd(s, weight, bias, eps, None)
 
 
 def add_layer_norm_bwd(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    branch: Tensor,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, branch: Tensor,
+    layer_scale: Tensor | None, row_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ds, dweight, dbias = layer_norm_bwd(dy, s, mean, rstd, weight, dsum)
     scaled = layer_scale is not None or row_scale is not None
     dbranch = _scale_branch(ds, layer_scale, row_scale).to(branch.dtype, copy=not scaled)

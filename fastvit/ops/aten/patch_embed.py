@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,7 @@ def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
 
 
 def new_tokens(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pos_embed: Tensor | None,
-    prefix: Tensor | None,
-    normalize: Tensor | None,
+    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, *_: Any
 ) -> Tensor:
     """Room for the result, as the op returns it: of the weight's dtype, as a convolution; a position or prefix of a
     wider one promotes it."""
@@ -60,14 +56,10 @@ def _gather(image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
 
 
 def patch_embed_fwd(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pos_embed: Tensor | None,
-    prefix: Tensor | None,
-    normalize: Tensor | None,
-) -> Tensor:
-    out = new_tokens(image, weight, bias, pos_embed, prefix, normalize)
+    image: Tensor, weight: Tensor, bias: Tensor | None,
+    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
+) -> Tensor:  # fmt: skip
+    out = new_tokens(image, weight, bias, pos_embed, prefix)
     P = 0 if prefix is None else prefix.shape[0]
     if prefix is not None:
         out.narrow(1, 0, P).copy_(prefix)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,21 +29,47 @@ def attention_fwd(
 
     -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm. Raises `Unsupported`.
     """
-    o, lse = _outputs(q, scale)
-    if q.numel():
-        kernel, grid, arguments, constants = _forward(q, k, v, seed, scale, dropout_p, o, lse)
-        kernel[grid](*arguments, **constants)
+    o, lse, launch = _forward(q, k, v, seed, scale, dropout_p)
+    if launch is not None:
+        launch()
     return o, lse
 
 
 def attention_qkvpacked_fwd(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
     """The same for qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
-    o, lse = _outputs(q, scale)
-    if q.numel():
-        kernel, grid, arguments, constants = _forward(q, k, v, seed, scale, dropout_p, o, lse)
-        kernel[grid](*arguments, **constants)
+    o, lse, launch = _forward(q, k, v, seed, scale, dropout_p)
+    if launch is not None:
+        launch()
     return o, lse
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor, Callable[[], object] | None]:
+    """Room for o and LSE, and the launch that fills it, if there is anything to fill."""
+    _check(q, scale)
+    B, N, H, _ = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
+    if q.numel() == 0:
+        return o, lse, None
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    unit, strides = _unit_strides((q, k, v))
+    workload, common = _workload(q, seed, unit)
+    config = _attention_configs.attention_fwd(*workload)
+    keys = config.chunks
+    if config.algorithm == "short":
+        kernel: Any = attention_short_fwd_kernel
+        tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
+    else:
+        kernel = attention_fwd_kernel
+        tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
+    launch = partial(
+        kernel[(B * H * triton.cdiv(N, config.block_m),)],
+        q, k, v, seed, o, lse, N, H, *strides, scale, dropout_p, **common, **_tiles(config), **tiles,
+    )  # fmt: skip
+    return o, lse, launch
 
 
 def attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -58,19 +86,9 @@ def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
 
 
 def launch_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
     """Writes the gradients of attention's inputs into dq, dk, dv.
 
     do, q, k, v, o, dq, dk, dv: (B, N, H, d), one of float32, bfloat16, float16, read and written by stride; the last
@@ -80,7 +98,7 @@ def launch_backward(
     _check(q, scale)
     if q.numel() == 0:
         return
-    B, N, H, d = q.shape
+    B, N, H, _ = q.shape
     if N == 1 and seed is None:  # softmax over one key is constant: no gradient, not even one of rounding errors
         dq.zero_()
         dk.zero_()
@@ -88,26 +106,25 @@ def launch_backward(
         return
     do, q, k, v = _readable(do), _readable(q), _readable(k), _readable(v)
     unit, strides = _unit_strides((q, k, v, o, do, dq, dk, dv))
-    precision = dot_precision(q)
-    shape = N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
-    common = {"HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
+    workload, common = _workload(q, seed, unit)
 
-    config = _attention_configs.attention_bwd_short(*shape)
+    config = _attention_configs.attention_bwd_short(*workload)
     if config is not None:
         attention_bwd_short_kernel[(B * H,)](
-            q, k, v, o, do, lse, seed, dq, dk, dv, N, H, *strides, scale, dropout_p, **common, **_tiles(config)
-        )
+            q, k, v, o, do, lse, seed, dq, dk, dv, N, H, *strides, scale, dropout_p,
+            **common, **_tiles(config), BLOCK_N=config.block_n,
+        )  # fmt: skip
         return
     statistics = torch.empty((B, H, 2, N), dtype=torch.float32, device=q.device)
-    config = _attention_configs.attention_bwd_dq(*shape)
+    config = _attention_configs.attention_bwd_dq(*workload)
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
-        q, k, v, o, do, lse, seed, dq, statistics, N, H, *strides[:18], scale, dropout_p, **common, **_tiles(config),
-        LOOP=config.loop, TAIL=config.tail,
+        q, k, v, o, do, lse, seed, dq, statistics, N, H, *strides[:18], scale, dropout_p,
+        **common, **_tiles(config), BLOCK_N=config.block_n, LOOP=config.loop, TAIL=config.tail,
     )  # fmt: skip
-    config = _attention_configs.attention_bwd_dkdv(*shape)
+    config = _attention_configs.attention_bwd_dkdv(*workload)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
-        q, k, v, do, statistics, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:],
-        scale, dropout_p, **common, **_tiles(config), LOOP=config.loop, TAIL=config.tail,
+        q, k, v, do, statistics, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:], scale, dropout_p,
+        **common, **_tiles(config), BLOCK_N=config.block_n, LOOP=config.loop, TAIL=config.tail,
     )  # fmt: skip
 
 
@@ -132,58 +149,16 @@ def _unit_strides(tensors: tuple[Tensor, ...]) -> tuple[int, list[int]]:
     return unit, [s // unit for s in strides]
 
 
-def _outputs(q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Room for o and LSE."""
-    _check(q, scale)
-    B, N, H, d = q.shape
-    o = torch.empty((B, N, H, d), dtype=q.dtype, device=q.device)
-    return o, torch.empty((B, H, N), dtype=torch.float32, device=q.device)
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    o: Tensor,
-    lse: Tensor,
-) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Kernel, grid, arguments and constants of the forward pass, which writes o and lse."""
-    B, N, H, d = q.shape
-    q, k, v = _readable(q), _readable(k), _readable(v)
-    unit, strides = _unit_strides((q, k, v))
+def _workload(q: Tensor, seed: Tensor | None, unit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a config is chosen by, and the constants that all kernels have."""
+    _, N, _, d = q.shape
     precision = dot_precision(q)
-    config = _attention_configs.attention_fwd(
-        N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
-    )
-    grid = (B * H * triton.cdiv(N, config.block_m),)
-    arguments = (q, k, v, seed, o, lse, N, H, *strides, scale, dropout_p)
-    constants = {
-        "UNIT": unit,
-        "HEAD_DIM": d,
-        "D0": config.parts[0],
-        "D1": config.parts[1],
-        "BLOCK_M": config.block_m,
-        "PRECISION": precision,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-    if config.algorithm == "short":
-        keys = config.chunks
-        short = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
-        return attention_short_fwd_kernel, grid, arguments, constants | short
-    loop = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": config.chunks[0], "TAIL_1": config.chunks[1]}
-    return attention_fwd_kernel, grid, arguments, constants | loop
+    workload = N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
+    return workload, {"HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
 
 
-def _tiles(config: _attention_configs.AttentionBackwardConfig) -> dict[str, int]:
+def _tiles(config: Any) -> dict[str, int]:
+    D0, D1 = config.parts
     return {
-        "D0": config.parts[0],
-        "D1": config.parts[1],
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+        "D0": D0, "D1": D1, "BLOCK_M": config.block_m, "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip

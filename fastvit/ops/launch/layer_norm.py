@@ -34,14 +34,9 @@ def layer_norm_fwd(
 
 
 def add_layer_norm_fwd(
-    residual: Tensor,
-    branch: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
     _check(s)
     y = torch.empty_like(s)
@@ -72,21 +67,13 @@ def layer_norm_bwd_recompute(
 
 
 def add_layer_norm_bwd(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    branch: Tensor,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-) -> tuple[Tensor, ...]:
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, branch: Tensor,
+    layer_scale: Tensor | None, row_scale: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
     ds, dweight, dbias, *dlayer_scale = _backward(
-        dy, dsum, s, mean, rstd, weight,
-        branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale,
-    )  # fmt: skip
+        dy, dsum, s, mean, rstd, weight, branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale
+    )
     return ds, dbranch, dweight, dbias, *(dlayer_scale or [weight.new_empty(0)])
 
 
@@ -113,20 +100,10 @@ def _forward(rows: Tensor, row_scale: Tensor | None) -> tuple[tuple[int], dict[s
 
 
 def _backward(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    y: Tensor | None = None,
-    branch: Tensor | None = None,
-    dbranch: Tensor | None = None,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *,
+    bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """-> ds like s; dweight, dbias [D] and, with layer_scale, dlayer_scale [D]. Writes y and dbranch."""
     _check(s)
     ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)

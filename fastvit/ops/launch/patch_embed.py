@@ -52,15 +52,11 @@ def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], di
 
 
 def patch_embed_fwd(
-    image: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    pos_embed: Tensor | None,
-    prefix: Tensor | None,
-    normalize: Tensor | None,
-) -> Tensor:
+    image: Tensor, weight: Tensor, bias: Tensor | None,
+    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
+) -> Tensor:  # fmt: skip
     _check(weight)
-    out = new_tokens(image, weight, bias, pos_embed, prefix, normalize)
+    out = new_tokens(image, weight, bias, pos_embed, prefix)
     if out.numel() == 0:
         return out
     B, N, D = out.shape
