@@ -44,7 +44,7 @@ KEY = {  # what a choice is looked up by, integers all of them; `rows` is a buck
     "attention_bwd_short": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
     "patch_embed": ("m", "n", "k", "itemsize", "loaded", "split"),  # m, or k of a split sum, is a bucket
 }
-LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at most 128 hold
+LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at most 128 hold; the backward's too
 
 _Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
 _tables: dict[str, _Tables] = {}  # by arch
@@ -143,7 +143,7 @@ def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
         least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16
         if name.startswith("block_") and value < least:
             raise ValueError(f"{where}: {name} is {value}, less than {least}")
-    if table == "attention_fwd" and fields["short"] and key[0] > LONGEST_SHORT:
-        raise ValueError(f"{where}: the short kernel takes no more than {LONGEST_SHORT} keys")
+    if table in ("attention_fwd", "attention_bwd_short") and fields["short"] and key[0] > LONGEST_SHORT:
+        raise ValueError(f"{where}: the short kernels take no more than {LONGEST_SHORT} keys")
     if table == "attention_bwd_short" and fields["short"] and fields["block_m"] < key[0]:
         raise ValueError(f"{where}: block_m is {fields['block_m']}, less than the {key[0]} queries")
