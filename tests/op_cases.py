@@ -110,7 +110,9 @@ def assert_freezing_changes_no_other_gradient(op, tensors, choices):
         _, gradients = outputs_and_gradients(op, partly)
         assert gradients.keys() == everything.keys() - set(frozen)
         for name, got in gradients.items():
-            torch.testing.assert_close(got, everything[name], atol=1e-6, rtol=1e-5, msg=f"{name} with {frozen} frozen")
+            want = everything[name]
+            atol = 1e-6 * max(1.0, float(want.abs().max()))  # sums round by their largest terms
+            torch.testing.assert_close(got, want, atol=atol, rtol=1e-5, msg=f"{name} with {frozen} frozen")
 
 
 def saved_numel(op, tensors):
@@ -133,4 +135,4 @@ def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
         runs.append((*outputs, *torch.autograd.grad(outputs, list(wanted(leaves).values()), douts)))
     for plain, strided in zip(*runs, strict=True):
         assert not bitwise or torch.equal(strided, plain)
-        torch.testing.assert_close(strided, plain, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(strided, plain, atol=1e-5 if name.startswith("attention") else 2e-6, rtol=1e-5)
