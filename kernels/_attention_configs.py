@@ -40,7 +40,7 @@ _PLAIN: dict[str, _Rows] = {
 # Up to which head dimension and length the scores of 64 queries with all keys fit into the registers of 4 warps.
 _SHORT_FORWARD = {"wgmma": ((64, 288), (96, 208)), "mma": ((64, 208),)}
 # Up to which head dimension and length a whole head fits a program of that many warps, on sm_90 only: a quarter fewer
-# instructions and a third less traffic than two kernels, but all of the registers.
+# instructions and a third less traffic than two kernels, but all of the registers: with dropout only the first fits.
 _SHORT_BACKWARD = ((64, 64, 4), (128, 128, 8), (64, 256, 8))
 
 
@@ -187,6 +187,6 @@ def attention_bwd_short(
     if itemsize > 2 or arch != "sm_90":
         return None
     for limit, longest, num_warps in _SHORT_BACKWARD:
-        if head_dim <= limit and n <= longest and not (has_dropout and limit * longest > 64 * 128):
+        if head_dim <= limit and n <= longest and not (has_dropout and longest > 64):
             return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 2)
     return None
