@@ -182,9 +182,9 @@ def choose_backend(*args: Any) -> str:
         return "aten"
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return "dispatcher"
-    for a in args:
-        if isinstance(a, Tensor) and (a.is_neg() or is_zerotensor(a)):
-            return "dispatcher"
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if any(map(Tensor.is_neg, tensors)) or any(map(is_zerotensor, tensors)):
+        return "dispatcher"
     return "triton"
 
 

@@ -25,7 +25,7 @@ are_functorch_transforms_active = _find("_C._are_functorch_transforms_active")
 is_any_autocast_enabled = _find("_C._is_any_autocast_enabled")
 is_tracing = _find("_C._is_tracing")
 profiler_enabled = _find("autograd._profiler_enabled")
-is_zerotensor = _find("_is_zerotensor")
+is_zerotensor = _find("Tensor._is_zerotensor")
 
 unwrap_if_dead = _find("_C._functorch.unwrap_if_dead")
 has_forward_level = _find("autograd.forward_ad._current_level") is not None

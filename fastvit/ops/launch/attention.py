@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from fastvit.kernels import _attention_configs
+from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops import _library
+from fastvit.ops._checks import empty_like
+from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,57 +29,46 @@ def attention_fwd(
 
     -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm. Raises `Unsupported`.
     """
-    o, lse, launch = _forward(q, k, v, seed, scale, dropout_p)
-    if launch is not None:
-        launch()
+    o, lse, call = _forward(q, k, v, seed, scale, dropout_p)
+    if call is not None:
+        launch(*call)
     return o, lse
 
 
 def attention_qkvpacked_fwd(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
     """The same for qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
-    o, lse, launch = _forward(q, k, v, seed, scale, dropout_p)
-    if launch is not None:
-        launch()
+    o, lse, call = _forward(q, k, v, seed, scale, dropout_p)
+    if call is not None:
+        launch(*call)
     return o, lse
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor, Callable[[], object] | None]:
+) -> tuple[Tensor, Tensor, Call | None]:
     """Room for o and LSE, and the launch that fills it, if there is anything to fill."""
     _check(q, scale)
     B, N, H, _ = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, H, N), dtype=torch.float32, device=q.device)
+    o = empty_like(q)
+    lse = q.new_empty((B, H, N), dtype=torch.float32)
     if q.numel() == 0:
         return o, lse, None
     q, k, v = _readable(q), _readable(k), _readable(v)
-    unit, strides = _unit_strides((q, k, v))
-    workload, common = _workload(q, seed, unit)
-    config = _attention_configs.attention_fwd(*workload)
-    keys = config.chunks
-    if config.algorithm == "short":
-        kernel: Any = attention_short_fwd_kernel
-        tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
-    else:
-        kernel = attention_fwd_kernel
-        tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
-    launch = partial(
-        kernel[(B * H * triton.cdiv(N, config.block_m),)],
-        q, k, v, seed, o, lse, N, H, *strides, scale, dropout_p, **common, **_tiles(config), **tiles,
-    )  # fmt: skip
-    return o, lse, launch
+    unit, strides = _in_units(q.shape, q.stride(), k.stride(), v.stride())
+    kernel, rows, constants = _forward_plan(*_workload(q, seed, unit))
+    numbers = N, H, *strides, scale, dropout_p
+    return o, lse, (kernel, B * H * cdiv(N, rows), (q, k, v, seed, o, lse), numbers, constants)
 
 
 def attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    gradients: Any = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)])
+    gradients: Any = tuple([empty_like(t) for t in (q, k, v)])
     launch_backward(do, q, k, v, *rest, *gradients)
     return gradients
 
 
 def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    dqkv = empty_like(qkv)
     arguments: Any = (do, *qkv.unbind(2), *rest, *dqkv.unbind(2))
     launch_backward(*arguments)
     return dqkv
@@ -105,27 +94,21 @@ def launch_backward(
         dv.copy_(do)
         return
     do, q, k, v = _readable(do), _readable(q), _readable(k), _readable(v)
-    unit, strides = _unit_strides((q, k, v, o, do, dq, dk, dv))
-    workload, common = _workload(q, seed, unit)
-
-    config = _attention_configs.attention_bwd_short(*workload)
-    if config is not None:
-        attention_bwd_short_kernel[(B * H,)](
-            q, k, v, o, do, lse, seed, dq, dk, dv, N, H, *strides, scale, dropout_p,
-            **common, **_tiles(config), BLOCK_N=config.block_n,
-        )  # fmt: skip
+    unit, strides = _in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
+    workload = _workload(q, seed, unit)
+    numbers: Any = (scale, dropout_p)
+    if constants := _backward_short_plan(*workload):
+        tensors: Any = (q, k, v, o, do, lse, seed, dq, dk, dv)
+        launch(attention_bwd_short_kernel, B * H, tensors, (N, H, *strides, *numbers), constants)
         return
-    statistics = torch.empty((B, H, 2, N), dtype=torch.float32, device=q.device)
-    config = _attention_configs.attention_bwd_dq(*workload)
-    attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
-        q, k, v, o, do, lse, seed, dq, statistics, N, H, *strides[:18], scale, dropout_p,
-        **common, **_tiles(config), BLOCK_N=config.block_n, LOOP=config.loop, TAIL=config.tail,
-    )  # fmt: skip
-    config = _attention_configs.attention_bwd_dkdv(*workload)
-    attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
-        q, k, v, do, statistics, seed, dk, dv, N, H, *strides[:9], *strides[12:15], *strides[18:], scale, dropout_p,
-        **common, **_tiles(config), BLOCK_N=config.block_n, LOOP=config.loop, TAIL=config.tail,
-    )  # fmt: skip
+    statistics = q.new_empty((B, H, 2, N), dtype=torch.float32)
+    rows, constants = _backward_plan("dq", *workload)
+    tensors = (q, k, v, o, do, lse, seed, dq, statistics)
+    launch(attention_bwd_dq_kernel, B * H * cdiv(N, rows), tensors, (N, H, *strides[:18], *numbers), constants)
+    rows, constants = _backward_plan("dkdv", *workload)
+    tensors = (q, k, v, do, statistics, seed, dk, dv)
+    numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *numbers
+    launch(attention_bwd_dkdv_kernel, B * H * cdiv(N, rows), tensors, numbers, constants)
 
 
 def _check(q: Tensor, scale: float) -> None:
@@ -138,27 +121,67 @@ def _check(q: Tensor, scale: float) -> None:
 
 def _readable(x: Tensor) -> Tensor:
     """x (B, N, H, d) itself, or a copy if its head dimension is strided or its tokens are very far apart."""
-    return x if x.stride(3) == 1 and x.stride(1) <= _MAX_STRIDE else x.contiguous()
+    _, token, _, element = x.stride()
+    return x if element == 1 and token <= _MAX_STRIDE else x.contiguous()
 
 
-def _unit_strides(tensors: tuple[Tensor, ...]) -> tuple[int, list[int]]:
-    """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units). The unit is 8 elements where all
-    are multiples of that, so that the kernels see 16-byte alignment; dimensions of one element have no stride."""
-    strides = [t.stride(i) if t.shape[i] > 1 else 0 for t in tensors for i in range(3)]
-    unit = 8 if all(s % 8 == 0 for s in strides) else 1
-    return unit, [s // unit for s in strides]
+@functools.lru_cache(4096)
+def _in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, list[int]]:
+    """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units), for tensors of one shape. The
+    unit is 8 elements where all are multiples of that, so that the kernels see 16-byte alignment; dimensions of one
+    element have no stride."""
+    elements = [tensor[i] if shape[i] > 1 else 0 for tensor in strides for i in range(3)]
+    unit = 8 if all(s % 8 == 0 for s in elements) else 1
+    return unit, [s // unit for s in elements]
 
 
-def _workload(q: Tensor, seed: Tensor | None, unit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a config is chosen by, and the constants that all kernels have."""
+Workload = tuple[int, int, int, bool, str, str, int]  # the arguments of the plans
+
+
+def _workload(q: Tensor, seed: Tensor | None, unit: int) -> Workload:
+    """N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, unit of the strides."""
     _, N, _, d = q.shape
-    precision = dot_precision(q)
-    workload = N, d, q.element_size(), seed is not None, _library.arch(q), precision == "tf32"
-    return workload, {"HEAD_DIM": d, "UNIT": unit, "PRECISION": precision}
+    return N, d, q.element_size(), seed is not None, _library.arch(q), dot_precision(q), unit
 
 
-def _tiles(config: Any) -> dict[str, int]:
+@_tuned.cached
+def _forward_plan(
+    n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
+) -> tuple[Any, int, Constants]:
+    """The kernel, the queries that a program owns, and the constants."""
+    config = _attention_configs.attention_fwd(n, d, itemsize, has_dropout, arch, precision == "tf32")
+    keys, constants = config.chunks, _constants(config, d, precision, unit)
+    if config.algorithm == "short":
+        tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
+        return attention_short_fwd_kernel, config.block_m, constants | tiles
+    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
+    return attention_fwd_kernel, config.block_m, constants | tiles
+
+
+@_tuned.cached
+def _backward_short_plan(
+    n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
+) -> Constants | None:
+    """The constants of the kernel that takes a whole head, or None where that is not the one."""
+    config = _attention_configs.attention_bwd_short(n, d, itemsize, has_dropout, arch, precision == "tf32")
+    return None if config is None else _constants(config, d, precision, unit) | {"BLOCK_N": config.block_n}
+
+
+@_tuned.cached
+def _backward_plan(
+    of: str, n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
+) -> tuple[int, Constants]:
+    """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
+    choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
+    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32")
+    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": config.tail}
+    return config.block_m if of == "dq" else config.block_n, _constants(config, d, precision, unit) | tiles
+
+
+def _constants(config: Any, d: int, precision: str, unit: int) -> Constants:
+    """Those that all kernels have."""
     D0, D1 = config.parts
     return {
-        "D0": D0, "D1": D1, "BLOCK_M": config.block_m, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "UNIT": unit, "HEAD_DIM": d, "D0": D0, "D1": D1, "PRECISION": precision, "BLOCK_M": config.block_m,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip

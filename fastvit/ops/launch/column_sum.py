@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 
 from fastvit.kernels import _configs
 from fastvit.kernels.column_sum import column_sum_kernel
 from fastvit.ops import _library
+from fastvit.ops._launch import cdiv, launch
 
 
 def column_sums(partial: Tensor, *like: Tensor) -> list[Tensor]:
@@ -16,9 +15,10 @@ def column_sums(partial: Tensor, *like: Tensor) -> list[Tensor]:
     order, all by one kernel. At most three tables."""
     tables, P, D = partial.shape
     cfg = _configs.column_sum(P, D, _library.arch(partial))
-    out = [torch.empty(D, dtype=t.dtype, device=partial.device) for t in like]
-    column_sum_kernel[(tables * triton.cdiv(D, cfg.block_dim),)](
-        partial, *out, *[None] * (3 - tables), P, D,
-        BLOCK_P=cfg.block_rows, BLOCK_D=cfg.block_dim, num_warps=cfg.num_warps,
+    out = [partial.new_empty(D, dtype=t.dtype) for t in like]
+    launch(
+        column_sum_kernel, tables * cdiv(D, cfg.block_dim),
+        (partial, *out, *[None] * (3 - tables)), (P, D),
+        {"BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps},
     )  # fmt: skip
     return out

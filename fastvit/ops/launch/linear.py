@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from fastvit.kernels import _configs
+from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
 from fastvit.ops import _library
-from fastvit.ops._checks import as_rows, contiguous
+from fastvit.ops._checks import by_rows, contiguous, empty_like
 from fastvit.ops._epilogue import Epilogue, rows_per_sample
+from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops.aten import linear as aten
 from fastvit.ops.launch.column_sum import column_sums
@@ -25,41 +25,40 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
     out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=ends.dtype(x))
     if out.numel():
-        grid, arguments, constants = _forward(x, weight, bias, activation, out, None, ends)
-        linear_fwd_kernel[grid](*arguments, **constants)
+        launch(*_forward(x, weight, bias, activation, out, None, ends))
     return out
 
 
 def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
     if not _uses_kernel(x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
-    h, pre = (x.new_empty(*x.shape[:-1], weight.shape[0]) for _ in range(2))
+    h = x.new_empty(*x.shape[:-1], weight.shape[0])
+    pre = torch.empty_like(h)
     if h.numel():
-        grid, arguments, constants = _forward(x, weight, bias, activation, h, pre, Epilogue())
-        linear_fwd_kernel[grid](*arguments, **constants)
+        launch(*_forward(x, weight, bias, activation, h, pre, Epilogue()))
     return h, pre
 
 
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, h = (torch.empty(pre.shape, dtype=pre.dtype, device=pre.device) for _ in range(2))
+    dpre, h = empty_like(pre), empty_like(pre)
     if not _uses_kernel(dy, pre.shape[-1]):
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    dy, pre, weight = as_rows(dy), _near_rows(pre), _unit_columns(weight)
-    (M, K), N = dy.shape, pre.shape[1]
-    grid, constants = _gemm(M, N, K, dy, activation)
-    partial = torch.empty(1, triton.cdiv(M, constants["BLOCK_M"]), N, dtype=torch.float32, device=dy.device)
-    linear_dact_kernel[grid](
-        dy, weight, pre, dpre, h, partial, M, N, K, dy.stride(0), weight.stride(0), pre.stride(0), **constants
-    )
+    (dy, dy_stride), (pre, pre_stride), weight = by_rows(dy), _near_rows(pre), _unit_columns(weight)
+    K, N = weight.shape
+    M = pre.numel() // N
+    programs, constants = _gemm(M, N, K, dy, activation)
+    partial = pre.new_empty((1, cdiv(M, constants["BLOCK_M"]), N), dtype=torch.float32)
+    numbers = M, N, K, dy_stride, weight.stride(0), pre_stride
+    launch(linear_dact_kernel, programs, (dy, weight, pre, dpre, h, partial), numbers, constants)
     return dpre, h, column_sums(partial, pre)[0]
 
 
 def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if pre.dtype is torch.float64:
         raise Unsupported("float64")
-    dpre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
+    dpre = empty_like(pre)
     return dpre, _activation_backward(dy, pre, activation, dpre, None)
 
 
@@ -72,11 +71,18 @@ def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True) -> bool:
     return has_epilogue and _configs.use_triton_gemm(n, x.shape[-1], x.element_size(), _library.arch(x))
 
 
-def _gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid and the constants of a kernel that multiplies a [M, K] with [K, N]."""
-    cfg = _configs.gemm(M, N, K, a.element_size(), _library.arch(a))
-    return (triton.cdiv(M, cfg.block_m) * triton.cdiv(N, cfg.block_n),), {
-        "ACTIVATION": activation, "EVEN_K": K % cfg.block_k == 0, "PRECISION": dot_precision(a),
+def _gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
+    """How many programs of a kernel that multiplies a [M, K] with [K, N], and its constants."""
+    return _gemm_plan(M, N, K, a.element_size(), _library.arch(a), dot_precision(a), activation)
+
+
+@_tuned.cached
+def _gemm_plan(
+    M: int, N: int, K: int, itemsize: int, arch: str, precision: str, activation: str
+) -> tuple[int, Constants]:
+    cfg = _configs.gemm(M, N, K, itemsize, arch)
+    return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), {
+        "ACTIVATION": activation, "EVEN_K": K % cfg.block_k == 0, "PRECISION": precision,
         "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k, "GROUP_M": cfg.group_m,
         "num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **_configs.register_limit(cfg.max_registers),
     }  # fmt: skip
@@ -84,40 +90,43 @@ def _gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[tuple[int
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out: Tensor, pre: Tensor | None, ends: Epilogue
-) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and constants of linear_fwd_kernel, which writes out and pre."""
-    x, weight = as_rows(x), _unit_columns(weight)
-    residual = None if ends.residual is None else _near_rows(ends.residual)
+) -> Call:
+    """Of linear_fwd_kernel, which writes out and pre."""
+    (x, x_stride), weight = by_rows(x), _unit_columns(weight)
+    residual, residual_stride = _near_rows(ends.residual)
     bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
-    (M, K), N = x.shape, weight.shape[0]
-    arguments = (
-        x, weight, bias, layer_scale, row_scale, residual, out, pre, M, N, K, rows_per_sample(x, row_scale),
-        x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+    N, K = weight.shape
+    M = x.numel() // K
+    programs, constants = _gemm(M, N, K, x, activation)
+    return (
+        linear_fwd_kernel, programs, (x, weight, bias, layer_scale, row_scale, residual, out, pre),
+        (M, N, K, rows_per_sample(x, row_scale), x_stride, weight.stride(0), residual_stride), constants,
     )  # fmt: skip
-    grid, constants = _gemm(M, N, K, x, activation)
-    return grid, arguments, constants
 
 
 def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None) -> Tensor:
     """Writes dpre and h; -> dbias."""
     if pre.numel() == 0:
         return pre.new_zeros(pre.shape[-1])
-    dy, pre = as_rows(dy), as_rows(pre)
-    M, N = pre.shape
+    (dy, dy_stride), (pre, pre_stride) = by_rows(dy), by_rows(pre)
+    N = pre.shape[-1]
+    M = pre.numel() // N
     cfg = _configs.activation_backward(N, pre.element_size(), _library.arch(pre))
-    tiles = triton.cdiv(M, cfg.steps * cfg.block_m)
-    partial = torch.empty(1, tiles, N, dtype=torch.float32, device=pre.device)
-    act_bwd_kernel[(tiles * triton.cdiv(N, cfg.block_n),)](
-        dy, pre, dpre, h, partial, M, N, dy.stride(0), pre.stride(0),
-        ACTIVATION=activation, BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, STEPS=cfg.steps, num_warps=cfg.num_warps,
+    tiles = cdiv(M, cfg.steps * cfg.block_m)
+    partial = pre.new_empty((1, tiles, N), dtype=torch.float32)
+    launch(
+        act_bwd_kernel, tiles * cdiv(N, cfg.block_n),
+        (dy, pre, dpre, h, partial), (M, N, dy_stride, pre_stride),
+        {"ACTIVATION": activation, "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "STEPS": cfg.steps,
+         "num_warps": cfg.num_warps},
     )  # fmt: skip
     return column_sums(partial, pre)[0]
 
 
-def _near_rows(x: Tensor) -> Tensor:
-    """What an epilogue reads, which has offsets of 32 bits within a tile of up to 256 rows."""
-    rows = as_rows(x)
-    return rows if rows.stride(0) <= 1 << 22 else rows.contiguous()
+def _near_rows(x: Tensor | None) -> tuple[Any, int]:
+    """`by_rows` of what an epilogue reads, which has offsets of 32 bits within a tile of up to 256 rows."""
+    rows, stride = by_rows(x)
+    return by_rows(rows.contiguous()) if stride > 1 << 22 else (rows, stride)
 
 
 def _unit_columns(weight: Tensor) -> Tensor:

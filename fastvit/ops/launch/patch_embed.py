@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fastvit.kernels import _configs
@@ -13,6 +13,7 @@ from fastvit.kernels.patch_embed import patch_embed_fwd_kernel
 from fastvit.kernels.patch_embed_bwd import patch_embed_bwd_image_kernel, patch_embed_bwd_weight_kernel
 from fastvit.ops import _library
 from fastvit.ops._checks import as_rows, contiguous
+from fastvit.ops._launch import cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops.aten.patch_embed import new_image, new_tokens, patch_grid
 
@@ -39,15 +40,19 @@ def _rows_contiguous(image: Tensor) -> Tensor:
     return image if image.stride(3) == 1 or image.shape[3] == 1 else image.contiguous()
 
 
-def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
-    """grid_w and the strides in UNITs, and the constants that describe the patch."""
+def _options(config: _configs.PatchEmbedConfig) -> dict[str, int]:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """grid_w and the strides in UNITs; the constants that describe the patch, and the matmul's precision."""
     # the stride of a dimension of one element is arbitrary and would only spoil the alignment
     strides = [s if size > 1 else 0 for s, size in zip(image.stride()[:3], image.shape[:3], strict=True)]
     _, C, ph, pw = weight.shape
     if max((C - 1) * strides[1] + (ph - 1) * strides[2] + pw, 128 * C * ph * pw) >= 1 << 31:  # 128 rows of weight
         raise Unsupported("a patch that spans 2**31 or more elements of the image runs on ATen only")
     unit = math.gcd(16, *strides)
-    constants = {"C": C, "PH": ph, "PW": pw, "UNIT": unit}
+    constants = {"C": C, "PH": ph, "PW": pw, "UNIT": unit, "PRECISION": dot_precision(weight)}
     return (image.shape[3] // pw, *(s // unit for s in strides)), constants
 
 
@@ -69,12 +74,10 @@ def patch_embed_fwd(
     image = _rows_contiguous(image)
     cfg = _config(B * N, D, weight[0].numel(), weight, image)
     (grid_w, *strides), constants = _image_arguments(image, weight)
-    patch_embed_fwd_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(D, cfg.block_n),)](
-        image, weight, bias, pos_embed, prefix, normalize, out,
-        B * N, N, P, D, grid_w, *strides,
-        **constants, PRECISION=dot_precision(weight),
-        BLOCK_M=cfg.block_m, BLOCK_D=cfg.block_n, BLOCK_K=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+    launch(
+        patch_embed_fwd_kernel, cdiv(B * N, cfg.block_m) * cdiv(D, cfg.block_n),
+        (image, weight, bias, pos_embed, prefix, normalize, out), (B * N, N, P, D, grid_w, *strides),
+        {**constants, "BLOCK_M": cfg.block_m, "BLOCK_D": cfg.block_n, "BLOCK_K": cfg.block_k, **_options(cfg)},
     )  # fmt: skip
     return out
 
@@ -93,19 +96,18 @@ def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normaliz
         image = image.to(weight.dtype)
     rows, image = as_rows(dout.to(weight.dtype)), _rows_contiguous(image)
     cfg = _config(D, K, B * N, weight, image, split=True)
-    rows_per_split = triton.cdiv(triton.cdiv(B * N, cfg.splits), cfg.block_k) * cfg.block_k
-    splits = triton.cdiv(B * N, rows_per_split)
+    rows_per_split = cdiv(cdiv(B * N, cfg.splits), cfg.block_k) * cfg.block_k
+    splits = cdiv(B * N, rows_per_split)
     partial = torch.empty(
         splits, *weight.shape, dtype=weight.dtype if splits == 1 else torch.float32, device=dout.device
     )
     (grid_w, *strides), constants = _image_arguments(image, weight)
-    patch_embed_bwd_weight_kernel[(splits * triton.cdiv(D, cfg.block_m) * triton.cdiv(K, cfg.block_n),)](
-        rows, image, normalize, partial,
-        B * N, N, N - math.prod(patch_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split,
-        rows.stride(0), *strides,
-        **constants, PRECISION=dot_precision(weight),
-        BLOCK_M=cfg.block_k, BLOCK_D=cfg.block_m, BLOCK_K=cfg.block_n,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+    launch(
+        patch_embed_bwd_weight_kernel, splits * cdiv(D, cfg.block_m) * cdiv(K, cfg.block_n),
+        (rows, image, normalize, partial),
+        (B * N, N, N - math.prod(patch_grid(weight, *image.shape[2:])), D, grid_w, rows_per_split,
+         rows.stride(0), *strides),
+        {**constants, "BLOCK_M": cfg.block_k, "BLOCK_D": cfg.block_m, "BLOCK_K": cfg.block_n, **_options(cfg)},
     )  # fmt: skip
     return partial[0] if splits == 1 else partial.sum(0).to(weight.dtype)
 
@@ -120,11 +122,10 @@ def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int,
     K = weight[0].numel()
     cfg = _config(B * N, K, D, weight)
     (grid_w, *strides), constants = _image_arguments(dimage, weight)
-    patch_embed_bwd_image_kernel[(triton.cdiv(B * N, cfg.block_m) * triton.cdiv(K, cfg.block_n),)](
-        rows, weight, dimage,
-        B * N, N, N - math.prod(patch_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides,
-        **constants, PRECISION=dot_precision(weight),
-        BLOCK_M=cfg.block_m, BLOCK_K=cfg.block_n, BLOCK_D=cfg.block_k,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+    launch(
+        patch_embed_bwd_image_kernel, cdiv(B * N, cfg.block_m) * cdiv(K, cfg.block_n),
+        (rows, weight, dimage),
+        (B * N, N, N - math.prod(patch_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides),
+        {**constants, "BLOCK_M": cfg.block_m, "BLOCK_K": cfg.block_n, "BLOCK_D": cfg.block_k, **_options(cfg)},
     )  # fmt: skip
     return dimage

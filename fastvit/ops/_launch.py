@@ -1,0 +1,116 @@
+"""How a kernel is called: the only module that knows.
+
+Triton's own `kernel[grid](...)` binds and classifies every argument and makes a text of them all, on every call: some
+30 us of Python for a kernel of 40 arguments, more than a small one runs. Here Triton does so once for each set of
+values that it could tell apart; the kernel that it has compiled for them is kept, and called directly from then on.
+
+Triton's public way it stays wherever somebody watches launches (profilers hook them), in the interpreter, on AMD GPUs
+(where kernels also depend on the size of tensors), and with versions of Triton that nobody has compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+from triton.runtime import driver
+
+from fastvit.ops._library import INTERPRET, Unsupported
+
+# In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
+_DIRECT = not INTERPRET and triton.__version__.startswith(("3.6.", "3.7."))
+_MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
+
+Key = tuple[Any, ...]
+Constants = dict[str, Any]
+Call = tuple[Any, int, tuple[Tensor | None, ...], tuple[float, ...], Constants]  # the arguments of `launch`
+
+
+class Compiled(NamedTuple):
+    """A kernel as Triton's launcher takes it. constexprs: a place for each, which the launcher skips."""
+
+    run: Callable[..., object]
+    function: int
+    metadata: object
+    constexprs: tuple[None, ...]
+
+
+_compiled: dict[Key, Compiled] = {}
+_refused: dict[Key, str] = {}  # why a GPU or its compiler does not take a kernel
+_first_call = threading.Lock()
+
+
+def launch(
+    kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], constants: Constants
+) -> None:
+    """kernel[(programs,)](*tensors, *numbers, **constants), on the current device and stream.
+
+    A kernel's parameters are tensors, then numbers, then constexprs; constants are these and launch options, in one
+    order for one kernel. Raises `Unsupported` where it does not compile or fit, each time, but is compiled only once.
+    """
+    if not _DIRECT:
+        _publicly(kernel, programs, (*tensors, *numbers), constants)
+        return
+    pointers = [0 if t is None else t.data_ptr() for t in tensors]
+    device = driver.active.get_current_device()
+    key = (
+        kernel.fn,  # JITFunction's own hash is computed in Python
+        device,
+        # almost always 0: every pointer is a multiple of 16
+        functools.reduce(operator.or_, pointers) & 15 and tuple([p & 15 == 0 for p in pointers]),
+        tuple([None if t is None else t.dtype for t in tensors]),
+        numbers,
+        tuple(constants.values()),
+    )
+    compiled = _compiled.get(key)
+    if compiled is None or _watched():
+        _first(key, kernel, programs, (*tensors, *numbers), constants)
+        return
+    run, function, metadata, constexprs = compiled
+    stream = driver.active.get_current_stream(device)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constexprs)
+
+
+def cdiv(a: int, b: int) -> int:
+    """ceil(a / b) on the host, where `triton.cdiv` takes 3 us."""
+    return -(-a // b)
+
+
+def _watched() -> bool:
+    """Whether a profiler hooks launches."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):  # a chain of hooks, in some versions a single one
+            return True
+    return False
+
+
+def _first(key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> None:
+    """A launch by Triton, which compiles if it has to; what it has launched is kept."""
+    with _first_call:
+        if (reason := _refused.get(key)) is not None:
+            raise Unsupported(reason)
+        try:
+            compiled = _publicly(kernel, programs, arguments, constants)
+        except Unsupported as error:
+            _refused[key] = str(error)
+            raise
+        target = getattr(getattr(compiled, "metadata", None), "target", None)
+        if getattr(target, "backend", None) == "cuda":
+            count = len(kernel.arg_names) - len(arguments)
+            if len(_compiled) >= _MOST:
+                _compiled.clear()
+            _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, (None,) * count)
+
+
+def _publicly(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> Any:
+    try:
+        return kernel[(programs,)](*arguments, **constants)
+    except TritonError as error:
+        raise Unsupported(f"{kernel.__name__} does not compile or fit here: {error}") from error
