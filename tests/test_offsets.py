@@ -97,8 +97,12 @@ def touched(monkeypatch, device):
 
     found = Touched(set(), set(), [])
 
-    def empty(shape, *, dtype, device):
-        found.fresh.append(reserved(math.prod(shape), dtype, device).view(shape))
+    original = torch.Tensor.new_empty
+
+    def new_empty(like, shape, dtype=None, **of_the_interpreter):
+        if of_the_interpreter:
+            return original(like, shape, dtype=dtype, **of_the_interpreter)
+        found.fresh.append(reserved(math.prod(shape), dtype or like.dtype, like.device).view(shape))
         return found.fresh[-1]
 
     def load(at, mask, *_):
@@ -109,10 +113,13 @@ def touched(monkeypatch, device):
     def store(at, value, mask, *_):
         found.stored.update(at.data[mask.data].tolist())
 
-    monkeypatch.setattr(interpreter, "range", lambda count: [count - 1], raising=False)
+    # of programs only; the language's own range has two or three arguments
+    last = lambda *bounds: [bounds[0] - 1] if len(bounds) == 1 else range(*bounds)  # noqa: E731
+    monkeypatch.setattr(interpreter, "range", last, raising=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_store", store)
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr("fastvit.ops.launch.attention.empty_like", lambda x: new_empty(x, x.shape))
     return found
 
 

@@ -24,7 +24,7 @@ from triton.runtime import driver
 from fastvit.ops._library import INTERPRET, Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
-_DIRECT = not INTERPRET and triton.__version__.startswith(("3.6.", "3.7."))
+_DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 _MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
 
 Key = tuple[Any, ...]
@@ -42,8 +42,8 @@ class Compiled(NamedTuple):
 
 
 _compiled: dict[Key, Compiled] = {}
-_refused: dict[Key, str] = {}  # why a GPU or its compiler does not take a kernel
-_first_call = threading.Lock()
+_refused: dict[Key, str] = {}  # why a GPU or the compiler does not take a kernel
+_triton = threading.RLock()
 
 
 def launch(
@@ -52,10 +52,10 @@ def launch(
     """kernel[(programs,)](*tensors, *numbers, **constants), on the current device and stream.
 
     A kernel's parameters are tensors, then numbers, then constexprs; constants are these and launch options, in one
-    order for one kernel. Raises `Unsupported` where it does not compile or fit, each time, but is compiled only once.
+    order for one kernel. Raises `Unsupported` where it does not compile or fit: each time, but is compiled only once.
     """
-    if not _DIRECT:
-        _publicly(kernel, programs, (*tensors, *numbers), constants)
+    if INTERPRET:
+        kernel[(programs,)](*tensors, *numbers, **constants)
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = driver.active.get_current_device()
@@ -70,7 +70,7 @@ def launch(
     )
     compiled = _compiled.get(key)
     if compiled is None or _watched():
-        _first(key, kernel, programs, (*tensors, *numbers), constants)
+        _by_triton(key, kernel, programs, (*tensors, *numbers), constants)
         return
     run, function, metadata, constexprs = compiled
     stream = driver.active.get_current_stream(device)
@@ -91,26 +91,21 @@ def _watched() -> bool:
     return False
 
 
-def _first(key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> None:
-    """A launch by Triton, which compiles if it has to; what it has launched is kept."""
-    with _first_call:
+def _by_triton(key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> None:
+    """Triton's own launch, which compiles where it has to; what it launched is kept."""
+    with _triton:
         if (reason := _refused.get(key)) is not None:
             raise Unsupported(reason)
         try:
-            compiled = _publicly(kernel, programs, arguments, constants)
-        except Unsupported as error:
-            _refused[key] = str(error)
-            raise
+            compiled = kernel[(programs,)](*arguments, **constants)
+        except (TritonError, RuntimeError) as error:
+            if not isinstance(error, TritonError) and "PassManager" not in str(error):  # no error of the compiler
+                raise
+            _refused[key] = f"{kernel.__name__} does not compile or fit: {error}"
+            raise Unsupported(_refused[key]) from error
         target = getattr(getattr(compiled, "metadata", None), "target", None)
-        if getattr(target, "backend", None) == "cuda":
-            count = len(kernel.arg_names) - len(arguments)
+        if _DIRECT and getattr(target, "backend", None) == "cuda":
             if len(_compiled) >= _MOST:
                 _compiled.clear()
-            _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, (None,) * count)
-
-
-def _publicly(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> Any:
-    try:
-        return kernel[(programs,)](*arguments, **constants)
-    except TritonError as error:
-        raise Unsupported(f"{kernel.__name__} does not compile or fit here: {error}") from error
+            constexprs = (None,) * (len(kernel.arg_names) - len(arguments))
+            _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, constexprs)

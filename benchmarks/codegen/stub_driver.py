@@ -1,0 +1,112 @@
+"""Stands in for a GPU and its driver: Triton binds and specialises launches as it would there, and nothing runs.
+
+For tests of launches, and for what they cost the host. Kernels are not compiled: one object stands for each binary that
+Triton would have compiled, so that two launches use the same one exactly where they would have on the GPU.
+
+    with stub_gpu() as gpu:
+        ops.layer_norm(x, weight, bias)  # of CPU tensors
+    [launch.kernel.name for launch in gpu.launches]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from fastvit.ops import _launch, _library
+
+MULTIPROCESSORS = 132
+
+
+class Launched(NamedTuple):
+    kernel: StubKernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]  # as the launcher got them: tensors or addresses, numbers, constexprs
+
+
+class StubKernel(CompiledKernel):
+    """In place of a binary; all else of Triton's class is as it was."""
+
+    def __init__(self, gpu: StubGpu, source: Any, target: Any, options: dict[str, Any]) -> None:
+        self.name = source.fn.__name__
+        self.src = source
+        self.metadata = SimpleNamespace(target=target, **options)  # type: ignore[assignment]
+        self.packed_metadata = (options["num_warps"], 1, 0)
+        self.module, self.function = self, id(self)  # loaded
+        self._gpu = gpu
+        self._run = self._launch if gpu.records else lambda *arguments: None
+
+    def _launch(self, x: int, y: int, z: int, stream: int, function: int, packed: Any, metadata: Any,
+                enter: Any, leave: Any, *arguments: Any) -> None:  # fmt: skip
+        assert (function, packed) == (self.function, self.packed_metadata)
+        if enter is not None:
+            enter(metadata)
+        self._gpu.launches.append(Launched(self, (x, y, z), arguments))
+
+
+@dataclass
+class StubGpu:
+    """A driver as far as launches ask for one."""
+
+    target: GPUTarget
+    records: bool = True
+    device: int = 0
+    launches: list[Launched] = field(default_factory=list)
+    compiled: list[StubKernel] = field(default_factory=list)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def compile(self, source: Any, target: Any = None, options: Any = None, **_: Any) -> StubKernel:
+        """In place of `triton.compile`."""
+        self.compiled.append(StubKernel(self, source, target, options))
+        return self.compiled[-1]
+
+
+@contextlib.contextmanager
+def stub_gpu(target: GPUTarget | None = None, *, records: bool = True) -> Iterator[StubGpu]:
+    """Within the context ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the interpreter.
+    records: whether launches are kept; without that they take no time."""
+    gpu = StubGpu(target or GPUTarget("cuda", 90, 32), records)
+    arch = f"sm_{gpu.target.arch}" if gpu.target.backend == "cuda" else str(gpu.target.arch)
+    substitutes = {
+        "wants_triton": lambda x: True,
+        "arch": lambda x: arch,
+        "multiprocessors": lambda index: MULTIPROCESSORS,
+    }
+    for op in ("attention", "dropout", "layer_norm", "linear", "patch_embed"):
+        importlib.import_module(f"fastvit.ops.launch.{op}")
+    modules = [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]
+    with contextlib.ExitStack() as stack:
+        for name, substitute in substitutes.items():
+            original = getattr(_library, name)
+            for module in modules:
+                if getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, substitute))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", gpu))
+        stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
+        for name in ("_compiled", "_refused"):
+            stack.enter_context(mock.patch.object(_launch, name, {}))
+        kernels = {id(value): value for module in modules for value in vars(module).values()}
+        for kernel in kernels.values():
+            if isinstance(kernel, JITFunction):
+                stack.enter_context(mock.patch.object(kernel, "device_caches", defaultdict(kernel.create_binder)))
+        yield gpu

@@ -1,0 +1,301 @@
+"""Checks of `fastvit.ops._launch` in a process that is not Triton's interpreter, with a driver that launches nothing.
+
+    python tests/stub_launches.py        # prints {check: "" or what went wrong}, as JSON
+
+tests/test_launch.py runs it. A function without an underscore is a check.
+"""
+
+import json
+import random
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.errors import OutOfResources
+
+sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+
+from benchmarks.codegen.stub_driver import stub_gpu
+from fastvit import ops
+from fastvit.ops import _launch, _library
+
+OPS = torch.ops.fastvit
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# ---- random calls: every kernel, with and without its optional tensors, of all alignments and strides ----
+
+
+def _tensor(draw, *shape, dtype):
+    """At an address that is a multiple of 2 bytes to 64, its rows contiguous, or a slice of wider ones."""
+    shift = draw.choice((0, 0, 0, 1, 2, 4, 8))
+    *rows, last = shape
+    wide = last + draw.choice((0, 0, 0, 1, 4, 8))
+    size = shift
+    for n in (*rows, wide):
+        size *= 1
+    count = wide
+    for n in rows:
+        count *= n
+    return torch.zeros(count + shift, dtype=dtype)[shift:].view(*rows, wide)[..., :last]
+
+
+def _maybe(draw, tensor):
+    return tensor if draw.random() < 0.5 else None
+
+
+def _width(draw):
+    return draw.choice((1, 7, 16, 24, 40, 64, 100, 128, 192, 200))
+
+
+def _layer_norm(draw, dtype):
+    B, N, D = draw.randint(1, 3), draw.choice((1, 2, 15, 16, 17, 33)), _width(draw)
+    x, w, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, D), (D,), (D,)))
+    _, mean, rstd = OPS.layer_norm_fwd(x, w, b, 1e-6, draw.choice((None, *DTYPES)))
+    dy, dx = _tensor(draw, B, N, D, dtype=dtype), _maybe(draw, _tensor(draw, B, N, D, dtype=dtype))
+    OPS.layer_norm_bwd(dy, x, mean, rstd, w, dx)
+    OPS.layer_norm_bwd_recompute(dy, x, mean, rstd, w, b, dx)
+    gamma, rows = _maybe(draw, _tensor(draw, D, dtype=dtype)), _maybe(draw, torch.ones(B, dtype=dtype))
+    s, _, mean, rstd = OPS.add_layer_norm_fwd(x, dy, w, b, gamma, rows, 1e-6)
+    OPS.add_layer_norm_bwd(dy, dx, s, mean, rstd, w, dy, gamma, rows)
+
+
+def _attention(draw, dtype):
+    B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197, 300)), draw.randint(1, 3), draw.choice((16, 40, 64))
+    seed, p = draw.choice(((None, 0.0), (torch.zeros(1, dtype=torch.int64), 0.1)))
+    q, k, v, do = (_tensor(draw, B, N, H, d, dtype=dtype) for _ in range(4))
+    o, lse = OPS.attention_fwd(q, k, v, seed, d**-0.5, p)
+    OPS.attention_bwd(do, q, k, v, o, lse, seed, d**-0.5, p)
+    qkv = _tensor(draw, B, N, 3, H, d, dtype=dtype)
+    o, lse = OPS.attention_qkvpacked_fwd(qkv, seed, 1.0, p)
+    OPS.attention_qkvpacked_bwd(do, qkv, o, lse, seed, 1.0, p)
+
+
+def _linear(draw, dtype):
+    B, N = draw.randint(1, 3), draw.choice((1, 5, 16, 150))
+    K, M = (draw.choice((16, 64, 128, 200)) for _ in range(2))
+    x, w, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, K), (M, K), (M,)))
+    ends = (_tensor(draw, M, dtype=dtype), torch.ones(B, dtype=dtype), _tensor(draw, B, N, M, dtype=dtype))
+    activation = draw.choice(("gelu", "relu"))
+    OPS.linear_fwd(x, w, _maybe(draw, b), "none", *(_maybe(draw, end) for end in ends))
+    _, pre = OPS.linear_act_fwd(x, w, _maybe(draw, b), activation)
+    OPS.linear_dact(_tensor(draw, B, N, K, dtype=dtype), _tensor(draw, K, M, dtype=dtype), pre, activation)
+    OPS.act_bwd(_tensor(draw, B, N, M, dtype=dtype), _tensor(draw, B, N, M, dtype=dtype), activation)
+    OPS.dropout(x, torch.zeros(1, dtype=torch.int64), 0.1, *(_maybe(draw, end) for end in ends[:0]))
+
+
+def _patch_embed(draw, dtype):
+    B, size, D = draw.randint(1, 3), draw.choice((4, 14, 16)), draw.choice((16, 40, 64))
+    h, w = (size * draw.randint(1, 3) for _ in range(2))
+    n = h * w // size**2
+    image, weight = _tensor(draw, B, 3, h, w, dtype=dtype), torch.zeros(D, 3, size, size, dtype=dtype)
+    prefix = _maybe(draw, _tensor(draw, 2, D, dtype=dtype))
+    bias, pos = _maybe(draw, _tensor(draw, D, dtype=dtype)), _maybe(draw, _tensor(draw, n, D, dtype=dtype))
+    out = OPS.patch_embed_fwd(image, weight, bias, pos, prefix, None)
+    OPS.patch_embed_bwd_weight(out, image, weight, None)
+    OPS.patch_embed_bwd_image(out, weight, h, w, dtype)
+
+
+_RANDOM = (_layer_norm, _attention, _linear, _patch_embed)
+
+
+def the_same_binary_as_triton_and_the_same_arguments():
+    """Each launch three times: by Triton, and twice by `launch`, of which the second has been seen before."""
+    draw = random.Random(0)
+    direct = total = 0
+    with stub_gpu() as gpu:
+        original = _launch.launch
+
+        def thrice(kernel, programs, tensors, numbers, constants):
+            nonlocal direct, total
+            gpu.launches.clear()
+            kernel[(programs,)](*tensors, *numbers, **constants)
+            with mock.patch.object(_launch, "_by_triton", side_effect=_launch._by_triton) as by_triton:
+                original(kernel, programs, tensors, numbers, constants)
+                first = by_triton.call_count
+                original(kernel, programs, tensors, numbers, constants)
+                assert by_triton.call_count == first, f"{kernel.__name__} was not kept"
+            total, direct = total + 1, direct + (first == 0)
+            by_triton, *ours = gpu.launches
+            assert len(ours) == 2
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+            for launched in ours:
+                assert launched.kernel is by_triton.kernel, f"{kernel.__name__}{numbers} {addresses}: another binary"
+                assert launched.grid == by_triton.grid == (programs, 1, 1)
+                assert len(launched.arguments) == len(by_triton.arguments) == len(kernel.arg_names)
+            assert list(by_triton.arguments[: len(tensors)]) == list(tensors)
+            count = len(tensors) + len(numbers)
+            assert list(ours[1].arguments[:count]) == [*addresses, *numbers]
+            assert list(by_triton.arguments[len(tensors) : count]) == list(numbers)
+            assert kernel.constexprs == list(range(count, len(kernel.arg_names)))  # places that the launcher skips
+
+        with _everywhere(thrice):
+            for i in range(400):
+                gpu.device = i % 2  # a binary is loaded on one device
+                torch.set_float32_matmul_precision(draw.choice(("highest", "high")))
+                draw.choice(_RANDOM)(draw, draw.choice(DTYPES))
+        names = {kernel.name for kernel in gpu.compiled}
+    assert len(names) == 13, names
+    assert total > 1500, total
+    assert 0.02 * total < direct < 0.98 * total, (direct, total)
+
+
+def _everywhere(function):
+    """`launch` in all modules that have it."""
+    import contextlib
+
+    stack = contextlib.ExitStack()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fastvit.ops.launch.") and hasattr(module, "launch"):
+            stack.enter_context(mock.patch.object(module, "launch", function))
+    return stack
+
+
+def _norm(rows=4):
+    """A call of one kernel."""
+    x, w = torch.zeros(rows, 64), torch.zeros(64)
+    return lambda: ops.layer_norm(x, w, w)
+
+
+def hooks_see_every_launch():
+    seen = []
+    hook = lambda metadata: seen.append(metadata.get())  # noqa: E731
+    with stub_gpu() as gpu, torch.no_grad():
+        call = _norm()
+        call()
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            call()
+            call()
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+        call()
+        assert len(gpu.launches) == 4
+        assert len(gpu.compiled) == 1
+    assert len(seen) == 2, seen
+
+
+def a_profiler_reads_name_flops_and_bytes():
+    seen = []
+    hook = lambda metadata: seen.append(metadata.get())  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        with stub_gpu(), torch.no_grad():
+            _norm(rows=6)()
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    (metadata,) = seen
+    assert metadata["name"].startswith("layer_norm_fwd"), metadata
+    assert metadata["bytes"] == 4 * (2 * 6 * 64 + 2 * 64 + 2 * 6), metadata
+
+
+def what_does_not_fit_runs_on_aten_and_is_not_tried_again():
+    attempts = []
+
+    class Refusing:
+        metadata = SimpleNamespace(target=GPUTarget("cuda", 90, 32))
+
+        def launch_metadata(self, *_):
+            return None
+
+        @property
+        def run(self):
+            attempts.append(1)
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    x, w = torch.randn(4, 64), torch.randn(64)
+    expected = torch.nn.functional.layer_norm(x, (64,), w, w, 1e-6)
+    with stub_gpu() as gpu, torch.no_grad():
+        gpu.compile = lambda *_, **__: Refusing()
+        with mock.patch.object(triton.compiler, "compile", gpu.compile):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    torch.testing.assert_close(ops.layer_norm(x, w, w), expected)
+            assert len(attempts) == 1, attempts
+            assert len(warned) == 1, [str(w.message) for w in warned]
+            assert "shared memory" in str(warned[0].message)
+            with _library.use_backend("auto", strict=True):
+                try:
+                    ops.layer_norm(x, w, w)
+                except _library.Unsupported as error:
+                    assert "layer_norm_fwd_kernel" in str(error)
+                else:
+                    raise AssertionError("strict, and nothing was raised")
+
+
+def an_error_that_is_not_the_compiler_s_is_raised():
+    def broken(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with stub_gpu(), mock.patch.object(triton.compiler, "compile", broken), torch.no_grad():
+        try:
+            _norm()()
+        except RuntimeError as error:
+            assert "illegal memory access" in str(error)
+        else:
+            raise AssertionError("nothing was raised")
+
+
+def versions_that_nobody_compared_and_amd_stay_with_triton():
+    for target, known in ((GPUTarget("cuda", 90, 32), False), (GPUTarget("hip", "gfx942", 64), True)):
+        with stub_gpu(target) as gpu, mock.patch.object(_launch, "_DIRECT", known), torch.no_grad():
+            with mock.patch.object(_launch, "_by_triton", side_effect=_launch._by_triton) as by_triton:
+                call = _norm()
+                for _ in range(3):
+                    call()
+            assert by_triton.call_count == len(gpu.launches) == 3
+            assert len(gpu.compiled) == 1
+
+
+def threads_compile_once():
+    with stub_gpu() as gpu, torch.no_grad():
+        calls = [_norm(rows) for rows in range(2, 12)]
+        barrier = threading.Barrier(8)
+
+        def work():
+            barrier.wait()
+            for call in calls * 20:
+                call()
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(gpu.launches) == 8 * 20 * len(calls)
+        alone = len(gpu.compiled)
+    with stub_gpu() as gpu, torch.no_grad():
+        for call in calls:
+            call()
+        assert len(gpu.compiled) == alone
+
+
+def many_shapes_do_not_pile_up():
+    with stub_gpu(records=False), mock.patch.object(_launch, "_MOST", 8), torch.no_grad():
+        for rows in range(1, 40):
+            _norm(rows)()
+            assert len(_launch._compiled) <= 8
+
+
+def main():
+    results = {}
+    for name, check in list(globals().items()):
+        if name[0] != "_" and getattr(check, "__module__", "") == "__main__" and callable(check) and name != "main":
+            try:
+                check()
+                results[name] = ""
+            except Exception:
+                results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
