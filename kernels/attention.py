@@ -17,6 +17,9 @@ from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+# That a size or a stride is 1 or a multiple of 16 is no reason to compile a kernel again: a batch of one has a stride
+# of 0, and what matters of strides, UNIT says.
+NOT_SPECIALIZED = ["N", "H", *(f"stride_{x}{i}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for i in "bnh")]
 
 
 class Softmax(NamedTuple):
@@ -117,7 +120,7 @@ def _attend(q, k, v, o, lse_ptr, at, softmax, head, tiles):
     finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
-@triton.jit(do_not_specialize=["N", "H"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
-from fastvit.kernels.attention import Softmax
+from fastvit.kernels.attention import NOT_SPECIALIZED, Softmax
 from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, probabilities
 
 
@@ -47,7 +47,7 @@ def _gradients(x, dq, dk, dv, lse_ptr, at, softmax, head, BLOCK_M: tl.constexpr,
     store(rows_of(dq, at, 0), scaled(total, softmax.scale, head), tl.arange(0, BLOCK_M), at.N, head)
 
 
-@triton.jit(do_not_specialize=["N", "H"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_bwd_short_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._tiles import Head, Tokens, load, place, rows_of, zeros
-from fastvit.kernels.attention import LOG2E, Softmax, add_values, finish, scores
+from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Softmax, add_values, finish, scores
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _attend(
     finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
-@triton.jit(do_not_specialize=["N", "H"])
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_short_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
     out0_ptr, out1_ptr, out2_ptr,  # [D], as many as there are tables, then None

@@ -12,7 +12,7 @@ import triton.language as tl
 from fastvit.kernels._math import survives
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def dropout_kernel(
     # inputs
     x_ptr,  # [M, D] T

@@ -50,7 +50,7 @@ def _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE: tl.co
     return row_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def layer_norm_fwd_kernel(
     # inputs; s is x or, with a branch, the residual
     s_ptr,  # [M, D] T
@@ -94,7 +94,7 @@ def layer_norm_fwd_kernel(
         tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def layer_norm_bwd_kernel(
     # inputs
     dy_ptr,  # [M, D]

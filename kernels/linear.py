@@ -81,7 +81,7 @@ def _store(ptr, value, tile_m, cols, mask, N):
     tl.store(_addresses(ptr, tile_m, cols, N, value.shape[0]), value.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_fwd_kernel(
     # inputs
     x_ptr, w_ptr,  # [M, K] and [N, K] T
@@ -129,7 +129,7 @@ def linear_fwd_kernel(
         _store(out_ptr, y, tile_m, cols, mask, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_dact_kernel(
     # inputs
     dy_ptr, w_ptr, pre_ptr,  # [M, K], [K, N] and [M, N] T
@@ -162,7 +162,7 @@ def linear_dact_kernel(
         tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def act_bwd_kernel(
     # inputs
     dy_ptr, pre_ptr,  # [M, N]

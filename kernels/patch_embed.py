@@ -102,7 +102,7 @@ def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, c
         tl.store(out, prefix.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_b"])
 def patch_embed_fwd_kernel(
     # inputs
     image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous

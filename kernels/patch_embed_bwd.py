@@ -13,7 +13,7 @@ from fastvit.kernels._math import columns_part
 from fastvit.kernels.patch_embed import load_pixels, patch_origin, pixel_offset, reciprocal_of, token_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_b"])
 def patch_embed_bwd_weight_kernel(
     # inputs
     dout_ptr,  # [M, D] T, M = B * N
@@ -69,7 +69,7 @@ def _store_pixels(
     tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_b"])
 def patch_embed_bwd_image_kernel(
     # inputs
     dout_ptr,  # [M, D], M = B * N

@@ -1,0 +1,94 @@
+"""A new batch size compiles nothing anew, which in the middle of an epoch would take seconds. What Triton compiles a
+kernel by, types, alignments and constants of its arguments, is recorded from its own binder, without a GPU."""
+
+import importlib.util
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from test_targets import python
+
+BATCHES = (1, 2, 3, 5, 8, 16, 17)
+
+# Kernels whose launch configuration follows the number of rows: up to three of them, not one for each batch size.
+BY_ROWS = {
+    "linear_fwd_kernel": "smaller tiles where there are few",
+    "linear_dact_kernel": "smaller tiles where there are few",
+    "patch_embed_fwd_kernel": "smaller tiles where there are few",
+    "patch_embed_bwd_image_kernel": "smaller tiles where there are few",
+    "patch_embed_bwd_weight_kernel": "smaller tiles where there are few; a single split has no float32 partials",
+}
+
+RECORD = """
+import json
+import sys
+
+from benchmarks.codegen.launches import record
+from benchmarks.harness.workloads import Workload
+
+_BY = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "GROUP_M")
+
+def entries(op, sizes, B):
+    for launch in record([Workload(op, {"B": B, **sizes})], "sm_90", ["bf16"]):
+        constants = launch.constexprs
+        config = {name: constants.pop(name) for name in _BY if name in constants}
+        options = {name: launch.options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        rest = [launch.signature, sorted(constants.items(), key=str), sorted(launch.attrs.items())]
+        if launch.name == "patch_embed_bwd_weight_kernel":
+            config["partial"] = launch.signature.pop("partial_ptr")
+        yield launch.name, json.dumps([config, options]), json.dumps(rest, sort_keys=True, default=str)
+
+batches, cases = json.loads(sys.argv[1])
+print(json.dumps([[list(entries(op, sizes, B)) for B in batches] for op, sizes in cases]))
+"""
+
+CASES = [
+    ("layer_norm", {}),
+    ("add_layer_norm", {"row_scale": True}),
+    ("dropout", {}),
+    ("linear", {"scales": True, "activation": "gelu"}),
+    ("layer_norm_linear", {"residual": True}),
+    ("mlp", {"dropout_p": 0.1, "scales": True}),
+    ("layer_norm_mlp", {}),
+    ("attention", {}),
+    ("attention", {"separate": True, "dropout_p": 0.1}),
+    ("block", {}),
+]
+IMAGES = [(224, 16), (196, 14), (98, 14)]  # the last: images of an odd number of pixels
+
+
+def cases() -> list[tuple[str, dict[str, object]]]:
+    found: list[tuple[str, dict[str, object]]] = []
+    for N in (196, 197, 1025):
+        for D in (192, 768):
+            for op, options in CASES:
+                of_heads, width = {"H": D // 64, "d": 64}, {"D": D}
+                sizes = of_heads if op == "attention" else width | ({"H": D // 64} if op == "block" else {})
+                sizes |= {"out": 4 * D} if op in ("linear", "layer_norm_linear") else {}
+                found.append((op, {"N": N, **sizes, **options}))
+    for px, patch in IMAGES:
+        found += [("patch_embed", {"px": px, "patch": patch, "D": 192, "image": i}) for i in ("wanted", "uint8")]
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "record.py"
+    script.write_text(RECORD)
+    recorded = json.loads(python(str(script), json.dumps([BATCHES, cases()])))
+    seen = set()
+    for (op, sizes), batches in zip(cases(), recorded, strict=True):
+        found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        configs: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for B, launches in zip(BATCHES, batches, strict=True):
+            for kernel, config, rest in launches:
+                found[kernel][B].add(rest)
+                configs[kernel, rest].add(config)
+        for kernel, by_batch in found.items():
+            for B in BATCHES:
+                assert by_batch[B] == by_batch[1], f"{op} {sizes}: {kernel} at B = 1 and {B}"
+        for (kernel, _), several in configs.items():
+            assert len(several) <= (3 if kernel in BY_ROWS else 1), f"{op} {sizes}: {kernel} with {several}"
+        seen |= set(found)
+    assert seen >= set(BY_ROWS) | {"attention_bwd_dq_kernel", "layer_norm_bwd_kernel", "column_sum_kernel"}
