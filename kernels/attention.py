@@ -12,6 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
 
@@ -120,7 +121,7 @@ def _attend(q, k, v, o, lse_ptr, at, softmax, head, tiles):
     finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(2))
 def attention_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
 from fastvit.kernels._tiles import Head, Rows, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
 from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Softmax, Tiles
@@ -140,7 +141,7 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, softmax, head, tiles):
     store(rows_of(dq, at, at.first), scaled(total, softmax.scale, head), index, left, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(3))
 def attention_bwd_dq_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride
@@ -236,7 +237,7 @@ def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles):
     store(rows_of(dv, at, at.first), dv_total, index, left, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(4))
 def attention_bwd_dkdv_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride

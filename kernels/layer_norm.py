@@ -13,6 +13,8 @@ persistent grid and added up by one more kernel in a fixed order: bitwise reprod
 import triton
 import triton.language as tl
 
+from fastvit.kernels import _cost
+
 
 @triton.jit
 def _row_tile(pid, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -50,7 +52,7 @@ def _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE: tl.co
     return row_scale
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("s_ptr"))
 def layer_norm_fwd_kernel(
     # inputs; s is x or, with a branch, the residual
     s_ptr,  # [M, D] T
@@ -94,7 +96,7 @@ def layer_norm_fwd_kernel(
         tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("s_ptr"))
 def layer_norm_bwd_kernel(
     # inputs
     dy_ptr,  # [M, D]

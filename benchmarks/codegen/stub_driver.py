@@ -42,7 +42,7 @@ class StubKernel(CompiledKernel):
     def __init__(self, gpu: StubGpu, source: Any, target: Any, options: dict[str, Any]) -> None:
         self.name = source.fn.__name__
         self.src = source
-        self.metadata = SimpleNamespace(target=target, **options)  # type: ignore[assignment]
+        self.metadata = SimpleNamespace(name=self.name, target=target, **options)
         self.packed_metadata = (options["num_warps"], 1, 0)
         self.module, self.function = self, id(self)  # loaded
         self._gpu = gpu
