@@ -56,7 +56,8 @@ def _forward(
         return o, lse, None
     q, k, v = _readable(q), _readable(k), _readable(v)
     unit, strides = _in_units(q.shape, q.stride(), k.stride(), v.stride())
-    kernel, rows, constants = _forward_plan(*_workload(q, seed, unit))
+    short, rows, constants = _forward_plan(*_workload(q, seed, unit))
+    kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
     numbers = N, H, *strides, scale, dropout_p
     return o, lse, (kernel, B * H * cdiv(N, rows), (q, k, v, seed, o, lse), numbers, constants)
 
@@ -147,15 +148,15 @@ def _workload(q: Tensor, seed: Tensor | None, unit: int) -> Workload:
 @_tuned.cached
 def _forward_plan(
     n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
-) -> tuple[Any, int, Constants]:
-    """The kernel, the queries that a program owns, and the constants."""
+) -> tuple[bool, int, Constants]:
+    """Whether the kernel for short sequences is the one, the queries that a program owns, and the constants."""
     config = _attention_configs.attention_fwd(n, d, itemsize, has_dropout, arch, precision == "tf32")
     keys, constants = config.chunks, _constants(config, d, precision, unit)
     if config.algorithm == "short":
         tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
-        return attention_short_fwd_kernel, config.block_m, constants | tiles
+        return True, config.block_m, constants | tiles
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
-    return attention_fwd_kernel, config.block_m, constants | tiles
+    return False, config.block_m, constants | tiles
 
 
 @_tuned.cached
