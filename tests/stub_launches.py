@@ -5,12 +5,10 @@
 tests/test_launch.py runs it. A function without an underscore is a check.
 """
 
-import contextlib
 import json
 import math
 import random
 import re
-import sys
 import threading
 import traceback
 import warnings
@@ -25,7 +23,7 @@ from op_cases import SHAPES, function, made
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.codegen.stub_driver import stub_gpu
+from benchmarks.codegen.stub_driver import launching, stub_gpu
 from fastvit import ops
 from fastvit.ops import _launch, _library
 
@@ -138,7 +136,7 @@ def the_same_binary_as_triton_and_the_same_arguments():
             assert list(by_triton.arguments[len(tensors) : count]) == list(numbers)
             assert kernel.constexprs == list(range(count, len(kernel.arg_names)))  # places that the launcher skips
 
-        with _everywhere(thrice):
+        with launching(thrice):
             for i in range(400):
                 gpu.device = i % 2  # a binary is loaded on one device
                 torch.set_float32_matmul_precision(draw.choice(("highest", "high")))
@@ -147,15 +145,6 @@ def the_same_binary_as_triton_and_the_same_arguments():
     assert names == KERNELS
     assert total > 1500, total
     assert 0.02 * total < direct < 0.98 * total, (direct, total)
-
-
-def _everywhere(function):
-    """`launch` in all modules that have it."""
-    stack = contextlib.ExitStack()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fastvit.ops.launch.") and hasattr(module, "launch"):
-            stack.enter_context(mock.patch.object(module, "launch", function))
-    return stack
 
 
 def _norm(rows=4):

@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from fastvit.ops import _launch, _library
 
 MULTIPROCESSORS = 132
+OPS = ("attention", "column_sum", "dropout", "layer_norm", "linear", "patch_embed")
 
 
 class Launched(NamedTuple):
@@ -92,7 +93,7 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True) -> Iterat
         "arch": lambda x: arch,
         "multiprocessors": lambda index: MULTIPROCESSORS,
     }
-    for op in ("attention", "dropout", "layer_norm", "linear", "patch_embed"):
+    for op in OPS:
         importlib.import_module(f"fastvit.ops.launch.{op}")
     modules = [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]
     with contextlib.ExitStack() as stack:
@@ -110,3 +111,13 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True) -> Iterat
             if isinstance(kernel, JITFunction):
                 stack.enter_context(mock.patch.object(kernel, "device_caches", defaultdict(kernel.create_binder)))
         yield gpu
+
+
+@contextlib.contextmanager
+def launching(function: Callable[..., object]) -> Iterator[None]:
+    """Within the context launchers call this with the arguments of `fastvit.ops._launch.launch`, in its place."""
+    with contextlib.ExitStack() as stack:
+        for op in OPS:
+            module = importlib.import_module(f"fastvit.ops.launch.{op}")
+            stack.enter_context(mock.patch.object(module, "launch", function))
+        yield

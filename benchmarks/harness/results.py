@@ -4,7 +4,7 @@
     python -m benchmarks.harness.results
 
 In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
-`families.json` and `dispatch.json` of the modules of those names, and pictures of benchmarks/harness/plot.py.
+`families.json`, `dispatch.json` and `launch.json` of the modules of those names, and pictures of harness/plot.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import dispatch, families, plot, table
+from benchmarks.harness import dispatch, families, launch, plot, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
@@ -79,7 +79,7 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 
 def _folder(folder: Path) -> Iterator[str]:
-    special = {"families": families.render, "dispatch": dispatch.render}
+    special = {"families": families.render, "dispatch": dispatch.render, "launch": launch.render}
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
         if path.stem in (*special, "run") or not path.stat().st_size:  # empty: a run was cut off

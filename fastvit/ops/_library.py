@@ -182,7 +182,7 @@ def choose_backend(*args: Any) -> str:
         return "aten"
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return "dispatcher"
-    tensors = [a for a in args if isinstance(a, Tensor)]
+    tensors = [a for a in args if type(a) is Tensor or type(a) is Parameter]
     if any(map(Tensor.is_neg, tensors)) or any(map(is_zerotensor, tensors)):
         return "dispatcher"
     return "triton"

@@ -1,0 +1,162 @@
+"""What it takes the host to queue kernels: one launch, by Triton's own way and by fastvit's, and a ViT-B/16 block.
+
+    python -m benchmarks.harness.launch benchmarks/results/cpu/launch.json
+
+No GPU is needed: a driver stands in for it that loads and launches nothing (benchmarks/codegen/stub_driver.py), so that
+what is left is Python's part; CUDA's own takes some 2 us a launch on top. The vendor's matmuls and sums of a block are
+replaced by the allocation of their result. Everything is timed in turns on one thread, each over a few calls a round;
+noise only ever adds, so the least round counts. `python -m benchmarks.harness.results` makes a table of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import timeit
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+from torch import Tensor
+
+import fastvit
+from benchmarks.codegen.stub_driver import launching, stub_gpu
+from benchmarks.harness.columns import make
+from benchmarks.harness.provenance import commit, write_json
+from benchmarks.harness.record import environment
+from fastvit.ops._launch import launch
+
+B, N, D, HEADS = 1, 197, 768, 12
+_CALLS = 10  # a round
+
+Work = Callable[[], object]
+
+
+def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
+    """Microseconds of each, timed in turns."""
+    for work in works.values():
+        work()
+    seconds = [[timeit.timeit(work, number=_CALLS) / _CALLS for work in works.values()] for _ in range(rounds)]
+    return {name: 1e6 * min(column) for name, column in zip(works, zip(*seconds, strict=True), strict=True)}
+
+
+def single_launches(rounds: int) -> dict[str, dict[str, float]]:
+    """Kernel -> its arguments, and microseconds of one launch: every kernel of a block's training step, at N and at a
+    length that is not short."""
+    found = {}
+    with stub_gpu(records=False):
+        calls: dict[str, Any] = {}
+        with launching(lambda *call: calls.update({call[0].__name__: call})):
+            for tokens in (N, 1025):
+                _block(tokens)["forward and backward"]()
+        for name, (kernel, programs, tensors, numbers, constants) in calls.items():
+            works: dict[str, Work] = {
+                "triton": partial(kernel[(programs,)], *tensors, *numbers, **constants),
+                "direct": partial(launch, kernel, programs, tensors, numbers, constants),
+            }
+            found[name] = {"arguments": len(kernel.arg_names), **_least(works, rounds)}
+    return found
+
+
+def block(rounds: int) -> dict[str, dict[str, float]]:
+    """Step -> microseconds, kernels of fastvit, calls of the vendor's matmuls and sums, microseconds of a stand-in."""
+    found = {}
+    with stub_gpu(records=False), _vendor_stand_ins() as vendor:
+        a = torch.empty(N, D, dtype=torch.bfloat16)
+        steps = _block(N)
+        times = _least({**steps, "stand-in": lambda: torch.mm(a, a.t())}, rounds)
+        for name, step in steps.items():
+            vendor.clear()
+            with launching(kernels := Mock()):
+                step()
+            found[name] = {
+                "us": times[name], "kernels": kernels.call_count, "vendor": len(vendor), "stand_in": times["stand-in"]
+            }  # fmt: skip
+    return found
+
+
+def _block(tokens: int) -> dict[str, Work]:
+    torch.manual_seed(0)
+    module = fastvit.Block(D, HEADS, qkv_bias=True).to(torch.bfloat16)
+    x = torch.randn(B, tokens, D).to(torch.bfloat16)
+    leaf, gradient = x.clone().requires_grad_(), torch.randn_like(x)
+    leaves = [leaf, *module.parameters()]
+
+    def forward() -> None:
+        with torch.inference_mode():
+            module(x)
+
+    return {
+        "forward, inference": forward,
+        "forward and backward": lambda: torch.autograd.grad(module(leaf), leaves, gradient),
+    }
+
+
+@contextlib.contextmanager
+def _vendor_stand_ins() -> Iterator[list[str]]:
+    """Within the context ATen's matmuls and sums of CPU tensors only allocate. Yields the names of those called."""
+    called: list[str] = []
+
+    def mm(x: Tensor, w: Tensor) -> Tensor:
+        called.append("mm")
+        return x.new_empty(x.shape[0], w.shape[1])
+
+    def addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        called.append("addmm")
+        return x.new_empty(x.shape[0], w.shape[1])
+
+    def column_sum(x: Tensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        called.append("sum")
+        return x.new_empty(x.shape[1], dtype=dtype or x.dtype)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced
+        for name, stand_in in (("mm", mm), ("addmm", addmm), ("sum.dim_IntList", column_sum)):
+            library.impl(name, stand_in, "CPU")
+        yield called
+
+
+def render(path: Path) -> list[str]:
+    """The tables of a result file."""
+    results = json.loads(path.read_text())
+    where = results["environment"]
+    launches = [
+        (
+            name,
+            str(row["arguments"]),
+            f"{row['triton']:.1f}",
+            f"{row['direct']:.1f}",
+            f"{row['triton'] / row['direct']:.1f}",
+        )
+        for name, row in results["launches"].items()
+    ]
+    steps = [
+        (name, *(f"{row[key]:.0f}" for key in ("us", "kernels", "vendor")), f"{row['stand_in']:.1f}")
+        for name, row in results["block"].items()
+    ]
+    return [
+        *make(("kernel", "arguments", "Triton's way\nus", "fastvit's\nus", "ratio"), launches),
+        "",
+        *make(("ViT-B/16 block, batch 1", "us", "kernels", "vendor's\ncalls", "one of them\nus"), steps),
+        "",
+        "Python's part of queueing kernels, with a driver that launches nothing: CUDA's part comes on top. The",
+        "vendor's matmuls and sums only allocate their result.",
+        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {results['commit'][:10]}",
+    ]
+
+
+def main(path: Path, rounds: int = 1000) -> None:
+    torch.set_num_threads(1)
+    results = {"commit": commit(), "environment": environment(torch.device("cpu"), torch.bfloat16)}
+    results |= {"launches": single_launches(rounds), "block": block(rounds)}
+    write_json(path, results)
+    print(*render(path), sep="\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
