@@ -33,6 +33,7 @@ BRANCH = [
     (ValueError, "layer_scale must have shape (out,) = (16,)", {"layer_scale": ones(24)}),
     (TypeError, "layer_scale must have x's dtype", {"layer_scale": ones(D).half()}),
     (ValueError, "row_scale must have shape (B,) = (2,), got (5,)", {"row_scale": ones(5)}),
+    (ValueError, "row_scale must not require a gradient", {"row_scale": ones(B, requires_grad=True)}),
 ]
 MLP = [
     *X,

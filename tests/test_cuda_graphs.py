@@ -47,8 +47,8 @@ def refill(tensors: dict[str, torch.Tensor | None]) -> None:
 
 
 def assert_same(got: Tensors, expected: Tensors) -> None:
-    for g, e in zip(got, expected, strict=True):
-        assert torch.equal(g, e)
+    """But for what another algorithm of the vendor's matmul would change: another mask changes all."""
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("name", SHAPES)
