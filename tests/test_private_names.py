@@ -20,6 +20,10 @@ import os, pickle, sys, traceback
 import torch
 from torch._ops import _OpNamespace
 
+class Absent:
+    def __get__(self, instance, owner):
+        raise AttributeError
+
 def hide(path):
     *parents, name = path.split(".")
     if parents[:2] == ["ops", "aten"]:
@@ -35,6 +39,9 @@ def hide(path):
     owner = torch
     for parent in parents:
         owner = getattr(owner, parent)
+    if name not in vars(owner):  # inherited from a class of C++, which cannot be changed
+        setattr(owner, name, Absent())
+        return lambda: delattr(owner, name)
     value = getattr(owner, name)
     delattr(owner, name)
     return lambda: setattr(owner, name, value)
