@@ -156,10 +156,12 @@ def check_linear(
     """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them. hidden:
     what a layer takes that does not read x itself, in words and number."""
     x_name, weight_name, bias_name = names
-    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
-    vector = (bias_name, bias, weight.shape[:1] if is_matrix else None, "(out,)")
-    check_like(x_name, x, (weight_name, weight, None, ""), *(() if bias is None else (vector,)), dtype=dtype)
-    shape = weight.shape
+    shape = weight.shape if isinstance(weight, Tensor) else ()
+    matrix = weight_name, weight, None, ""
+    if bias is None:
+        check_like(x_name, x, matrix, dtype=dtype)
+    else:
+        check_like(x_name, x, matrix, (bias_name, bias, shape[:1] if len(shape) == 2 else None, "(out,)"), dtype=dtype)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{weight_name} must be (out, in) with out, in >= 1, got shape {tuple(shape)}")
     if hidden is not None:
