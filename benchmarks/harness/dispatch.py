@@ -40,7 +40,7 @@ def cases() -> dict[str, Case]:
     q, qkv = torch.randn(1, N, HEADS, D // HEADS), torch.randn(1, N, 3, HEADS, D // HEADS)
     norm_weight, norm_bias = norm = _parameters((D,), (D,))
     weight, bias, layer_scale = _parameters((D, D), (D,), (D,))
-    half = *norm, *_parameters((3 * D, D), (3 * D,)), weight, bias
+    qkv_weight, qkv_bias = _parameters((3 * D, D), (3 * D,))
     fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
     image = torch.randn(1, 3, 16, 16)
     patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
@@ -55,7 +55,7 @@ def cases() -> dict[str, Case]:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
     def attention_half() -> Tensor:
-        q, k, v = F.linear(layer_norm(x), *half[2:4]).view(1, N, 3, HEADS, -1).unbind(2)
+        q, k, v = F.linear(layer_norm(x), qkv_weight, qkv_bias).view(1, N, 3, HEADS, -1).unbind(2)
         return F.linear(attention(q, k, v).flatten(2), weight, bias).add_(x)
 
     def add_layer_norm() -> tuple[Tensor, Tensor]:
@@ -74,7 +74,9 @@ def cases() -> dict[str, Case]:
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: attention(*qkv.unbind(2))),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, *norm, *fc1), lambda: F.linear(layer_norm(x), *fc1)),
         "layer_norm_attention": (
-            lambda: ops.layer_norm_attention(x, *half, num_heads=HEADS, residual=x),
+            lambda: ops.layer_norm_attention(
+                x, norm_weight, norm_bias, qkv_weight, qkv_bias, weight, bias, HEADS, residual=x
+            ),
             attention_half,
         ),
         "mlp": (lambda: ops.mlp(x, *fc1, *fc2, residual=x), lambda: mlp(x).add_(x)),

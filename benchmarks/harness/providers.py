@@ -86,7 +86,8 @@ def layer_norm_attention(provider: str, draw: Draw, B: int, N: int, D: int, H: i
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
-    return Runner(lambda: ops.layer_norm_attention(x, *parameters, num_heads=H, residual=x), (x,), parameters)
+    function: Callable[..., Any] = ops.layer_norm_attention
+    return Runner(lambda: function(x, *parameters, H, residual=x), (x,), parameters)
 
 
 def mlp(
