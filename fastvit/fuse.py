@@ -1,6 +1,6 @@
 """The two halves of a pre-norm transformer block as fused ops: described by tensors, run, and read from modules.
 
-    x + drop_path(layer_scale * attention(norm(x)))    layer_norm_linear, attention_qkvpacked, linear
+    x + drop_path(layer_scale * attention(norm(x)))    layer_norm_attention
     x + drop_path(layer_scale * mlp(norm(x)))          layer_norm_mlp
 
 Modules of timm's shape, ours included, are read here; those of other libraries in `fastvit.integrations`, into the same
@@ -84,14 +84,16 @@ def run_block(x: Tensor, block: Block) -> Tensor:
 
 def run_attention_half(x: Tensor, half: Half[Attention]) -> Tensor:
     attn, norm = half.branch, half.norm
-    weights, biases = zip(*attn.qkv, strict=True)
-    qkv, x = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, return_residual=True)
-    qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
-    out = ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+    weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
+    arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
     if attn.proj_drop:
-        return _add_branch(x, ops.dropout(ops.linear(out, *attn.proj), attn.proj_drop), half)
+        branch = ops.layer_norm_attention(*arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop)
+        return _add_branch(x, ops.dropout(branch, attn.proj_drop), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
-    return ops.linear(out, *attn.proj, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
+    return ops.layer_norm_attention(
+        *arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop,
+        layer_scale=half.layer_scale, row_scale=row_scale, residual=x,
+    )  # fmt: skip
 
 
 def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:

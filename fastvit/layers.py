@@ -223,7 +223,7 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block, (B, N, D) -> (B, N, D), as two fused halves:
 
-        x + drop_path1(ls1(attn(norm1(x))))    layer_norm_linear, attention_qkvpacked, linear
+        x + drop_path1(ls1(attn(norm1(x))))    layer_norm_attention
         x + drop_path2(ls2(mlp(norm2(x))))     layer_norm_mlp
 
     In training it saves at most 10 token tensors. init_values: LayerScale's, None or 0 for none. drop_path: the

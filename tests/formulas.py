@@ -59,13 +59,34 @@ def mlp(
     return _branch(F.linear(h, fc2_weight, fc2_bias) * masks[1], layer_scale, row_scale, residual)
 
 
-def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6, return_residual=False):
+def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6):
     """weight and bias may be of several layers, side by side in the output."""
     y = layer_norm(x, norm_weight, norm_bias, eps)
     if isinstance(weight, torch.Tensor):
         weight, bias = [weight], [bias]
-    out = torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
-    return (out, x * 1) if return_residual else out
+    return torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
+
+
+def layer_norm_attention(
+    x,
+    norm_weight,
+    norm_bias,
+    qkv_weight,
+    qkv_bias,
+    proj_weight,
+    proj_bias,
+    num_heads,
+    layer_scale=None,
+    row_scale=None,
+    residual=None,
+    eps=1e-6,
+    scale=None,
+    mask=None,
+):
+    """qkv_weight and qkv_bias may be of three layers; mask: factors of the attention weights, (B, H, N, N)."""
+    qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps)
+    out = attention_qkvpacked(qkv.unflatten(-1, (3, num_heads, -1)), scale=scale, mask=mask).flatten(2)
+    return linear(out, proj_weight, proj_bias, layer_scale, row_scale, residual)
 
 
 def layer_norm_mlp(x, norm_weight, norm_bias, *args, eps=1e-6, **kwargs):

@@ -14,6 +14,7 @@ X = ("B", "N", 16)
 BRANCH = {"layer_scale": (16,), "row_scale": ("B",)}
 LINEAR = {"weight": (16, 16), "bias": (16,)}
 NORM = {"norm_weight": (16,), "norm_bias": (16,)}
+HEADS = {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
 FC = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 40), "fc2_bias": (16,)}
 IMAGE = {"image": ("B", 3, 8, "2N"), "weight": (24, 3, 4, 4)}
 TOKENS = {"bias": (24,), "pos_embed": ("N", 24), "prefix": (1, 24)}
@@ -22,7 +23,7 @@ SHAPES = {
     "linear": {"x": X, **LINEAR, **BRANCH, "residual": X},
     "linear gelu": {"x": X, **LINEAR},
     "layer_norm_linear": {"x": X, **NORM, **LINEAR},
-    "layer_norm_linear residual": {"x": X, **NORM, **LINEAR},
+    "layer_norm_attention": {"x": X, **NORM, **HEADS, **BRANCH},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
@@ -32,7 +33,8 @@ SHAPES = {
 }
 OPTIONS = {
     "linear gelu": {"activation": "gelu"},
-    "layer_norm_linear residual": {"return_residual": True},
+    "layer_norm_attention": {"num_heads": 2},
+    "layer_norm_attention dropout": {"num_heads": 2, "dropout_p": 0.4},
     "patch_embed uint8": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
     "mlp recompute": {"recompute": "all", "activation": "silu"},
     "layer_norm_mlp recompute": {"recompute": "all", "activation": "silu"},
@@ -47,9 +49,9 @@ FORMULAS = [name for name in SHAPES if not name.endswith(("dropout", "recompute"
 
 
 def function(name, module=ops):
-    """The op, or its formula, of tensors by name; an MLP's residual is its x."""
+    """The op, or its formula, of tensors by name; the residual of an MLP and of attention behind a norm is its x."""
     op, options = getattr(module, name.split()[0]), OPTIONS.get(name, {})
-    if "mlp" in name:
+    if "mlp" in name or name.startswith("layer_norm_attention"):
         return lambda x, **tensors: op(x=x, residual=x, **tensors, **options)
     return lambda **tensors: op(**tensors, **options)
 

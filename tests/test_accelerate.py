@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from benchmarks.harness.memory import saved_bytes
 
-FUSED = "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp"
+FUSED = "layer_norm_attention, layer_norm_mlp"
 
 
 @pytest.fixture

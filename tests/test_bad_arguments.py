@@ -50,6 +50,7 @@ MLP = [
     (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
     (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
 ]
+ROWS = "qkv_weight must have 3 * num_heads"
 HEADS = "head_dim must be a multiple of 8 from 16 to 256, got "
 BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     "layer_norm": [
@@ -89,6 +90,33 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, "weight must have x's dtype", {"weight": ones(D, D).half()}),
         (ValueError, "weight must be (out, in)", {"weight": ones(D)}),
         (ValueError, "bias must have shape", {"bias": ones(40)}),
+    ],
+    "layer_norm_attention": [
+        *X,
+        *NORM,
+        *BRANCH,
+        (ValueError, "x must have shape (B, N, D), got (4, 16)", {"x": ones(N, D)}),
+        (TypeError, "qkv_weight must have x's dtype", {"qkv_weight": ones(96, D).half()}),
+        (ValueError, "qkv_bias must have shape (out,) = (96,)", {"qkv_bias": ones(32)}),
+        (ValueError, "qkv_bias must be one for each weight, or None, got 1 for 3 weights",
+         {"qkv_weight": [ones(32, D)] * 3}),
+        (ValueError, "qkv_weight[1] must be (out, in)", {"qkv_weight": [ones(32, D), ones(D)], "qkv_bias": None}),
+        (ValueError, ROWS + " * head_dim rows, or be three of num_heads * head_dim rows each, with num_heads = 5, got",
+         {"num_heads": 5}),
+        (ValueError, ROWS, {"num_heads": 0}),
+        (ValueError, ROWS, {"num_heads": 2.0}),
+        (ValueError, ROWS, {"qkv_weight": ones(98, D), "qkv_bias": None}),
+        (ValueError, ROWS, {"qkv_weight": [ones(48, D)] * 2, "qkv_bias": None}),
+        (ValueError, ROWS,
+         {"qkv_weight": [ones(rows, D) for rows in (64, 16, 16)], "qkv_bias": None}),
+        (ValueError, HEADS + "8", {"num_heads": 4}),
+        (TypeError, "proj_weight must be a tensor", {"proj_weight": None}),
+        (ValueError, "proj_weight must have shape (out, num_heads * head_dim) with num_heads * head_dim = 32",
+         {"proj_weight": ones(D, 40)}),
+        (ValueError, "proj_bias must have shape (out,)", {"proj_bias": ones(40)}),
+        (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
+        (ValueError, "scale must be finite", {"scale": math.inf}),
+        (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
     ],
     "mlp": MLP,
     "layer_norm_mlp": [*MLP, *NORM],

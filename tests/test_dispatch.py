@@ -33,6 +33,7 @@ def cases():
     """name -> (a call of the op, the Python functions that it may enter)."""
     x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
     q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
+    heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
@@ -42,7 +43,8 @@ def cases():
         "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 15),
         "attention": (lambda: ops.attention(q, q, q), 15),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 14),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 15),
+        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 36),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
@@ -77,15 +79,15 @@ def test_python_functions_per_call(name):
         entered = functions_entered(call)
     assert len(entered) <= limit, "\n".join(entered)
     overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
-    assert len(overloads) == name.startswith("attention")  # ATen's attention, which has no other name
+    assert len(overloads) == ("attention" in name)  # ATen's attention, which has no other name
 
 
 def test_python_functions_of_a_block_in_training():
-    """Of the package, in a forward pass: at most 100."""
+    """Of the package, in a forward pass."""
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 96, "\n".join(entered)
+    assert 50 < len(entered) <= 80, "\n".join(entered)
 
 
 class Stacks:

@@ -83,7 +83,7 @@ def test_layouts_of_tokens(name, layout, backend, device):
 def test_layouts_of_parameters(name, layout, backend, device):
     arrange = PARAMETER_LAYOUTS[layout]
     tensors = {k: arrange(t) if t.dim() < 3 or k == "weight" else t for k, t in made(name, 3, 6, device).items()}
-    bitwise = "linear" not in name and "mlp" not in name
+    bitwise = not any(part in name for part in ("linear", "mlp", "attention"))
     assert_layout_does_not_matter(name, tensors, torch.clone, bitwise)
 
 
@@ -184,9 +184,11 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
         assert (a - b).norm() < 0.03 * b.norm(), leaf
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "linear gelu", "layer_norm_linear", "mlp", "attention_qkvpacked"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "linear gelu", "layer_norm_linear", "mlp", "attention_qkvpacked", "layer_norm_attention"]
+)
 def test_vmap(name, backend, device):
-    """Every sample by itself; of an MLP without what is drawn for each sample."""
+    """Every sample by itself; without what is drawn for each sample."""
     tensors = made(name, 2, 18, device)
     tensors.pop("row_scale", None)
     (key, x), *rest = tensors.items()
@@ -223,7 +225,9 @@ def test_float64_falls_back_with_one_warning(name, triton_backend, device):
     torch.testing.assert_close(got, function(name, formulas)(**tensors))
 
 
-@pytest.mark.parametrize("name", [name for name, shapes in SHAPES.items() if "row_scale" in shapes])
+@pytest.mark.parametrize(
+    "name", [name for name, shapes in SHAPES.items() if "row_scale" in shapes and "attention" not in name]
+)
 def test_scale_of_a_sample_of_rows_and_columns(name, backend, device):
     """A sample (h, w, D) is one of h * w tokens."""
     tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}

@@ -246,13 +246,13 @@ def layer_norm_linear_cases(draw: st.DrawFn) -> Case:
     shapes = {"x": (*draw(NORMED), D), "norm_weight": (D,), "norm_bias": (D,)}
     shapes |= {f"{i}weight": (out, D) for i, out in enumerate(layers)}
     shapes |= {f"{i}bias": (out,) for i, out in enumerate(layers)}
-    return draw(case(shapes, "0bias 1bias 2bias", return_residual=st.booleans()))
+    return draw(case(shapes, "0bias 1bias 2bias"))
 
 
 def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, return_residual: bool, **layers: Any) -> Any:
+    def run(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, **layers: Any) -> Any:
         weight, bias = ([t for n, t in layers.items() if n.endswith(kind)] for kind in ("weight", "bias"))
-        return function(x, norm_weight, norm_bias, weight, bias, return_residual=return_residual)
+        return function(x, norm_weight, norm_bias, weight, bias)
 
     return run
 
@@ -264,6 +264,36 @@ test_layer_norm_linear = fuzzed(
 
 SIZES = st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(1, 3), st.integers(2, 12).map(lambda n: 8 * n))
 SCALE = st.sampled_from([None, 0.3])
+
+
+@st.composite
+def layer_norm_attention_cases(draw: st.DrawFn) -> Case:
+    """Of one packed layer, or of three."""
+    (B, N, H, d), D, out = draw(SIZES), draw(NORMED_WIDTH), draw(WIDTH)
+    of_qkv = {"0qkv": H * d, "1qkv": H * d, "2qkv": H * d} if draw(st.booleans()) else {"0qkv": 3 * H * d}
+    shapes = {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,)}
+    shapes |= {f"{layer}_weight": (rows, D) for layer, rows in of_qkv.items()}
+    shapes |= {f"{layer}_bias": (rows,) for layer, rows in of_qkv.items()}
+    shapes |= {"proj_weight": (out, H * d), "proj_bias": (out,), **branch((B, N), out)}
+    optional = "0qkv_bias 1qkv_bias 2qkv_bias proj_bias layer_scale row_scale residual"
+    return draw(case(shapes, optional, num_heads=st.just(H), scale=SCALE))
+
+
+def of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With x as the residual, where it has the output's shape and there is no other."""
+
+    def run(x: Tensor, residual: Tensor | None, proj_weight: Tensor, **rest: Any) -> Any:
+        weight, bias = ([rest.pop(n) for n in list(rest) if n.endswith(f"qkv_{kind}")] for kind in ("weight", "bias"))
+        if residual is None and proj_weight.shape[0] == x.shape[-1]:
+            residual = x
+        return function(x=x, qkv_weight=weight, qkv_bias=bias, proj_weight=proj_weight, residual=residual, **rest)
+
+    return run
+
+
+test_layer_norm_attention = fuzzed(
+    layer_norm_attention_cases(), of_layers(ops.layer_norm_attention), of_layers(formulas.layer_norm_attention)
+)
 test_attention = fuzzed(
     SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention
 )

@@ -1,6 +1,4 @@
-"""ops.layer_norm_linear against float64 and eager PyTorch, on both backends. ops.layer_norm_mlp: test_mlp.py."""
-
-import functools
+"""ops.layer_norm_linear against float64 and eager PyTorch, on both backends."""
 
 import pytest
 import torch
@@ -15,11 +13,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 13, 27), (2, 17, 72, 40), (5, 33, 16, 48)]
 
 
-with_residual, eager_with_residual = (
-    functools.partial(f, return_residual=True) for f in (ops.layer_norm_linear, eager)
-)
-
-
 def tensors(*shape, dtype, device, out=40):
     D = shape[-1]
     shapes = {"x": shape, "norm_weight": (D,), "norm_bias": (D,), "weight": (out, D), "bias": (out,)}
@@ -31,7 +24,6 @@ def tensors(*shape, dtype, device, out=40):
 def test_layer_norm_linear(shape, dtype, backend, device):
     args = tensors(*shape[:-1], dtype=dtype, device=device, out=shape[-1])
     assert_op_as_accurate(ops.layer_norm_linear, eager, args, what="out")
-    assert_op_as_accurate(with_residual, eager_with_residual, args, what="out and residual")
     assert_op_as_accurate(ops.layer_norm_linear, eager, args | {"bias": None}, what="no bias")
 
 
@@ -42,11 +34,11 @@ def three(**tensors):
 
 
 def fused_three(**tensors):
-    return with_residual(**three(**tensors))
+    return ops.layer_norm_linear(**three(**tensors))
 
 
 def eager_three(**tensors):
-    return eager_with_residual(**three(**tensors))
+    return eager(**three(**tensors))
 
 
 def tensors_of_three(*shape, dtype, device, outs=(24, 8, 40)):
@@ -65,19 +57,19 @@ def test_several_layers_side_by_side(dtype, backend, device):
     args["bias2"].requires_grad_(False)
     assert_op_as_accurate(fused_three, eager_three, args, what="partly frozen")
     args = {n: t.detach().requires_grad_(n == "weight1") for n, t in args.items()}
-    assert_op_as_accurate(lambda **t: fused_three(**t)[0], lambda **t: eager_three(**t)[0], args, what="one weight")
+    assert_op_as_accurate(fused_three, eager_three, args, what="one weight")
 
 
 def test_several_layers_under_compile_vmap_and_no_grad(backend, device):
     args = tensors_of_three(2, 5, 16, dtype=torch.float32, device=device)
-    want = fused_three(**args)[0]
+    want = fused_three(**args)
     with torch.no_grad():
-        assert torch.equal(fused_three(**args)[0], want)
+        assert torch.equal(fused_three(**args), want)
     torch._dynamo.reset()
     compiled = torch.compile(fused_three, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**args)[0], want)
+    torch.testing.assert_close(compiled(**args), want)
     xs = torch.stack([args["x"], args["x"] * 2]).detach()
-    got = torch.func.vmap(lambda x: fused_three(**args | {"x": x})[0])(xs)
+    got = torch.func.vmap(lambda x: fused_three(**args | {"x": x}))(xs)
     torch.testing.assert_close(got[0], want)
 
 
@@ -100,22 +92,7 @@ def test_several_layers_that_do_not_fit(device):
 def test_inputs(kind, backend, device):
     args = tensors(2, 5, 72, dtype=torch.float32, device=device)
     args["x"] = inputs(kind, 2, 5, 72, dtype=torch.float32, device=device).requires_grad_()
-    assert_op_as_accurate(with_residual, eager_with_residual, args, what=kind)
-
-
-def test_residual_is_passed_through(backend, device):
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
-    out, residual = with_residual(**args)
-    assert residual.data_ptr() == args["x"].data_ptr()
-    assert torch.equal(residual, args["x"])
-    # each output alone
-    (dx,) = torch.autograd.grad(residual.square().sum(), args["x"], retain_graph=True)
-    assert torch.equal(dx, 2 * args["x"])
-    (dx,) = torch.autograd.grad(out.square().sum(), args["x"])
-    (want,) = torch.autograd.grad(ops.layer_norm_linear(**args).square().sum(), args["x"])
-    assert torch.equal(dx, want)
-    with torch.no_grad():
-        assert with_residual(**args)[1] is args["x"]
+    assert_op_as_accurate(ops.layer_norm_linear, eager, args, what=kind)
 
 
 def test_frozen_parameters(backend, device):
@@ -123,11 +100,11 @@ def test_frozen_parameters(backend, device):
     args = tensors(2, 5, 16, dtype=torch.float32, device=device)
     norm = ("norm_weight", "norm_bias")
     choices = [(n,) for n in args] + [("weight", "bias"), norm, ("x", *norm), ("x", *norm, "weight")]
-    assert_freezing_changes_no_other_gradient(with_residual, args, choices)
+    assert_freezing_changes_no_other_gradient(ops.layer_norm_linear, args, choices)
 
 
 def test_saves_x_and_statistics_only(backend, device):
     args = tensors(2, 5, 16, dtype=torch.float32, device=device)
-    assert saved_numel(with_residual, args) == 2 * 5 * 16 + 2 * 10
+    assert saved_numel(ops.layer_norm_linear, args) == 2 * 5 * 16 + 2 * 10
     only_bias = {n: t.detach().requires_grad_(n == "bias") for n, t in args.items()}
-    assert saved_numel(with_residual, only_bias) == 2 * 10
+    assert saved_numel(ops.layer_norm_linear, only_bias) == 2 * 10

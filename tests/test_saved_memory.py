@@ -20,9 +20,8 @@ def weights_and_biases(p):
 def block(x, p, drop_path, recompute, dropout_p):
     norm1, qkv, proj, norm2, fc1, fc2 = weights_and_biases(p)
     scale1, scale2 = (None, None) if drop_path is None else drop_path
-    y, x = ops.layer_norm_linear(x, *norm1, *qkv, return_residual=True)
-    o = ops.attention_qkvpacked(y.view(B, N, 3, H, D // H))
-    x = ops.linear(o.flatten(2), *proj, layer_scale=p["ls1.gamma"], row_scale=scale1, residual=x)
+    branch = {"layer_scale": p["ls1.gamma"], "row_scale": scale1, "residual": x}
+    x = ops.layer_norm_attention(x, *norm1, *qkv, *proj, H, **branch)
     branch = {"layer_scale": p["ls2.gamma"], "row_scale": scale2, "residual": x}
     return ops.layer_norm_mlp(x, *norm2, *fc1, *fc2, **branch, recompute=recompute, dropout_p=dropout_p)
 

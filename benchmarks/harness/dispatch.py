@@ -40,6 +40,7 @@ def cases() -> dict[str, Case]:
     q, qkv = torch.randn(1, N, HEADS, D // HEADS), torch.randn(1, N, 3, HEADS, D // HEADS)
     norm_weight, norm_bias = norm = _parameters((D,), (D,))
     weight, bias, layer_scale = _parameters((D, D), (D,), (D,))
+    qkv_weight, qkv_bias = _parameters((3 * D, D), (3 * D,))
     fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
     image = torch.randn(1, 3, 16, 16)
     patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
@@ -52,6 +53,10 @@ def cases() -> dict[str, Case]:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+    def attention_half() -> Tensor:
+        q, k, v = F.linear(layer_norm(x), qkv_weight, qkv_bias).view(1, N, 3, HEADS, -1).unbind(2)
+        return F.linear(attention(q, k, v).flatten(2), weight, bias).add_(x)
 
     def add_layer_norm() -> tuple[Tensor, Tensor]:
         total = x + branch
@@ -68,6 +73,12 @@ def cases() -> dict[str, Case]:
         "attention": (lambda: ops.attention(q, q, q), lambda: attention(q, q, q)),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: attention(*qkv.unbind(2))),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, *norm, *fc1), lambda: F.linear(layer_norm(x), *fc1)),
+        "layer_norm_attention": (
+            lambda: ops.layer_norm_attention(
+                x, norm_weight, norm_bias, qkv_weight, qkv_bias, weight, bias, HEADS, residual=x
+            ),
+            attention_half,
+        ),
         "mlp": (lambda: ops.mlp(x, *fc1, *fc2, residual=x), lambda: mlp(x).add_(x)),
         "layer_norm_mlp": (
             lambda: ops.layer_norm_mlp(x, *norm, *fc1, *fc2, residual=x),

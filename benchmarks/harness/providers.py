@@ -76,10 +76,18 @@ def linear(
     return Runner(lambda: ops.linear(x, weight, bias, **options), (x,), (weight, bias, *optional))
 
 
-def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int, residual: bool = False) -> Runner:
+def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int) -> Runner:
     x, parameters = draw.normal(B, N, D), (*_norm(draw, D), draw.normal(out, D, std=D**-0.5), draw.normal(out))
-    function: Callable[..., Any] = ops.layer_norm_linear
-    return Runner(lambda: function(x, *parameters, return_residual=residual), (x,), parameters)
+    return Runner(lambda: ops.layer_norm_linear(x, *parameters), (x,), parameters)
+
+
+def layer_norm_attention(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
+    """The residual is what the norm reads."""
+    x, parameters = draw.normal(B, N, D), _norm(draw, D)
+    for out in (3 * D, D):
+        parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
+    function: Callable[..., Any] = ops.layer_norm_attention
+    return Runner(lambda: function(x, *parameters, H, residual=x), (x,), parameters)
 
 
 def mlp(
@@ -190,6 +198,7 @@ OPS = {
     "add_layer_norm": Op(add_layer_norm),
     "linear": Op(linear),
     "layer_norm_linear": Op(layer_norm_linear, ("fused",)),
+    "layer_norm_attention": Op(layer_norm_attention, ("fused",)),
     "mlp": Op(mlp),
     "layer_norm_mlp": Op(functools.partial(mlp, norm=True)),
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),

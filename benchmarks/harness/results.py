@@ -104,11 +104,13 @@ _OPS = [
     ("attention_qkvpacked", "attention", "B8 N1025 H12 d64", "scores, softmax and values, without an N x N tensor",
      "4: qkv, out"),
     ("layer_norm_linear", "", "", "LayerNorm, linear", "1: x"),
+    ("layer_norm_attention", "", "", "LayerNorm, q, k and v, attention, projection, LayerScale, DropPath, residual sum",
+     "5: x, qkv, out"),
     ("linear", "linear gelu", "M197 D768", "linear, activation, LayerScale, DropPath, residual sum",
      "1: x; 4 more with an activation"),
     ("layer_norm_mlp", "layer_norm_mlp", "M197 D768", "LayerNorm, both linears, activation, LayerScale, residual sum",
      "5: x, pre-activation"),
-    ("Block", "block", "B1 N1025 D768 H12", "layer_norm_linear, attention, linear, layer_norm_mlp", "10"),
+    ("Block", "block", "B1 N1025 D768 H12", "layer_norm_attention, layer_norm_mlp", "10"),
 ]  # fmt: skip
 _OPS_HEAD = """\
 | op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |

@@ -187,7 +187,8 @@ def _gemms() -> Iterator[Workload]:
         yield from large("linear", "compile", D=D, out=D)
         yield from large("linear", f"compile {few}", D=D, out=D, scales=True)
         yield from large("mlp", f"compile {few}", D=D)
-        yield from large("layer_norm_linear", f"compile {few}", D=D, out=3 * D, residual=[False, True])
+        yield from large("layer_norm_linear", f"compile {few}", D=D, out=3 * D)
+        yield from large("layer_norm_attention", f"compile {few}", D=D, H=D // 64)
         yield from large("layer_norm_mlp", "compile", D=D, scales=True)
     for activation in ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"):
         few = "second kernels" if activation == "gelu" else ""

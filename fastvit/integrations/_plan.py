@@ -14,7 +14,7 @@ from fastvit.fuse import Unsupported
 
 # The ops that run, for the report
 FUSED_ATTENTION = "attention_qkvpacked, linear"
-FUSED_BLOCK = "layer_norm_linear, attention_qkvpacked, linear, layer_norm_mlp"
+FUSED_BLOCK = "layer_norm_attention, layer_norm_mlp"
 
 
 def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from fastvit.ops.attention import attention, attention_qkvpacked
 from fastvit.ops.dropout import dropout
 from fastvit.ops.layer_norm import add_layer_norm, layer_norm
+from fastvit.ops.layer_norm_attention import layer_norm_attention
 from fastvit.ops.layer_norm_linear import layer_norm_linear
 from fastvit.ops.linear import linear
 from fastvit.ops.mlp import layer_norm_mlp, mlp
@@ -14,6 +15,7 @@ __all__ = [
     "attention_qkvpacked",
     "dropout",
     "layer_norm",
+    "layer_norm_attention",
     "layer_norm_linear",
     "layer_norm_mlp",
     "linear",

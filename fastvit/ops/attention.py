@@ -107,8 +107,8 @@ class _AttentionQkvPacked(_Attention):
 # ---- public functions ----
 
 
-def _check(head_dim: int, scale: float | None, dropout_p: float) -> float:
-    """-> the scale"""
+def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float:
+    """Checks the three; -> the scale."""
     if head_dim % 8 or not 16 <= head_dim <= 256:
         raise ValueError(f"head_dim must be a multiple of 8 from 16 to 256, got {head_dim}")
     if dropout_p != 0.0:
@@ -145,7 +145,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dr
         check_like("q", q, (name, t, None, ""), dtype=cast is None)
         if t.shape != q.shape:
             raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(t.shape)}")
-    scale = _check(q.shape[3], scale, dropout_p)
+    scale = checked_scale(q.shape[3], scale, dropout_p)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
@@ -170,7 +170,7 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, dropout_p: f
     check_float("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
-    scale = _check(qkv.shape[4], scale, dropout_p)
+    scale = checked_scale(qkv.shape[4], scale, dropout_p)
     cast = autocast_dtype(qkv)
     if cast is not None:
         qkv = qkv.to(cast)

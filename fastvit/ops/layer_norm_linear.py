@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from fastvit.ops.linear import check_linear
 NORM_NAMES = ("x", "norm_weight", "norm_bias")
 
 
-def _side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
+def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
     """[..., in] -> [..., out] of several layers, n weights and n biases, in one buffer."""
     weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
     if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
@@ -32,11 +32,12 @@ def _side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
     return out
 
 
-def _backward(
+def layer_norm_linear_backward(
     dout: Tensor, dresidual: Tensor | None, eps: float, wants: tuple[bool, ...],
-    x: Tensor | None, norm_weight: Tensor, norm_bias: Tensor, mean: Tensor, rstd: Tensor, *weights: Tensor,
+    x: Any, norm_weight: Tensor, norm_bias: Tensor, mean: Any, rstd: Any, *weights: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or None."""
+    """dout, dresidual: of the output (..., out), and of x where that is also the residual. wants: of x, the norm's
+    weight and bias, n weights, n biases -> their gradients, or None."""
     n = len(weights)
     wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
     douts = as_rows(dout).split([len(weight) for weight in weights], dim=1) if n > 1 else (as_rows(dout),)
@@ -47,7 +48,7 @@ def _backward(
         dy = douts[0] @ weights[0]
         for part, weight in zip(douts[1:], weights[1:], strict=True):
             dy.addmm_(part, weight)
-        dy = dy.view(*dout.shape[:-1], len(norm_weight))
+        dy = dy.view(x.shape)
         if any(wants_weight):
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
                 dy, x, mean, rstd, norm_weight, norm_bias, dresidual
@@ -64,56 +65,64 @@ def _backward(
 class _LayerNormLinear(FusedFunction):
     @staticmethod
     def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, return_residual: bool, *layers: Any
-    ) -> tuple[Tensor, ...]:
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *layers: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype)
-        out = F.linear(y, *layers) if len(layers) == 2 else _side_by_side(y, layers)
-        # a view, because autograd refuses to save an input that is returned as it is
-        return (out, mean, rstd, x.view_as(x)) if return_residual else (out, mean, rstd)
+        return F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, ctx.eps, _, *layers = inputs
-        _, mean, rstd, *_ = output
+        x, norm_weight, norm_bias, ctx.eps, *layers = inputs
+        _, mean, rstd = output
         weights = layers[: len(layers) // 2]
         wants = ctx.needs_input_grad
-        keep_x = any(wants[:3]) or any(wants[5 : 5 + len(weights)])
+        keep_x = any(wants[:3]) or any(wants[4 : 4 + len(weights)])
         ctx.save_for_backward(x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(
-        ctx: Any, dout: Tensor | None, dmean: None, drstd: None, dresidual: Tensor | None = None
-    ) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         wants = ctx.needs_input_grad
         if dout is None:
-            return dresidual, *(None,) * (len(wants) - 1)
-        wants = (*wants[:3], *wants[5:])
+            return (None,) * len(wants)
+        wants = (*wants[:3], *wants[4:])
         dx, dnorm_weight, dnorm_bias, *dlayers = differentiable_once(
-            "layer_norm_linear", _backward, dout, dresidual, ctx.eps, wants, *ctx.saved_tensors
+            "layer_norm_linear", layer_norm_linear_backward, dout, None, ctx.eps, wants, *ctx.saved_tensors
         )
-        return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
+        return dx, dnorm_weight, dnorm_bias, None, *dlayers
 
 
 Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | Sequence[Tensor | None] | None
 
 
-@overload
+def norm_and_layers(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, weight: Weights, bias: Biases, names: tuple[str, str]
+) -> tuple[torch.dtype | None, tuple[Any, ...]]:
+    """Checks a norm and the layers behind it, under the caller's names for weight and bias; -> autocast's dtype or
+    None, and n weights and n biases in it."""
+    check_float("x", x)
+    cast = autocast_dtype(x)
+    weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
+    biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
+    if not weights or len(weights) != len(biases):
+        raise ValueError(
+            f"{names[1]} must be one for each weight, or None, got {len(biases)} for {len(weights)} weights"
+        )
+    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
+        of = "" if len(weights) == 1 else f"[{i}]"
+        check_linear(x, w, b, dtype=cast is None, names=("x", names[0] + of, names[1] + of))
+    check_norm(NORM_NAMES, x, norm_weight, norm_bias, eps, "(in,)", dtype=cast is None)
+    layers: tuple[Tensor | None, ...] = (*weights, *biases)
+    if cast is not None:
+        layers = tuple(None if t is None else t.to(cast) for t in layers)
+    return cast, layers
+
+
 def layer_norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *,
-    eps: float = 1e-6, return_residual: Literal[False] = False,
-) -> Tensor: ...  # fmt: skip
-@overload
-def layer_norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *,
-    eps: float = 1e-6, return_residual: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-def layer_norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *,
-    eps: float = 1e-6, return_residual: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *, eps: float = 1e-6
+) -> Tensor:
     """LayerNorm(x) @ weight.T + bias (Ba et al. 2016) as one autograd node, which saves x and the row statistics.
 
     The normalised rows are computed again in the LayerNorm's backward pass, for the weight's gradient.
@@ -124,32 +133,16 @@ def layer_norm_linear(
         weight: (out, in), x's dtype; or several such, of layers that stand side by side in the output, as q, k and v.
         bias: (out,), x's dtype, or None; for several weights as many, or None for none.
         eps: added to the variance; not negative.
-        return_residual: also return x, for use as the residual: the gradient that reaches it there joins inside the
-            LayerNorm's backward pass instead of in an addition of its own.
 
     Returns:
-        (..., out), contiguous, x's dtype; of several layers the sum of their out. With return_residual a pair of it
-        and x. Under autocast x keeps its dtype, and weight, bias and output have autocast's, to which the LayerNorm's
-        output is rounded.
+        (..., out), contiguous, x's dtype; of several layers the sum of their out. Under autocast x keeps its dtype, and
+        weight, bias and output have autocast's, to which the LayerNorm's output is rounded.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    check_float("x", x)
-    cast = autocast_dtype(x)
-    weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
-    biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
-    if not weights or len(weights) != len(biases):
-        raise ValueError(f"bias must be one for each weight, or None, got {len(biases)} for {len(weights)} weights")
-    for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
-        names = ("x", "weight", "bias") if len(weights) == 1 else ("x", f"weight[{i}]", f"bias[{i}]")
-        check_linear(x, w, b, dtype=cast is None, names=names)
-    check_norm(NORM_NAMES, x, norm_weight, norm_bias, eps, "(in,)", dtype=cast is None)
-    layers: tuple[Tensor | None, ...] = (*weights, *biases)
-    if cast is not None:
-        layers = tuple(None if t is None else t.to(cast) for t in layers)
+    _, layers = norm_and_layers(x, norm_weight, norm_bias, eps, weight, bias, ("weight", "bias"))
+    arguments = x, norm_weight, norm_bias, eps, *layers
     if needs_autograd("layer_norm_linear", x, norm_weight, norm_bias, *layers):
-        out, _, _, *residual = _LayerNormLinear.apply(x, norm_weight, norm_bias, eps, return_residual, *layers)
-        return (out, *residual) if return_residual else out
-    out = _LayerNormLinear.forward(x, norm_weight, norm_bias, eps, False, *layers)[0]
-    return (out, x) if return_residual else out
+        return _LayerNormLinear.apply(*arguments)[0]
+    return _LayerNormLinear.forward(*arguments)[0]

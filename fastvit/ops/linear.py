@@ -150,17 +150,27 @@ def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 def check_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: bool, names: tuple[str, ...] = ("x", "weight", "bias")
-) -> None:
-    """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: bool, names: tuple[str, ...] = ("x", "weight", "bias"),
+    hidden: tuple[str, int] | None = None,
+) -> None:  # fmt: skip
+    """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them. hidden:
+    what a layer takes that does not read x itself, in words and number."""
     x_name, weight_name, bias_name = names
-    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2
-    vector = (bias_name, bias, weight.shape[:1] if is_matrix else None, "(out,)")
-    check_like(x_name, x, (weight_name, weight, None, ""), *(() if bias is None else (vector,)), dtype=dtype)
-    shape = weight.shape
+    shape = weight.shape if isinstance(weight, Tensor) else ()
+    matrix = weight_name, weight, None, ""
+    if bias is None:
+        check_like(x_name, x, matrix, dtype=dtype)
+    else:
+        check_like(x_name, x, matrix, (bias_name, bias, shape[:1] if len(shape) == 2 else None, "(out,)"), dtype=dtype)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"{weight_name} must be (out, in) with out, in >= 1, got shape {tuple(shape)}")
-    if x.dim() == 0 or x.shape[-1] != shape[1]:
+    if hidden is not None:
+        if shape[1] != hidden[1]:
+            words, number = hidden
+            raise ValueError(
+                f"{weight_name} must have shape (out, {words}) with {words} = {number}, got {tuple(shape)}"
+            )
+    elif x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(
             f"{x_name} must have shape (..., in) with {weight_name}'s in = {shape[1]}, got {tuple(x.shape)}"
         )

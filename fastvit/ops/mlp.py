@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._activations import activate, check_activation
-from fastvit.ops._checks import as_rows, check_dropout, check_float, check_like, check_norm
+from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm
 from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
     FusedFunction,
@@ -164,20 +164,14 @@ def _arguments(
     check_float("x", x)
     cast = autocast_dtype(x)
     check_linear(x, fc1_weight, fc1_bias, dtype=cast is None, names=("x", "fc1_weight", "fc1_bias"))
-    check_like("x", x, ("fc2_weight", fc2_weight, None, ""), dtype=cast is None)
-    hidden, shape = fc1_weight.shape[0], fc2_weight.shape
-    if len(shape) != 2 or shape[0] == 0 or shape[1] != hidden:
-        raise ValueError(
-            f"fc2_weight must have shape (out, hidden) with fc1_weight's hidden = {hidden}, got {tuple(shape)}"
-        )
-    if fc2_bias is not None:
-        check_like("x", x, ("fc2_bias", fc2_bias, shape[:1], "(out,)"), dtype=cast is None)
+    hidden = "hidden", fc1_weight.shape[0]
+    check_linear(x, fc2_weight, fc2_bias, dtype=cast is None, names=("x", "fc2_weight", "fc2_bias"), hidden=hidden)
     check_activation(activation)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     if recompute not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
-    epilogue.check(x, shape[0], dtype=cast is None)
+    epilogue.check(x, fc2_weight.shape[0], dtype=cast is None)
     parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, eps, "(in,)", dtype=cast is None)

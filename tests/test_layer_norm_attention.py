@@ -1,0 +1,176 @@
+"""ops.layer_norm_attention against float64 and eager PyTorch, on both backends."""
+
+import formulas
+import pytest
+import torch
+from op_cases import assert_freezing_changes_no_other_gradient, outputs_and_gradients, saved_numel, tensors_of
+from oracle import assert_op_as_accurate, inputs
+
+from fastvit import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYERS = ("qkv_weight", "qkv_bias")
+NORM = ("norm_weight", "norm_bias")
+B, N, H, D, HEAD_DIM = 2, 17, 2, 24, 16  # H * HEAD_DIM is not D
+
+
+def tensors(dtype, device, B=B, N=N, D=D, out=D, **options):
+    inner = H * HEAD_DIM
+    shapes = {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,)}
+    shapes |= {"qkv_weight": (3 * inner, D), "qkv_bias": (3 * inner,), "proj_weight": (out, inner), "proj_bias": (out,)}
+    return tensors_of(shapes | options, dtype, device)
+
+
+def parted(args):
+    """With q, k and v as layers of their own."""
+    args = dict(args)
+    for name in LAYERS:
+        parts = args.pop(name).detach().chunk(3)
+        args |= {f"{name}{i}": part.clone().requires_grad_() for i, part in enumerate(parts)}
+    return args
+
+
+def of(module, **options):
+    """The op or its formula with x as its residual; of tensors as `tensors` or `parted` make them."""
+
+    def run(**given):
+        for name in LAYERS:
+            if name not in given:
+                given[name] = [given.pop(f"{name}{i}") for i in range(3)]
+        given.setdefault("residual", given["x"])
+        return module.layer_norm_attention(**given, num_heads=H, **options)
+
+    return run
+
+
+fused, eager = of(ops), of(formulas)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_everything_at_once(dtype, backend, device):
+    args = tensors(dtype, device, layer_scale=(D,), row_scale=(B,))
+    assert_op_as_accurate(of(ops, scale=0.3), of(formulas, scale=0.3), args, what="packed")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_three_layers(dtype, backend, device):
+    args = parted(tensors(dtype, device))
+    assert_op_as_accurate(fused, eager, args, what="three")
+    assert_op_as_accurate(fused, eager, args | {"qkv_bias1": None}, what="k without bias")
+
+
+def test_three_layers_are_the_packed_one(backend, device):
+    args = tensors(torch.float32, device)
+    packed, of_packed = outputs_and_gradients(fused, args)
+    three, of_three = outputs_and_gradients(fused, parted(args))
+    torch.testing.assert_close(three, packed, atol=2e-6, rtol=1e-5)
+    for name in LAYERS:
+        joined = torch.cat([of_three[f"{name}{i}"] for i in range(3)])
+        torch.testing.assert_close(joined, of_packed[name], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(of_three["x"], of_packed["x"], atol=1e-5, rtol=1e-5)
+
+
+def test_without_options(backend, device):
+    """No biases, no residual; one token, whose attention has no gradient; another width of the output."""
+    for n in (1, 5):
+        args = tensors(torch.float32, device, B=1, N=n, D=13, out=5)
+        args |= {"qkv_bias": None, "proj_bias": None, "residual": None}
+        assert_op_as_accurate(fused, eager, args, what=f"{n} tokens")
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+def test_other_residual(wide, backend, device):
+    """A residual that is not x; a float32 one behind bfloat16 matmuls makes a float32 output."""
+    dtype = torch.float32 if wide else torch.bfloat16
+    for scale in ({"layer_scale": (8,)}, {"row_scale": (B,)}, {}):
+        args = tensors(torch.bfloat16, device, out=8, **scale)
+        args["residual"] = inputs("normal", B, N, 8, dtype=dtype, device=device, seed=77).requires_grad_()
+        assert_op_as_accurate(fused, eager, args, what=str(scale))
+
+
+@pytest.mark.parametrize("kind", ["integer", "large"])
+def test_inputs(kind, backend, device):
+    """Rows with a mean of 1000 are for test_layer_norm.py: how that mean is rounded is all the error that there is."""
+    args = tensors(torch.float32, device)
+    args["x"] = inputs(kind, B, N, D, dtype=torch.float32, device=device).requires_grad_()
+    assert_op_as_accurate(fused, eager, args, what=kind)
+
+
+def test_dropout(backend, device):
+    """As the ops one by one with the same seed, in outputs and gradients, and another mask for another seed."""
+    args = tensors(torch.float32, device)
+
+    def one_by_one(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias):
+        qkv = ops.layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias).unflatten(-1, (3, H, -1))
+        return ops.linear(ops.attention_qkvpacked(qkv, dropout_p=0.4).flatten(2), proj_weight, proj_bias, residual=x)
+
+    got, want = outputs_and_gradients(of(ops, dropout_p=0.4), args), outputs_and_gradients(one_by_one, args)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    again = outputs_and_gradients(of(ops, dropout_p=0.4), args)
+    torch.testing.assert_close(again, got, atol=0, rtol=0)
+    torch.manual_seed(5)
+    assert not torch.equal(of(ops, dropout_p=0.4)(**args), got[0][0])
+
+
+def test_frozen_parameters(backend, device):
+    """Whatever is frozen, the other gradients are the same."""
+    args = tensors(torch.float32, device, layer_scale=(D,))
+    proj = ("proj_weight", "proj_bias", "layer_scale")
+    choices = [
+        (), ("x",), NORM, LAYERS, proj, ("x", *NORM), ("x", *NORM, "qkv_weight"), ("x", *NORM, "qkv_bias"),
+        ("x", *NORM, *LAYERS), ("x", *NORM, *LAYERS, "proj_weight"), (*LAYERS, *proj),
+    ]  # fmt: skip
+    assert_freezing_changes_no_other_gradient(fused, args, choices)
+
+
+def test_saves_what_is_wanted(backend, device):
+    args = tensors(torch.float32, device, layer_scale=(D,), residual=(B, N, D))
+    x, inner, statistics, lse = B * N * D, B * N * H * HEAD_DIM, 2 * B * N, B * N * H
+    for wanted, want in (
+        (args.keys(), x + 4 * inner + statistics + lse),
+        (("norm_weight",), x + 4 * inner + statistics + lse),
+        (("qkv_weight",), x + 4 * inner + lse),
+        (("qkv_bias",), 4 * inner + lse),
+        (("proj_weight",), inner),
+        (("layer_scale",), inner),
+        (("proj_bias",), 0),
+        (("residual",), 0),
+    ):
+        partly = {name: t.detach().requires_grad_(name in wanted) for name, t in args.items()}
+        assert saved_numel(fused, partly) == want, wanted
+
+
+def test_three_layers_under_compile_vmap_and_no_grad(backend, device):
+    args = parted(tensors(torch.float32, device))
+    want = fused(**args)
+    with torch.no_grad():
+        assert torch.equal(fused(**args), want)
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**args), want)
+    xs = torch.stack([args["x"], args["x"] * 2]).detach()
+    torch.testing.assert_close(torch.func.vmap(lambda x: fused(**args | {"x": x}))(xs)[0], want)
+
+
+def test_export(backend, device):
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, t in tensors(torch.float32, device).items():
+                if name != "x":
+                    self.register_parameter(name, torch.nn.Parameter(t.detach()))
+
+        def forward(self, x):
+            return fused(x=x, **dict(self.named_parameters()))
+
+    half, x = Half(), inputs("normal", B, N, D, dtype=torch.float32, device=device)
+    torch.testing.assert_close(torch.export.export(half, (x,)).module()(x), half(x))
+
+
+def test_only_the_residual_is_wanted(backend, device):
+    """No gradient of the op itself: nothing runs backward."""
+    args = {name: t.detach() for name, t in tensors(torch.float32, device).items()}
+    residual = torch.zeros(B, N, D, device=device, requires_grad=True)
+    out = fused(**args, residual=residual)
+    (gradient,) = torch.autograd.grad(out, residual, out.detach())
+    assert torch.equal(gradient, out)
