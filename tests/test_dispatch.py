@@ -44,7 +44,7 @@ def cases():
         "attention": (lambda: ops.attention(q, q, q), 15),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 15),
-        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 36),
+        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 31),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
