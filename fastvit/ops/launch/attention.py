@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from fastvit.kernels import _attention_configs
+from fastvit.kernels._configs import register_limit
 from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
@@ -120,6 +121,7 @@ def launch_backward(
     attention_bwd_dq_kernel[(B * H * triton.cdiv(N, config.block_m),)](
         q, k, v, o, do, lse, seed, dq, statistics, N, H, *strides[:18], scale, dropout_p,
         **common, **_tiles(config), BLOCK_N=config.block_n, LOOP=config.loop, TAIL=config.tail,
+        **register_limit(config.max_registers),
     )  # fmt: skip
     config = _attention_configs.attention_bwd_dkdv(*workload)
     attention_bwd_dkdv_kernel[(B * H * triton.cdiv(N, config.block_n),)](
