@@ -153,11 +153,11 @@ def attention_bwd_dq(
     block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout, arch)
     tile = _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
-    # Two programs an SM, also where the last tile is a whole one: which takes a few registers that ptxas can save.
-    two = instructions == "wgmma" and tile[:3] == (128, 64, 8) and head_dim <= 64 and not has_dropout
     loop, tail = _loop(n, tile[1])
+    # a wide last tile takes a few registers more than leave room for two programs on an SM; ptxas can save them
+    limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64 and not has_dropout
     parts = _parts(head_dim, instructions)
-    return AttentionBackwardConfig(*tile[:2], loop, tail, parts, *tile[2:], 128 if two else None)
+    return AttentionBackwardConfig(*tile[:2], loop, tail, parts, *tile[2:], 128 if limited else None)
 
 
 @_tuned.cached

@@ -46,7 +46,7 @@ def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tup
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    dy, pre, weight = as_rows(dy), _near_rows(pre), _unit_columns(weight)
+    dy, pre, weight = _aligned_rows(dy), _aligned_rows(pre), _aligned_rows(weight)
     (M, K), N = dy.shape, pre.shape[1]
     grid, constants = _gemm(M, N, K, dy, activation)
     partial = torch.empty(1, triton.cdiv(M, constants["BLOCK_M"]), N, dtype=torch.float32, device=dy.device)
@@ -86,8 +86,8 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out: Tensor, pre: Tensor | None, ends: Epilogue
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of linear_fwd_kernel, which writes out and pre."""
-    x, weight = as_rows(x), _unit_columns(weight)
-    residual = None if ends.residual is None else _near_rows(ends.residual)
+    x, weight = _aligned_rows(x), _aligned_rows(weight)
+    residual = None if ends.residual is None else _aligned_rows(ends.residual)
     bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
     (M, K), N = x.shape, weight.shape[0]
     arguments = (
@@ -114,11 +114,8 @@ def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor,
     return column_sums(partial, pre)[0]
 
 
-def _near_rows(x: Tensor) -> Tensor:
-    """What an epilogue reads, which has offsets of 32 bits within a tile of up to 256 rows."""
+def _aligned_rows(x: Tensor) -> Tensor:
+    """[..., D] -> [M, D], copied where rows are not a multiple of 16 elements apart, without which the compiler sees no
+    alignment, or so far that offsets within a tile of up to 256 rows would not fit 32 bits."""
     rows = as_rows(x)
-    return rows if rows.stride(0) <= 1 << 22 else rows.contiguous()
-
-
-def _unit_columns(weight: Tensor) -> Tensor:
-    return weight if weight.stride(1) == 1 or weight.shape[1] == 1 else weight.contiguous()
+    return rows if rows.stride(0) % 16 == 0 and rows.stride(0) <= 1 << 22 else rows.contiguous()
