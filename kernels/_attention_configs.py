@@ -21,11 +21,11 @@ class Tile(NamedTuple):
 _Rows = tuple[tuple[int, Tile], ...]  # up to which head dimension
 
 _FORWARD: dict[str, _Rows] = {
-    "wgmma": ((128, Tile(128, 128, 8)), (256, Tile(128, 64, 8))),
+    "wgmma": ((96, Tile(128, 128, 8)), (128, Tile(128, 64, 8)), (256, Tile(128, 32, 8))),
     "mma": ((80, Tile(128, 128, 8)), (128, Tile(128, 64, 8))),
 }
 _DQ: dict[str, _Rows] = {
-    "wgmma": ((64, Tile(128, 64, 8)), (128, Tile(128, 128, 8)), (256, Tile(128, 32, 8))),
+    "wgmma": ((64, Tile(128, 64, 8)), (96, Tile(128, 128, 8)), (128, Tile(128, 64, 8)), (256, Tile(64, 32, 4))),
     "mma": ((80, Tile(128, 64, 8)), (128, Tile(128, 32, 8))),
 }
 _DKDV: dict[str, _Rows] = {
@@ -114,7 +114,7 @@ def attention_fwd(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
 ) -> AttentionForwardConfig:
     instructions = _instructions(itemsize, arch, tf32)
-    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch), 2
+    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch), _stages(itemsize, arch)
     short = n <= next((longest for limit, longest in _SHORT_FORWARD.get(instructions, ()) if head_dim <= limit), 0)
     if short:
         tile = 64, 128, 4, 2
@@ -132,7 +132,7 @@ def attention_fwd(
 @dataclass(frozen=True)
 class AttentionBackwardConfig:
     """Score tile [block_m queries, block_n keys]; the last one is `tail` wide, and there is a `loop` before it or none.
-    parts: the head dimension's, (D0, D1)."""
+    parts: the head dimension's, (D0, D1). max_registers: a thread."""
 
     block_m: int
     block_n: int
@@ -141,6 +141,7 @@ class AttentionBackwardConfig:
     parts: tuple[int, int]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @_tuned.cached
@@ -151,8 +152,12 @@ def attention_bwd_dq(
     instructions = _instructions(itemsize, arch, tf32)
     block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout, arch)
     tile = _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, _stages(arch))
-    return AttentionBackwardConfig(*tile[:2], *_loop(n, tile[1]), _parts(head_dim, instructions), *tile[2:])
+    tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
+    loop, tail = _loop(n, tile[1])
+    # a wide last tile takes a few registers more than leave room for two programs on an SM; ptxas can save them
+    limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64 and not has_dropout
+    parts = _parts(head_dim, instructions)
+    return AttentionBackwardConfig(*tile[:2], loop, tail, parts, *tile[2:], 128 if limited else None)
 
 
 @_tuned.cached
@@ -163,12 +168,13 @@ def attention_bwd_dkdv(
     instructions = _instructions(itemsize, arch, tf32)
     block_n, block_m, num_warps = _tile(_DKDV, instructions, n, head_dim, has_dropout, arch)
     tile = _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, _stages(arch))
+    tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
     return AttentionBackwardConfig(*tile[:2], *_loop(n, tile[0]), _parts(head_dim, instructions), *tile[2:])
 
 
-def _stages(arch: str) -> int:
-    return 1 if arch.startswith("gfx") else 2  # 64 KiB of shared memory
+def _stages(itemsize: int, arch: str) -> int:
+    """With 2, a loop waits for its loads right after it has issued them; with 3, while another tile's are under way."""
+    return 3 if itemsize == 2 and arch in ("sm_80", "sm_87", "sm_90") else 2
 
 
 def _loop(n: int, block: int) -> tuple[bool, int]:
@@ -188,5 +194,5 @@ def attention_bwd_short(
         return None
     for limit, longest, num_warps in _SHORT_BACKWARD:
         if head_dim <= limit and n <= longest and not (has_dropout and longest > 64):
-            return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 2)
+            return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 3)
     return None

@@ -105,11 +105,11 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
 
 def use_triton_gemm(n: int, k: int, itemsize: int, arch: str = "") -> bool:
     """Whether a matmul with an epilogue runs as our kernel instead of the vendor library's matmul and one elementwise
-    pass: where the epilogue saves traffic that counts (16-bit) and rows allow 16-byte accesses. Plain matmuls never do.
-    """
+    pass: where the epilogue saves traffic that counts (16-bit) and the compiler finds rows aligned, which it looks for
+    in 16 elements only: of 8, tiles would move 2 bytes at a time. Plain matmuls never do."""
     if tuned := _tuned.choice(arch, "use_triton_gemm", n, k, itemsize):
         return bool(tuned[0])
-    return itemsize == 2 and n % 8 == 0 and k % 8 == 0
+    return itemsize == 2 and n % 16 == 0 and k % 16 == 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from fastvit.kernels import _cost
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
     out0_ptr, out1_ptr, out2_ptr,  # [D], as many as there are tables, then None
-    P, D,
+    P, D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out_t[:] = sum of partial[t, p, :] over p, in a fixed order. Grid: tables x column blocks, flattened."""

@@ -24,8 +24,8 @@ def dropout_kernel(
     # output
     out_ptr,  # [M, D]
     # sizes; strides in elements, the last dimension is contiguous
-    M, D, rows_per_sample,
-    stride_xm, stride_rm,
+    M, D: tl.constexpr, rows_per_sample,
+    stride_xm: tl.constexpr, stride_rm: tl.constexpr,
     dropout_p: tl.float32,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip

@@ -8,6 +8,8 @@
 A program holds whole rows in registers, so every tensor is read and written once. All arithmetic is float32; the
 variance is that of centred values, masked lanes excluded. The sums over rows are kept by the programs of a
 persistent grid and added up by one more kernel in a fixed order: bitwise reproducible, no atomics.
+
+D and the strides are constants: the compiler knows the alignment of any width, not only of multiples of 16.
 """
 
 import triton
@@ -65,8 +67,8 @@ def layer_norm_fwd_kernel(
     y_ptr,  # [M, D]
     mean_ptr, rstd_ptr,  # [M] f32
     # sizes; strides in elements, the last dimension is contiguous
-    M, D, rows_per_sample,
-    stride_sm, stride_bm,
+    M, D: tl.constexpr, rows_per_sample,
+    stride_sm: tl.constexpr, stride_bm: tl.constexpr,
     eps: tl.float32,
     HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +115,8 @@ def layer_norm_bwd_kernel(
     y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the matmul behind
     partial_ptr,  # [3, programs, D] f32: dw, db, dlayer_scale
     # sizes; strides in elements, the last dimension is contiguous
-    M, D, rows_per_sample,
-    stride_dym, stride_dsm, stride_sm, stride_bm,
+    M, D: tl.constexpr, rows_per_sample,
+    stride_dym: tl.constexpr, stride_dsm: tl.constexpr, stride_sm: tl.constexpr, stride_bm: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid: each program takes every num_programs-th row tile and keeps its share of the column sums."""

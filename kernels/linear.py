@@ -172,8 +172,8 @@ def act_bwd_kernel(
     h_ptr,  # [M, N] or None: act(pre)
     partial_ptr,  # [row tiles, N] f32: dbias
     # sizes; strides in elements, the last dimension is contiguous
-    M, N,
-    stride_dym, stride_pm,
+    M, N: tl.constexpr,
+    stride_dym: tl.constexpr, stride_pm: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One program takes STEPS x BLOCK_M rows and BLOCK_N columns; grid: row tiles x column tiles, flattened."""

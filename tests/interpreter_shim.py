@@ -2,7 +2,8 @@
 cast from float32 truncates where the hardware rounds to nearest even, a bias that adds up in every sum behind it.
 Its `tl.dot` on float32 is numpy's, whose order of summation depends on the tile's shape, while hardware sums in that
 of k whatever the tile: scores recomputed in other tiles would differ. The shim widens the operands to float64, which
-holds every float exactly, and rounds the sum once; it casts as the hardware does. Maxima, minima and clamps that are
+holds every float exactly, cuts those of TF32 off as tensor cores do, and rounds the sum once; it casts as the hardware
+does. Maxima, minima and clamps that are
 not told to propagate NaN do so in the interpreter; hardware takes the other operand, and so does the shim."""
 
 from typing import Any
@@ -18,16 +19,19 @@ def install() -> None:
         return
     plain = builder.create_dot
 
-    def widen(handle: interpreter.TensorHandle) -> np.ndarray:
+    def widen(handle: interpreter.TensorHandle, tf32: bool) -> np.ndarray:
         data = handle.data
         if handle.dtype.scalar == tl.bfloat16:
             data = (data.astype(np.uint32) << 16).view(np.float32)
+        elif tf32 and handle.dtype.scalar == tl.float32:
+            data = (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
         return data.astype(np.float64)
 
-    def create_dot(self, a, b, acc, *rest):
+    def create_dot(self, a, b, acc, precision, *rest):
         if not acc.dtype.scalar.is_floating():
-            return plain(self, a, b, acc, *rest)
-        total = np.matmul(widen(a), widen(b)) + acc.data
+            return plain(self, a, b, acc, precision, *rest)
+        tf32 = precision.name == "TF32"
+        total = np.matmul(widen(a, tf32), widen(b, tf32)) + acc.data
         return interpreter.TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
     create_dot.widens_bfloat16 = True

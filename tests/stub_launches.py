@@ -137,7 +137,7 @@ def the_same_binary_as_triton_and_the_same_arguments():
             count = len(tensors) + len(numbers)
             assert list(ours[1].arguments[:count]) == [*addresses, *numbers]
             assert list(by_triton.arguments[len(tensors) : count]) == list(numbers)
-            assert kernel.constexprs == list(range(count, len(kernel.arg_names)))  # places that the launcher skips
+            assert {*range(count, len(kernel.arg_names))} <= {*kernel.constexprs}  # places that the launcher skips
 
         with launching(thrice):
             for i in range(120):

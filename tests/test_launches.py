@@ -1,13 +1,15 @@
-"""A new batch size compiles nothing anew, which in the middle of an epoch would take seconds. What Triton compiles a
-kernel by, types, alignments and constants of its arguments, is recorded from its own binder, without a GPU."""
+"""What Triton compiles a kernel by, types, alignments and constants of its arguments, recorded from its own binder
+without a GPU: a new batch size compiles nothing anew, which in the middle of an epoch would take seconds, and rows that
+Triton does not take for aligned are not moved element by element."""
 
-import importlib.util
 import json
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-from test_targets import python
+import torch
+from test_targets import needs_triton, python
+
+from fastvit.ops._checks import as_rows
 
 BATCHES = (1, 2, 3, 5, 8, 16, 17)
 
@@ -72,7 +74,7 @@ def cases() -> list[tuple[str, dict[str, object]]]:
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
     script = tmp_path / "record.py"
     script.write_text(RECORD)
@@ -92,3 +94,51 @@ def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
             assert len(several) <= (3 if kernel in BY_ROWS else 1), f"{op} {sizes}: {kernel} with {several}"
         seen |= set(found)
     assert seen >= set(BY_ROWS) | {"attention_bwd_dq_kernel", "layer_norm_bwd_kernel", "column_sum_kernel"}
+
+
+NARROW = """
+import json
+
+import torch
+
+from benchmarks.codegen.launches import compile_all, recording
+from fastvit import ops
+
+def rows(width, wide):
+    return torch.empty(8, 197, wide, dtype=torch.bfloat16, device="meta")[..., :width].requires_grad_()
+
+def backward(out):
+    out = out if isinstance(out, tuple) else (out,)
+    torch.autograd.backward(out, [rows(o.shape[-1], o.shape[-1] + 8) for o in out])
+
+with recording("sm_90") as recorder:
+    for width, wide in ((200, 200), (768, 776)):
+        vector = torch.empty(width, dtype=torch.bfloat16, device="meta")
+        backward(ops.layer_norm(rows(width, wide), vector, vector))
+        scales = {"layer_scale": vector, "row_scale": torch.empty(8, device="meta")}
+        backward(ops.add_layer_norm(rows(width, wide), rows(width, wide), vector, vector, **scales))
+        backward(ops.dropout(rows(width, wide), 0.1))
+    for width, wide in ((768, 776), (1000, 1000)):
+        weight = torch.empty(width, wide, dtype=torch.bfloat16, device="meta")[:, :width].requires_grad_()
+        backward(ops.linear(rows(width, wide), weight, activation="gelu", residual=rows(width, wide)))
+        backward(ops.mlp(rows(width, wide), weight, None, weight, None, residual=rows(width, wide)))
+    launches = list(recorder.launches.values())
+    print(json.dumps([[launch.name, c.problems] for launch, c in compile_all(launches)]))
+"""
+
+
+@needs_triton
+def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """Triton looks for multiples of 16 only. Widths of 8 modulo 16, and rows that are such a width apart."""
+    script = tmp_path / "narrow.py"
+    script.write_text(NARROW)
+    found = json.loads(python(str(script)))
+    assert {name for name, _ in found} >= {
+        "layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "dropout_kernel", "column_sum_kernel", "linear_fwd_kernel",
+        "linear_dact_kernel", "act_bwd_kernel",
+    }  # fmt: skip
+    assert not [f"{name}: {problems}" for name, problems in found if problems]
+
+
+def test_an_expanded_row_is_laid_out_alike_at_every_batch_size() -> None:
+    assert {as_rows(torch.ones(B, 1, 8).expand(B, 5, 8)).stride() for B in (1, 2, 3)} == {(8, 1)}

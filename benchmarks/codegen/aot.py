@@ -134,6 +134,8 @@ class Compiled:
             found.append("HMMA instead of wgmma")
         if self.hot_loop.one_by_one:
             found.append("wgmma one by one")
+        if any(loop.loads_in_flight == 0 for loop in self.listing.hot_loops):
+            found.append("a loop that waits for the loads which it has just issued")
         threads = self.num_warps * TARGETS[self.target].gpu.warp_size
         return found + [str(access) for access in narrow(self.accesses, self.tiles, threads, self.granule)]
 

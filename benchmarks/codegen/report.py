@@ -74,6 +74,7 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
         "programs_per_sm": compiled.programs_per_sm,
         "slots": compiled.whole.slots,
         "hot_slots": loop.slots,
+        "loads_in_flight": loop.loads_in_flight,
         "mix": loop.mix,
         "tensor_instructions": dict(compiled.whole.tensor),
         "tensor_dots": compiled.tensor_dots,
@@ -89,9 +90,9 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
 
 LEGEND = """\
 warps/stages; registers and spilled bytes a thread; KB of shared memory, and programs that fit an SM; issue slots of the
-hot loop (of the whole kernel where it has none), and per score of attention, element of a row, or output of a GEMM
-(there the slots outside the loop: its epilogue)"""
-_COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", "slots", "per", "unit")
+hot loop (of the whole kernel where it has none); groups of loads in flight while its matmuls run; slots per score of
+attention, element of a row, or output of a GEMM (there the slots outside the loop: its epilogue)"""
+_COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", "slots", "loads", "per", "unit")
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -115,7 +116,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return cells
     per = [f"{row['slots_per']:.2f}", row["unit"]] if "slots_per" in row else []
     numbers = (row[k] for k in ("registers", "spill_bytes", "shared", "programs_per_sm", "hot_slots"))
-    return [*cells, *(str(n // 1024 if i == 2 else n) for i, n in enumerate(numbers)), *per]
+    loads = "" if row["loads_in_flight"] is None else str(row["loads_in_flight"])
+    return [*cells, *(str(n // 1024 if i == 2 else n) for i, n in enumerate(numbers)), loads, *per]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -77,6 +77,26 @@ class Region:
         waits = [i for i in self.instructions if i.opcode.startswith("WARPGROUP.DEPBAR") and i.operands.endswith("0x0")]
         return 2 < sum(i.opcode.startswith("HGMMA") for i in self.instructions) <= len(waits)
 
+    @property
+    def loads_in_flight(self) -> int | None:
+        """Groups of asynchronous copies that are under way while the loop's matmuls run, at the worst of them; None for
+        a loop without such copies. At 0 it waits for the loads that it has just issued, whatever its instructions are.
+        """
+        if not any(i.opcode.startswith("LDGSTS") for i in self.instructions):
+            return None
+        pending, least = 0, 0
+        for _ in range(8):  # passes, until as many groups are under way as there will ever be
+            during = []
+            for i in self.instructions:
+                if i.opcode == "LDGDEPBAR":
+                    pending += 1
+                elif i.opcode == "DEPBAR.LE" and i.operands.startswith("SB0"):
+                    pending = min(pending, int(i.operands.split(",")[1], 16))
+                elif i.tensor:
+                    during.append(pending)
+            least = min(during, default=0)
+        return least
+
 
 @dataclass(frozen=True)
 class Listing:

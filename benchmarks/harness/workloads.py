@@ -124,7 +124,7 @@ def _attention() -> Iterator[Workload]:
         few = {32: "second", 72: "second kernels", 96: "second", 128: "second", 256: "second"}.get(d, "")
         yield from rows(f"compile {few}", B=64, N=[197, 1370], H=8, d=d, separate=True)
     # the last tile of keys is as wide as the loop's
-    yield from rows("compile", B=64, N=1024, H=8, d=[72, 80, 96, 128], separate=[False, True])
+    yield from rows("compile", B=64, N=1024, H=8, d=[72, 80, 96, 128, 256], separate=[False, True])
     yield from rows("compile", B=64, N=197, H=12, d=64, dropout_p=0.1)
     yield from rows("compile second kernels", B=64, N=577, H=12, d=64, dropout_p=0.1)
 

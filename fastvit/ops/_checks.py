@@ -12,11 +12,12 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., D] -> [M, D] with unit stride along D; a copy only where strides leave no other way."""
+    """[..., D] -> [M, D] with unit stride along D; a copy only where strides leave no other way, and of a row that was
+    expanded: a batch of one would not need it, but be the only one with a stride of 0."""
     if x.is_contiguous():
         return x if x.dim() == 2 else x.view(-1, x.shape[-1])
     x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(0) > 0 else x.contiguous()
 
 
 def by_rows(x: Tensor | None) -> tuple[Any, int]:

@@ -248,7 +248,8 @@ def stat_dtype(x: Tensor) -> torch.dtype:
 
 
 def dot_precision(x: Tensor) -> str:
-    """`tl.dot`'s input_precision for x: float32 follows PyTorch's setting, 16-bit operands are exact either way."""
+    """`tl.dot`'s input_precision for x: float32 follows PyTorch's setting, 16-bit operands are exact either way. Tensor
+    cores cut TF32 operands off where cuBLAS may round them: a product is up to 2^-9 too small (tests/test_tf32.py)."""
     tf32 = x.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if tf32 else "ieee"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastvit.kernels import _attention_configs, _tuned
+from fastvit.kernels._configs import register_limit
 from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
@@ -176,7 +177,8 @@ def _backward_plan(
     choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
     config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32")
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": config.tail}
-    return config.block_m if of == "dq" else config.block_n, _constants(config, d, precision, unit) | tiles
+    constants = _constants(config, d, precision, unit) | tiles | register_limit(config.max_registers)
+    return config.block_m if of == "dq" else config.block_n, constants
 
 
 def _constants(config: Any, d: int, precision: str, unit: int) -> Constants:

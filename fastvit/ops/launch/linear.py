@@ -45,12 +45,13 @@ def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tup
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    (dy, dy_stride), (pre, pre_stride), weight = by_rows(dy), _near_rows(pre), _unit_columns(weight)
+    (dy, dy_stride), (pre, pre_stride) = _aligned_rows(dy), _aligned_rows(pre)
     K, N = weight.shape
+    weight, weight_stride = _aligned_rows(weight)
     M = pre.numel() // N
     programs, constants = _gemm(M, N, K, dy, activation)
     partial = pre.new_empty((1, cdiv(M, constants["BLOCK_M"]), N), dtype=torch.float32)
-    numbers = M, N, K, dy_stride, weight.stride(0), pre_stride
+    numbers = M, N, K, dy_stride, weight_stride, pre_stride
     launch(linear_dact_kernel, programs, (dy, weight, pre, dpre, h, partial), numbers, constants)
     return dpre, h, column_sums(partial, pre)[0]
 
@@ -92,15 +93,15 @@ def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out: Tensor, pre: Tensor | None, ends: Epilogue
 ) -> Call:
     """Of linear_fwd_kernel, which writes out and pre."""
-    (x, x_stride), weight = by_rows(x), _unit_columns(weight)
-    residual, residual_stride = _near_rows(ends.residual)
-    bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
     N, K = weight.shape
+    (x, x_stride), (weight, weight_stride) = _aligned_rows(x), _aligned_rows(weight)
+    residual, residual_stride = _aligned_rows(ends.residual)
+    bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
     M = x.numel() // K
     programs, constants = _gemm(M, N, K, x, activation)
     return (
         linear_fwd_kernel, programs, (x, weight, bias, layer_scale, row_scale, residual, out, pre),
-        (M, N, K, rows_per_sample(x, row_scale), x_stride, weight.stride(0), residual_stride), constants,
+        (M, N, K, rows_per_sample(x, row_scale), x_stride, weight_stride, residual_stride), constants,
     )  # fmt: skip
 
 
@@ -123,11 +124,8 @@ def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor,
     return column_sums(partial, pre)[0]
 
 
-def _near_rows(x: Tensor | None) -> tuple[Any, int]:
-    """`by_rows` of what an epilogue reads, which has offsets of 32 bits within a tile of up to 256 rows."""
+def _aligned_rows(x: Tensor | None) -> tuple[Any, int]:
+    """`by_rows`, but a copy where rows are not a multiple of 16 elements apart, without which the compiler sees no
+    alignment, or so far that offsets within a tile of up to 256 rows would not fit 32 bits."""
     rows, stride = by_rows(x)
-    return by_rows(rows.contiguous()) if stride > 1 << 22 else (rows, stride)
-
-
-def _unit_columns(weight: Tensor) -> Tensor:
-    return weight if weight.stride(1) == 1 or weight.shape[1] == 1 else weight.contiguous()
+    return (rows, stride) if stride % 16 == 0 and stride <= 1 << 22 else by_rows(rows.contiguous())

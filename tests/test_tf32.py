@@ -1,0 +1,94 @@
+"""float32 tensors under matmul precision "high": what tensor cores make of TF32 operands, whose bits after the tenth of
+the mantissa they cut off. That makes an operand up to 2^-10 of itself smaller and a product up to 2^-9, so of a matmul
+
+    |error| <= 2^-9 |a| |b|^T + what float32 sums are off by anyway
+
+The interpreter's `tl.dot` does the same (interpreter_shim.py); on a GPU, rounding does better than the bound.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from formulas import attention as eager_attention
+from torch import Tensor
+
+from fastvit import ops
+
+PRODUCT = 2.0**-9
+SUM = 2.0**-19  # of |a| |b|^T: a hundred float32 additions in any order
+
+pytestmark = pytest.mark.usefixtures("triton_backend")
+
+
+def normal(*shape: int, seed: int, device: torch.device) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def excess(function: Callable[[], Tensor], exact: Tensor, scale: Tensor, precision: str) -> float:
+    """The largest error in units of `scale`."""
+    torch.set_float32_matmul_precision(precision)
+    return float(((function().detach().double() - exact).abs() / scale).max())
+
+
+def assert_bounds(function: Callable[[], Tensor], exact: Tensor, scale: Tensor, *, bound: float = PRODUCT) -> None:
+    """scale: |a| |b|^T in float64."""
+    assert 2.0**-15 < excess(function, exact, scale, "high") <= bound + SUM
+    assert excess(function, exact, scale, "highest") <= SUM
+
+
+def test_linear(device: torch.device) -> None:
+    x, w = normal(70, 100, seed=1, device=device), normal(66, 100, seed=2, device=device)
+    exact, scale = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
+    assert_bounds(lambda: ops.linear(x, w), exact, scale)
+
+
+def test_gradient_of_an_mlp(device: torch.device) -> None:
+    """Through relu, whose derivative is the same wherever the pre-activation is surely positive or negative: the
+    registered op behind fc2's gradient."""
+    dy, w = normal(70, 100, seed=1, device=device), normal(100, 66, seed=2, device=device)
+    pre = torch.ones(70, 66, device=device)
+    exact, scale = dy.double() @ w.double(), dy.double().abs() @ w.double().abs()
+    assert_bounds(lambda: torch.ops.fastvit.linear_dact(dy, w, pre, "relu")[0], exact, scale)
+
+
+def test_patch_embed(device: torch.device) -> None:
+    image = normal(2, 3, 16, 16, seed=1, device=device).requires_grad_()
+    w = normal(24, 3, 8, 8, seed=2, device=device).requires_grad_()
+    dout = normal(2, 4, 24, seed=3, device=device)
+    patches = torch.nn.functional.unfold(image.detach().double(), 8, stride=8).transpose(1, 2)  # [2, 4, K]
+    rows, weight, grad = patches.reshape(8, -1), w.detach().double().flatten(1), dout.double().view(8, 24)
+
+    def scattered(x: Tensor) -> Tensor:  # [8, K] -> an image
+        return torch.nn.functional.fold(x.view(2, 4, -1).transpose(1, 2), 16, 8, stride=8)
+
+    def gradient(i: int) -> Tensor:
+        return torch.autograd.grad(ops.patch_embed(image, w, None), (image, w), dout)[i]
+
+    exact, scale = rows @ weight.T, rows.abs() @ weight.abs().T
+    assert_bounds(lambda: ops.patch_embed(image, w, None).view(8, 24), exact, scale)
+    assert_bounds(lambda: gradient(0), scattered(grad @ weight), scattered(grad.abs() @ weight.abs()))
+    assert_bounds(lambda: gradient(1).flatten(1), grad.T @ rows, grad.abs().T @ rows.abs())
+
+
+def test_attention(device: torch.device) -> None:
+    """Scores that are off by e change a probability by up to exp(2 e), and its product with a value by 2^-9 more."""
+    q, k, v = (normal(2, 150, 2, 32, seed=i, device=device) for i in range(3))
+    heads = [t.double().transpose(1, 2) for t in (q, k, v)]
+    off = PRODUCT * 32**-0.5 * float((heads[0].abs() @ heads[1].abs().transpose(2, 3)).max())
+    p = torch.softmax(heads[0] @ heads[1].transpose(2, 3) * 32**-0.5, -1)
+    scale = (p @ heads[2].abs()).transpose(1, 2)
+    exact = eager_attention(q.double(), k.double(), v.double())
+    bound = float(torch.tensor(2 * off).exp()) * (1 + PRODUCT) - 1
+    assert_bounds(lambda: ops.attention(q, k, v), exact, scale, bound=bound)
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_what_is_not_finite_stays_so(precision: str, device: torch.device) -> None:
+    torch.set_float32_matmul_precision(precision)
+    x, w = torch.ones(4, 32, device=device), torch.ones(16, 32, device=device)
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    out = ops.linear(x, w)
+    assert out[1].isnan().all()
+    assert out[2].isposinf().all()
+    assert out[[0, 3]].eq(32).all()
