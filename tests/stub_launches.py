@@ -193,7 +193,8 @@ def a_profiler_reads_names_flops_and_bytes():
             OPS.attention_fwd(attention, attention, attention, None, 0.125, 0.0)
             x, w = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
             OPS.layer_norm_fwd(x, w, w, 1e-6, None)
-            OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
+            pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
+            OPS.linear_dact(x, torch.zeros(64, 32, dtype=torch.bfloat16), pre, "gelu")
             OPS.patch_embed_fwd(
                 torch.zeros(2, 3, 8, 12), torch.zeros(16, 3, 4, 4), None, None, torch.zeros(1, 16), None
             )

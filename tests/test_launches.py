@@ -50,7 +50,8 @@ CASES = [
     ("add_layer_norm", {"row_scale": True}),
     ("dropout", {}),
     ("linear", {"scales": True, "activation": "gelu"}),
-    ("layer_norm_linear", {"residual": True}),
+    ("layer_norm_linear", {}),
+    ("layer_norm_attention", {}),
     ("mlp", {"dropout_p": 0.1, "scales": True}),
     ("layer_norm_mlp", {}),
     ("attention", {}),
@@ -66,7 +67,8 @@ def cases() -> list[tuple[str, dict[str, object]]]:
         for D in (192, 768):
             for op, options in CASES:
                 of_heads, width = {"H": D // 64, "d": 64}, {"D": D}
-                sizes = of_heads if op == "attention" else width | ({"H": D // 64} if op == "block" else {})
+                sizes = of_heads if op == "attention" else width
+                sizes |= {"H": D // 64} if op in ("block", "layer_norm_attention") else {}
                 sizes |= {"out": 4 * D} if op in ("linear", "layer_norm_linear") else {}
                 found.append((op, {"N": N, **sizes, **options}))
     for px, patch in IMAGES:
