@@ -27,12 +27,18 @@ def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> flo
         raise ValueError(f"got {tuple(got.shape)} {got.dtype}, exact {tuple(exact.shape)}, eager {eager.dtype}")
     if not got.isfinite().all():
         return float("inf")
-    target = exact.to(got.dtype)
-    ulp = (torch.nextafter(target, torch.full_like(target, torch.inf)) - target).double()
+    ulp = _ulp(exact, got.dtype)
     maximum_and_rms = (lambda t: float(t.abs().max()), lambda t: float(t.square().mean().sqrt()))
     return max(
         norm(got.double() - exact) / (norm(eager.double() - exact) + norm(ulp) / factor) for norm in maximum_and_rms
     )
+
+
+def _ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of the dtype at these values; torch.nextafter knows no float16 on a GPU."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(exact.to(dtype).double().abs().clamp_min(limits.tiny))
+    return limits.eps * torch.exp2(exponent.double() - 1)
 
 
 def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:

@@ -36,6 +36,14 @@ class Draw:
         """A leaf that wants a gradient."""
         return self._random(shape, std, mean).requires_grad_()
 
+    def bytes(self, *shape: int) -> Tensor:
+        """uint8, as images are read from files."""
+        seed = next(self._seeds)
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=torch.uint8, device="meta")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=self.device)
+
     def photographs(self, count: int, size: int) -> Tensor:
         """(count, 3, size, size), normalised, in this draw's precision; without a gradient."""
         if self.device.type == "meta":

@@ -14,10 +14,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.harness.agreement import agreement, cotangents
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.eager import SdpaBackend
+from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.memory import peak_bytes, saved_bytes
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, warm
+from benchmarks.harness.timing import (
+    HOST_BOUND,
+    Ceilings,
+    Clock,
+    Quantiles,
+    measure_ceilings,
+    measured,
+    per_call,
+    plan_rounds,
+    warm,
+)
 from benchmarks.harness.workloads import Workload
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
@@ -112,9 +123,20 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
             steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
 
+    if session.device.type == "cuda":
+        for name, step in steps.items():
+            record.providers[name].called = Quantiles.of(per_call(step, session.device))
+        for name, replay in capture_all(steps).items():
+            if isinstance(replay, str):
+                record.providers[name].remark = f"timed as called, without a graph: {replay}"
+            else:
+                steps[name] = replay
     samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=workload.max_rounds)
     for name, values in samples.items():
-        record.providers[name].time = Quantiles.of(values)
+        if good := measured(values):
+            record.providers[name].time = Quantiles.of(good)
+        else:
+            record.providers[name].skipped = HOST_BOUND
     where = environment(session.device, session.dtype)
     benchmark.group = f"{workload.op}, {mode}"
     benchmark.extra_info.update(record.as_dict(where, session.ceilings))

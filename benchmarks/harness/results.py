@@ -40,7 +40,8 @@ def _record(data: dict[str, Any]) -> Record:
 
 
 def _provider(data: dict[str, Any]) -> Provider:
-    return Provider(**{**data, "time": None if data["time"] is None else Quantiles(**data["time"])})
+    times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
+    return Provider(**{**data, **times})
 
 
 def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
