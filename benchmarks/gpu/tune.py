@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.tables import Choice, Work, candidates, works
+from benchmarks.harness.agreement import difference
 from benchmarks.harness.provenance import commit, now, sources, write_json
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Clock, Quantiles
@@ -84,16 +85,6 @@ def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
             yield asked
         finally:
             _tuned.clear_caches()
-
-
-def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest, over the tensors, of max |got - expected| / max |expected|; infinite where got is not finite."""
-    worst = 0.0
-    for a, b in zip(got, expected, strict=True):
-        if not a.isfinite().all():
-            return float("inf")
-        worst = max(worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)))
-    return worst
 
 
 class Tuner:

@@ -41,18 +41,23 @@ def _ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return limits.eps * torch.exp2(exponent.double() - 1)
 
 
+def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest, over the tensors, of max |got - expected| / max |expected|; infinite where got is not finite."""
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if not a.isfinite().all():
+            return float("inf")
+        worst = max(worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)))
+    return worst
+
+
 def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
     """The outputs, or for training the gradients; dropout off, since providers draw different masks."""
     runner = workload.runner(provider, draw, check=True).train(False)
     if mode == "inference":
         return runner.infer()
     outputs = runner.outputs()
-    return torch.autograd.grad(outputs, runner.leaves, cotangents(outputs, draw))
-
-
-def cotangents(outputs: Sequence[Tensor], draw: Draw) -> tuple[Tensor, ...]:
-    """Random gradients of the outputs."""
-    return tuple(draw.normal(*out.shape).detach() for out in outputs)
+    return torch.autograd.grad(outputs, runner.leaves, draw.cotangents(outputs))
 
 
 def agreement(

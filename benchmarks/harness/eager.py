@@ -23,11 +23,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def attention(qkv: Tensor) -> Tensor:
-    """Materialises N x N. (B, N, 3, H, d) -> (B, N, H, d)."""
+def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Materialises N x N. (B, N, 3, H, d) -> (B, N, H, d). mask: (B, H, N, N), what dropout multiplies weights with."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2).contiguous()
+    weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1)
+    return ((weights if mask is None else weights * mask.to(weights.dtype)) @ v).transpose(1, 2).contiguous()
 
 
 def attention_sdpa(qkv: Tensor) -> Tensor:

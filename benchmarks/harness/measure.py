@@ -11,8 +11,8 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness.agreement import agreement, cotangents
-from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.agreement import agreement
+from benchmarks.harness.draw import Draw
 from benchmarks.harness.eager import SdpaBackend
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.memory import peak_bytes, saved_bytes
@@ -69,22 +69,13 @@ def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
     with FlopCounterMode(display=False) as counter:
         outputs = runner.outputs()
         if mode == "training":
-            torch.autograd.backward(outputs, cotangents(outputs, draw))  # the counter's hooks refuse grad()
+            torch.autograd.backward(outputs, draw.cotangents(outputs))  # the counter's hooks refuse grad()
     into, out, leaves = (
         sum(t.nbytes for t in tensors) for tensors in ((*runner.inputs, *runner.parameters), outputs, runner.leaves)
     )
     # backward reads inputs and parameters again and the outputs' gradients, and writes the leaves'
     moved = into + out if mode == "inference" else 2 * into + 2 * out + leaves
     return counter.get_total_flops(), moved
-
-
-def _step(workload: Workload, provider: str, mode: str, session: Session) -> tuple[Callable[[], object], Runner]:
-    draw = Draw(session.dtype, session.device)
-    runner = workload.runner(provider, draw).train(mode == "training")
-    if mode == "inference":
-        return runner.infer, runner
-    gradients = cotangents(runner.outputs(), draw)
-    return (lambda: runner.gradients(gradients)), runner
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
@@ -106,7 +97,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     for name in names:
         provider = record.providers[name] = Provider(error_ratio=ratios[name])
         try:
-            steps[name], runner = _step(workload, name, mode, session)
+            steps[name], runner = workload.step(name, mode, Draw(session.dtype, session.device))
             if name == "compile":
                 steps[name]()  # compiles: no estimate of a round
             seconds[name] = warm(steps[name], session.clock)

@@ -19,16 +19,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16
 from benchmarks.harness.providers import OPS
 
+Step = Callable[[], tuple[Tensor, ...]]
 BATCH = 256 * 197  # rows of the large batch whose parts are counted
 
 
@@ -66,6 +68,15 @@ class Workload:
         torch.compiler.reset()
         runner.forward = torch.compile(runner.forward, dynamic=False)
         return runner
+
+    def step(self, provider: str, mode: str, draw: Draw) -> tuple[Step, Runner]:
+        """What is timed: forward (mode "inference"), or forward and backward ("training") with random gradients of the
+        outputs."""
+        runner = self.runner(provider, draw).train(mode == "training")
+        if mode == "inference":
+            return runner.infer, runner
+        gradients = draw.cotangents(runner.outputs())
+        return (lambda: runner.gradients(gradients)), runner
 
 
 def _words(sizes: dict[str, Any]) -> Iterator[str]:
@@ -123,6 +134,7 @@ def _attention() -> Iterator[Workload]:
     yield from rows("verify", B=1, N=4097, H=1, d=64)
     yield from rows("verify", B=2, N=[197, 1025], H=2, d=[32, 72, 80, 96, 128])
     yield from rows("verify", B=2, N=[197, 577], H=3, d=64, separate=True)
+    yield from rows("verify", B=2, N=[197, 577], H=3, d=64, dropout_p=0.1)
     for N, several in {197: [1, 32, 256], 1025: [1, 32], 4097: [1, 8]}.items():
         yield from rows("headline", B=several, N=N, H=12, d=64)
     for N in (17, 65, 197, 256, 257, 577, 1024, 1025, 1370, 4097):
@@ -164,6 +176,7 @@ def _norms() -> Iterator[Workload]:
         yield from _rows("add_layer_norm", f"compile {few}", B=64, N=197, D=D, row_scale=True)
     yield from _rows("dropout", "traffic", B=1, N=197, D=768)
     yield from _rows("dropout", "sanitize", B=1, N=37, D=200)
+    yield from _rows("dropout", "verify", B=4, N=197, D=[200, 768])
     yield from _rows("dropout", "compile second kernels", B=64, N=197, D=768)
 
 
@@ -182,6 +195,7 @@ def _gemms() -> Iterator[Workload]:
     yield from _rows("layer_norm_linear", "verify", B=4, N=197, D=384, out=1152, residual=[False, True])
     yield from _rows("mlp", "verify", B=4, N=197, D=384, recompute=["none", "activation", "all"], scales=True)
     yield from _rows("mlp", "verify", B=4, N=197, D=192, activation=["gelu_tanh", "quick_gelu", "relu", "silu"])
+    yield from _rows("mlp", "verify", B=4, N=197, D=192, dropout_p=0.1)
     yield from _rows("layer_norm_mlp", "verify", B=4, N=197, D=[384, 768], scales=True)
     yield from _rows("layer_norm_mlp", "headline", B=[1, 32, 256], N=197, D=768)
     for D in (384, 768, 1024, 1280):
