@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import summary
+from benchmarks.gpu.journal import words
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.timing import Clock, Quantiles, measured, per_call
 from benchmarks.harness.workloads import Step, Workload, workloads
@@ -43,18 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     device = summary.device_of(chosen)
     journal = summary.journal(chosen.out, device)
-    (workload,) = (
-        workloads("quick", ops=("model",))
-        if chosen.rehearse
-        else [
-            w for w in workloads("headline", ops=("model",)) if w.sizes["name"] == chosen.model and w.sizes["B"] == 32
-        ]
-    )
+    models = workloads("quick" if chosen.rehearse else "headline", ops=("model",))
+    (workload,) = [w for w in models if chosen.rehearse or (w.sizes["name"], w.sizes["B"]) == (chosen.model, 32)]
     steps: dict[str, Step] = {}
-    cut = []
+    clock, cut = Clock(device), []
     for style in _STYLES[-1:] if chosen.rehearse else _STYLES:
-        for mode, words in summary.MODES.items():
-            name = f"{chosen.model} B{workload.sizes['B']} {chosen.provider}, {style}, {words}"
+        for mode, title in summary.MODES.items():
+            name = f"model {workload} {chosen.provider}, {style}, {title}"
             if journal.done("compiled", name):
                 continue
             if time.time() > chosen.until:
@@ -70,13 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
                 journal.add("compiled", name, "failed", reason=words(error))
     while not chosen.go.exists():
         time.sleep(0.05)
-    clock = Clock(device)
     for name, step in steps.items():
-        called = per_call(step, device)
+        called = Quantiles.of(per_call(step, device))
         samples = measured([clock.time(step) for _ in range(20)])
-        found = {"called": asdict(Quantiles.of(called)), "graph": asdict(Quantiles.of(samples)) if samples else None}
-        journal.add("compiled", name, "passed", **found)
-        print(f"> {name}: {1e6 * found['called']['median']:,.0f} us called", flush=True)
+        alone = asdict(Quantiles.of(samples)) if samples else None
+        journal.add("compiled", name, "passed", called=asdict(called), graph=alone)
+        print(f"> {name}: {1e6 * called.median:,.0f} us called", flush=True)
     return int(bool(cut))
 
 

@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
         launches = record(first_minutes(chosen.rehearse), machine)
     print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
     failed = {}
-    for launch, reason in compile_all(launches, min(15, max(1, (os.cpu_count() or 2) - 1))):
+    for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
         if reason:
             failed[f"{launch.name} {launch.dtype}"] = reason
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)

@@ -33,6 +33,8 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def device_of(chosen: argparse.Namespace) -> torch.device:
+    if chosen.rehearse:
+        torch.set_num_threads(1)
     return torch.device("cpu" if chosen.rehearse else "cuda")
 
 
@@ -104,7 +106,7 @@ def _rows(records: list[Record]) -> list[str]:
         called = [_us(figures, name, "called") for name in PROVIDERS]
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{_why(r)}**)"
         rows.append([name, *graph, *called, ", ".join(f"{v:.2f}x {k}" for k, v in ratios(r, "graph").items())])
-    head = ["row", *(f"{name} us" for name in PROVIDERS), *(f"{name} us called" for name in PROVIDERS), "GPU / fused"]
+    head = ["row", *(f"{name} us" for name in PROVIDERS), *(f"{name} us called" for name in PROVIDERS), "us / fused's"]
     notes = [
         f"- {r['name']}, {name}: {reason}"
         for r in records
@@ -113,7 +115,8 @@ def _rows(records: list[Record]) -> list[str]:
         for reason in (figures.get("skipped"), figures.get("remark"))
         if reason
     ]
-    return [*_table(head, rows), *notes]
+    legend = ["us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop"]
+    return [*_table(head, rows), *legend * bool(rows), *notes]
 
 
 def _why(r: Record) -> str:
@@ -163,7 +166,7 @@ def short(records: list[Record]) -> list[str]:
     for r in records:
         if r["kind"] == "row" and r["status"] == "passed":
             pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]
-            lines.append(f"{r['name']}: GPU {_us(r['providers'], 'fused', 'graph')} us, {pair[0]}; as called {pair[1]}")
+            lines.append(f"{r['name']}: {_us(r['providers'], 'fused', 'graph')} us, {pair[0]}; as called {pair[1]}")
         elif r["kind"] == "row":
             lines.append(f"{r['name']}: {_why(r)}")
         elif r["kind"] == "compiled" and r.get("called"):
