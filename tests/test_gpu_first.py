@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import correct, first, headline, summary
+from benchmarks.gpu import journal as journal_module
 from benchmarks.gpu.journal import BEGUN, Journal, Record, read
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.provenance import ROOT
@@ -64,6 +65,7 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path: 
     time.sleep(1.0)
     assert len(read(folder / "results.jsonl")) <= len(before) + 1, "its processes have ended with it"
     steps = {r["name"]: r for r in before if r["kind"] == "step"}
+    assert next(r["strict"] for r in before if r["name"] == "machine"), "what is timed is no fallback"
     assert steps["correct mlp"]["status"] == "failed"
     assert "exit status" in steps["correct mlp"]["last"][-1]
     assert {steps[name]["status"] for name in ("environment", "compile", "correct layer_norm")} == {"passed"}
@@ -186,14 +188,31 @@ def test_what_is_wrong_fails(how: str, reason: str, monkeypatch: pytest.MonkeyPa
 def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (workload,) = workloads("quick", ops=("layer_norm",))
     journal = Journal(tmp_path, "a GPU", code="code")
-    assert headline.measure(journal, Clock(CPU), workload, "inference", 0.01) == "passed"
+
+    def row() -> Record:
+        headline.measure(journal, Clock(CPU), workload, "inference", "a row", 0.01)
+        return journal.records()[0]
+
+    assert row()["status"] == "passed"
     monkeypatch.setattr(ops, "layer_norm", lambda x, *_: torch.zeros_like(x))
-    assert headline.measure(journal, Clock(CPU), workload, "inference", 0.01) == "failed"
-    (row,) = journal.records()
-    assert "differs from eager by 1 of the largest result" in row["reason"]
+    assert row()["status"] == "failed"
+    assert "differs from eager by 1 of the largest result" in row()["reason"]
     monkeypatch.setattr(ops, "layer_norm", lambda x, *_: 1 // 0)
-    assert headline.measure(journal, Clock(CPU), workload, "inference", 0.01) == "failed"
-    assert "ZeroDivisionError" in journal.records()[0]["reason"]
+    assert row()["status"] == "failed"
+    assert "ZeroDivisionError" in row()["reason"]
+    assert row()["providers"]["eager"]["called"]["median"] > 0, "what was measured before stays"
+
+
+def test_a_row_is_begun_once_in_a_call(tmp_path: Path) -> None:
+    """One that ends its process is left out by the next, and begun again in a later call."""
+    journal = Journal(tmp_path, "a GPU", code="code")
+    (_, _, first_row), (_, _, second_row) = headline.left(journal, True, "first", 0.0)
+    since = time.time()
+    journal.add("row", first_row, BEGUN)
+    assert [name for *_, name in headline.left(journal, True, "first", since)] == [second_row]
+    journal.add("row", second_row, "passed")
+    assert headline.left(journal, True, "first", since) == []
+    assert [name for *_, name in headline.left(journal, True, "first", time.time())] == [first_row]
 
 
 # ---- what is kept ----
@@ -219,13 +238,12 @@ def test_a_torn_line_and_other_runs_do_not_count(tmp_path: Path) -> None:
 def test_unpacking_is_where_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, root, kernels = (tmp_path / name for name in ("bundle", "root", "kernels"))
     kernels.mkdir()
-    monkeypatch.setattr(first, "ROOT", root)
+    monkeypatch.setattr(journal_module, "ROOT", root)
     monkeypatch.setattr(first._tuned, "FOLDER", kernels)
     Journal(bundle, "NVIDIA H100 80GB HBM3", code="code").add("row", "first", "passed")
     (bundle / "tuned_nvidia_h100.json").write_text("{}")
     assert first.main(["--unpack", str(bundle)]) == 0
     folder = root / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3" / "first"
-    assert folder == first.default_folder("NVIDIA H100 80GB HBM3")
     assert Journal(folder, "NVIDIA H100 80GB HBM3", code="code").done("row", "first")
     assert (kernels / "tuned_nvidia_h100.json").exists()
     with pytest.raises(SystemExit, match="no results"):

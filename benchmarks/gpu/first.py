@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -25,25 +24,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import compiled, correct, headline, summary
-from benchmarks.gpu.journal import DONE, read
+from benchmarks.gpu.journal import DONE, REHEARSAL, read, results_folder
 from benchmarks.gpu.runner import Runner, Step
-from benchmarks.harness.provenance import ROOT
 from fastvit.kernels import _tuned
 
 SECONDS = 535.0  # 9 minutes less what ending takes
 # Seconds since the start by which a part has to end
-COMPILED, CHECKED, SANITIZED, TIMED, MODELS_COMPILED, MODELS_TIMED = 110.0, 220.0, 265.0, 440.0, 400.0, 490.0
+COMPILED, CHECKED, SANITIZED, TIMED, MODELS_TIMED = 110.0, 220.0, 265.0, 440.0, 490.0
 MEMORY = 8e9  # bytes that a process of correctness checks may need
-
-
-def default_folder(device: str) -> Path:
-    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
-    return ROOT / ("out" if device == summary.REHEARSAL else "benchmarks/results") / name / "first"
 
 
 def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
     journal = summary.journal(folder, torch.device("cpu" if rehearse else "cuda"))
-    runner = Runner(journal, seconds)
+    runner = Runner(journal, seconds, {"FASTVIT_STRICT": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"})
     shared = ("--out", str(folder), *["--rehearse"] * rehearse)
 
     def step(name: str, module: str, *arguments: str, limit: float = 3600.0) -> Step:
@@ -57,7 +50,7 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
             models = runner.begin(
                 [
                     step(f"torch.compile {provider} {model}", "compiled", "--model", model, "--provider", provider,
-                         "--go", str(go), "--until", str(time.time() + MODELS_COMPILED - runner.elapsed))
+                         "--go", str(go), "--until", str(time.time() + SANITIZED - runner.elapsed))
                     for model in compiled.MODELS[: 1 if rehearse else None]
                     for provider in compiled.PROVIDERS
                 ],
@@ -67,15 +60,15 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
             checks = [step(f"correct {name}", "correct", "--group", name) for name in correct.groups(rehearse)]
             runner.run(checks, workers=_workers(runner), until=CHECKED)
             runner.run([_sanitizer(rehearse)], until=SANITIZED)
-            _rows(runner, step, "first", until=TIMED)
+            _rows(runner, step("rows, first part", "headline", "--part", "first"), until=TIMED)
             go.touch()
             wait(models)
-            _rows(runner, step, "second")
+            _rows(runner, step("rows, second part", "headline", "--part", "second"))
         finally:
             runner.end()
     records = journal.records()
     print(*summary.short(records), sep="\n", flush=True)
-    missing = [name for name in _rows_wanted(rehearse) if not journal.done("row", name)]
+    missing = [name for part in headline.PARTS for *_, name in headline.left(journal, rehearse, part, time.time())]
     bad = [r["name"] for r in records if r["kind"] != "step" and r["status"] not in DONE]
     print(f"{len(records)} results, {len(bad)} of them bad, {len(missing)} rows missing; see {folder / 'table.md'}")
     return int(bool(missing) or any(r["status"] not in DONE for r in records))
@@ -92,23 +85,15 @@ def _sanitizer(rehearse: bool) -> Step:
     return Step("sanitize", ("-m", "benchmarks.gpu.sanitize", *arguments))
 
 
-def _rows(runner: Runner, step, part: str, until: float = SECONDS) -> None:  # type: ignore[no-untyped-def]
+def _rows(runner: Runner, step: Step, until: float = SECONDS) -> None:
     """Again without the row that ended the process, as long as there is progress."""
     since = time.time()
-    while True:
-        before = _begun(runner, since)
-        name = f"rows, {part} part"
-        ended = runner.run([step(name, "headline", "--part", part, "--since", str(since))], until=until)[name]
-        if ended != "failed" or _begun(runner, since) == before:
+    part = step.arguments[-1]
+    rehearse = runner.journal.device == REHEARSAL
+    while left := headline.left(runner.journal, rehearse, part, since):
+        runner.run([Step(step.name, (*step.arguments, "--since", str(since)))], until=until)
+        if headline.left(runner.journal, rehearse, part, since) == left:
             return
-
-
-def _begun(runner: Runner, since: float) -> int:
-    return sum(r["kind"] == "row" and r["at"] >= since for r in runner.journal.records())
-
-
-def _rows_wanted(rehearse: bool) -> list[str]:
-    return [f"{w.op} {w} {words}" for w in headline.rows(rehearse) for words in summary.MODES.values()]
 
 
 def unpack(bundle: Path, folder: Path | None) -> Path:
@@ -116,7 +101,7 @@ def unpack(bundle: Path, folder: Path | None) -> Path:
     found = read(bundle / "results.jsonl")
     if not found:
         raise SystemExit(f"{bundle}: no results.jsonl with a result in it")
-    folder = folder or default_folder(found[-1]["device"])
+    folder = folder or results_folder(found[-1]["device"]) / "first"
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(bundle.iterdir()):
         if path.is_file():
@@ -136,8 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if not (chosen.rehearse or torch.cuda.is_available()):
         parser.error("no GPU; --rehearse runs the steps in miniature without one")
-    device = summary.REHEARSAL if chosen.rehearse else torch.cuda.get_device_name()
-    return run((chosen.out or default_folder(device)).resolve(), chosen.rehearse, chosen.seconds)
+    device = REHEARSAL if chosen.rehearse else torch.cuda.get_device_name()
+    return run((chosen.out or results_folder(device) / "first").resolve(), chosen.rehearse, chosen.seconds)
 
 
 if __name__ == "__main__":

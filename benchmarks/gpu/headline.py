@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -45,6 +46,17 @@ def rows(rehearse: bool, part: str = "") -> list[Workload]:
     return sorted(found, key=lambda workload: ops.index(workload.op))
 
 
+def left(journal: Journal, rehearse: bool, part: str, since: float) -> list[tuple[Workload, str, str]]:
+    """Rows of the part, (workload, mode, name), that are not done and were not begun since then."""
+    wanted = [(w, mode, f"{w.op} {w} {title}") for w in rows(rehearse, part) for mode, title in summary.MODES.items()]
+    known = {r["name"]: r for r in journal.records() if r["kind"] == "row"}
+
+    def settled(name: str) -> bool:
+        return name in known and (known[name]["status"] in DONE or known[name]["at"] >= since)
+
+    return [row for row in wanted if not settled(row[2])]
+
+
 @contextlib.contextmanager
 def _using(provider: str) -> Iterator[None]:
     with sdpa_kernel(_BACKENDS[provider]) if provider in _BACKENDS else contextlib.nullcontext():
@@ -67,12 +79,12 @@ class Row:
         self.figures: dict[str, dict[str, Any]] = {}
         self.results: dict[str, tuple[Tensor, ...]] = {}
 
-    def measure(self) -> dict[str, Any]:
-        """What the journal keeps of it. Raises what fused raises."""
+    def measure(self) -> str:
+        """What is wrong with fused's results; empty if nothing is. Raises what fused raises."""
         names = [name for name in summary.PROVIDERS if name not in _BACKENDS or "sdpa" in self.workload.providers]
         steps = {name: step for name in names if (step := self._begin(name)) is not None}
         self._time(steps)
-        return {"providers": self.figures, "reason": self._disagreement()}
+        return self._disagreement()
 
     def _disagreement(self) -> str:
         """That fused's results are not the first provider's, by more than other providers' are; empty if they are.
@@ -92,16 +104,14 @@ class Row:
             with _using(name):
                 self.results[name] = step()
                 figures["called"] = asdict(Quantiles.of(per_call(step, device, seconds=self.seconds / 10)))
+            return _within(name, step)
         except RuntimeError as error:  # too little memory, no such kernel
             if name == "fused":
                 raise
             figures["skipped"] = words(error)
-            self.results.pop(name, None)
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # raises where the error has ended the context
-                torch.cuda.empty_cache()
-            return None
-        return _within(name, step)
+        self.results.pop(name, None)
+        _recover(device)  # now that the error holds no tensors any more
+        return None
 
     def _time(self, steps: dict[str, Work]) -> None:
         """Rounds of all providers in turn, A B C A B C."""
@@ -127,26 +137,31 @@ class Row:
                 self.figures[name]["remark"] = HOST_BOUND
 
 
-def measure(journal: Journal, clock: Clock, workload: Workload, mode: str, seconds: float) -> str:
-    """Writes the row into the journal; its status."""
-    name = f"{workload.op} {workload} {summary.MODES[mode]}"
+def measure(journal: Journal, clock: Clock, workload: Workload, mode: str, name: str, seconds: float) -> None:
+    """Writes the row into the journal."""
     journal.add("row", name, BEGUN)
     gc.collect()
     gc.disable()  # for all alike
+    row = Row(workload, mode, clock, seconds)
     try:
-        found = Row(workload, mode, clock, seconds).measure()
-        status = "failed" if found["reason"] else "passed"
+        reason = row.measure()
     except Exception as error:
-        found, status = {"reason": words(error)}, "failed"
+        reason = words(error)
     finally:
         gc.enable()
-    journal.add("row", name, status, **found)
-    if clock.device.type == "cuda":
-        torch.cuda.synchronize()  # raises where the error has ended the context
-        torch.cuda.empty_cache()
+    found = {"providers": row.figures, "reason": reason}
+    journal.add("row", name, "failed" if reason else "passed", **found)
+    del row
+    _recover(clock.device)
     line = ", ".join(f"{value:.2f}x {key}" for key, value in summary.ratios(found, "graph").items())
-    print(f"> {name}: {found['reason'] or line}", flush=True)
-    return status
+    print(f"> {name}: {reason or line}", flush=True)
+
+
+def _recover(device: torch.device) -> None:
+    """Gives memory back, and raises where an error has ended the device's context."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,13 +171,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     device = summary.device_of(chosen)
     journal, clock = summary.journal(chosen.out, device), Clock(device)
-    statuses = []
-    for workload in rows(chosen.rehearse, chosen.part):
-        for mode, title in summary.MODES.items():
-            before = journal.get("row", f"{workload.op} {workload} {title}")
-            if before is None or (before["status"] not in DONE and before["at"] < chosen.since):
-                statuses.append(measure(journal, clock, workload, mode, 0.02 if chosen.rehearse else 0.6))
-    return int(any(status not in DONE for status in statuses))
+    for row in left(journal, chosen.rehearse, chosen.part, chosen.since):
+        measure(journal, clock, *row, 0.02 if chosen.rehearse else 0.6)
+    return int(bool(left(journal, chosen.rehearse, chosen.part, math.inf)))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.provenance import sources, write_text
+from benchmarks.harness.provenance import ROOT, sources, write_text
 
 Record = dict[str, Any]  # kind, name, status, device, sources, at (seconds since 1970), and what was found
 Page = Callable[[list[Record]], str]
 DONE = ("passed", "skipped")
+REHEARSAL = "rehearsal"  # the device of a run in miniature, which measures nothing
 BEGUN = "begun"
 
 
@@ -29,11 +32,12 @@ class Journal:
         self.folder, self.device, self.page = folder, device, page
         self.code = code or sources()
         self.path = folder / "results.jsonl"
+        self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, kind: str, name: str, status: str, **found: Any) -> None:
         record = {"kind": kind, "name": name, "status": status, "device": self.device, "sources": self.code}
-        line = json.dumps(_finite(record | {"at": round(time.time(), 3)} | found)) + "\n"
+        line = json.dumps(_finite(record | {"at": time.time()} | found)) + "\n"
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
@@ -43,7 +47,8 @@ class Journal:
         finally:
             os.close(descriptor)
         if self.page is not None:
-            write_text(self.folder / "table.md", self.page(self.records()))
+            with self._lock:
+                write_text(self.folder / "table.md", self.page(self.records()))
 
     def records(self) -> list[Record]:
         """The last of each kind and name, in the order of their first."""
@@ -72,6 +77,12 @@ def read(path: Path) -> list[Record]:
         if isinstance(record, dict) and {"kind", "name", "status", "device", "sources"} <= record.keys():
             found.append(record)
     return found
+
+
+def results_folder(device: str) -> Path:
+    """Where the results of a device belong."""
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return ROOT / ("out" if device == REHEARSAL else "benchmarks/results") / name
 
 
 def words(error: Exception) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import sanitize
-from benchmarks.gpu.journal import DONE, Journal
+from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
 from benchmarks.gpu.runner import Runner, Step
 from benchmarks.gpu.tables import TABLES
 from benchmarks.harness.provenance import ROOT, commit
@@ -101,9 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = torch.cuda.is_available() and not chosen.rehearse
     if not (gpu or chosen.rehearse or chosen.list):
         parser.error("no GPU; --rehearse runs the steps in miniature without one")
-    device = torch.cuda.get_device_name() if gpu else "rehearsal"
-    folder = re.sub(r"[^a-z0-9]+", "_", device.lower())
-    results = (chosen.out or ROOT / ("benchmarks/results" if gpu else "out") / folder).resolve()
+    device = torch.cuda.get_device_name() if gpu else REHEARSAL
+    results = (chosen.out or results_folder(device)).resolve()
     steps = rehearsal_steps(results) if chosen.rehearse else gpu_steps(results)
     steps = [step for step in steps if step.name.startswith(tuple(chosen.steps))]
     if not steps:

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from benchmarks.gpu.journal import Journal
 from benchmarks.harness.provenance import ROOT
@@ -33,10 +34,12 @@ class Step:
 
 
 class Runner:
-    """seconds: after these no step goes on."""
+    """seconds: after these no step goes on. variables: of the environment, for all steps."""
 
-    def __init__(self, journal: Journal, seconds: float = math.inf) -> None:
-        self.journal, self.seconds = journal, seconds
+    def __init__(
+        self, journal: Journal, seconds: float = math.inf, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.journal, self.seconds, self._variables = journal, seconds, variables
         self._start = time.monotonic()
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[str]] = set()
@@ -88,6 +91,7 @@ class Runner:
             return "cut"
         start, last, timed_out = time.monotonic(), deque[str](maxlen=3), threading.Event()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        environment |= self._variables
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.leash", *step.arguments], cwd=ROOT, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

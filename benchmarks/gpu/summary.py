@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.journal import BEGUN, Journal, Record
+from benchmarks.gpu.journal import BEGUN, REHEARSAL, Journal, Record
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fused")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-REHEARSAL = "rehearsal"
 TOLERANCE = 0.05  # of the largest result, by which a timed result may differ from another provider's
 
 
 def journal(folder: Path, device: torch.device) -> Journal:
-    """That of the first minutes; the name of a CPU is "rehearsal"."""
+    """That of the first minutes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else REHEARSAL
     return Journal(folder, name, functools.partial(markdown))
 
@@ -160,9 +159,9 @@ def short(records: list[Record]) -> list[str]:
         worst = max((v for r in cases for v in r.get("ratios", ()) if v is not None), default=float("nan"))
         lines.append(f"{op}: {len(cases) - len(wrong)} of {len(cases)} correct, worst error ratio {worst:.2f}")
         lines += [f"    WRONG {r['name']}: {_verdict(r)}"[:160] for r in wrong[:5]]
-    lines += [
-        f"{r['name']}: {r['status']}" for r in records if r["kind"] == "step" and r["name"].startswith("sanitize")
-    ]
+    for r in records:
+        if r["kind"] == "step" and (r["status"] not in DONE or r["name"] == "sanitize"):
+            lines.append(f"{r['name']}: {r['status']} {' '.join(r.get('last', ()))}"[:200])
     for r in records:
         if r["kind"] == "row" and r["status"] == "passed":
             pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]
