@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness import dispatch, eager, plot, results, table, timing
-from benchmarks.harness.agreement import agreement, error_ratio
+from benchmarks.harness.agreement import _ulp, agreement, error_ratio
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
 from benchmarks.harness.memory import exponent, peak_bytes, running_peak, saved_bytes
@@ -139,6 +139,16 @@ def test_error_ratio_is_the_rule() -> None:
     assert error_ratio(torch.full((4,), torch.nan), near, exact, 2.0) == float("inf")
     with pytest.raises(ValueError, match="float16"):
         error_ratio(near.half(), near, exact, 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_an_ulp_is_the_spacing_of_the_dtype(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    x = torch.randn(1000, dtype=torch.float64) * 10.0 ** torch.linspace(-9, 3, 1000).double()
+    x = torch.cat([x, torch.tensor([0.0, 1.0, 2.0, -1.0, limits.tiny, limits.tiny / 4], dtype=torch.float64)])
+    near = x.to(dtype).abs()
+    spacing = (torch.nextafter(near, torch.full_like(near, torch.inf)) - near).double()
+    assert torch.equal(_ulp(x, dtype), spacing)
 
 
 def _workload(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Runner], **sizes: int) -> Workload:

@@ -1,6 +1,7 @@
 """`make gpu-first`: rehearsed in full, killed in the middle, with a process that dies; what it compiles beforehand."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -182,7 +183,9 @@ def test_what_is_wrong_fails(how: str, reason: str, monkeypatch: pytest.MonkeyPa
         return made
 
     monkeypatch.setattr(Workload, "runner", runner)
-    assert reason in correct.check(case, torch.float32, CPU)[1]
+    ratios, said = correct.check(case, torch.float32, CPU)
+    assert reason in said
+    assert math.isinf(max(ratios)) == (how == "unwritten")
 
 
 def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +275,7 @@ def test_the_table_says_what_is_wrong_and_what_is_missing() -> None:
         record("row", "attention forward", providers=figures),
         record("row", "block forward", providers=unhidden),
         record("row", "model forward", BEGUN),
+        record("step", "correct mlp", "failed", last=["Segmentation fault", "exit status 139"]),
     ]
     text = summary.markdown(records)
     assert "| mlp x | 0.50, 1.25 | **inaccurate** not finite, 1.00 | **did not end** |" in text
@@ -282,4 +286,5 @@ def test_the_table_says_what_is_wrong_and_what_is_missing() -> None:
     assert "| model forward (**did not end**) |" in text
     lines = summary.short(records)
     assert "mlp: 1 of 3 correct, worst error ratio 1.25" in lines
+    assert "correct mlp: failed Segmentation fault exit status 139" in lines
     assert "attention forward: 50.0 us, eager 3.00x; as called eager 3.00x" in lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.journal import BEGUN, REHEARSAL, Journal, Record
+from benchmarks.gpu.journal import BEGUN, DONE, REHEARSAL, Journal, Record
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fused")
