@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness import dispatch, eager, plot, results, table, timing
+from benchmarks.harness import dispatch, eager, measure, plot, results, table, timing
 from benchmarks.harness.agreement import _ulp, agreement, error_ratio
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
@@ -241,6 +243,30 @@ def test_table_shows_times_ratios_and_gaps() -> None:
     assert _row(lines, "MB") == ["N197", "fwd+bwd", "8.00", "-", "2.00", "4.00x", "-"]
     assert "compile" not in "".join(lines)
     assert "skipped: N197 fwd+bwd, sdpa: does not fit" in lines
+
+
+def test_the_table_has_calls_beside_the_gpu_alone() -> None:
+    record = _record("attention", 197, 8, 2)
+    record.providers["eager"].called = Quantiles.of([0.03] * 3)
+    record.providers["fused"].called = Quantiles.of([0.02] * 3)
+    record.providers["fused"].remark = "no graph: refused"
+    lines = _lines(record)
+    assert _row(lines, "ms")[2:6] == ["12.3", "skipped", "4.10", "3.00x"]
+    assert _row(lines, "called")[2:6] == ["30.0", "skipped", "20.0", "1.50x"]
+    assert "N197 fwd+bwd, fused: no graph: refused" in lines
+
+
+def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = {"eager": [math.nan, math.nan, 1.0], "fused": [1.0, math.nan, 2.0]}
+    monkeypatch.setattr(measure, "interleave", lambda *_, **__: samples)
+    session = measure.Session(CPU, torch.float32, "quick", ("eager", "fused"), 0.1, 1e18, Clock(CPU))
+    session.ceilings = Ceilings(1e10, 1e12)
+    benchmark: Any = SimpleNamespace(extra_info={})
+    (workload,) = workloads("quick", ops=("layer_norm",))
+    record = measure.measure(benchmark, session, workload, "inference")
+    assert record.providers["eager"].time is None
+    assert record.providers["eager"].remark == timing.HOST_BOUND
+    assert record.providers["fused"].time == Quantiles.of([1.0, 2.0])
 
 
 def test_printed_ratios_are_those_of_the_figures_beside_them() -> None:

@@ -188,6 +188,15 @@ def test_what_is_wrong_fails(how: str, reason: str, monkeypatch: pytest.MonkeyPa
     assert math.isinf(max(ratios)) == (how == "unwritten")
 
 
+def test_memory_is_poisoned() -> None:
+    torch.use_deterministic_algorithms(False)
+    torch.ones(4321)  # what fresh memory would be, if it were left as it is
+    with correct.poisoned():
+        assert torch.empty(4321).isnan().all()
+    torch.ones(4321)
+    assert not torch.empty(4321).isnan().any()
+
+
 def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (workload,) = workloads("quick", ops=("layer_norm",))
     journal = Journal(tmp_path, "a GPU", code="code")

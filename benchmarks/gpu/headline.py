@@ -119,7 +119,7 @@ class Row:
         if self.clock.device.type == "cuda":
             for name, replay in capture_all(steps).items():
                 if isinstance(replay, str):
-                    self.figures[name]["remark"] = f"no graph: {replay}"
+                    self.figures[name]["remark"] = f"no graph: {replay}; "
                 else:
                     runs[name] = replay
         else:
@@ -134,7 +134,7 @@ class Row:
             if good := measured(values):
                 self.figures[name]["graph"] = asdict(Quantiles.of(good))
             else:
-                self.figures[name]["remark"] = HOST_BOUND
+                self.figures[name]["remark"] = self.figures[name].get("remark", "") + HOST_BOUND
 
 
 def measure(journal: Journal, clock: Clock, workload: Workload, mode: str, name: str, seconds: float) -> None:

@@ -18,14 +18,18 @@ from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Clock, measure_ceilings
 from fastvit import ops
 
+_SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the second where the first is Debian's own
+
 
 def missing_for_triton() -> str:
     """What Triton needs to build its launchers and does not find here; empty if all is there."""
     compilers = [os.environ.get("CC"), "gcc", "clang"]
     if not any(shutil.which(name) for name in compilers if name):
         return "no C compiler: Triton needs CC, gcc or clang for what launches its kernels"
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return "" if header.exists() else f"no {header}: Triton compiles what launches its kernels with it"
+    headers = [Path(sysconfig.get_paths(scheme)["include"]) / "Python.h" for scheme in _SCHEMES]
+    if not any(header.exists() for header in headers):
+        return f"no {headers[0]}: Triton compiles what launches its kernels with it"
+    return ""
 
 
 def first_launch(device: torch.device) -> float:

@@ -119,7 +119,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
             record.providers[name].called = Quantiles.of(per_call(step, session.device))
         for name, replay in capture_all(steps).items():
             if isinstance(replay, str):
-                record.providers[name].remark = f"timed as called, without a graph: {replay}"
+                record.providers[name].remark = f"no graph: {replay}; "
             else:
                 steps[name] = replay
     samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=workload.max_rounds)
@@ -127,7 +127,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
         else:
-            record.providers[name].skipped = HOST_BOUND
+            record.providers[name].remark += HOST_BOUND
     where = environment(session.device, session.dtype)
     benchmark.group = f"{workload.op}, {mode}"
     benchmark.extra_info.update(record.as_dict(where, session.ceilings))
