@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test mutants bench lint targets report results traffic gpu tune clean
+.PHONY: test mutants bench lint targets report results traffic gpu gpu-first tune clean
 
 test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
 	$(BIN)/pytest $(ARGS)
@@ -32,8 +32,14 @@ traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possib
 GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
 	&& echo $(PYTHON) || echo $(BIN)/python)
 
-gpu:  ## tests, sanitizers, tuning, benchmarks and their page on a GPU, resumable; ARGS="--list" or "--steps tests"
-	@test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
+GPU_PYTHON_READY = test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
+
+gpu-first:  ## nine minutes of a GPU: is all of it right, and how fast; ARGS="--out FOLDER" or "--rehearse", without one
+	@$(GPU_PYTHON_READY)
+	$(GPU_PYTHON) -m benchmarks.gpu.first $(ARGS)
+
+gpu:  ## tuning, tests, sanitizers, benchmarks and their page on a GPU, resumable; ARGS="--list" or "--steps tests"
+	@$(GPU_PYTHON_READY)
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 tune:  ## only the launch tables: kernels/tuned_<gpu>.json

@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness import dispatch, eager, plot, results, table, timing
-from benchmarks.harness.agreement import agreement, error_ratio
+from benchmarks.harness import dispatch, eager, measure, plot, results, table, timing
+from benchmarks.harness.agreement import _ulp, agreement, error_ratio
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
 from benchmarks.harness.memory import exponent, peak_bytes, running_peak, saved_bytes
@@ -141,6 +143,16 @@ def test_error_ratio_is_the_rule() -> None:
         error_ratio(near.half(), near, exact, 2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_an_ulp_is_the_spacing_of_the_dtype(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    x = torch.randn(1000, dtype=torch.float64) * 10.0 ** torch.linspace(-9, 3, 1000).double()
+    x = torch.cat([x, torch.tensor([0.0, 1.0, 2.0, -1.0, limits.tiny, limits.tiny / 4], dtype=torch.float64)])
+    near = x.to(dtype).abs()
+    spacing = (torch.nextafter(near, torch.full_like(near, torch.inf)) - near).double()
+    assert torch.equal(_ulp(x, dtype), spacing)
+
+
 def _workload(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Runner], **sizes: int) -> Workload:
     monkeypatch.setitem(OPS, "toy", Op(build))
     return Workload("toy", sizes)
@@ -231,6 +243,30 @@ def test_table_shows_times_ratios_and_gaps() -> None:
     assert _row(lines, "MB") == ["N197", "fwd+bwd", "8.00", "-", "2.00", "4.00x", "-"]
     assert "compile" not in "".join(lines)
     assert "skipped: N197 fwd+bwd, sdpa: does not fit" in lines
+
+
+def test_the_table_has_calls_beside_the_gpu_alone() -> None:
+    record = _record("attention", 197, 8, 2)
+    record.providers["eager"].called = Quantiles.of([0.03] * 3)
+    record.providers["fused"].called = Quantiles.of([0.02] * 3)
+    record.providers["fused"].remark = "no graph: refused"
+    lines = _lines(record)
+    assert _row(lines, "ms")[2:6] == ["12.3", "skipped", "4.10", "3.00x"]
+    assert _row(lines, "called")[2:6] == ["30.0", "skipped", "20.0", "1.50x"]
+    assert "N197 fwd+bwd, fused: no graph: refused" in lines
+
+
+def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = {"eager": [math.nan, math.nan, 1.0], "fused": [1.0, math.nan, 2.0]}
+    monkeypatch.setattr(measure, "interleave", lambda *_, **__: samples)
+    session = measure.Session(CPU, torch.float32, "quick", ("eager", "fused"), 0.1, 1e18, Clock(CPU))
+    session.ceilings = Ceilings(1e10, 1e12)
+    benchmark: Any = SimpleNamespace(extra_info={})
+    (workload,) = workloads("quick", ops=("layer_norm",))
+    record = measure.measure(benchmark, session, workload, "inference")
+    assert record.providers["eager"].time is None
+    assert record.providers["eager"].remark == timing.HOST_BOUND
+    assert record.providers["fused"].time == Quantiles.of([1.0, 2.0])
 
 
 def test_printed_ratios_are_those_of_the_figures_beside_them() -> None:

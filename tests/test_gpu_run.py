@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import run as gpu
-from benchmarks.gpu import sanitize
-from benchmarks.gpu.run import Steps, execute
+from benchmarks.gpu import runner, sanitize
+from benchmarks.gpu.journal import Journal
+from benchmarks.gpu.run import execute
+from benchmarks.gpu.runner import Runner, Step
 from benchmarks.harness import plot, provenance, results
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings, Quantiles
@@ -24,11 +28,11 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def counting(folder: Path, name: str, status: int = 0) -> Steps:
+def counting(folder: Path, name: str, status: int = 0) -> Step:
     """A step that leaves one character a run in `folder/name`."""
     path = str(folder / name)
     code = f"import sys; open({path!r}, 'a').write('x'); print('done', {name!r}); sys.exit({status})"
-    return {name: ("-c", code)}
+    return Step(name, ("-c", code))
 
 
 def runs(folder: Path, name: str) -> int:
@@ -36,55 +40,95 @@ def runs(folder: Path, name: str) -> int:
     return len(path.read_text()) if path.exists() else 0
 
 
+def start(folder: Path, device: str = "gpu", code: str = "code", seconds: float = 1e9) -> Runner:
+    return Runner(Journal(folder / "results", device, code=code), seconds)
+
+
 def statuses(folder: Path) -> dict[str, str]:
-    state = json.loads((folder / "run.json").read_text())
-    assert (state["device"], state["sources"]) == ("gpu", "code")
-    return {name: step["status"] for name, step in state["steps"].items()}
+    records = Journal(folder / "results", "gpu", code="code").records()
+    return {r["name"]: r["status"] for r in records if r["kind"] == "step"}
 
 
 def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "results"
-    steps = counting(tmp_path, "first") | counting(tmp_path, "no tool", 77)
-    steps |= counting(tmp_path, "broken", 3) | counting(tmp_path, "third")
-    assert execute(steps, folder, "gpu", "code") == 1
-    assert "broken: failed" in capsys.readouterr().out
-    assert statuses(folder) == {"first": "passed", "no tool": "skipped", "broken": "failed", "third": "passed"}
-    assert execute(steps | counting(tmp_path, "broken"), folder, "gpu", "code") == 0  # mended
-    assert [runs(tmp_path, name) for name in steps] == [1, 1, 2, 1]
-    assert set(statuses(folder).values()) == {"passed", "skipped"}
-    assert "done third" in (folder / "logs" / "third.log").read_text()
+    steps = [counting(tmp_path, "first"), counting(tmp_path, "no tool", 77)]
+    steps += [counting(tmp_path, "broken", 3), counting(tmp_path, "third")]
+    assert execute(steps, start(tmp_path)) == 1
+    out = capsys.readouterr().out
+    assert "broken: failed" in out
+    assert "exit status 3" in out
+    assert statuses(tmp_path) == {"first": "passed", "no tool": "skipped", "broken": "failed", "third": "passed"}
+    mended = [counting(tmp_path, step.name, 0) if step.name == "broken" else step for step in steps]
+    assert execute(mended, start(tmp_path)) == 0
+    assert [runs(tmp_path, step.name) for step in steps] == [1, 1, 2, 1]
+    assert set(statuses(tmp_path).values()) == {"passed", "skipped"}
+    assert "[third] done third" in (tmp_path / "results" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(("device", "code"), [("other gpu", "code"), ("gpu", "other code")])
 def test_results_of_another_device_or_code_do_not_count(tmp_path: Path, device: str, code: str) -> None:
-    step = counting(tmp_path, "step")
-    execute(step, tmp_path / "results", "gpu", "code")
-    assert execute(step, tmp_path / "results", device, code) == 0
+    steps = [counting(tmp_path, "step")]
+    execute(steps, start(tmp_path))
+    assert execute(steps, start(tmp_path, device, code)) == 0
     assert runs(tmp_path, "step") == 2
+
+
+STUBBORN = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+
+
+def begetting(pid: Path) -> str:
+    """Code of a process that starts another and waits; neither ends at SIGTERM."""
+    child = f"{STUBBORN} open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    return (
+        f"import subprocess, sys; {STUBBORN} print('begun', flush=True);"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    )
 
 
 def test_a_step_over_its_limit_is_ended_with_what_it_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both ignore SIGTERM."""
-    pid = tmp_path / "pid"
-    grandchild = (
-        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        f"open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    )
-    code = (
-        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        f"print('begun', flush=True); subprocess.Popen([sys.executable, '-c', {grandchild!r}]); time.sleep(60)"
-    )
-    start = time.perf_counter()
-    steps = {"slow": ("-c", code)} | counting(tmp_path, "after")
-    assert execute(steps, tmp_path / "results", "gpu", "code", limit=2.0) == 1
-    assert time.perf_counter() - start < 30
-    assert statuses(tmp_path / "results") == {"slow": "timed out", "after": "passed"}, "the next runs all the same"
+    pid, began = tmp_path / "pid", time.perf_counter()
+    steps = [Step("slow", ("-c", begetting(pid)), limit=2.0), counting(tmp_path, "after")]
+    assert execute(steps, start(tmp_path)) == 1
+    assert time.perf_counter() - began < 30
+    assert statuses(tmp_path) == {"slow": "timed out", "after": "passed"}, "the next runs all the same"
     out = capsys.readouterr().out
     assert "slow: timed out after" in out
     assert "begun" in out
     assert not alive(int(pid.read_text()))
+
+
+def test_a_step_ends_with_whoever_holds_it(tmp_path: Path) -> None:
+    """A process that is killed holds nothing."""
+    pid = tmp_path / "pid"
+    leash = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.leash", "-c", begetting(pid)], cwd=provenance.ROOT, stdin=subprocess.PIPE
+    )
+    assert leash.stdin is not None
+    while not (pid.exists() and pid.read_text()):
+        assert leash.poll() is None
+        time.sleep(0.02)
+    leash.stdin.close()
+    leash.wait(20)
+    assert not alive(int(pid.read_text()))
+
+
+def test_the_deadline_of_a_run_cuts_its_later_steps(tmp_path: Path) -> None:
+    steps = [Step("long", ("-c", "import time; time.sleep(60)")), counting(tmp_path, "late")]
+    assert execute(steps, start(tmp_path, seconds=2.5)) == 1
+    assert statuses(tmp_path) == {"long": "timed out", "late": "cut"}
+    assert runs(tmp_path, "late") == 0
+
+
+def test_steps_may_run_side_by_side(tmp_path: Path) -> None:
+    """Each waits for the other."""
+    code = (
+        "import pathlib, sys, time; own, other = map(pathlib.Path, sys.argv[1:]); own.touch()\n"
+        "while not other.exists(): time.sleep(0.02)"
+    )
+    pair = [str(tmp_path / name) for name in "ab"]
+    steps = [Step("a", ("-c", code, *pair), 60.0), Step("b", ("-c", code, *reversed(pair)), 60.0)]
+    assert start(tmp_path).run(steps, workers=2) == {"a": "passed", "b": "passed"}
 
 
 def alive(pid: int) -> bool:
@@ -122,15 +166,19 @@ def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkey
 
 
 def test_steps_are_complete() -> None:
-    names = [tuple(name.split()) for name in gpu.gpu_steps(Path("results"))]
+    names = [tuple(step.name.split()) for step in gpu.gpu_steps(Path("results"))]
     tests = {path.stem for path in (provenance.ROOT / "tests").glob("test_*.py")}
     assert {name[1] for name in names if name[0] == "tests"} == tests - gpu._WITHOUT_GPU
     benches = {path.stem.removeprefix("bench_") for path in (provenance.ROOT / "benchmarks").glob("bench_*.py")}
     assert {name[1] for name in names if name[0] == "bench"} == benches
-    assert {name[1] for name in names if name[0] == "tune"} == set(_tuned.FIELDS)
+    tuned = [name[1] for name in names if name[0] == "tune"]
+    assert set(tuned) == set(_tuned.FIELDS)
+    assert tuned[0] == "attention_fwd"
+    assert tuned.index("attention_bwd_short") > tuned.index("attention_bwd_dkdv"), "a choice between two comes later"
+    assert tuned.index("use_triton_gemm") > tuned.index("gemm")
     sanitized = {name[1:] for name in names if name[0] == "sanitize"}
     assert sanitized == {(tool, op) for tool in ("memcheck", "racecheck") for op in sanitize.ops()}
-    assert names[-1] == ("page",)
+    assert [*dict.fromkeys(name[0] for name in names)] == ["compile", "tune", "tests", "sanitize", "bench", "page"]
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,16 +190,16 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
 
 def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        gpu.main(["--cpu-rehearsal", "--steps", "nonsense", "--out", str(tmp_path)])
+        gpu.main(["--rehearse", "--steps", "nonsense", "--out", str(tmp_path)])
     assert "no step begins with 'nonsense'" in capsys.readouterr().err
 
 
 @needs_interpreter
 @pytest.mark.slow
 def test_rehearsal_runs_every_kind_of_step(tmp_path: Path) -> None:
-    assert gpu.main(["--cpu-rehearsal", "--out", str(tmp_path)]) == 0
-    state = json.loads((tmp_path / "run.json").read_text())
-    assert [name.split()[0] for name in state["steps"]] == ["tests", "sanitize", "tune", "bench", "page"]
+    assert gpu.main(["--rehearse", "--out", str(tmp_path)]) == 0
+    steps = [r["name"] for r in Journal(tmp_path, "rehearsal").records()]
+    assert [name.split()[0] for name in steps] == ["tune", "tests", "sanitize", "bench", "page"]
     tuned = json.loads((tmp_path / "tuned" / "tuned_interpreter.json").read_text())
     assert list(tuned["samples"]) == ["attention_fwd[20,16,2,0,0]"]
     bench = json.loads((tmp_path / "layer_norm.json").read_text())
@@ -176,22 +224,35 @@ def test_sanitizer_cases_launch_every_kernel() -> None:
 
 def test_a_missing_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sanitize.shutil, "which", lambda name, path=None: None)
-    assert sanitize.main(["--tool", "racecheck"]) == sanitize.SKIPPED == gpu.SKIPPED
+    assert sanitize.main(["--tool", "racecheck"]) == runner.SKIPPED
     assert "SKIPPED: no compute-sanitizer" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("found", "status"), [(0, 0), (1, 1), (9, 1)])
-def test_findings_of_the_sanitizer_fail(
-    found: int, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+OUTCOMES = [
+    (0, "========= ERROR SUMMARY: 0 errors", 0, "no findings"),
+    (86, "========= ERROR SUMMARY: 3 errors", 1, "FINDINGS"),
+    (9, "Traceback", 1, "FAILED with exit status 9"),
+    (255, "========= Error: the device is not supported", runner.SKIPPED, "refuses this device: Error: the device"),
+    (86, "========= Error: not supported", 1, "FINDINGS"),
+]
+
+
+@pytest.mark.parametrize(("ended", "said", "status", "words"), OUTCOMES)
+def test_what_the_sanitizer_says(
+    ended: int, said: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     seen = tmp_path / "arguments"
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\nexit {found}\n')
+    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\necho "{said}"\nexit {ended}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert sanitize.main(["--tool", "racecheck", "--op", "dropout"]) == status
+    out = capsys.readouterr().out
+    assert words in out.splitlines()[-1]
+    assert said in out
     arguments = seen.read_text()
-    assert arguments.startswith("1 --tool racecheck --error-exitcode 1 ")
+    assert arguments.startswith("1 --tool racecheck --error-exitcode 86 ")
     assert "benchmarks.gpu.sanitize --inside --op=dropout" in arguments
 
 

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import networkx
+if TYPE_CHECKING:
+    import networkx
 
 _TENSOR = re.compile(r"[A-Z]+MMA\b|v_\w*(?:mfma|wmma)")  # HMMA, HGMMA, IMMA, UTCHMMA; AMD's
 _NV_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*([^;]*);")
@@ -139,6 +141,8 @@ def parse(text: str) -> Listing:
 def _blocks(text: str) -> tuple[list[list[Instruction]], networkx.DiGraph]:
     """Basic blocks in program order, and the flow between those that can be reached from the first: the padding at the
     end cannot."""
+    import networkx  # here, so that recording launches needs none
+
     blocks: list[list[Instruction]] = [[]]
     labels: dict[str, int] = {}
     falls: list[tuple[int, int]] = []
@@ -187,6 +191,8 @@ def _branch(i: Instruction) -> tuple[bool, str | None, bool]:
 
 def _natural_loops(graph: networkx.DiGraph) -> dict[int, set[int]]:
     """Head block -> blocks of its loop, by back edges to a dominator."""
+    import networkx
+
     dominator = networkx.immediate_dominators(graph, 0)
 
     def dominates(head: int, n: int) -> bool:

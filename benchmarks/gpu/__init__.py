@@ -1,1 +1,1 @@
-"""What needs a GPU: every step of a full run, tuning of the launch tables, the sanitizer."""
+"""What needs a GPU: the first minutes, every step of a full run, tuning of the launch tables, the sanitizer."""

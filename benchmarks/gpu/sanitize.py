@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.sanitize --tool memcheck            # or racecheck, initcheck, synccheck
     python -m benchmarks.gpu.sanitize --tool racecheck --op attention
 
-Exit status: 0 without findings, 1 with some, 77 where the machine has no compute-sanitizer. On a machine without a GPU
-`--rehearse` runs the same cases in the interpreter, where benchmarks/codegen/traffic_counter.py finds accesses outside
-the arguments and elements that two programs store.
+Exit status: 0 without findings, 1 with some, 77 where the machine has no compute-sanitizer or it refuses the device. On
+a machine without a GPU `--rehearse` runs the same cases in the interpreter, where benchmarks/codegen/traffic_counter.py
+finds accesses outside the arguments and elements that two programs store.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ if "--rehearse" in sys.argv and __name__ == "__main__":
 
 import torch
 
+from benchmarks.gpu.runner import SKIPPED
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
 from fastvit.ops import _library
 
-SKIPPED = 77
+FINDINGS = 86  # exit status by which the tool says so
+_REFUSALS = ("not supported", "unsupported", "permission", "unable to", "failed to initialize")
 KERNELS = "(attention|layer_norm|linear|act_bwd|patch_embed|column_sum|dropout)_"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 
@@ -79,14 +81,32 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"SKIPPED: no compute-sanitizer on this machine (PATH, {', '.join(_PLACES)})")
         return SKIPPED
     command = [
-        tool, "--tool", chosen.tool, "--error-exitcode", "1", "--kernel-regex", f"kns={KERNELS}",
+        tool, "--tool", chosen.tool, "--error-exitcode", str(FINDINGS), "--kernel-regex", f"kns={KERNELS}",
         sys.executable, "-m", "benchmarks.gpu.sanitize", "--inside", *(f"--op={op}" for op in names),
     ]  # fmt: skip
     # every tensor gets an allocation of its own, so that memcheck sees its end
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-    print(f"{chosen.tool}, {', '.join(names)}: {'no findings' if done.returncode == 0 else 'FINDINGS'}")
-    return int(done.returncode != 0)
+    status, last = _follow(command, environment)
+    if status not in (0, FINDINGS) and any(word in last.lower() for word in _REFUSALS):
+        print(f"SKIPPED: {tool} refuses this device: {last}")
+        return SKIPPED
+    verdict = {0: "no findings", FINDINGS: "FINDINGS"}.get(status, f"FAILED with exit status {status}")
+    print(f"{chosen.tool}, {', '.join(names)}: {verdict}")
+    return int(status != 0)
+
+
+def _follow(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Prints what the command prints; its exit status and its own last words on an error."""
+    last = ""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("=") and "error" in line.lower():
+                last = line.strip("= \n")
+    return process.returncode, last
 
 
 if __name__ == "__main__":

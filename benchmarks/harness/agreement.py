@@ -27,12 +27,28 @@ def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> flo
         raise ValueError(f"got {tuple(got.shape)} {got.dtype}, exact {tuple(exact.shape)}, eager {eager.dtype}")
     if not got.isfinite().all():
         return float("inf")
-    target = exact.to(got.dtype)
-    ulp = (torch.nextafter(target, torch.full_like(target, torch.inf)) - target).double()
+    ulp = _ulp(exact, got.dtype)
     maximum_and_rms = (lambda t: float(t.abs().max()), lambda t: float(t.square().mean().sqrt()))
     return max(
         norm(got.double() - exact) / (norm(eager.double() - exact) + norm(ulp) / factor) for norm in maximum_and_rms
     )
+
+
+def _ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of the dtype at these values; torch.nextafter knows no float16 on a GPU."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(exact.to(dtype).double().abs().clamp_min(limits.tiny))
+    return limits.eps * torch.exp2(exponent.double() - 1)
+
+
+def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest, over the tensors, of max |got - expected| / max |expected|; infinite where got is not finite."""
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if not a.isfinite().all():
+            return float("inf")
+        worst = max(worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)))
+    return worst
 
 
 def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
@@ -41,12 +57,7 @@ def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[T
     if mode == "inference":
         return runner.infer()
     outputs = runner.outputs()
-    return torch.autograd.grad(outputs, runner.leaves, cotangents(outputs, draw))
-
-
-def cotangents(outputs: Sequence[Tensor], draw: Draw) -> tuple[Tensor, ...]:
-    """Random gradients of the outputs."""
-    return tuple(draw.normal(*out.shape).detach() for out in outputs)
+    return torch.autograd.grad(outputs, runner.leaves, draw.cotangents(outputs))
 
 
 def agreement(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
 WIDTH = 100
 
 
 def make(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: int = 0) -> list[str]:
     """Lines of a table. The first `left` columns hold words, the others numbers; the `wrap`-th is broken where there is
     no room."""
+    from rich.box import SIMPLE_HEAD  # here, so that measuring needs no rich
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i < left else "right", no_wrap=i != wrap, overflow="fold")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,18 @@ class Draw:
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         """A leaf that wants a gradient."""
         return self._random(shape, std, mean).requires_grad_()
+
+    def cotangents(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Random gradients of the outputs."""
+        return tuple(self.normal(*out.shape).detach() for out in outputs)
+
+    def bytes(self, *shape: int) -> Tensor:
+        """uint8, as images are read from files."""
+        seed = next(self._seeds)
+        if self.device.type == "meta":
+            return torch.empty(shape, dtype=torch.uint8, device="meta")
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=self.device)
 
     def photographs(self, count: int, size: int) -> Tensor:
         """(count, 3, size, size), normalised, in this draw's precision; without a gradient."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit import reference
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
-def attention(qkv: Tensor) -> Tensor:
-    """Materialises N x N. (B, N, 3, H, d) -> (B, N, H, d)."""
+
+def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Materialises N x N. (B, N, 3, H, d) -> (B, N, H, d). mask: (B, H, N, N), what dropout multiplies weights with."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2).contiguous()
+    weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1)
+    return ((weights if mask is None else weights * mask.to(weights.dtype)) @ v).transpose(1, 2).contiguous()
 
 
 def attention_sdpa(qkv: Tensor) -> Tensor:
@@ -29,26 +40,62 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def add_layer_norm(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, **scales: Any
 ) -> tuple[Tensor, Tensor]:
-    total = residual + layer_scale * branch
+    total = end_of_branch(branch, residual=residual, **scales)
     return total, layer_norm(total, weight, bias)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(F.linear(x, weight, bias))
+def linear(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None, **ends: Any) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return end_of_branch(y if activation is None else ACTIVATIONS[activation](y), **ends)
 
 
-def mlp(x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor) -> Tensor:
-    return F.linear(linear_gelu(x, fc1_weight, fc1_bias), fc2_weight, fc2_bias)
+def mlp(
+    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *,
+    activation: str = "gelu",
+    **ends: Any,
+) -> Tensor:  # fmt: skip
+    return linear(linear(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias, **ends)
 
 
-def layer_norm_mlp(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *fc: Tensor) -> Tensor:
-    return x + mlp(layer_norm(x, norm_weight, norm_bias), *fc)
+def layer_norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return linear(layer_norm(x, norm_weight, norm_bias), weight, bias)
 
 
-def patch_embed(image: Tensor, weight: Tensor, bias: Tensor, pos_embed: Tensor, prefix: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, P + n, D)."""
+def layer_norm_attention(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
+    proj_bias: Tensor, num_heads: int, *, residual: Tensor,
+) -> Tensor:  # fmt: skip
+    qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias)
+    out = attention(qkv.unflatten(-1, (3, num_heads, -1))).flatten(2)
+    return linear(out, proj_weight, proj_bias, residual=residual)
+
+
+def layer_norm_mlp(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *fc: Tensor, **options: Any) -> Tensor:
+    return mlp(layer_norm(x, norm_weight, norm_bias), *fc, **options)
+
+
+def end_of_branch(
+    y: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """residual + row_scale * layer_scale * y, of what is given."""
+    if layer_scale is not None:
+        y = y * layer_scale
+    if row_scale is not None:
+        y = y * row_scale.to(y.dtype).view(-1, *(1,) * (y.dim() - 1))
+    return y if residual is None else residual + y
+
+
+def patch_embed(
+    image: Tensor, weight: Tensor, bias: Tensor, pos_embed: Tensor, prefix: Tensor, *,
+    mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+) -> Tensor:  # fmt: skip
+    """(B, C, H, W) -> (B, P + n, D). mean, std: of an image of bytes."""
+    if mean is not None and std is not None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        m, s = (torch.tensor(values, dtype=wide, device=image.device)[:, None, None] for values in (mean, std))
+        image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
     patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
     return torch.cat([prefix.expand(image.shape[0], -1, -1), patches + pos_embed], dim=1)
 

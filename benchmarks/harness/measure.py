@@ -11,13 +11,24 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness.agreement import agreement, cotangents
-from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.agreement import agreement
+from benchmarks.harness.draw import Draw
 from benchmarks.harness.eager import SdpaBackend
+from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.memory import peak_bytes, saved_bytes
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.timing import Ceilings, Clock, Quantiles, measure_ceilings, plan_rounds, warm
+from benchmarks.harness.timing import (
+    HOST_BOUND,
+    Ceilings,
+    Clock,
+    Quantiles,
+    measure_ceilings,
+    measured,
+    per_call,
+    plan_rounds,
+    warm,
+)
 from benchmarks.harness.workloads import Workload
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
@@ -58,22 +69,13 @@ def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
     with FlopCounterMode(display=False) as counter:
         outputs = runner.outputs()
         if mode == "training":
-            torch.autograd.backward(outputs, cotangents(outputs, draw))  # the counter's hooks refuse grad()
+            torch.autograd.backward(outputs, draw.cotangents(outputs))  # the counter's hooks refuse grad()
     into, out, leaves = (
         sum(t.nbytes for t in tensors) for tensors in ((*runner.inputs, *runner.parameters), outputs, runner.leaves)
     )
     # backward reads inputs and parameters again and the outputs' gradients, and writes the leaves'
     moved = into + out if mode == "inference" else 2 * into + 2 * out + leaves
     return counter.get_total_flops(), moved
-
-
-def _step(workload: Workload, provider: str, mode: str, session: Session) -> tuple[Callable[[], object], Runner]:
-    draw = Draw(session.dtype, session.device)
-    runner = workload.runner(provider, draw).train(mode == "training")
-    if mode == "inference":
-        return runner.infer, runner
-    gradients = cotangents(runner.outputs(), draw)
-    return (lambda: runner.gradients(gradients)), runner
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
@@ -95,7 +97,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     for name in names:
         provider = record.providers[name] = Provider(error_ratio=ratios[name])
         try:
-            steps[name], runner = _step(workload, name, mode, session)
+            steps[name], runner = workload.step(name, mode, Draw(session.dtype, session.device))
             if name == "compile":
                 steps[name]()  # compiles: no estimate of a round
             seconds[name] = warm(steps[name], session.clock)
@@ -112,9 +114,20 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
             steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
 
+    if session.device.type == "cuda":
+        for name, step in steps.items():
+            record.providers[name].called = Quantiles.of(per_call(step, session.device))
+        for name, replay in capture_all(steps).items():
+            if isinstance(replay, str):
+                record.providers[name].remark = f"no graph: {replay}; "
+            else:
+                steps[name] = replay
     samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=workload.max_rounds)
     for name, values in samples.items():
-        record.providers[name].time = Quantiles.of(values)
+        if good := measured(values):
+            record.providers[name].time = Quantiles.of(good)
+        else:
+            record.providers[name].remark += HOST_BOUND
     where = environment(session.device, session.dtype)
     benchmark.group = f"{workload.op}, {mode}"
     benchmark.extra_info.update(record.as_dict(where, session.ceilings))

@@ -37,11 +37,15 @@ def now() -> str:
 
 
 def write_json(path: Path, data: Any) -> None:
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Writes beside the file, then renames: a reader sees the old text or the new, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(data, indent=1) + "\n")
+        temporary.write_text(text)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -26,6 +26,8 @@ def attention(
 ) -> Runner:
     if separate:
         q, k, v = (draw.normal(B, N, H, d) for _ in range(3))
+        if provider == "eager":
+            return Runner(lambda: eager.attention(torch.stack([q, k, v], 2)), (q, k, v))
         return Runner(lambda: ops.attention(q, k, v, dropout_p=dropout_p), (q, k, v))
     qkv = draw.normal(B, N, 3, H, d)
     if provider == "fused":
@@ -49,15 +51,11 @@ def add_layer_norm(
     provider: str, draw: Draw, B: int, N: int, D: int, layer_scale: bool = True, row_scale: bool = False
 ) -> Runner:
     residual, branch, norm = draw.normal(B, N, D), draw.normal(B, N, D), _norm(draw, D)
-    gamma = draw.normal(D) if layer_scale else None
+    gamma, rows = draw.normal(D) if layer_scale else None, _row_scale(draw, B) if row_scale else None
     parameters = norm if gamma is None else (*norm, gamma)
-    if provider != "fused":
-        return Runner(lambda: eager.add_layer_norm(residual, branch, *parameters), (residual, branch), parameters)
-    options: dict[str, Any] = {
-        "layer_scale": gamma,
-        "row_scale": torch.ones(B, device=draw.device) if row_scale else None,
-    }
-    return Runner(lambda: ops.add_layer_norm(residual, branch, *norm, **options), (residual, branch), parameters)
+    function: Callable[..., Any] = ops.add_layer_norm if provider == "fused" else eager.add_layer_norm
+    scales = {"layer_scale": gamma, "row_scale": rows}
+    return Runner(lambda: function(residual, branch, *norm, **scales), (residual, branch), parameters)
 
 
 def linear(
@@ -67,18 +65,18 @@ def linear(
     """scales: layer_scale, row_scale and the residual that they go with."""
     x = draw.normal(B, N, D)
     weight, bias = draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1)
-    if provider != "fused":
-        return Runner(lambda: eager.linear_gelu(x, weight, bias), (x,), (weight, bias))
     other = draw.normal(B, N, out) if residual or scales else None
     gamma, rows = _scales(draw, B, out, scales)
     options: dict[str, Any] = {"activation": activation, "residual": other, "layer_scale": gamma, "row_scale": rows}
     optional = tuple(t for t in (gamma, other) if t is not None)
-    return Runner(lambda: ops.linear(x, weight, bias, **options), (x,), (weight, bias, *optional))
+    function: Callable[..., Any] = ops.linear if provider == "fused" else eager.linear
+    return Runner(lambda: function(x, weight, bias, **options), (x,), (weight, bias, *optional))
 
 
 def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int) -> Runner:
     x, parameters = draw.normal(B, N, D), (*_norm(draw, D), draw.normal(out, D, std=D**-0.5), draw.normal(out))
-    return Runner(lambda: ops.layer_norm_linear(x, *parameters), (x,), parameters)
+    function: Callable[..., Any] = ops.layer_norm_linear if provider == "fused" else eager.layer_norm_linear
+    return Runner(lambda: function(x, *parameters), (x,), parameters)
 
 
 def layer_norm_attention(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
@@ -86,7 +84,7 @@ def layer_norm_attention(provider: str, draw: Draw, B: int, N: int, D: int, H: i
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
-    function: Callable[..., Any] = ops.layer_norm_attention
+    function: Callable[..., Any] = ops.layer_norm_attention if provider == "fused" else eager.layer_norm_attention
     return Runner(lambda: function(x, *parameters, H, residual=x), (x,), parameters)
 
 
@@ -100,13 +98,13 @@ def mlp(
     parameters = _norm(draw, D) if norm else ()
     parameters += (draw.normal(4 * D, D, std=D**-0.5), draw.normal(4 * D, std=0.1))
     parameters += (draw.normal(D, 4 * D, std=(4 * D) ** -0.5), draw.normal(D, std=0.1))
-    if provider != "fused":
-        plain = eager.layer_norm_mlp if norm else eager.mlp
-        return Runner(lambda: plain(x, *parameters), (x,), parameters)
     gamma, rows = _scales(draw, B, D, scales)
-    options: dict[str, Any] = {"activation": activation, "recompute": recompute, "dropout_p": dropout_p}
-    options |= {"layer_scale": gamma, "row_scale": rows, "residual": x if residual or scales or norm else None}
-    function = ops.layer_norm_mlp if norm else ops.mlp
+    options: dict[str, Any] = {"activation": activation, "layer_scale": gamma, "row_scale": rows}
+    options["residual"] = x if residual or scales or norm else None
+    function: Callable[..., Any] = eager.layer_norm_mlp if norm else eager.mlp
+    if provider == "fused":
+        function = ops.layer_norm_mlp if norm else ops.mlp
+        options |= {"recompute": recompute, "dropout_p": dropout_p}
     leaves = parameters if gamma is None else (*parameters, gamma)
     return Runner(lambda: function(x, *parameters, **options), (x,), leaves)
 
@@ -114,17 +112,16 @@ def mlp(
 def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
     """image: "photographs", "wanted" (with a gradient) or "uint8" (normalised by the kernel)."""
     if image == "uint8":
-        pixels = torch.randint(256, (B, 3, px, px), dtype=torch.uint8, device=draw.device)
+        pixels = draw.bytes(B, 3, px, px)
     else:
         pixels = draw.photographs(B, px) if image == "photographs" else draw.normal(B, 3, px, px)
     weight, bias = draw.normal(D, 3, patch, patch, std=(3 * patch * patch) ** -0.5), draw.normal(D, std=0.1)
     position, prefix = draw.normal((px // patch) ** 2, D), draw.normal(1, D)
     parameters = (weight, bias, position, prefix)
-    if provider != "fused":
-        return Runner(lambda: eager.patch_embed(pixels, *parameters), (pixels,), parameters)
     options: dict[str, Any] = {"mean": MEAN, "std": STD} if image == "uint8" else {}
     options |= {"pos_embed": position, "prefix": prefix}
-    return Runner(lambda: ops.patch_embed(pixels, weight, bias, **options), (pixels,), parameters)
+    function: Callable[..., Any] = ops.patch_embed if provider == "fused" else eager.patch_embed
+    return Runner(lambda: function(pixels, weight, bias, **options), (pixels,), parameters)
 
 
 def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
@@ -159,7 +156,12 @@ def _norm(draw: Draw, D: int) -> tuple[Tensor, ...]:
 
 def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
     """LayerScale's factors, and DropPath's, one a sample."""
-    return (draw.normal(D), torch.ones(B, device=draw.device)) if wanted else (None, None)
+    return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
+
+
+def _row_scale(draw: Draw, B: int) -> Tensor:
+    """DropPath's: every other sample is left out."""
+    return 1.25 * (torch.arange(B, device=draw.device) % 2)
 
 
 # ---- what agreement is checked on where eager in float64 would take too long or not fit ----
@@ -197,8 +199,8 @@ OPS = {
     "layer_norm": Op(layer_norm),
     "add_layer_norm": Op(add_layer_norm),
     "linear": Op(linear),
-    "layer_norm_linear": Op(layer_norm_linear, ("fused",)),
-    "layer_norm_attention": Op(layer_norm_attention, ("fused",)),
+    "layer_norm_linear": Op(layer_norm_linear),
+    "layer_norm_attention": Op(layer_norm_attention),
     "mlp": Op(mlp),
     "layer_norm_mlp": Op(functools.partial(mlp, norm=True)),
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),

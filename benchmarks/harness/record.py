@@ -20,13 +20,16 @@ from fastvit.ops._library import wants_triton
 
 @dataclass
 class Provider:
-    """One provider's figures; `skipped` says why there are none."""
+    """One provider's figures; `skipped` says why there are none. On a GPU `time` is that of the GPU, from a graph's
+    replays where there can be a graph; `remark` says why there was none."""
 
     time: Quantiles | None = None
     peak_bytes: int | None = None
     saved_bytes: int | None = None  # for backward; training only
     error_ratio: float | None = None
     skipped: str = ""
+    remark: str = ""
+    called: Quantiles | None = None  # of a call in a steady loop, host and GPU together; on a GPU only
 
 
 @dataclass

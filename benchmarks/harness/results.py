@@ -40,7 +40,8 @@ def _record(data: dict[str, Any]) -> Record:
 
 
 def _provider(data: dict[str, Any]) -> Provider:
-    return Provider(**{**data, "time": None if data["time"] is None else Quantiles(**data["time"])})
+    times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
+    return Provider(**{**data, **times})
 
 
 def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
@@ -82,7 +83,7 @@ def _folder(folder: Path) -> Iterator[str]:
     special = {"families": families.render, "dispatch": dispatch.render, "launch": launch.render}
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
-        if path.stem in (*special, "run") or not path.stat().st_size:  # empty: a run was cut off
+        if path.stem in special or path.name.startswith("tuned_") or not path.stat().st_size:  # empty: cut off
             continue
         if found := json.loads(path.read_text())["benchmarks"]:
             runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)

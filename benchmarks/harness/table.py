@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.columns import make
@@ -38,11 +39,13 @@ def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tup
         mine = [r for r in records if r.op == op]
         names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
         times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings), ""]
+        if any(p.called for r in mine for p in r.providers.values()):
+            times += [*_table([_as_called(r) for r in mine], names, "ms called", None), ""]
         yield op, [*times, *_table(mine, names, "MB", None), *_remarks(mine)]
 
 
 def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None) -> list[str]:
-    """unit: "ms" for times, with the share of the ceilings and the error; "MB" for peaks."""
+    """unit: "ms" for times, with the share of the ceilings and the error; "ms called" as called; "MB" for peaks."""
     rivals = [name for name in names if name != "fused"]
     rows = []
     for r in records:
@@ -52,14 +55,19 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
             peaks = ["-" if p.peak_bytes is None else _digits(p.peak_bytes / 1e6) for p in figures]
             rows.append([r.case, MODE[r.mode], *peaks, *(ratio(r.memory_ratios().get(name)) for name in rivals)])
             continue
+        error = fused.error_ratio
         share = r.share_of_ceiling("fused", ceilings) if ceilings else None
         rows.append([
             r.case, MODE[r.mode], *map(_time, figures),
             *(time_ratio(r, name) for name in rivals),
-            "-" if share is None else f"{share:.0%}", "-" if fused.error_ratio is None else f"{fused.error_ratio:.2f}",
+            *("-" if share is None else f"{share:.0%}", "-" if error is None else f"{error:.2f}") * (unit == "ms"),
         ])  # fmt: skip
     columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fused" for name in rivals)]
     return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2)
+
+
+def _as_called(r: Record) -> Record:
+    return replace(r, providers={name: replace(p, time=p.called) for name, p in r.providers.items()})
 
 
 def _time(p: Provider) -> str:
@@ -89,6 +97,9 @@ def _remarks(records: Sequence[Record]) -> list[str]:
         for r in records
         for name, p in r.providers.items()
         if p.skipped
+    ]
+    lines += [
+        f"{r.case} {MODE[r.mode]}, {name}: {p.remark}" for r in records for name, p in r.providers.items() if p.remark
     ]
     lines += sorted({r.note for r in records if r.note})
     backends = sorted({r.sdpa_backend for r in records if r.sdpa_backend})

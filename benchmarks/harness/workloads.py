@@ -4,6 +4,7 @@ sanitizer and ahead-of-time compilation all take theirs from it; `Workload.runne
 Uses:
 
     quick, cpu, gpu     benchmarks: one tiny case an op; the CPU path in minutes; the full grid of a GPU
+    verify, headline    the first minutes of a GPU: what is compared with float64, and what is timed
     tune, rehearse      shapes for which launch tables are measured; tiny ones for the interpreter
     traffic             counted in the interpreter with real N, d and D: where the real case has too many rows, one of
                         `parts` equal parts of a GPU and of its rows
@@ -18,16 +19,18 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16
 from benchmarks.harness.providers import OPS
 
+Step = Callable[[], tuple[Tensor, ...]]
 BATCH = 256 * 197  # rows of the large batch whose parts are counted
 
 
@@ -65,6 +68,15 @@ class Workload:
         torch.compiler.reset()
         runner.forward = torch.compile(runner.forward, dynamic=False)
         return runner
+
+    def step(self, provider: str, mode: str, draw: Draw) -> tuple[Step, Runner]:
+        """What is timed: forward (mode "inference"), or forward and backward ("training") with random gradients of the
+        outputs."""
+        runner = self.runner(provider, draw).train(mode == "training")
+        if mode == "inference":
+            return runner.infer, runner
+        gradients = draw.cotangents(runner.outputs())
+        return (lambda: runner.gradients(gradients)), runner
 
 
 def _words(sizes: dict[str, Any]) -> Iterator[str]:
@@ -117,6 +129,14 @@ def _attention() -> Iterator[Workload]:
         yield from rows("traffic", B=1, N=N, H=H, d=d)
     for N, d, p in ((50, 64, 0.0), (197, 64, 0.0), (300, 64, 0.0), (130, 80, 0.0), (70, 64, 0.1)):
         yield from rows("sanitize", B=2, N=N, H=2, d=d, dropout_p=p)
+    yield from rows("sanitize", B=2, N=[70, 300], H=2, d=[32, 96])
+    yield from rows("verify", B=2, N=[197, 257, 1025], H=3, d=64)
+    yield from rows("verify", B=1, N=4097, H=1, d=64)
+    yield from rows("verify", B=2, N=[197, 1025], H=2, d=[32, 72, 80, 96, 128])
+    yield from rows("verify", B=2, N=[197, 577], H=3, d=64, separate=True)
+    yield from rows("verify", B=2, N=[197, 577], H=3, d=64, dropout_p=0.1)
+    for N, several in {197: [1, 32, 256], 1025: [1, 32], 4097: [1, 8]}.items():
+        yield from rows("headline", B=several, N=N, H=12, d=64)
     for N in (17, 65, 197, 256, 257, 577, 1024, 1025, 1370, 4097):
         few = {197: "second kernels", 1024: "kernels", 1025: "second kernels"}.get(N, "")
         yield from rows(f"compile {few}", B=64, N=N, H=12, d=64)
@@ -138,6 +158,9 @@ def _norms() -> Iterator[Workload]:
         yield from _rows(op, "quick", B=1, N=50, D=192)
         yield from _rows(op, "cpu", B=8, N=197, D=some)
         yield from _rows(op, "gpu", B=[1, 256], N=197, D=every)
+        yield from _rows(op, "headline", B=[1, 256], N=197, D=768)
+    yield from _rows("layer_norm", "verify", B=8, N=197, D=[200, 384, 768, 1280])
+    yield from _rows("add_layer_norm", "verify", B=8, N=197, D=[384, 768], row_scale=True)
     yield from _rows("layer_norm", "tune", B=64, N=197, D=every)
     yield from _rows("layer_norm", "rehearse", B=1, N=8, D=32)
     share = BATCH // 132
@@ -153,6 +176,7 @@ def _norms() -> Iterator[Workload]:
         yield from _rows("add_layer_norm", f"compile {few}", B=64, N=197, D=D, row_scale=True)
     yield from _rows("dropout", "traffic", B=1, N=197, D=768)
     yield from _rows("dropout", "sanitize", B=1, N=37, D=200)
+    yield from _rows("dropout", "verify", B=4, N=197, D=[200, 768])
     yield from _rows("dropout", "compile second kernels", B=64, N=197, D=768)
 
 
@@ -166,6 +190,15 @@ def _gemms() -> Iterator[Workload]:
         yield from _rows("linear", "gpu tune" if B == 256 else "gpu", B=B, N=N, D=D, out=4 * D, activation="gelu")
         yield from _rows("mlp", "gpu", B=B, N=N, D=D)
         yield from _rows("layer_norm_mlp", "gpu", B=B, N=N, D=D)
+    yield from _rows("linear", "verify", B=4, N=197, D=384, out=[384, 1536], activation="gelu")
+    yield from _rows("linear", "verify", B=4, N=197, D=384, out=384, scales=True)
+    yield from _rows("layer_norm_linear", "verify", B=4, N=197, D=384, out=1152)
+    yield from _rows("layer_norm_attention", "verify", B=4, N=197, D=384, H=6)
+    yield from _rows("mlp", "verify", B=4, N=197, D=384, recompute=["none", "activation", "all"], scales=True)
+    yield from _rows("mlp", "verify", B=4, N=197, D=192, activation=["gelu_tanh", "quick_gelu", "relu", "silu"])
+    yield from _rows("mlp", "verify", B=4, N=197, D=192, dropout_p=0.1)
+    yield from _rows("layer_norm_mlp", "verify", B=4, N=197, D=[384, 768], scales=True)
+    yield from _rows("layer_norm_mlp", "headline", B=[1, 32, 256], N=197, D=768)
     for D in (384, 768, 1024, 1280):
         for B, N in ((1, 197), (1, 1370), (32, 197), (256, 197)):
             yield from _rows("mlp", "tune", B=B, N=N, D=D, residual=True)
@@ -209,6 +242,8 @@ def _patch_embed() -> Iterator[Workload]:
         yield from rows("tune", B=batches[:2], px=px, patch=patch, D=[384, 768, 1024, 1280])
     yield from rows("tune", B=256, px=224, patch=16, D=[384, 768, 1024, 1280])
     yield from rows("tune", B=128, px=224, patch=14, D=[384, 768, 1024, 1280])
+    yield from rows("verify", B=4, px=224, patch=[14, 16], D=384, image=["wanted", "uint8"])
+    yield from rows("headline", B=[1, 32, 256], px=224, patch=16, D=768)
     yield from rows("rehearse", B=1, px=8, patch=4, D=32)
     yield from rows("traffic", B=5, px=224, patch=16, D=768, parts=51)  # of a batch of 256
     yield from rows("traffic", B=1, px=224, patch=16, D=768)
@@ -231,6 +266,8 @@ def _models() -> Iterator[Workload]:
         {197: [1, 32, 256], 257: [1, 64], 1370: [1, 16], 4097: [1, 4]}.items(),
     ):
         yield from _rows("block", "gpu", B=B, N=N, D=D, H=H)
+    yield from _rows("block", "verify", B=4, N=[197, 257], D=384, H=6)
+    yield from _rows("block", "headline", B=[1, 32, 256], N=197, D=768, H=12)
     names = [f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
     cifar = [f"vit_cifar_{size}" for size in ("small", "base", "large")]
     yield from _rows("model", "quick", name="vit_cifar_small", B=1, px=32, depth=2)
@@ -240,6 +277,8 @@ def _models() -> Iterator[Workload]:
     yield from _rows("model", "gpu", name=cifar, B=[1, 256], px=32)
     yield from _rows("model", "gpu", name=names, B=[1, 32, 256], px=224)
     yield from _rows("model", "gpu", name="vit_huge_patch14_224", B=[1, 32, 128], px=224)
+    yield from _rows("model", "verify", name="vit_small_patch16_224", B=2, px=224)
+    yield from _rows("model", "headline", name=names[1:3], B=[1, 32, 256], px=224)
     large = [*names[1:], "vit_huge_patch14_224"]
     yield from _rows("model", "gpu", name=large, B=[1, 16], px=518, patch_size=14)
     yield from _rows("model", "gpu", name=large, B=[1, 4], px=1024, patch_size=16)

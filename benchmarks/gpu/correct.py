@@ -1,0 +1,188 @@
+"""Every op on the GPU against float64, as the tests' oracle does: outputs and gradients, in all dtypes.
+
+    python -m benchmarks.gpu.correct --out FOLDER --group "attention short"
+
+err(fused) <= factor * err(eager in the same dtype) + ulp; factor 2, for gradients 3. What fused computes into is full
+of NaN before, and it runs twice, with bitwise the same results. A group of cases is a process of its own: an illegal
+access destroys no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import summary
+from benchmarks.gpu.journal import BEGUN, words
+from benchmarks.harness import eager
+from benchmarks.harness.agreement import FACTOR, error_ratio
+from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.workloads import Workload, workloads
+from fastvit import ops
+from fastvit.ops.dropout import draw_seeds, dropout_op
+
+SEED = 7
+_TOGETHER = {
+    "add_layer_norm": "layer_norm",
+    "layer_norm_linear": "linear",
+    "layer_norm_attention": "linear",
+    "layer_norm_mlp": "mlp",
+}
+
+
+def cases(rehearse: bool) -> list[Workload]:
+    if not rehearse:
+        return workloads("verify")
+    dropouts = [w for w in workloads("sanitize") if group(w) == "dropout"]
+    return workloads("quick", ops=("attention", "layer_norm", "mlp")) + dropouts
+
+
+def dtypes(rehearse: bool) -> list[str]:
+    return ["bf16", "fp32"] if rehearse else [*summary.DTYPES]
+
+
+def groups(rehearse: bool) -> list[str]:
+    """What is done in one process each, the most wanted first."""
+    found = dict.fromkeys(map(group, cases(rehearse)))
+    first = ("attention short", "layer_norm", "linear", "mlp", "attention long", "patch_embed", "block", "model")
+    return sorted(found, key=lambda name: first.index(name) if name in first else len(first))
+
+
+def group(case: Workload) -> str:
+    if case.sizes.get("dropout_p"):
+        return "dropout"
+    if case.op != "attention":
+        return _TOGETHER.get(case.op, case.op)
+    d, N = case.sizes["d"], case.sizes["N"]
+    return f"attention d{d}" if d != 64 else "attention short" if N < 1000 else "attention long"
+
+
+def build(case: Workload, provider: str, draw: Draw) -> Runner:
+    """As the workload says, but with dropout: fused draws the masks of one seed, and eager is given them."""
+    runner = case.runner(provider, draw)
+    p = 0.1 if case.op == "dropout" else case.sizes.get("dropout_p", 0.0)
+    if not p:
+        return runner
+    forward = runner.forward if provider == "fused" else _masked(case, runner, p)
+
+    def seeded() -> Tensor | tuple[Tensor, ...]:
+        torch.manual_seed(SEED)
+        return forward()
+
+    return Runner(seeded, runner.inputs, runner.parameters)
+
+
+def _masked(case: Workload, runner: Runner, p: float) -> Callable[[], Tensor]:
+    (x,) = runner.inputs
+    if case.op == "attention":
+        mask = _attention_mask(x.shape, p, x.device)
+        return lambda: eager.attention(x, mask)
+    torch.manual_seed(SEED)
+    seeds = draw_seeds(1 if case.op == "dropout" else 2, x.device).split(1)
+
+    def draw(seed: Tensor, width: int) -> Tensor:
+        ones = torch.ones(x.shape[0] * x.shape[1], width, device=x.device)
+        return dropout_op(ones, seed, p).view(*x.shape[:2], width).to(x.dtype)
+
+    if case.op == "dropout":
+        mask = draw(seeds[0], x.shape[2])
+        return lambda: x * mask
+    w1, b1, w2, b2 = runner.parameters
+    masks = draw(seeds[0], w1.shape[0]), draw(seeds[1], x.shape[2])
+    return lambda: eager.linear(eager.linear(x, w1, b1, "gelu") * masks[0], w2, b2) * masks[1]
+
+
+def _attention_mask(shape: torch.Size, p: float, device: torch.device) -> Tensor:
+    """(B, H, N, N): what attention of these sizes multiplies its weights with, one head dimension of keys at a time:
+    the weights are all equal, and each of these values is of one key."""
+    B, N, _, H, d = shape
+    found = torch.empty(B, H, N, N, device=device)
+    for first in range(0, N, d):
+        width = min(d, N - first)
+        qkv = torch.zeros(B, N, 3, H, d, device=device)
+        qkv[:, first : first + width, 2, :, :width] = torch.eye(width, device=device)[None, :, None]
+        torch.manual_seed(SEED)
+        out = ops.attention_qkvpacked(qkv, dropout_p=p).transpose(1, 2)
+        found[..., first : first + width] = (out[..., :width] != 0) / (1 - p)
+    return found
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """All fresh memory is full of NaN, so that an element that nobody wrote is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def results(runner: Runner, gradients: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
+    """Outputs, with and without what backward needs, and gradients."""
+    runner.train(False)
+    outputs = runner.outputs()
+    found = torch.autograd.grad(outputs, runner.leaves, gradients)
+    return (*(out.detach() for out in outputs), *runner.infer()), found
+
+
+def check(case: Workload, dtype: torch.dtype, device: torch.device) -> tuple[list[float], str]:
+    """The worst error ratios of outputs and of gradients, and what is wrong; empty if nothing is."""
+    found = []
+    for provider, compute in (("eager", torch.float64), ("eager", None), ("fused", None)):
+        runner = build(case, provider, draw := Draw(dtype, device, compute))
+        gradients = draw.cotangents(runner.outputs())
+        with poisoned() if provider == "fused" else contextlib.nullcontext():
+            found.append(results(runner, gradients))
+            if provider == "fused":
+                again = results(runner, gradients)
+    exact, same, got = found
+    ratios = []
+    for kind, factor in enumerate(FACTOR.values()):  # of outputs, of gradients
+        triples = zip(got[kind], same[kind], exact[kind], strict=True)
+        ratios.append(max(error_ratio(*triple, factor) for triple in triples))
+    wrong = []
+    if any(ratio > factor for ratio, factor in zip(ratios, FACTOR.values(), strict=True)):
+        wrong.append("inaccurate")
+    if not all(torch.equal(a, b) for kind in (0, 1) for a, b in zip(got[kind], again[kind], strict=True)):
+        wrong.append("another result the second time")
+    return ratios, ", ".join(wrong)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = summary.arguments(__doc__)
+    parser.add_argument("--group", required=True)
+    chosen = parser.parse_args(arguments)
+    device = summary.device_of(chosen)
+    journal = summary.journal(chosen.out, device)
+    warnings.filterwarnings("ignore", message=".*deterministic.*")  # of eager's backward passes
+    torch.backends.cudnn.allow_tf32 = False  # eager's convolutions in float32 are to be float32
+    bad = 0
+    for case in cases(chosen.rehearse):
+        if group(case) != chosen.group:
+            continue
+        for dtype in dtypes(chosen.rehearse):
+            which = {"case": f"{case.op} {case}", "dtype": dtype}
+            name = f"{case.op} {case} {dtype}"
+            journal.add("correct", name, BEGUN, **which)
+            try:
+                ratios, reason = check(case, summary.DTYPES[dtype], device)
+                journal.add("correct", name, "failed" if reason else "passed", ratios=ratios, reason=reason, **which)
+            except Exception as error:
+                reason = words(error)
+                journal.add("correct", name, "failed", reason=reason, **which)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()  # raises, and ends the process, where the error has ended the context
+            bad += bool(reason)
+            if reason:
+                print(f"> WRONG {name}: {reason}", flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What a run on a GPU has found out so far: results.jsonl, a JSON object a line, written at once.
+
+Whatever ends the run, and whenever, all lines but perhaps the last are whole; a broken one is left out in reading.
+Several processes may write. A result counts for the device and the sources that it was made with, and for no others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.provenance import ROOT, sources, write_text
+
+Record = dict[str, Any]  # kind, name, status, device, sources, at (seconds since 1970), and what was found
+Page = Callable[[list[Record]], str]
+DONE = ("passed", "skipped")
+REHEARSAL = "rehearsal"  # the device of a run in miniature, which measures nothing
+BEGUN = "begun"
+
+
+class Journal:
+    """page: makes of all records the text of table.md, which is written anew with each of them."""
+
+    def __init__(self, folder: Path, device: str, page: Page | None = None, *, code: str | None = None) -> None:
+        self.folder, self.device, self.page = folder, device, page
+        self.code = code or sources()
+        self.path = folder / "results.jsonl"
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, name: str, status: str, **found: Any) -> None:
+        record = {"kind": kind, "name": name, "status": status, "device": self.device, "sources": self.code}
+        line = json.dumps(_finite(record | {"at": time.time()} | found)) + "\n"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            os.write(descriptor, ("\n" * torn + line).encode())  # one call: lines of several processes do not mix
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if self.page is not None:
+            with self._lock:
+                write_text(self.folder / "table.md", self.page(self.records()))
+
+    def records(self) -> list[Record]:
+        """The last of each kind and name, in the order of their first."""
+        found: dict[tuple[str, str], Record] = {}
+        for record in read(self.path):
+            if (record["device"], record["sources"]) == (self.device, self.code):
+                found[record["kind"], record["name"]] = record
+        return list(found.values())
+
+    def get(self, kind: str, name: str) -> Record | None:
+        return next((r for r in self.records() if (r["kind"], r["name"]) == (kind, name)), None)
+
+    def done(self, kind: str, name: str) -> bool:
+        record = self.get(kind, name)
+        return record is not None and record["status"] in DONE
+
+
+def read(path: Path) -> list[Record]:
+    """Every whole line of a file, of any device and sources."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the process was killed as it wrote
+            continue
+        if isinstance(record, dict) and {"kind", "name", "status", "device", "sources"} <= record.keys():
+            found.append(record)
+    return found
+
+
+def results_folder(device: str) -> Path:
+    """Where the results of a device belong."""
+    name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return ROOT / ("out" if device == REHEARSAL else "benchmarks/results") / name
+
+
+def words(error: Exception) -> str:
+    """What it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

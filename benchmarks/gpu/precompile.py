@@ -1,0 +1,146 @@
+"""Compiles what is about to be launched, in many processes, into the cache in which Triton's launches look first.
+
+The launches are recorded on meta tensors (benchmarks/codegen/launches.py), so that this process needs no GPU and can be
+forked. What is compiled has the cache key of the launch itself: source, types, alignments, constants, options, target.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.codegen.aot import TARGETS
+from benchmarks.codegen.launches import DTYPES, Launch, recording
+from benchmarks.gpu import correct, headline, summary
+from benchmarks.gpu.journal import REHEARSAL
+from benchmarks.gpu.runner import SKIPPED
+from benchmarks.gpu.tables import candidates, works
+from benchmarks.gpu.tune import Entries, using
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload, workloads
+from fastvit.kernels import _tuned
+
+Item = tuple[Workload, str]  # and a dtype: a name of codegen/launches.py
+Machine = tuple[tuple[int, int], int, str]  # compute capability, multiprocessors, name
+REHEARSED: Machine = (9, 0), 132, REHEARSAL
+
+
+def first_minutes(rehearse: bool) -> list[Item]:
+    """In the order in which they are launched."""
+    items = [(w, dtype) for w in correct.cases(rehearse) for dtype in correct.dtypes(rehearse)]
+    if not rehearse:
+        items += [(w, dtype) for w in workloads("sanitize", ops=("attention",)) for dtype in ("bf16", "fp32")]
+    return items + [(w, "bf16") for w in headline.rows(rehearse)]
+
+
+def record(items: Iterable[Item], machine: Machine) -> list[Launch]:
+    """Every launch of the items, forward alone, and forward and backward, each once."""
+    with _recording(machine) as recorder:
+        for workload, dtype in items:
+            recorder.dtype = dtype
+            runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
+            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+            runner.infer()
+    return list(recorder.launches.values())
+
+
+def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
+    """Every launch that tuning of these tables tries."""
+    wanted, device = set(tables), torch.device("meta")
+    with _recording(machine) as recorder:
+        for work in works():
+            if work.table not in wanted:
+                continue
+            base: Entries = {(table, ()): choice for table, choice in work.fixed.items()}
+            with using(base):
+                run = work.build(device)
+            with using(base) as asked:
+                run()
+            for key in {key for _, table, key in asked if table == work.table}:
+                for choice in candidates(work.table, key):
+                    with using(base | {(work.table, key): choice}):
+                        run()
+    return list(recorder.launches.values())
+
+
+def _recording(machine: Machine) -> Any:
+    """For the GPU at hand, with what was measured on it: launch choices depend on both."""
+    (major, minor), multiprocessors, name = machine
+    arch = f"sm_{major}{minor}"
+    gpu = GPUTarget("cuda", 10 * major + minor, 32)
+    TARGETS[arch] = replace(TARGETS.get(arch, TARGETS["sm_90"]), gpu=gpu, sms=multiprocessors)
+    _tuned.load(arch, name)
+    return recording(arch)
+
+
+_pending: list[Launch] = []  # reaches the workers by fork: a kernel cannot be pickled
+
+
+def compile_all(launches: list[Launch], workers: int) -> Iterator[tuple[Launch, str]]:
+    """Each with the reason why it did not compile, or an empty string, in order."""
+    global _pending
+    _pending = launches
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield from zip(launches, pool.map(_compile, range(len(launches))), strict=True)
+
+
+def _compile(index: int) -> str:
+    launch = _pending[index]
+    try:
+        source = triton.compiler.ASTSource(
+            launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
+        )
+        compiled = triton.compile(source, target=TARGETS[launch.target].gpu, options=dict(launch.options))
+        driver: Any = importlib.import_module("triton.backends.nvidia.driver")
+        if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
+            driver.CudaLauncher(compiled.src, compiled.metadata)  # before triton 3.7 there is one a signature, in C
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = summary.arguments(__doc__)
+    parser.add_argument(
+        "--tables", nargs="+", choices=sorted(_tuned.FIELDS), help="what tuning of these tries, instead"
+    )
+    chosen = parser.parse_args(arguments)
+    if torch.version.hip:
+        print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
+        return SKIPPED
+    machine = REHEARSED
+    if not chosen.rehearse:
+        gpu = torch.cuda.get_device_properties(0)
+        machine = (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.name
+    start = time.perf_counter()
+    if chosen.tables:
+        launches = record_candidates(chosen.tables, machine)
+    else:
+        launches = record(first_minutes(chosen.rehearse), machine)
+    print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
+    failed = {}
+    for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
+        if reason:
+            failed[f"{launch.name} {launch.dtype}"] = reason
+            print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
+    print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
+    if not chosen.tables:  # of what tuning tries, some does not fit
+        journal = summary.journal(chosen.out, summary.device_of(chosen))
+        status = "failed" if failed else "passed"
+        journal.add("compile", "kernels", status, kernels=len(launches), failed=failed)
+    return int(bool(failed) and not chosen.tables)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Runs the steps of a run on a GPU, each a process of its own with a limit, and keeps what became of them.
+
+All output goes into log.txt, each line behind the name of its step; lines that begin with "> " are also printed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from benchmarks.gpu.journal import Journal
+from benchmarks.harness.provenance import ROOT
+
+SKIPPED = 77  # exit status of a step that the machine has no tool for
+_OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of the process that calls, in tests
+
+
+@dataclass(frozen=True)
+class Step:
+    """arguments: of the Python interpreter. limit: seconds."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit: float = 3600.0
+
+
+class Runner:
+    """seconds: after these no step goes on. variables: of the environment, for all steps."""
+
+    def __init__(
+        self, journal: Journal, seconds: float = math.inf, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.journal, self.seconds, self._variables = journal, seconds, variables
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._log = (journal.folder / "log.txt").open("a")
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def say(self, text: str) -> None:
+        minutes, seconds = divmod(int(self.elapsed), 60)
+        print(f"[{minutes}:{seconds:02d}] {text}", flush=True)
+
+    def run(
+        self, steps: Iterable[Step], *, workers: int = 1, until: float = math.inf, again: bool = False
+    ) -> dict[str, str]:
+        """What became of the steps, by name, when all have ended: those that are done already stay as they are, unless
+        `again`. until: seconds after the start of the run at which they are ended."""
+        with ThreadPoolExecutor(workers) as pool:
+            futures = {step.name: pool.submit(self._run, step, until, again) for step in steps}
+            try:
+                return {name: future.result() for name, future in futures.items()}
+            except BaseException:
+                for future in futures.values():
+                    future.cancel()
+                self.end()
+                raise
+
+    def begin(self, steps: Sequence[Step], *, until: float = math.inf) -> list[Future[str]]:
+        """The same, all at once beside what else runs."""
+        pool = ThreadPoolExecutor(max(len(steps), 1))
+        futures = [pool.submit(self._run, step, until, False) for step in steps]
+        pool.shutdown(wait=False)
+        return futures
+
+    def end(self) -> None:
+        """Ends all processes."""
+        with self._lock:
+            for process in self._running:
+                _let_go(process)
+
+    def _run(self, step: Step, until: float, again: bool) -> str:
+        if not again and self.journal.done("step", step.name):
+            self.say(f"{step.name}: done before")
+            return "passed"
+        limit = min(step.limit, until - self.elapsed, self.seconds - self.elapsed)
+        if limit < 1:
+            self._ended(step, "cut", 0.0, ["no time was left"])
+            return "cut"
+        start, last, timed_out = time.monotonic(), deque[str](maxlen=3), threading.Event()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+        environment |= self._variables
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu.leash", *step.arguments], cwd=ROOT, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        with self._lock:
+            self._running.add(process)
+
+        def end() -> None:
+            timed_out.set()
+            _let_go(process)
+
+        timer = threading.Timer(limit, end)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self._read(step, line.rstrip(), last)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            _let_go(process)
+            with self._lock:
+                self._running.discard(process)
+        status = "timed out" if timed_out.is_set() else {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
+        self._ended(step, status, time.monotonic() - start, [*last, *[f"exit status {code}"] * (status == "failed")])
+        return status
+
+    def _read(self, step: Step, line: str, last: deque[str]) -> None:
+        with self._lock:
+            print(f"[{step.name}] {line}", file=self._log, flush=True)
+        if line.startswith("> "):
+            self.say(f"{step.name}: {line[2:]}")
+        elif line:
+            last.append(line)
+
+    def _ended(self, step: Step, status: str, seconds: float, last: list[str]) -> None:
+        self.journal.add("step", step.name, status, seconds=round(seconds, 1), last=last)
+        self.say(f"{step.name}: {status} after {seconds:.1f} s")
+        if status != "passed":
+            print(*(f"    {line[:300]}" for line in last), sep="\n", flush=True)
+
+
+def _let_go(process: subprocess.Popen[str]) -> None:
+    """Of the leash: the process ends with all that it started."""
+    assert process.stdin is not None
+    process.stdin.close()

@@ -1,0 +1,173 @@
+"""The table of the first minutes on a GPU, and its short form, both made of the journal's records."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.journal import BEGUN, DONE, REHEARSAL, Journal, Record
+
+MODES = {"inference": "forward", "training": "forward + backward"}
+PROVIDERS = ("eager", "flash", "cudnn", "fused")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TOLERANCE = 0.05  # of the largest result, by which a timed result may differ from another provider's
+
+
+def journal(folder: Path, device: torch.device) -> Journal:
+    """That of the first minutes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else REHEARSAL
+    return Journal(folder, name, functools.partial(markdown))
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Of every process of the first minutes."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
+    return parser
+
+
+def device_of(chosen: argparse.Namespace) -> torch.device:
+    if chosen.rehearse:
+        torch.set_num_threads(1)
+    return torch.device("cpu" if chosen.rehearse else "cuda")
+
+
+def markdown(records: list[Record]) -> str:
+    machine = next((r for r in records if r["name"] == "machine"), {})
+    lines = [
+        f"# {machine.get('device', 'GPU')}, the first minutes",
+        "",
+        f"torch {machine.get('torch')}, triton {machine.get('triton')}, sources {machine.get('sources')}",
+        "",
+        *_ceilings(records),
+        *_steps(records),
+        *_correct(records),
+        *_rows(records),
+        *_compiled(records),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Iterable[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table, and a blank line; nothing without rows."""
+    head = list(head)
+    return ["", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), ""] if rows else []
+
+
+def _ceilings(records: list[Record]) -> list[str]:
+    return [
+        f"limits: copy {r['bytes_per_second'] * 1e-9:,.0f} GB/s, matmul {r['flops_per_second'] * 1e-12:,.1f} TFLOP/s"
+        for r in records
+        if r["name"] == "ceilings" and r["status"] == "passed"
+    ]
+
+
+def _steps(records: list[Record]) -> list[str]:
+    rows = [
+        [r["name"], r["status"], str(r.get("seconds", "")), " ".join(r.get("last", []))[:200].replace("|", "/")]
+        for r in records
+        if r["kind"] in ("step", "environment") and r["name"] not in ("machine", "ceilings")
+    ]
+    return _table(("step", "what became of it", "s", "last words, unless it passed"), rows)
+
+
+def _correct(records: list[Record]) -> list[str]:
+    """Worst error by op and shape: outputs and gradients, over their bounds."""
+    found: dict[str, dict[str, str]] = {}
+    for r in records:
+        if r["kind"] == "correct":
+            found.setdefault(r["case"], {})[r["dtype"]] = _verdict(r)
+    rows = [[case, *(cells.get(dtype, "-") for dtype in DTYPES)] for case, cells in found.items()]
+    return _table(("error of outputs (at most 2), gradients (at most 3)", *DTYPES), rows)
+
+
+def _verdict(r: Record) -> str:
+    if r["status"] == BEGUN:
+        return "**did not end**"
+    if "ratios" not in r:
+        return f"**{r['status']}**: {r.get('reason', '')[:120]}".replace("|", "/")
+    figures = ", ".join("not finite" if value is None else f"{value:.2f}" for value in r["ratios"])
+    return figures if r["status"] == "passed" else f"**{r.get('reason', 'wrong')}** {figures}"
+
+
+def _rows(records: list[Record]) -> list[str]:
+    rows = []
+    for r in records:
+        if r["kind"] != "row":
+            continue
+        figures = r.get("providers", {})
+        graph = [_us(figures, name, "graph") for name in PROVIDERS]
+        called = [_us(figures, name, "called") for name in PROVIDERS]
+        name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{_why(r)}**)"
+        rows.append([name, *graph, *called, ", ".join(f"{v:.2f}x {k}" for k, v in ratios(r, "graph").items())])
+    head = ["row", *(f"{name} us" for name in PROVIDERS), *(f"{name} us called" for name in PROVIDERS), "us / fused's"]
+    notes = [
+        f"- {r['name']}, {name}: {reason}"
+        for r in records
+        if r["kind"] == "row"
+        for name, figures in r.get("providers", {}).items()
+        for reason in (figures.get("skipped"), figures.get("remark"))
+        if reason
+    ]
+    legend = ["us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop"]
+    return [*_table(head, rows), *legend * bool(rows), *notes]
+
+
+def _why(r: Record) -> str:
+    return "did not end" if r["status"] == BEGUN else str(r.get("reason", r["status"])).replace("|", "/")[:160]
+
+
+def _us(figures: Record, name: str, which: str) -> str:
+    """Microseconds; the GPU's as those of calls where there was no graph."""
+    time = figures.get(name, {}).get(which)
+    if time is None:
+        return "-"
+    return f"{time['median'] * 1e6:,.1f}" + "*" * (which == "graph" and bool(figures[name].get("remark")))
+
+
+def ratios(r: Record, which: str) -> dict[str, float]:
+    """Time of each other provider over fused's."""
+    times = {name: f[which]["median"] for name, f in r.get("providers", {}).items() if f.get(which)}
+    own = times.pop("fused", None)
+    return {name: value / own for name, value in times.items()} if own else {}
+
+
+def _compiled(records: list[Record]) -> list[str]:
+    rows = [
+        [r["name"], *(f"{r[k]['median'] * 1e6:,.1f}" if r.get(k) else "-" for k in ("graph", "called")), r["status"]]
+        for r in records
+        if r["kind"] == "compiled"
+    ]
+    return _table(("torch.compile", "us", "us called", ""), rows)
+
+
+def short(records: list[Record]) -> list[str]:
+    """What matters, in a few lines."""
+    lines = [f"{r['name']}: {r['status']} {r.get('reason', '')}" for r in records if r["kind"] == "environment"]
+    lines += _ceilings(records)
+    checked: dict[str, list[Record]] = {}
+    for r in records:
+        if r["kind"] == "correct":
+            checked.setdefault(r["case"].split()[0], []).append(r)
+    for op, cases in checked.items():
+        wrong = [r for r in cases if r["status"] != "passed"]
+        worst = max((v for r in cases for v in r.get("ratios", ()) if v is not None), default=float("nan"))
+        lines.append(f"{op}: {len(cases) - len(wrong)} of {len(cases)} correct, worst error ratio {worst:.2f}")
+        lines += [f"    WRONG {r['name']}: {_verdict(r)}"[:160] for r in wrong[:5]]
+    for r in records:
+        if r["kind"] == "step" and (r["status"] not in DONE or r["name"] == "sanitize"):
+            lines.append(f"{r['name']}: {r['status']} {' '.join(r.get('last', ()))}"[:200])
+    for r in records:
+        if r["kind"] == "row" and r["status"] == "passed":
+            pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]
+            lines.append(f"{r['name']}: {_us(r['providers'], 'fused', 'graph')} us, {pair[0]}; as called {pair[1]}")
+        elif r["kind"] == "row":
+            lines.append(f"{r['name']}: {_why(r)}")
+        elif r["kind"] == "compiled" and r.get("called"):
+            lines.append(f"{r['name']}: {r['called']['median'] * 1e6:,.0f} us called")
+    return lines
