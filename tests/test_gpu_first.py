@@ -193,8 +193,7 @@ def test_memory_is_poisoned() -> None:
     torch.ones(4321)  # what fresh memory would be, if it were left as it is
     with correct.poisoned():
         assert torch.empty(4321).isnan().all()
-    torch.ones(4321)
-    assert not torch.empty(4321).isnan().any()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,15 @@ def test_tuning_goes_on_unless_the_code_has_changed(
     assert again.entries == {("attention_fwd", KEY): (1, 128, 128, 8, 2)}
 
 
+def test_a_work_that_the_host_holds_up_is_not_tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "Clock", lambda device: types.SimpleNamespace(time=lambda run: float("nan")))
+    assert tune.main(["--rehearse", "--table", "attention_fwd", "--out", str(tmp_path)]) == 1
+    assert "not tuned, the GPU waited for the host" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_differences_are_of_the_largest_result() -> None:
     one = torch.tensor([1.0, -4.0])
     assert difference((one, one), (one, one + torch.tensor([0.1, 0.0]))) == pytest.approx(0.025)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import compiled, correct, headline, summary
-from benchmarks.gpu.journal import DONE, REHEARSAL, read, results_folder
+from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, read, results_folder
 from benchmarks.gpu.runner import Runner, Step
 from fastvit.kernels import _tuned
 
@@ -35,6 +35,7 @@ MEMORY = 8e9  # bytes that a process of correctness checks may need
 
 
 def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
+    """All steps, in order of worth, and the summary; the exit status."""
     journal = summary.journal(folder, torch.device("cpu" if rehearse else "cuda"))
     runner = Runner(journal, seconds, {"FASTVIT_STRICT": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"})
     shared = ("--out", str(folder), *["--rehearse"] * rehearse)
@@ -43,10 +44,14 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
         return Step(name, ("-m", f"benchmarks.gpu.{module}", *shared, *arguments), limit)
 
     runner.say(f"{journal.device}, sources {journal.code}, results in {folder}")
+    checks = [step(f"correct {name}", "correct", "--group", name) for name in correct.groups(rehearse)]
+    sanitizer = _sanitizer(rehearse)
+    unfinished = any(not journal.done("step", step.name) for step in (*checks, sanitizer)) or _rows_left(journal)
     with tempfile.TemporaryDirectory() as scratch:
         go = Path(scratch) / "go"
         try:
-            runner.run([step("environment", "probe", limit=60)], again=True)
+            if unfinished:
+                runner.run([step("environment", "probe", limit=60)], again=True)
             models = runner.begin(
                 [
                     step(f"torch.compile {provider} {model}", "compiled", "--model", model, "--provider", provider,
@@ -56,10 +61,10 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
                 ],
                 until=MODELS_TIMED,
             )  # fmt: skip
-            runner.run([step("compile", "precompile")], until=COMPILED, again=True)
-            checks = [step(f"correct {name}", "correct", "--group", name) for name in correct.groups(rehearse)]
+            if unfinished:
+                runner.run([step("compile", "precompile")], until=COMPILED, again=True)
             runner.run(checks, workers=_workers(runner), until=CHECKED)
-            runner.run([_sanitizer(rehearse)], until=SANITIZED)
+            runner.run([sanitizer], until=SANITIZED)
             _rows(runner, step("rows, first part", "headline", "--part", "first"), until=TIMED)
             go.touch()
             wait(models)
@@ -68,7 +73,7 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
             runner.end()
     records = journal.records()
     print(*summary.short(records), sep="\n", flush=True)
-    missing = [name for part in headline.PARTS for *_, name in headline.left(journal, rehearse, part, time.time())]
+    missing = _rows_left(journal)
     bad = [r["name"] for r in records if r["kind"] != "step" and r["status"] not in DONE]
     print(f"{len(records)} results, {len(bad)} of them bad, {len(missing)} rows missing; see {folder / 'table.md'}")
     return int(bool(missing) or any(r["status"] not in DONE for r in records))
@@ -94,6 +99,11 @@ def _rows(runner: Runner, step: Step, until: float = SECONDS) -> None:
         runner.run([Step(step.name, (*step.arguments, "--since", str(since)))], until=until)
         if headline.left(runner.journal, rehearse, part, since) == left:
             return
+
+
+def _rows_left(journal: Journal) -> list[str]:
+    rehearse = journal.device == REHEARSAL
+    return [name for part in headline.PARTS for *_, name in headline.left(journal, rehearse, part, time.time())]
 
 
 def unpack(bundle: Path, folder: Path | None) -> Path:

@@ -123,8 +123,8 @@ class Row:
                 else:
                     runs[name] = replay
         else:
-            for figures in self.figures.values():
-                figures["remark"] = "no graph on a CPU"
+            for name in runs:
+                self.figures[name]["remark"] = "no graph on a CPU"
         seconds = sum(warm(run, self.clock) for run in runs.values())
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(plan_rounds(seconds, self.seconds, most=30)):

@@ -51,7 +51,8 @@ class Runner:
 
     def say(self, text: str) -> None:
         minutes, seconds = divmod(int(self.elapsed), 60)
-        print(f"[{minutes}:{seconds:02d}] {text}", flush=True)
+        with self._lock:
+            print(f"[{minutes}:{seconds:02d}] {text}", flush=True)
 
     def run(
         self, steps: Iterable[Step], *, workers: int = 1, until: float = math.inf, again: bool = False
@@ -129,9 +130,8 @@ class Runner:
 
     def _ended(self, step: Step, status: str, seconds: float, last: list[str]) -> None:
         self.journal.add("step", step.name, status, seconds=round(seconds, 1), last=last)
-        self.say(f"{step.name}: {status} after {seconds:.1f} s")
-        if status != "passed":
-            print(*(f"    {line[:300]}" for line in last), sep="\n", flush=True)
+        reasons = [f"\n    {line[:300]}" for line in last] if status != "passed" else []
+        self.say(f"{step.name}: {status} after {seconds:.1f} s{''.join(reasons)}")
 
 
 def _let_go(process: subprocess.Popen[str]) -> None:

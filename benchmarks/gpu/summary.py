@@ -69,11 +69,16 @@ def _ceilings(records: list[Record]) -> list[str]:
 
 def _steps(records: list[Record]) -> list[str]:
     rows = [
-        [r["name"], r["status"], str(r.get("seconds", "")), " ".join(r.get("last", []))[:200].replace("|", "/")]
+        [r["name"], r["status"], str(r.get("seconds", "")), _last(r).replace("|", "/")]
         for r in records
         if r["kind"] in ("step", "environment") and r["name"] not in ("machine", "ceilings")
     ]
     return _table(("step", "what became of it", "s", "last words, unless it passed"), rows)
+
+
+def _last(r: Record) -> str:
+    """The last words of a step that did not pass, or the reason."""
+    return "" if r["status"] == "passed" else (" ".join(r.get("last", ())) or r.get("reason", ""))[:200]
 
 
 def _correct(records: list[Record]) -> list[str]:
@@ -148,8 +153,10 @@ def _compiled(records: list[Record]) -> list[str]:
 
 def short(records: list[Record]) -> list[str]:
     """What matters, in a few lines."""
-    lines = [f"{r['name']}: {r['status']} {r.get('reason', '')}" for r in records if r["kind"] == "environment"]
-    lines += _ceilings(records)
+    machine = [r for r in records if r["name"] == "machine"]
+    lines = [f"{r['own_device']}, torch {r['torch']}, triton {r['triton']}, commit {r['commit']}" for r in machine]
+    bad = [r for r in records if r["kind"] == "environment" and r["status"] != "passed"]
+    lines += [f"{r['name']}: {r['status']} {_last(r)}" for r in bad] + _ceilings(records)
     checked: dict[str, list[Record]] = {}
     for r in records:
         if r["kind"] == "correct":
@@ -161,7 +168,7 @@ def short(records: list[Record]) -> list[str]:
         lines += [f"    WRONG {r['name']}: {_verdict(r)}"[:160] for r in wrong[:5]]
     for r in records:
         if r["kind"] == "step" and (r["status"] not in DONE or r["name"] == "sanitize"):
-            lines.append(f"{r['name']}: {r['status']} {' '.join(r.get('last', ()))}"[:200])
+            lines.append(f"{r['name']}: {r['status']} {_last(r)}")
     for r in records:
         if r["kind"] == "row" and r["status"] == "passed":
             pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]

@@ -112,7 +112,8 @@ def _gpu_state() -> dict[str, str]:
     """Clocks, power and the reason for throttling as the driver's own tool reports them; empty without the tool."""
     if shutil.which("nvidia-smi") is None:
         return {}
-    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+    clocks = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks_throttle_reasons.active")
+    fields = ("driver_version", *clocks, "power.draw", "temperature.gpu")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     if answer.returncode != 0:
