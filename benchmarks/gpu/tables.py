@@ -115,7 +115,11 @@ def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
     """What is tried besides the shipped choice. What does not compile or fit is found out by compiling."""
     if table == "layer_norm":
         width = max(1 << (key[0] - 1).bit_length(), 16)
-        return [(rows, warps) for rows, warps in _LAYER_NORM if 4 <= rows * width // (32 * warps) <= 32]
+        backward = bool(key[1])
+        grids = ((2, 3), (3, 3), (2, 4), (3, 1)) if backward else ((8, 1), (4, 3))  # programs an SM, stages
+        most = 16 if backward else 32  # elements a thread
+        tiles = [(rows, warps) for rows, warps in _LAYER_NORM if 4 <= rows * width // (32 * warps) <= most]
+        return [(*tile, *grid) for tile in tiles for grid in grids]
     if table == "activation_backward":
         return [(m, n, steps, warps) for m, n, warps in _ACTIVATION for steps in (4, 8, 16)]
     if table == "attention_fwd":

@@ -95,7 +95,7 @@ def _forward(rows: Tensor, row_scale: Tensor | None) -> tuple[tuple[int], dict[s
     """The grid and the constants of the forward kernel."""
     M, D = rows.shape
     cfg = _configs.layer_norm(D, arch=_library.arch(rows))
-    most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(rows.device.index)
+    most = cfg.programs_per_sm * _library.multiprocessors(rows.device.index)
     return (min(triton.cdiv(M, cfg.block_rows), most),), _constants(cfg, row_scale)
 
 
@@ -115,7 +115,7 @@ def _backward(
     dsum, branch = None if dsum is None else as_rows(dsum), None if branch is None else as_rows(branch)
     M, D = s.shape
     cfg = _configs.layer_norm(D, backward=True, arch=_library.arch(s))
-    programs = min(triton.cdiv(M, cfg.block_rows), _configs.PROGRAMS_PER_SM * _library.multiprocessors(s.device.index))
+    programs = min(triton.cdiv(M, cfg.block_rows), cfg.programs_per_sm * _library.multiprocessors(s.device.index))
     partial = torch.empty(len(parameters), programs, D, dtype=torch.float32, device=s.device)
     layer_norm_bwd_kernel[(programs,)](
         dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial,
@@ -125,8 +125,8 @@ def _backward(
     return ds, *column_sums(partial, *parameters)
 
 
-def _constants(cfg: _configs.RowConfig, row_scale: Tensor | None) -> dict[str, Any]:
+def _constants(cfg: _configs.LayerNormConfig, row_scale: Tensor | None) -> dict[str, Any]:
     return {
         "HAS_ROW_SCALE": row_scale is not None, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,
-        "num_warps": cfg.num_warps,
+        "STAGES": cfg.num_stages, "num_warps": cfg.num_warps,
     }  # fmt: skip
