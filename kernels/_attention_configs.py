@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from fastvit.kernels import _tuned
-from fastvit.kernels._configs import next_power_of_2
+from fastvit.kernels._configs import FIRST_TIER, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -174,7 +174,7 @@ def attention_bwd_dkdv(
 
 def _stages(itemsize: int, arch: str) -> int:
     """With 2, a loop waits for its loads right after it has issued them; with 3, while another tile's are under way."""
-    return 3 if itemsize == 2 and arch in ("sm_80", "sm_87", "sm_90") else 2
+    return 3 if itemsize == 2 and arch in FIRST_TIER else 2
 
 
 def _loop(n: int, block: int) -> tuple[bool, int]:

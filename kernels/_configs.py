@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from fastvit.kernels import _tuned
 
+FIRST_TIER = ("sm_80", "sm_87", "sm_90")  # with room in the shared memory for a third stage of every loop
+
 
 def register_limit(max_registers: int | None) -> dict[str, int]:
     """The launch option."""
@@ -30,18 +32,27 @@ class RowConfig:
 MAX_ROW = 65536  # elements of a row that a program can hold in registers
 
 
-def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> RowConfig:
+@dataclass(frozen=True)
+class LayerNormConfig(RowConfig):
+    """A persistent grid, whose programs load num_stages - 1 tiles ahead."""
+
+    programs_per_sm: int
+    num_stages: int
+
+
+def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> LayerNormConfig:
     """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte
-    accesses of bfloat16; the backward, with three tensors and three sums in registers, 8."""
+    accesses of bfloat16, and an SM as many programs as its latency wants; the backward, with three tensors and three
+    sums in registers, 8 elements, and as many programs as these leave room for. With few of them tiles are loaded
+    ahead, as long as two of each tensor fit the shared memory."""
     block_dim = max(next_power_of_2(dim), 16)
     if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
-        return RowConfig(tuned[0], block_dim, tuned[1])
+        block_rows, num_warps, *grid = tuned
+        return LayerNormConfig(block_rows, block_dim, num_warps, *grid)
     threads = 32 * min(max(block_dim // 256, 8) if backward else max(block_dim // 512, 4), 32)
-    return RowConfig(max((8 if backward else 16) * threads // block_dim, 1), block_dim, threads // 32)
-
-
-PROGRAMS_PER_SM = 2  # of a persistent grid that keeps partial sums
-FORWARD_PROGRAMS_PER_SM = 8  # of one that keeps parameters only, for as many warps as an SM's latency wants
+    block_rows = max((8 if backward else 16) * threads // block_dim, 1)
+    stages = 3 if backward and block_dim <= 2048 and arch in FIRST_TIER else 1
+    return LayerNormConfig(block_rows, block_dim, threads // 32, 2 if backward else 8, stages)
 
 
 @dataclass(frozen=True)

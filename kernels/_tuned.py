@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 
 _TILE = ("block_m", "block_n", "num_warps", "num_stages")
 FIELDS: dict[str, tuple[str, ...]] = {
-    "layer_norm": ("block_rows", "num_warps"),
+    "layer_norm": ("block_rows", "num_warps", "programs_per_sm", "num_stages"),
     "column_sum": ("block_rows", "block_dim", "num_warps"),
     "activation_backward": ("block_m", "block_n", "steps", "num_warps"),
     "gemm": ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "max_registers"),
@@ -137,7 +137,7 @@ def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
             raise ValueError(f"{where}: {name} is {value}, not 0 or 1")
         if name.startswith(("block_", "num_warps", "group_m", "steps")) and value.bit_count() != 1:
             raise ValueError(f"{where}: {name} is {value}, not a power of two")
-        if name in ("num_stages", "num_warps") and not 1 <= value <= 32:
+        if name in ("num_stages", "num_warps", "programs_per_sm") and not 1 <= value <= 32:
             raise ValueError(f"{where}: {name} is {value}, not of 1 to 32")
         rows = name == "block_rows" or table == "activation_backward"  # no operand of a matmul
         least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16

@@ -70,7 +70,7 @@ def layer_norm_fwd_kernel(
     M, D: tl.constexpr, rows_per_sample,
     stride_sm: tl.constexpr, stride_bm: tl.constexpr,
     eps: tl.float32,
-    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid: each program normalises every num_programs-th row tile and keeps the parameters."""
     cols = tl.arange(0, BLOCK_D)
@@ -79,7 +79,7 @@ def layer_norm_fwd_kernel(
     layer_scale = tl.full([1, BLOCK_D], 1.0, tl.float32)
     if layer_scale_ptr is not None:
         layer_scale = _load_columns(layer_scale_ptr, cols, D)
-    for tile in range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         rows, cols, mask = _row_tile(tile, M, D, BLOCK_M, BLOCK_D)
         s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
         if branch_ptr is not None:
@@ -117,7 +117,7 @@ def layer_norm_bwd_kernel(
     # sizes; strides in elements, the last dimension is contiguous
     M, D: tl.constexpr, rows_per_sample,
     stride_dym: tl.constexpr, stride_dsm: tl.constexpr, stride_sm: tl.constexpr, stride_bm: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid: each program takes every num_programs-th row tile and keeps its share of the column sums."""
     pid = tl.program_id(0)
@@ -133,7 +133,7 @@ def layer_norm_bwd_kernel(
     db = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dlayer_scale = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    for tile in range(pid, tl.cdiv(M, BLOCK_M), programs):
+    for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), programs, num_stages=STAGES):
         rows, cols, mask = _row_tile(tile, M, D, BLOCK_M, BLOCK_D)
         s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
         dy = _load_rows(dy_ptr, rows, cols, mask, stride_dym)
@@ -144,8 +144,8 @@ def layer_norm_bwd_kernel(
         if y_ptr is not None:
             _store_rows(y_ptr, normalised * w + b, rows, cols, mask, D)
         g = dy * w
-        mean_g = tl.sum(g, 1)[:, None] / D
-        mean_gx = tl.sum(g * normalised, 1)[:, None] / D
+        # both sums over a row at once: half the barriers
+        mean_g, mean_gx = (tl.sum(tl.join(g, g * normalised), 1) / D)[:, None, :].split()
         ds = rstd * (g - mean_g - normalised * mean_gx)
         if dsum_ptr is not None:
             ds += _load_rows(dsum_ptr, rows, cols, mask, stride_dsm)

@@ -164,6 +164,17 @@ def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Calla
 
 
 @needs_triton
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_layer_norm_backward_loads_ahead(target: str) -> None:
+    """Its loop copies a later tile's rows, and sums twice over a row with the barriers of one sum."""
+    mixes = [
+        row["mix"] for row in compiled(target) if (row["kernel"], row["dtype"]) == ("layer_norm_bwd_kernel", "bf16")
+    ]
+    assert mixes
+    assert all(mix.get("LDGSTS", 0) >= 4 and mix["BAR"] <= 4 for mix in mixes), mixes
+
+
+@needs_triton
 def test_gelu_meets_its_goal() -> None:
     """Of the exact-erf GELU and of its derivative, an element."""
     code = "from benchmarks.codegen.activation_probes import slots; print(*slots('gelu'))"

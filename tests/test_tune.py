@@ -236,7 +236,10 @@ def test_a_rehearsal_cannot_write_where_results_are(capsys: pytest.CaptureFixtur
 # ---- the file as the kernels see it ----
 
 OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, Any]]] = [
-    ("layer_norm", "768,1", (4, 8), lambda: _configs.layer_norm(768, backward=True, arch=ARCH), {"block_rows": 4}),
+    (
+        "layer_norm", "768,1", (4, 8, 3, 4), lambda: _configs.layer_norm(768, backward=True, arch=ARCH),
+        {"block_rows": 4, "programs_per_sm": 3, "num_stages": 4},
+    ),
     ("column_sum", "9,768", (64, 16, 8), lambda: _configs.column_sum(264, 768, ARCH), {"block_dim": 16}),
     (
         "activation_backward", "3072,2", (4, 512, 4, 8), lambda: _configs.activation_backward(3072, 2, ARCH),

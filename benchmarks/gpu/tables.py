@@ -76,13 +76,21 @@ def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch
     return lambda: torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
 
 
-_ATTENTION = [(m, n, w, s) for m, n, w in ((64, 64, 4), (128, 64, 8), (128, 128, 8)) for s in (2, 3)] + [
-    (64, 128, 4, 2), (64, 128, 8, 2), (128, 64, 4, 2), (64, 32, 4, 2)
-]  # fmt: skip
-_ATTENTION_BWD: list[Choice] = [
-    (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2), (64, 128, 8, 2), (128, 128, 8, 2),
-    (64, 128, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (32, 128, 8, 2), (128, 32, 8, 2),
-]  # fmt: skip
+def _with_stages(*tiles: tuple[int, ...]) -> list[Choice]:
+    """(block_m, block_n, num_warps, num_stages, ...): a choice for each number of stages."""
+    return [(*tile[:3], stages) for tile in tiles for stages in tile[3:]]
+
+
+_ATTENTION = _with_stages(
+    (64, 64, 4, 2, 3, 4), (128, 64, 8, 2, 3, 4), (128, 128, 8, 2, 3, 4), (64, 128, 4, 2, 3), (128, 64, 4, 2, 3),
+    (128, 32, 8, 3), (64, 32, 4, 3),
+)  # fmt: skip
+_ATTENTION_DQ = _with_stages(
+    (128, 64, 8, 2, 3, 4), (128, 128, 8, 2, 3), (64, 64, 4, 2, 3, 4), (64, 128, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)
+)
+_ATTENTION_DKDV = _with_stages(
+    (64, 128, 8, 2, 3, 4), (32, 128, 8, 2, 3), (64, 64, 4, 2, 3, 4), (32, 128, 4, 3), (32, 64, 4, 2, 3)
+)
 _GEMM = [
     (128, 128, 64, 8, 3, 128), (128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 4, 0), (128, 128, 64, 4, 3, 0),
     (128, 256, 64, 8, 3, 0), (128, 256, 64, 8, 4, 0), (256, 128, 64, 8, 3, 0), (64, 128, 64, 4, 4, 0),
@@ -107,17 +115,21 @@ def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
     """What is tried besides the shipped choice. What does not compile or fit is found out by compiling."""
     if table == "layer_norm":
         width = max(1 << (key[0] - 1).bit_length(), 16)
-        return [(rows, warps) for rows, warps in _LAYER_NORM if 4 <= rows * width // (32 * warps) <= 32]
+        backward = bool(key[1])
+        grids = ((2, 3), (3, 3), (2, 4), (3, 1)) if backward else ((8, 1), (4, 3))  # programs an SM, stages
+        most = 16 if backward else 32  # elements a thread
+        tiles = [(rows, warps) for rows, warps in _LAYER_NORM if 4 <= rows * width // (32 * warps) <= most]
+        return [(*tile, *grid) for tile in tiles for grid in grids]
     if table == "activation_backward":
         return [(m, n, steps, warps) for m, n, warps in _ACTIVATION for steps in (4, 8, 16)]
     if table == "attention_fwd":
         return [*_SHORT_FWD * (key[0] <= 288), *((0, *tile) for tile in _ATTENTION)]
     if table == "attention_bwd_short":
-        return [(0, 64, 64, 4, 2), *((1, m, n, warps, 2) for m, n, warps in _SHORT_BWD if key[0] <= m <= 2 * key[0])]
+        return [(0, 64, 64, 4, 2), *((1, m, n, warps, 3) for m, n, warps in _SHORT_BWD if key[0] <= m <= 2 * key[0])]
     if table == "gemm":
         return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
     fixed: dict[str, list[Choice]] = {
-        "column_sum": _COLUMN_SUM, "attention_bwd_dq": _ATTENTION_BWD, "attention_bwd_dkdv": _ATTENTION_BWD,
+        "column_sum": _COLUMN_SUM, "attention_bwd_dq": _ATTENTION_DQ, "attention_bwd_dkdv": _ATTENTION_DKDV,
         "use_triton_gemm": [(0,), (1,)], "patch_embed": _PATCH,
     }  # fmt: skip
     return fixed[table]

@@ -24,7 +24,7 @@ def layer_norm_fwd(
     if size := x.numel():
         x, stride = by_rows(x)
         D = x.shape[-1]
-        programs, constants = _forward(size // D, D, x, None)
+        programs, constants = _programs(size // D, D, x, None, backward=False)
         weight, bias = contiguous(weight, bias)
         tensors = x, None, weight, bias, None, None, None, y, mean, rstd
         launch(layer_norm_fwd_kernel, programs, tensors, (size // D, D, 1, stride, 0, eps), constants)
@@ -42,7 +42,7 @@ def add_layer_norm_fwd(
     if size := s.numel():
         (residual, residual_stride), (branch, branch_stride) = by_rows(residual), by_rows(branch)
         D = s.shape[-1]
-        programs, constants = _forward(size // D, D, s, row_scale)
+        programs, constants = _programs(size // D, D, s, row_scale, backward=False)
         weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
         launch(
             layer_norm_fwd_kernel, programs,
@@ -89,11 +89,10 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.empty_like(mean)
 
 
-def _forward(M: int, D: int, x: Tensor, row_scale: Tensor | None) -> tuple[int, Constants]:
-    """How many programs of the forward kernel, and its constants. x: on its device."""
-    constants = _constants(D, False, _library.arch(x), row_scale is not None)
-    most = _configs.FORWARD_PROGRAMS_PER_SM * _library.multiprocessors(x.device.index)
-    return min(cdiv(M, constants["BLOCK_M"]), most), constants
+def _programs(M: int, D: int, x: Tensor, row_scale: Tensor | None, *, backward: bool) -> tuple[int, Constants]:
+    """How many programs of a kernel take M rows, and its constants. x: on its device."""
+    per_sm, constants = _plan(D, backward, _library.arch(x), row_scale is not None)
+    return min(cdiv(M, constants["BLOCK_M"]), per_sm * _library.multiprocessors(x.device.index)), constants
 
 
 def _backward(
@@ -112,9 +111,7 @@ def _backward(
     (s, s_stride), (branch, branch_stride) = by_rows(s), by_rows(branch)
     D = s.shape[-1]
     M = size // D
-    constants = _constants(D, True, _library.arch(s), row_scale is not None)
-    most = _configs.PROGRAMS_PER_SM * _library.multiprocessors(s.device.index)
-    programs = min(cdiv(M, constants["BLOCK_M"]), most)
+    programs, constants = _programs(M, D, s, row_scale, backward=True)
     partial = s.new_empty((len(parameters), programs, D), dtype=torch.float32)
     launch(
         layer_norm_bwd_kernel, programs,
@@ -125,9 +122,9 @@ def _backward(
 
 
 @_tuned.cached
-def _constants(D: int, backward: bool, arch: str, has_row_scale: bool) -> Constants:
+def _plan(D: int, backward: bool, arch: str, has_row_scale: bool) -> tuple[int, Constants]:
     cfg = _configs.layer_norm(D, backward=backward, arch=arch)
-    return {
+    return cfg.programs_per_sm, {
         "HAS_ROW_SCALE": has_row_scale, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,
-        "num_warps": cfg.num_warps,
+        "STAGES": cfg.num_stages, "num_warps": cfg.num_warps,
     }  # fmt: skip
