@@ -4,8 +4,9 @@
 
 No GPU is needed: a driver stands in for it that loads and launches nothing (benchmarks/codegen/stub_driver.py), so that
 what is left is Python's part; CUDA's own takes some 2 us a launch on top. The vendor's matmuls and sums of a block are
-replaced by the allocation of their result. Everything is timed in turns on one thread, each over a few calls a round;
-noise only ever adds, so the least round counts. `python -m benchmarks.harness.results` makes a table of the file.
+replaced by the allocation of their result. Both ways of a launch are timed in turns, a block alone, as a model is a row
+of blocks; on one thread, over a few calls a round. Noise only ever adds, so the least round counts.
+`python -m benchmarks.harness.results` makes a table of the file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Work = Callable[[], object]
 
 
 def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Microseconds of each, timed in turns."""
+    """Microseconds of each, timed in turns where there are several."""
     for work in works.values():
         work()
     seconds = [[timeit.timeit(work, number=_CALLS) / _CALLS for work in works.values()] for _ in range(rounds)]
@@ -69,14 +70,14 @@ def block(rounds: int) -> dict[str, dict[str, float]]:
     with stub_gpu(records=False), _vendor_stand_ins() as vendor:
         a = torch.empty(N, D, dtype=torch.bfloat16)
         steps = _block(N)
-        times = _least({**steps, "stand-in": lambda: torch.mm(a, a.t())}, rounds)
+        stand_in = _least({"": lambda: torch.mm(a, a.t())}, rounds)[""]
         for name, step in steps.items():
+            microseconds = _least({name: step}, rounds)[name]
             vendor.clear()
             with launching(kernels := Mock()):
                 step()
-            found[name] = {
-                "us": times[name], "kernels": kernels.call_count, "vendor": len(vendor), "stand_in": times["stand-in"]
-            }  # fmt: skip
+            calls = {"kernels": kernels.call_count, "vendor": len(vendor)}
+            found[name] = {"us": microseconds, **calls, "stand_in": stand_in}
     return found
 
 
