@@ -114,11 +114,13 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128)
 
 
-def use_triton_gemm(n: int, k: int, itemsize: int, arch: str = "") -> bool:
-    """Whether a matmul with an epilogue runs as our kernel instead of the vendor library's matmul and one elementwise
-    pass: where the epilogue saves traffic that counts (16-bit) and the compiler finds rows aligned, which it looks for
-    in 16 elements only: of 8, tiles would move 2 bytes at a time. Plain matmuls never do."""
-    if tuned := _tuned.choice(arch, "use_triton_gemm", n, k, itemsize):
+@_tuned.cached
+def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch: str = "") -> bool:
+    """Whether a matmul [m, k] @ [k, n] with an epilogue runs as our kernel instead of the vendor library's matmul and
+    one elementwise pass: where the epilogue saves traffic that counts (16-bit) and the compiler finds rows aligned,
+    which it looks for in 16 elements only: of 8, tiles would move 2 bytes at a time. Plain matmuls never do. backward:
+    the epilogue is the gradient of an activation."""
+    if tuned := _tuned.choice(arch, "use_triton_gemm", _tuned.bucket(m), n, k, itemsize, backward):
         return bool(tuned[0])
     return itemsize == 2 and n % 16 == 0 and k % 16 == 0
 

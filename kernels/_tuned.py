@@ -37,7 +37,7 @@ KEY = {  # what a choice is looked up by, integers all of them; `rows` is a buck
     "column_sum": ("rows", "dim"),
     "activation_backward": ("n", "itemsize"),
     "gemm": ("rows", "n", "k", "itemsize"),
-    "use_triton_gemm": ("n", "k", "itemsize"),
+    "use_triton_gemm": ("rows", "n", "k", "itemsize", "backward"),
     "attention_fwd": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
     "attention_bwd_dq": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
     "attention_bwd_dkdv": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),

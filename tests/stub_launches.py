@@ -23,7 +23,10 @@ from op_cases import SHAPES, function, made
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.codegen.launches import recording
 from benchmarks.codegen.stub_driver import launching, stub_gpu
+from benchmarks.gpu.tables import works
+from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.ops import _launch, _library
 
@@ -284,6 +287,23 @@ def threads_compile_once():
         for call in calls:
             call()
         assert len(gpu.compiled) == alone
+
+
+def the_tuner_reaches_every_choice_of_a_gemm():
+    """Of few rows and of many, with every epilogue, forward and backward."""
+    asked = set()
+    with recording("sm_90"):
+        for work in works():
+            if work.table == "use_triton_gemm":
+                with using({}):
+                    run = work.build(torch.device("meta"))
+                with using({}) as keys:
+                    run()
+                asked |= {key for _, table, key in keys if table == work.table}
+    rows = {(197 * B).bit_length() for B in (1, 32, 256)}
+    for D in (384, 768, 1024, 1280):
+        for m in rows:
+            assert {(m, 4 * D, D, 2, 0), (m, D, 4 * D, 2, 0), (m, D, D, 2, 0), (m, 4 * D, D, 2, 1)} <= asked, (D, m)
 
 
 def many_shapes_do_not_pile_up():

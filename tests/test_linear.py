@@ -118,8 +118,8 @@ def test_configs_fit(n, k, m, arch, itemsize):
     stage = (config.block_m + config.block_n) * config.block_k * itemsize
     limit = {"sm_80": 163, "sm_90": 227, "gfx942": 64}[arch] * 1024
     assert stage * (config.num_stages if arch.startswith("sm") else 1) <= limit
-    assert not _configs.use_triton_gemm(n, 588, 2), "rows of 1176 bytes have no 16-byte accesses"
-    assert _configs.use_triton_gemm(n, k, itemsize) == (itemsize == 2)
+    assert not _configs.use_triton_gemm(m, n, 588, 2, False), "rows of 1176 bytes have no 16-byte accesses"
+    assert _configs.use_triton_gemm(m, n, k, itemsize, False) == (itemsize == 2)
 
 
 def test_residual_of_wider_dtype(backend, device):

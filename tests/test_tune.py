@@ -213,7 +213,7 @@ def test_every_candidate_is_valid_and_new() -> None:
         "column_sum": [(9, 768)],
         "activation_backward": [(3072, 2)],
         "gemm": [(16, 3072, 768, 2)],
-        "use_triton_gemm": [(3072, 768, 2)],
+        "use_triton_gemm": [(16, 3072, 768, 2, 0), (16, 3072, 768, 2, 1)],
         "patch_embed": [(16, 768, 768, 2, 2, 0), (768, 768, 16, 2, 2, 1)],
     } | {f"attention_{t}": [(n, 64, 2, 0, 0) for n in (50, 197, 257)] for t in ("fwd", "bwd_dq", "bwd_dkdv")}
     keys["attention_bwd_short"] = [(n, 64, 2, 0, 0) for n in (50, 197, 256)]
@@ -292,16 +292,18 @@ def test_the_file_overrides_its_table(
 
 def test_a_kernel_can_be_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is not None
-    assert _configs.use_triton_gemm(3072, 768, 2, ARCH)
+    assert _configs.use_triton_gemm(50_432, 3072, 768, 2, False, ARCH)
     tables = {
         "attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 0, 64, 64, 4, 2)},
-        "use_triton_gemm": {"3072,768,2": {"use": 0}},
+        "use_triton_gemm": {"16,3072,768,2,0": {"use": 0}},
     }
     load(monkeypatch, tmp_path, document(tables))
     assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is None
-    assert not _configs.use_triton_gemm(3072, 768, 2, ARCH)
-    assert _configs.use_triton_gemm(768, 3072, 2, ARCH), "other shapes as shipped"
-    assert _configs.use_triton_gemm(3072, 768, 2, "sm_80"), "other targets too"
+    assert not _configs.use_triton_gemm(50_432, 3072, 768, 2, False, ARCH)
+    assert _configs.use_triton_gemm(50_432, 768, 3072, 2, False, ARCH), "other shapes as shipped"
+    assert _configs.use_triton_gemm(197, 3072, 768, 2, False, ARCH), "other numbers of rows too"
+    assert _configs.use_triton_gemm(50_432, 3072, 768, 2, True, ARCH), "the gradient, too"
+    assert _configs.use_triton_gemm(50_432, 3072, 768, 2, False, "sm_80"), "other targets, too"
 
 
 @pytest.mark.usefixtures("triton_backend")

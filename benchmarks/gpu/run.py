@@ -40,7 +40,7 @@ _TIMED_FIRST = ("attention", "block", "model", "mlp", "layer_norm", "patch_embed
 
 
 def gpu_steps(results: Path) -> list[Step]:
-    tables = sorted(TABLES, key=lambda name: _rank(_TUNED_FIRST, name))
+    tables = sorted({table.name: None for table in TABLES}, key=lambda name: _rank(_TUNED_FIRST, name))
     steps = [_step("compile candidates", "-m", "benchmarks.gpu.precompile", "--out", str(results), "--tables", *tables)]
     steps += [_step(f"tune {table}", "-m", "benchmarks.gpu.tune", "--table", table) for table in tables]
     for path in sorted((ROOT / "tests").glob("test_*.py")):

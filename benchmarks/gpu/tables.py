@@ -29,9 +29,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Table:
-    """Measured by an op's workloads. step: "forward", "backward" or "both", as one call. leaves: which of the op's
-    tensors backward differentiates by, all of them if none is named: no GEMM is timed with the kernel in question."""
+    """name: of a table, measured by an op's workloads. steps: "forward", "backward" or "both", as one call. leaves:
+    which of the op's tensors backward differentiates by, all of them if none is named: no GEMM is timed with the kernel
+    in question."""
 
+    name: str
     op: str
     steps: tuple[str, ...]
     leaves: tuple[int, ...] = ()
@@ -40,28 +42,29 @@ class Table:
 
 
 _SPLIT = {"attention_bwd_short": (0, 64, 64, 4, 2)}
-TABLES = {  # in the order in which they build on each other: a choice between two kernels comes after theirs
-    "layer_norm": Table("layer_norm", ("forward", "backward")),
-    "column_sum": Table("layer_norm", ("backward",)),
-    "activation_backward": Table("linear", ("backward",), (2,), suits=lambda sizes: sizes["B"] <= 64),
-    "attention_fwd": Table("attention", ("forward",)),
-    "attention_bwd_dq": Table("attention", ("backward",), fixed=_SPLIT),
-    "attention_bwd_dkdv": Table("attention", ("backward",), fixed=_SPLIT),
-    "attention_bwd_short": Table("attention", ("backward",), suits=lambda sizes: sizes["N"] <= 256),
+TABLES = (  # in the order in which they build on each other: a choice between two kernels comes after theirs
+    Table("layer_norm", "layer_norm", ("forward", "backward")),
+    Table("column_sum", "layer_norm", ("backward",)),
+    Table("activation_backward", "linear", ("backward",), (2,), suits=lambda sizes: sizes["B"] == 64),
+    Table("attention_fwd", "attention", ("forward",)),
+    Table("attention_bwd_dq", "attention", ("backward",), fixed=_SPLIT),
+    Table("attention_bwd_dkdv", "attention", ("backward",), fixed=_SPLIT),
+    Table("attention_bwd_short", "attention", ("backward",), suits=lambda sizes: sizes["N"] <= 256),
     # forward and backward, since fc1 and the gradient behind it share a choice
-    "gemm": Table("mlp", ("both",), fixed={"use_triton_gemm": (1,)}),
-    "use_triton_gemm": Table("linear", ("forward",), suits=lambda sizes: sizes["B"] == 256),
-    "patch_embed": Table("patch_embed", ("forward", "backward"), (0, 1)),
-}
+    Table("gemm", "mlp", ("both",), fixed={"use_triton_gemm": (1,)}),
+    Table("use_triton_gemm", "linear", ("forward",), suits=lambda sizes: sizes["B"] != 64),
+    Table("use_triton_gemm", "mlp", ("backward",), (2, 3)),  # fc1's bias and fc2's weight: what linear_dact is for
+    Table("patch_embed", "patch_embed", ("forward", "backward"), (0, 1)),
+)
 
 
 def works(*, tiny: bool = False) -> Iterator[Work]:
     """Everything there is to measure; tiny: for the interpreter, where all matmuls are Triton's."""
-    for name, table in TABLES.items():
+    for table in TABLES:
         for workload in workloads("rehearse" if tiny else "tune", ops=(table.op,)):
             for step in table.steps if table.suits(workload.sizes) else ():
                 build = functools.partial(_build, workload, step, table.leaves)
-                yield Work(name, f"{workload} {step}", build, table.fixed)
+                yield Work(table.name, f"{workload} {step}", build, table.fixed)
 
 
 def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch.device) -> Run:

@@ -145,8 +145,8 @@ def render(path: Path) -> list[str]:
         "",
         *make(("ViT-B/16 block, batch 1", "us", "kernels", "vendor's\ncalls", "one of them\nus"), steps),
         "",
-        "Python's part of queueing kernels, with a driver that launches nothing: CUDA's part comes on top. The",
-        "vendor's matmuls and sums only allocate their result.",
+        "Python's part of queueing kernels, with a driver that launches nothing: CUDA's comes on top.",
+        "The vendor's matmuls and sums only allocate their result.",
         f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {results['commit'][:10]}",
     ]
 

@@ -187,7 +187,7 @@ def _gemms() -> Iterator[Workload]:
         yield from _rows("layer_norm_mlp", uses, B=B, N=N, D=D)
     yield from _rows("mlp", "cpu", B=1, N=197, D=384)
     for D, (B, N) in itertools.product((384, 768, 1024, 1280), ((1, 197), (1, 1370), (1, 4097), (32, 197), (256, 197))):
-        yield from _rows("linear", "gpu tune" if B == 256 else "gpu", B=B, N=N, D=D, out=4 * D, activation="gelu")
+        yield from _rows("linear", "gpu tune" if N == 197 else "gpu", B=B, N=N, D=D, out=4 * D, activation="gelu")
         yield from _rows("mlp", "gpu", B=B, N=N, D=D)
         yield from _rows("layer_norm_mlp", "gpu", B=B, N=N, D=D)
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=[384, 1536], activation="gelu")
@@ -202,8 +202,8 @@ def _gemms() -> Iterator[Workload]:
     for D in (384, 768, 1024, 1280):
         for B, N in ((1, 197), (1, 1370), (32, 197), (256, 197)):
             yield from _rows("mlp", "tune", B=B, N=N, D=D, residual=True)
-        yield from _rows("linear", "tune", B=256, N=197, D=4 * D, out=D, residual=True)
-        yield from _rows("linear", "tune", B=256, N=197, D=D, out=D, residual=True)
+        yield from _rows("linear", "tune", B=[1, 32, 256], N=197, D=4 * D, out=D, residual=True)
+        yield from _rows("linear", "tune", B=[1, 32, 256], N=197, D=D, out=D, residual=True)
     for D in (192, 384, 768, 1024, 1152, 1280, 1408, 1536, 1664):
         yield from _rows("linear", "tune", B=64, N=197, D=D, out=4 * D, activation="gelu")
     yield from _rows("linear", "rehearse", B=1, N=8, D=32, out=128, activation="gelu")

@@ -41,7 +41,7 @@ def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
-    if not _uses_kernel(dy, pre.shape[-1]):
+    if not _uses_kernel(dy, pre.shape[-1], backward=True):
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
@@ -63,13 +63,14 @@ def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return dpre, _activation_backward(dy, pre, activation, dpre, None)
 
 
-def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True) -> bool:
+def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool = False) -> bool:
     """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
     if x.dtype is torch.float64:
         raise Unsupported("float64")
     if _library.INTERPRET:
         return True
-    return has_epilogue and _configs.use_triton_gemm(n, x.shape[-1], x.element_size(), _library.arch(x))
+    k = x.shape[-1]
+    return has_epilogue and _configs.use_triton_gemm(x.numel() // k, n, k, x.element_size(), backward, _library.arch(x))
 
 
 def _gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
