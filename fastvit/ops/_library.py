@@ -48,7 +48,8 @@ _warned: set[tuple[str, str]] = set()
 
 
 class Unsupported(ValueError):
-    """Raised by a launcher, before it launches anything, for a shape, dtype or GPU that its kernels cannot take."""
+    """Raised by a launcher for a shape, dtype or GPU that its kernels cannot take. What it launched before counts for
+    nothing: results are fresh, and ATen writes all of them."""
 
 
 def _backend_from_environment() -> str:
@@ -104,7 +105,7 @@ def register(
         and no output aliases an input or another output.
     aten: positional arguments as in the schema.
     launch: the module of `fastvit.ops.launch` that has the function `name`, with the same arguments, for Triton. It
-        raises `Unsupported` before it launches.
+        may raise `Unsupported`.
     fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     """
