@@ -52,9 +52,9 @@ def launch(
 ) -> None:
     """kernel[(programs,)](*tensors, *numbers, **constants), on the current device and stream.
 
-    A kernel's parameters are tensors, then numbers, of which some may be constexprs, then constexprs only; constants are
-    the latter and launch options, in one order for one kernel. Raises `Unsupported` where it does not compile or fit:
-    each time, but is compiled only once.
+    A kernel's parameters are tensors, then numbers, of which some may be constexprs, then constexprs only; constants
+    are the latter and launch options, in one order for one kernel. Raises `Unsupported` where it does not compile or
+    fit: each time, but is compiled only once.
     """
     if INTERPRET:
         kernel[(programs,)](*tensors, *numbers, **constants)
