@@ -18,6 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # `from oracle import ...`
 
 from fastvit.integrations import _plan
+from fastvit.kernels import _tuned
 from fastvit.ops import _library
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -61,6 +62,7 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     _plan._warned.clear()  # every test is warned of its own
+    _tuned.clear_caches()  # of plans that follow from configs: a test may have put another in their place
     with _library.use_backend("auto" if HAVE_GPU else "aten", strict=False):
         yield
     torch.use_deterministic_algorithms(False)

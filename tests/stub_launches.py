@@ -28,6 +28,7 @@ from benchmarks.codegen.stub_driver import launching, stub_gpu
 from benchmarks.gpu.tables import works
 from benchmarks.gpu.tune import using
 from fastvit import ops
+from fastvit.kernels import _tuned
 from fastvit.ops import _launch, _library
 
 OPS = torch.ops.fastvit
@@ -304,6 +305,20 @@ def the_tuner_reaches_every_choice_of_a_gemm():
     for D in (384, 768, 1024, 1280):
         for m in rows:
             assert {(m, 4 * D, D, 2, 0), (m, D, 4 * D, 2, 0), (m, D, D, 2, 0), (m, 4 * D, D, 2, 1)} <= asked, (D, m)
+
+
+def a_measured_choice_replaces_a_plan():
+    choice = {"block_rows": 1, "num_warps": 1, "programs_per_sm": 2, "num_stages": 1}
+    with stub_gpu() as gpu, torch.no_grad():
+        call = _norm()
+        call()
+        with using({("layer_norm", (64, 0)): tuple(choice[name] for name in _tuned.FIELDS["layer_norm"])}):
+            call()
+        call()
+    shipped, measured, again = (launched.kernel for launched in gpu.launches)
+    assert measured.metadata.num_warps == 1
+    assert shipped.metadata.num_warps != 1
+    assert again is shipped
 
 
 def many_shapes_do_not_pile_up():

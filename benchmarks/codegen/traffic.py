@@ -30,7 +30,7 @@ from benchmarks.codegen.traffic_counter import Argument, Launch, Traffic, count
 from benchmarks.harness.columns import make
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
-from fastvit.kernels import _configs
+from fastvit.kernels import _configs, _tuned
 from fastvit.ops import _library
 
 SMS = 132  # of the GPU whose launch configurations are counted, an H100
@@ -45,7 +45,11 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
         mock.patch.object(_library, "multiprocessors", return_value=round(SMS / parts)),
         mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
     ):
-        yield
+        _tuned.clear_caches()
+        try:
+            yield
+        finally:
+            _tuned.clear_caches()
 
 
 def measure(workload: Workload) -> dict[str, Traffic]:
