@@ -1,7 +1,7 @@
 """What a launch costs, for profilers: Proton, for one, shows a kernel under this name with its FLOPs and bytes.
 
-FLOPs are those of the matmuls, without padding and what is computed twice by design of one kernel; bytes are those of
-all tensors, read or written once. Each function here makes a kernel's `launch_metadata`.
+FLOPs are those of the matmuls that the kernel does, what it recomputes included and padding not; bytes are those of all
+tensors, read or written once. Each function here makes a kernel's `launch_metadata`.
 """
 
 from collections.abc import Callable

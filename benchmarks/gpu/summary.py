@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ TOLERANCE = 0.05  # of the largest result, by which a timed result may differ fr
 def journal(folder: Path, device: torch.device) -> Journal:
     """That of the first minutes."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else REHEARSAL
-    return Journal(folder, name, functools.partial(markdown))
+    return Journal(folder, name, markdown)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

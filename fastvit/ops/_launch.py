@@ -1,7 +1,7 @@
 """How a kernel is called: the only module that knows.
 
-Triton's own `kernel[grid](...)` binds and classifies every argument and makes a text of them all, on every call: 15 to
-30 us of Python for a kernel of 40 arguments, more than a small one runs. Here Triton does so once for each set of
+Triton's own `kernel[grid](...)` binds and classifies every argument and makes a text of them all, on every call:
+some 17 us of Python for a kernel of 40 arguments, more than a small one runs. Here Triton does so once for each set of
 values that it could tell apart; the kernel that it has compiled for them is kept, and called directly from then on, in
 3 to 4 us (`python -m benchmarks.harness.launch`).
 

@@ -81,19 +81,9 @@ class _LayerNormAttention(FusedFunction):
             attended = attended if wants[3] or wants[5] else None
         mean, rstd = (mean, rstd) if want_norm else (None, None)
         ctx.save_for_backward(
-            *proj,
-            row_scale,
-            seed,
-            qkv,
-            attended,
-            lse,
-            x if keep_x else None,
-            norm_weight,
-            norm_bias,
-            mean,
-            rstd,
-            *weights,
-        )
+            *proj, row_scale, seed, qkv, attended, lse,
+            x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights,
+        )  # fmt: skip
         ctx.options = o
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.mark_non_differentiable(*output[1:])

@@ -128,13 +128,13 @@ def _readable(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(4096)
-def _in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, list[int]]:
+def _in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units), for tensors of one shape. The
     unit is 8 elements where all are multiples of that, so that the kernels see 16-byte alignment; dimensions of one
     element have no stride."""
     elements = [tensor[i] if shape[i] > 1 else 0 for tensor in strides for i in range(3)]
     unit = 8 if all(s % 8 == 0 for s in elements) else 1
-    return unit, [s // unit for s in elements]
+    return unit, tuple(s // unit for s in elements)
 
 
 Workload = tuple[int, int, int, bool, str, str, int]  # the arguments of the plans
