@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def _forward(
         return o, lse, None
     q, k, v = _readable(q), _readable(k), _readable(v)
     unit, strides = _in_units(q.shape, q.stride(), k.stride(), v.stride())
-    short, rows, constants = _forward_plan(*_workload(q, seed, unit))
+    short, rows, constants = _forward_plan(_workload(q, seed, unit))
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
     numbers = N, H, *strides, scale, dropout_p
     return o, lse, (kernel, B * H * cdiv(N, rows), (q, k, v, seed, o, lse), numbers, constants)
@@ -99,15 +100,15 @@ def launch_backward(
     unit, strides = _in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
     workload = _workload(q, seed, unit)
     numbers: Any = (scale, dropout_p)
-    if constants := _backward_short_plan(*workload):
+    if constants := _backward_short_plan(workload):
         tensors: Any = (q, k, v, o, do, lse, seed, dq, dk, dv)
         launch(attention_bwd_short_kernel, B * H, tensors, (N, H, *strides, *numbers), constants)
         return
     statistics = q.new_empty((B, H, 2, N), dtype=torch.float32)
-    rows, constants = _backward_plan("dq", *workload)
+    rows, constants = _backward_plan("dq", workload)
     tensors = (q, k, v, o, do, lse, seed, dq, statistics)
     launch(attention_bwd_dq_kernel, B * H * cdiv(N, rows), tensors, (N, H, *strides[:18], *numbers), constants)
-    rows, constants = _backward_plan("dkdv", *workload)
+    rows, constants = _backward_plan("dkdv", workload)
     tensors = (q, k, v, do, statistics, seed, dk, dv)
     numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *numbers
     launch(attention_bwd_dkdv_kernel, B * H * cdiv(N, rows), tensors, numbers, constants)
@@ -137,22 +138,20 @@ def _in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, t
     return unit, tuple(s // unit for s in elements)
 
 
-Workload = tuple[int, int, int, bool, str, str, int]  # the arguments of the plans
+# N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, unit of the strides
+Workload = tuple[int, int, int, bool, str, str, int]
 
 
 def _workload(q: Tensor, seed: Tensor | None, unit: int) -> Workload:
-    """N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, unit of the strides."""
     _, N, _, d = q.shape
     return N, d, q.element_size(), seed is not None, _library.arch(q), dot_precision(q), unit
 
 
 @_tuned.cached
-def _forward_plan(
-    n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
-) -> tuple[bool, int, Constants]:
+def _forward_plan(workload: Workload) -> tuple[bool, int, Constants]:
     """Whether the kernel for short sequences is the one, the queries that a program owns, and the constants."""
-    config = _attention_configs.attention_fwd(n, d, itemsize, has_dropout, arch, precision == "tf32")
-    keys, constants = config.chunks, _constants(config, d, precision, unit)
+    config, constants = _configured(_attention_configs.attention_fwd, workload)
+    keys = config.chunks
     if config.algorithm == "short":
         tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
         return True, config.block_m, constants | tiles
@@ -161,30 +160,32 @@ def _forward_plan(
 
 
 @_tuned.cached
-def _backward_short_plan(
-    n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
-) -> Constants | None:
+def _backward_short_plan(workload: Workload) -> Constants | None:
     """The constants of the kernel that takes a whole head, or None where that is not the one."""
-    config = _attention_configs.attention_bwd_short(n, d, itemsize, has_dropout, arch, precision == "tf32")
-    return None if config is None else _constants(config, d, precision, unit) | {"BLOCK_N": config.block_n}
+    config, constants = _configured(_attention_configs.attention_bwd_short, workload)
+    return None if config is None else constants | {"BLOCK_N": config.block_n}
 
 
 @_tuned.cached
-def _backward_plan(
-    of: str, n: int, d: int, itemsize: int, has_dropout: bool, arch: str, precision: str, unit: int
-) -> tuple[int, Constants]:
+def _backward_plan(of: str, workload: Workload) -> tuple[int, Constants]:
     """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
     choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
-    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32")
+    config, constants = _configured(choose, workload)
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": config.tail}
-    constants = _constants(config, d, precision, unit) | tiles | register_limit(config.max_registers)
-    return config.block_m if of == "dq" else config.block_n, constants
+    return (
+        config.block_m if of == "dq" else config.block_n,
+        constants | tiles | register_limit(config.max_registers),
+    )
 
 
-def _constants(config: Any, d: int, precision: str, unit: int) -> Constants:
-    """Those that all kernels have."""
+def _configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
+    """A config, and the constants that all kernels have; of no config none."""
+    n, d, itemsize, has_dropout, arch, precision, unit = workload
+    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32")
+    if config is None:
+        return None, {}
     D0, D1 = config.parts
-    return {
+    return config, {
         "UNIT": unit, "HEAD_DIM": d, "D0": D0, "D1": D1, "PRECISION": precision, "BLOCK_M": config.block_m,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip
