@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import multiprocessing
-import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.driver import DriverBase
 
 from benchmarks.codegen.aot import TARGETS, Compiled, compile_source
+from benchmarks.codegen.stub_driver import in_library
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
 from fastvit.ops import _library
@@ -118,18 +118,14 @@ class _ToLaunchers(TorchDispatchMode):
 def recording(target: str) -> Iterator[_Recorder]:
     """Within the context no launch runs: each is kept, once, in `launches` of what this yields."""
     recorder = _Recorder(target)
-    substitutes = {
-        "wants_triton": lambda x: True,
-        "arch": lambda x: target,
-        "multiprocessors": lambda index: TARGETS[target].sms,
-        "autocast_dtype": lambda x: torch.bfloat16 if recorder.dtype == "amp" else None,  # refuses the meta device
-    }
+    library = in_library(
+        wants_triton=lambda x: True,
+        arch=lambda x: target,
+        multiprocessors=lambda index: TARGETS[target].sms,
+        autocast_dtype=lambda x: torch.bfloat16 if recorder.dtype == "amp" else None,  # refuses the meta device
+    )
     with contextlib.ExitStack() as stack:
-        for name, substitute in substitutes.items():
-            original = getattr(_library, name)
-            for module in [m for n, m in sys.modules.items() if n.startswith("fastvit.ops")]:
-                if getattr(module, name, None) is original:
-                    stack.enter_context(mock.patch.object(module, name, substitute))
+        stack.enter_context(library)
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.hook))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", recorder))
         stack.enter_context(_library.use_backend("auto"))

@@ -1,7 +1,8 @@
 """Stands in for a GPU and its driver: Triton binds and specialises launches as it would there, and nothing runs.
 
-For tests of launches, and for what they cost the host. Kernels are not compiled: one object stands for each binary that
-Triton would have compiled, so that two launches use the same one exactly where they would have on the GPU.
+For tests of launches, and for what they cost the host. Unless asked for, kernels are not compiled: one object stands
+for each binary that Triton would have compiled, so that two launches use the same one exactly where they would have on
+the GPU.
 
     with stub_gpu() as gpu:
         ops.layer_norm(x, weight, bias)  # of CPU tensors
@@ -66,6 +67,14 @@ class StubGpu:
     device: int = 0
     launches: list[Launched] = field(default_factory=list)
     compiled: list[StubKernel] = field(default_factory=list)
+    binaries: set[str] = field(default_factory=set)  # hashes of those launched that Triton itself compiled
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232448}, load_binary=lambda *_: (1, 1, 128, 0, 1024)
+    )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        """Of a binary."""
+        return lambda *arguments: self.binaries.add(metadata.hash)
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -83,27 +92,34 @@ class StubGpu:
 
 
 @contextlib.contextmanager
-def stub_gpu(target: GPUTarget | None = None, *, records: bool = True) -> Iterator[StubGpu]:
+def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
+    """Within the context these are the functions of their names of `fastvit.ops._library`, wherever they are used."""
+    with contextlib.ExitStack() as stack:
+        for name, substitute in substitutes.items():
+            original = getattr(_library, name)
+            for module in [module for key, module in sys.modules.items() if key.startswith("fastvit.ops")]:
+                if getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, substitute))
+        yield
+
+
+@contextlib.contextmanager
+def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles: bool = False) -> Iterator[StubGpu]:
     """Within the context ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the interpreter.
-    records: whether launches are kept; without that they take no time."""
+    records: whether launches are kept; without that they take no time. compiles: whether Triton compiles binaries, of
+    which `binaries` are kept and nothing else."""
     gpu = StubGpu(target or GPUTarget("cuda", 90, 32), records)
     arch = f"sm_{gpu.target.arch}" if gpu.target.backend == "cuda" else str(gpu.target.arch)
-    substitutes = {
-        "wants_triton": lambda x: True,
-        "arch": lambda x: arch,
-        "multiprocessors": lambda index: MULTIPROCESSORS,
-    }
     for op in OPS:
         importlib.import_module(f"fastvit.ops.launch.{op}")
     modules = [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]
     with contextlib.ExitStack() as stack:
-        for name, substitute in substitutes.items():
-            original = getattr(_library, name)
-            for module in modules:
-                if getattr(module, name, None) is original:
-                    stack.enter_context(mock.patch.object(module, name, substitute))
+        stack.enter_context(
+            in_library(wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: MULTIPROCESSORS)
+        )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", gpu))
-        stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
+        if not compiles:
+            stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
         for name in ("_compiled", "_refused"):
             stack.enter_context(mock.patch.object(_launch, name, {}))
         kernels = {id(value): value for module in modules for value in vars(module).values()}
