@@ -14,10 +14,10 @@ import contextlib
 import json
 import math
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -30,6 +30,8 @@ from benchmarks.codegen.stub_driver import in_library
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
 from fastvit.ops import _library
+
+T = TypeVar("T")
 
 # "tf32" and "amp" are float32 tensors: with matmul precision "high", and under autocast to bfloat16.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(("fp32", "tf32", "amp"), torch.float32)
@@ -159,19 +161,27 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
 
 
 def compile_all(launches: list[Launch]) -> Iterator[tuple[Launch, Compiled | str]]:
-    """Compiles in a process a core, in order; a string says why a kernel did not compile."""
+    """In a process a core, in order; a string says why a kernel did not compile."""
+    return in_processes(Launch.compile, launches)
+
+
+def in_processes(
+    function: Callable[[Launch], T], launches: list[Launch], workers: int | None = None
+) -> Iterator[tuple[Launch, T | str]]:
+    """Each launch with function(launch), in order, or with the error that this raised, as a string."""
     global _pending
-    _pending = launches
+    _pending = launches, function
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(mp_context=context) as pool:
-        yield from zip(launches, pool.map(_compile_pending, range(len(launches))), strict=True)
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        yield from zip(launches, pool.map(_work_off, range(len(launches))), strict=True)
 
 
-_pending: list[Launch] = []  # reaches the workers by fork: a kernel cannot be pickled
+_pending: tuple[list[Launch], Callable[[Launch], Any]]  # reaches the workers by fork: a kernel cannot be pickled
 
 
-def _compile_pending(index: int) -> Compiled | str:
+def _work_off(index: int) -> Any:
+    launches, function = _pending
     try:
-        return _pending[index].compile()
+        return function(launches[index])
     except Exception as error:  # of the compiler's C++ part: its reason is on stderr
         return f"{type(error).__name__}: {error}"

@@ -7,12 +7,10 @@ forked. What is compiled has the cache key of the launch itself: source, types, 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.codegen.aot import TARGETS
-from benchmarks.codegen.launches import DTYPES, Launch, recording
+from benchmarks.codegen.launches import DTYPES, Launch, in_processes, recording
 from benchmarks.gpu import correct, headline, summary
 from benchmarks.gpu.journal import REHEARSAL
 from benchmarks.gpu.runner import SKIPPED
@@ -86,29 +84,19 @@ def _recording(machine: Machine) -> Any:
     return recording(arch)
 
 
-_pending: list[Launch] = []  # reaches the workers by fork: a kernel cannot be pickled
-
-
 def compile_all(launches: list[Launch], workers: int) -> Iterator[tuple[Launch, str]]:
     """Each with the reason why it did not compile, or an empty string, in order."""
-    global _pending
-    _pending = launches
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield from zip(launches, pool.map(_compile, range(len(launches))), strict=True)
+    return in_processes(_compile, launches, workers)
 
 
-def _compile(index: int) -> str:
-    launch = _pending[index]
-    try:
-        source = triton.compiler.ASTSource(
-            launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
-        )
-        compiled = triton.compile(source, target=TARGETS[launch.target].gpu, options=dict(launch.options))
-        driver: Any = importlib.import_module("triton.backends.nvidia.driver")
-        if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
-            driver.CudaLauncher(compiled.src, compiled.metadata)  # before triton 3.7 there is one a signature, in C
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:200]}"
+def _compile(launch: Launch) -> str:
+    source = triton.compiler.ASTSource(
+        launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
+    )
+    compiled = triton.compile(source, target=TARGETS[launch.target].gpu, options=dict(launch.options))
+    driver: Any = importlib.import_module("triton.backends.nvidia.driver")
+    if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
+        driver.CudaLauncher(compiled.src, compiled.metadata)  # before triton 3.7 there is one a signature, in C
     return ""
 
 
@@ -134,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = {}
     for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
         if reason:
-            failed[f"{launch.name} {launch.dtype}"] = reason
+            failed[f"{launch.name} {launch.dtype}"] = reason[:200]
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
     if not chosen.tables:  # of what tuning tries, some does not fit
