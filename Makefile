@@ -4,10 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test mutants bench lint targets report results traffic gpu gpu-first tune clean
+.PHONY: test test-quick test-slow mutants bench lint targets report results traffic gpu gpu-first tune clean
 
-test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
-	$(BIN)/pytest $(ARGS)
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+test: $(INSTALLED)  ## all but the slowest tests, over all cores; ARGS="-k attention" picks some
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-quick: $(INSTALLED)  ## of these one case of every test and backend
+	$(PYTEST) -m "not slow" --one-case $(ARGS)
+
+test-slow: $(INSTALLED)  ## the slowest, which CI runs too
+	$(PYTEST) -m slow $(ARGS)
 
 mutants: $(INSTALLED)  ## deliberate faults, each of which a test has to catch; ARGS="-k attention"
 	$(BIN)/python tests/mutants.py $(ARGS)

@@ -32,6 +32,23 @@ if HAVE_TRITON and not HAVE_GPU:
     interpreter_shim.install()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-case", action="store_true", help="of every test one case, and of every backend")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """--one-case keeps the first case of every test with every backend that it has."""
+    if not config.getoption("--one-case"):
+        return
+    first: dict[tuple[str, str], pytest.Item] = {}
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        first.setdefault((item.nodeid.partition("[")[0], str(parameters.get("backend"))), item)
+    kept = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = first.values()
+
+
 @pytest.fixture(params=["aten", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once per implementation; a fallback from Triton to ATen raises."""

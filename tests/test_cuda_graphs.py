@@ -78,6 +78,7 @@ def model(device: torch.device) -> fastvit.VisionTransformer:
     ).to(device)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
     """Dropout and DropPath in a training step: each replay draws anew, and the same after the same seed."""
     vit, image = model(device).train(), torch.randn(4, 3, 32, 32, device=device)

@@ -369,6 +369,7 @@ def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Ten
     return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
 
 
+@pytest.mark.slow
 @fuzz
 @given(models(), trained(), st.integers(0, 3))
 def test_model(backend, device, arguments, part, batch):

@@ -211,6 +211,7 @@ def test_rehearsal_runs_every_kind_of_step(tmp_path: Path) -> None:
 # ---- sanitizers ----
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_sanitizer_cases_launch_every_kernel() -> None:
     kernels = {

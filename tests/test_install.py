@@ -1,5 +1,6 @@
 """What `pip install` puts where: the package alone, importable from every folder, and no module named `kernels`."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def imported(site: Path, folder: Path, program: str) -> str:
     """What a program prints that was started in a folder and finds packages in `site`, then in this environment."""
     # -S, as the environment's own .pth files may lead to this checkout
     find = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_path('purelib')!r})"
-    run = subprocess.run([sys.executable, "-S", "-c", f"{find}\n{program}"], cwd=folder, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", f"{find}\n{program}"]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 import torch
 from test_targets import needs_triton, python
 
@@ -76,6 +77,7 @@ def cases() -> list[tuple[str, dict[str, object]]]:
     return found
 
 
+@pytest.mark.slow
 @needs_triton
 def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
     script = tmp_path / "record.py"
@@ -101,6 +103,7 @@ def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
 NARROW = """
 import json
 
+import pytest
 import torch
 
 from benchmarks.codegen.launches import compile_all, recording
@@ -129,6 +132,7 @@ with recording("sm_90") as recorder:
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Path) -> None:
     """Triton looks for multiples of 16 only. Widths of 8 modulo 16, and rows that are such a width apart."""

@@ -97,6 +97,7 @@ def found():
     return pickle.loads(subprocess.run(command, check=True, capture_output=True, env=environment).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _private.PATHS)
 def test_without_a_name(path, found):
     tensors, message = found[path]

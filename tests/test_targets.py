@@ -84,6 +84,7 @@ def compiled(target: str) -> list[Row]:
     return rows
 
 
+@pytest.mark.slow
 @needs_triton
 @every_target
 def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:

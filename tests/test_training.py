@@ -87,6 +87,7 @@ def trained() -> Trained:
     return Trained(start, runs)
 
 
+@pytest.mark.slow
 def test_float32_training_is_the_reference_step_by_step(trained: Trained, device: torch.device) -> None:
     fused, eager = train(copy.deepcopy(trained.start), device, torch.float32), trained.eager[torch.float32]
     torch.testing.assert_close(fused.losses, eager.losses, rtol=1e-4, atol=2e-5)

@@ -182,6 +182,7 @@ def test_compile_fullgraph() -> None:
         assert_same_step(compiled, model, x)
 
 
+@pytest.mark.slow
 def test_compile_takes_another_batch_size_without_a_graph_break() -> None:
     model = randomised(VisionTransformer(**TINY)).eval()
     torch._dynamo.reset()
