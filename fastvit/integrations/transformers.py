@@ -131,7 +131,7 @@ def read_layer(prefix: str, layer: Any) -> Layer:
 
 def _made_for_export(mask: Any) -> bool:
     """Whether a mask is what transformers gives to "sdpa" attention while torch.export traces, where it makes one for a
-    call without: a value for each query, expanded over the keys. It prefers no key to another, whatever the values,
+    call without: a value for each query, expanded over the keys. That prefers no key to another, whatever the values,
     which a trace does not know."""
     if not torch.compiler.is_exporting() or not isinstance(mask, Tensor):
         return False

@@ -1,6 +1,5 @@
 """The fused ops as functions."""
 
-from fastvit.ops._decompositions import decompositions
 from fastvit.ops.attention import attention, attention_qkvpacked
 from fastvit.ops.dropout import dropout
 from fastvit.ops.layer_norm import add_layer_norm, layer_norm
@@ -14,7 +13,6 @@ __all__ = [
     "add_layer_norm",
     "attention",
     "attention_qkvpacked",
-    "decompositions",
     "dropout",
     "layer_norm",
     "layer_norm_attention",

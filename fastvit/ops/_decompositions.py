@@ -1,9 +1,8 @@
-"""The forward ops in the functions that exporters know, LayerNorm, GELU and attention among them: what is traced in
-place of them while `torch.onnx.export` runs, and `decompositions`. Nothing is computed in place, as torch demands."""
+"""The forward ops in functions that exporters know, LayerNorm, GELU and attention among them: what `torch.onnx.export`
+traces in their place, and `fastvit.export.decompositions`. Nothing is computed in place, which torch refuses there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,24 +12,7 @@ from torch import Tensor
 from fastvit.ops._activations import activate
 from fastvit.ops._checks import promoted_dtype
 from fastvit.ops._epilogue import scale_samples
-from fastvit.ops._library import DECOMPOSITIONS, stat_dtype
-
-
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """fastvit's forward ops as PyTorch's own, a table for `torch.export.ExportedProgram.run_decompositions`:
-
-        program = torch.export.export(model.eval(), (images,))  # calls torch.ops.fastvit
-        program = program.run_decompositions(fastvit.ops.decompositions())  # calls torch.ops.aten alone
-
-    The first program runs the fused kernels wherever `import fastvit` came before `torch.export.load`, which otherwise
-    fails with "We failed to resolve torch.ops.fastvit...": the loader imports nothing by itself. The second one needs
-    no fastvit, and goes into what takes ATen programs: `torch.onnx.export`, ExecuTorch, ... `torch.onnx.export` of a
-    module needs no table, and traces these forms by itself.
-
-    Returns:
-        {overload: function}. Dropout, where it is on, draws other masks.
-    """
-    return dict(DECOMPOSITIONS)
+from fastvit.ops._library import stat_dtype
 
 
 def _activate(x: Tensor, name: str) -> Tensor:
@@ -61,7 +43,7 @@ def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = _add_residual(branch, layer_scale, row_scale, residual)
+    s = residual + _add_residual(branch, layer_scale, row_scale).to(branch.dtype)
     return s, *layer_norm_fwd(s, weight, bias, eps, None)
 
 
@@ -87,7 +69,8 @@ def attention_fwd(
 
 
 def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return attention_fwd(*qkv.unbind(2), *rest)
+    q, k, v = qkv.unbind(2)
+    return attention_fwd(q, k, v, *rest)
 
 
 def patch_embed_fwd(

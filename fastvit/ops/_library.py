@@ -122,7 +122,7 @@ def register(
     def op(*args: Any, backend: str | None = None) -> Any:
         backend = backend or choose_backend(*args)
         if backend == "dispatcher":
-            if decomposition is not None and torch.onnx.is_in_onnx_export():
+            if decomposition is not None and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
                 return decomposition(*args)
             return overload(*args)
         if backend == "triton":
