@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastvit import ops as ops  # registers them
 from fastvit.ops._library import DECOMPOSITIONS
 
 
