@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastvit import ops, reference
+from fastvit import export, ops, reference
 from fastvit.integrations import accelerate, accelerated, restore
 from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
 from fastvit.vit import VisionTransformer
@@ -21,6 +21,7 @@ __all__ = [
     "accelerate",
     "accelerated",
     "create_model",
+    "export",
     "list_models",
     "ops",
     "reference",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, ops
@@ -128,8 +129,17 @@ def read_layer(prefix: str, layer: Any) -> Layer:
     return Layer(block, layer._gradient_checkpointing_func if checkpointed else None)
 
 
+def _made_for_export(mask: Any) -> bool:
+    """Whether a mask is what transformers gives to "sdpa" attention while torch.export traces, where it makes one for a
+    call without: a value for each query, expanded over the keys. That prefers no key to another, whatever the values,
+    which a trace does not know."""
+    if not torch.compiler.is_exporting() or not isinstance(mask, Tensor):
+        return False
+    return mask.dtype is torch.bool and mask.stride(-1) == 0
+
+
 def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    if attention_mask is not None:
+    if attention_mask is not None and not _made_for_export(attention_mask):
         raise Unsupported("an attention mask")
     for name, value in kwargs.items():
         if name not in _HARMLESS and value is not None and value is not False:
@@ -194,7 +204,7 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     head_dim = query.shape[-1]
     if (
-        attention_mask is not None
+        (attention_mask is not None and not _made_for_export(attention_mask))
         or (is_causal and query.shape[2] > 1)
         or not query.shape == key.shape == value.shape
         or head_dim % 8

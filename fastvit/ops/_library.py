@@ -44,6 +44,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 _LIB = torch.library.Library("fastvit", "DEF")
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> the same in functions that exporters know
 _warned: set[tuple[str, str]] = set()
 
 
@@ -96,6 +97,7 @@ def register(
     launch: str,
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
+    decomposition: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
     where nothing could tell the difference, its implementation without the dispatcher's 3 us. It takes `backend=`, what
@@ -108,6 +110,7 @@ def register(
         may raise `Unsupported`.
     fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
+    decomposition: the same in functions that exporters know, for a forward op.
     """
     name = schema[: schema.index("(")]
 
@@ -119,6 +122,8 @@ def register(
     def op(*args: Any, backend: str | None = None) -> Any:
         backend = backend or choose_backend(*args)
         if backend == "dispatcher":
+            if decomposition is not None and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+                return decomposition(*args)
             return overload(*args)
         if backend == "triton":
             try:
@@ -136,6 +141,8 @@ def register(
     _LIB.impl(name, dispatched, "CUDA")
     torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
     overload = getattr(torch.ops.fastvit, name).default
+    if decomposition is not None:
+        DECOMPOSITIONS[overload] = decomposition
     if flops is not None:
         from torch.utils.flop_counter import register_flop_formula
 

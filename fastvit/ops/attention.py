@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastvit.ops import _decompositions
 from fastvit.ops._checks import check_dropout, check_float, check_like
 from fastvit.ops._library import (
     FusedFunction,
@@ -47,6 +48,7 @@ def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
 attention_fwd = register(
     "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_fwd, launch="attention", fake=_fwd_fake, flops=_fwd_flops,
+    decomposition=_decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? seed, float scale,"
@@ -57,6 +59,7 @@ attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_qkvpacked_fwd, launch="attention", fake=lambda qkv, *_: _fwd_fake(qkv.select(2, 0)),
     flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
+    decomposition=_decompositions.attention_qkvpacked_fwd,
 )  # fmt: skip
 attention_qkvpacked_bwd = register(
     "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor o, Tensor lse, Tensor? seed, float scale, float dropout_p)"

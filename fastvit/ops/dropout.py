@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops import _decompositions
 from fastvit.ops._checks import check_dropout, check_float
 from fastvit.ops._epilogue import Epilogue
 from fastvit.ops._library import FusedFunction, differentiable_once, needs_autograd, register
@@ -23,6 +24,7 @@ dropout_op = register(
     "dropout(Tensor x, Tensor seed, float p, Tensor? layer_scale=None, Tensor? row_scale=None, Tensor? residual=None)"
     " -> Tensor",
     aten=aten.dropout, launch="dropout", fake=_fake,
+    decomposition=_decompositions.dropout,
 )  # fmt: skip
 
 

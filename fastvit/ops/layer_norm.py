@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops import _decompositions
 from fastvit.ops._checks import check_float, check_like, check_norm, check_row_scale
 from fastvit.ops._library import (
     FusedFunction,
@@ -51,6 +52,7 @@ layer_norm_fwd = register(
     "layer_norm_fwd(Tensor x, Tensor weight, Tensor bias, float eps, ScalarType? out_dtype)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.layer_norm_fwd, launch="layer_norm", fake=_fwd_fake,
+    decomposition=_decompositions.layer_norm_fwd,
 )  # fmt: skip
 layer_norm_bwd = register(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? dresidual)"
@@ -66,6 +68,7 @@ add_layer_norm_fwd = register(
     "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor bias, Tensor? layer_scale,"
     " Tensor? row_scale, float eps) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.add_layer_norm_fwd, launch="layer_norm", fake=_add_fwd_fake,
+    decomposition=_decompositions.add_layer_norm_fwd,
 )  # fmt: skip
 add_layer_norm_bwd = register(
     "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor branch,"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops import _decompositions
 from fastvit.ops._activations import check_activation
 from fastvit.ops._checks import as_rows, check_float, check_like
 from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
@@ -53,10 +54,12 @@ linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
     " Tensor? row_scale=None, Tensor? residual=None) -> Tensor",
     aten=aten.linear_fwd, launch="linear", fake=_fwd_fake, flops=_fwd_flops,
+    decomposition=_decompositions.linear_fwd,
 )  # fmt: skip
 linear_act_fwd = register(
     "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> (Tensor h, Tensor pre)",
     aten=aten.linear_act_fwd, launch="linear", fake=_act_fwd_fake, flops=_fwd_flops,
+    decomposition=_decompositions.linear_act_fwd,
 )  # fmt: skip
 linear_dact = register(
     "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",

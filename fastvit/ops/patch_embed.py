@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops import _decompositions
 from fastvit.ops._checks import check_float, check_like
 from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_once, needs_autograd, register
 from fastvit.ops.aten import patch_embed as aten
@@ -26,6 +27,7 @@ patch_embed_fwd = register(
     " -> Tensor",
     aten=aten.patch_embed_fwd, launch="patch_embed", fake=aten.new_tokens,
     flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
+    decomposition=_decompositions.patch_embed_fwd,
 )  # fmt: skip
 patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",

@@ -1,0 +1,38 @@
+"""Models with fused ops, ours and accelerated ones, outside of Python.
+
+    with torch.no_grad():  # else the program also writes what a backward pass would read
+        program = torch.export.export(model.eval(), (images,))  # calls torch.ops.fastvit
+    torch.export.save(program, "model.pt2")
+
+Such a program runs the fused kernels, and loads where `import fastvit` came before. `torch.export.load` imports nothing
+by itself: without it, it logs "We failed to resolve torch.ops.fastvit..." and raises RuntimeError, "We ran into an
+error when deserializing the saved file". `decompositions` makes a program that needs torch alone.
+
+    torch.onnx.export(model.eval(), (images,), "model.onnx", dynamo=True, opset_version=23)
+
+needs no table: while it traces, the ops appear as PyTorch's own, so that the graph has LayerNormalization, from opset
+20 on Gelu, and from 23 on Attention, where a lower one has MatMul and Softmax. PyTorch wants onnxscript for it.
+
+A model of transformers keeps its fused ops with "sdpa" attention, its default. With "eager" attention transformers
+makes a mask of every call that torch.export traces, which nothing tells from a user's: its layers run their own
+forward, with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastvit.ops._library import DECOMPOSITIONS
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """fastvit's forward ops as PyTorch's own, a table for `torch.export.ExportedProgram.run_decompositions`:
+
+        program = program.run_decompositions(fastvit.export.decompositions())  # calls torch.ops.aten alone
+        torch.onnx.export(program, f="model.onnx", dynamo=True, opset_version=23)
+
+    Returns:
+        {overload: function}, for every op that a program may call. Dropout, where it is on, draws other masks.
+    """
+    return dict(DECOMPOSITIONS)

@@ -1,0 +1,90 @@
+"""The forward ops in functions that exporters know, LayerNorm, GELU and attention among them: what `torch.onnx.export`
+traces in their place, and `fastvit.export.decompositions`. Nothing is computed in place, which torch refuses there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops._activations import activate
+from fastvit.ops._checks import promoted_dtype
+from fastvit.ops._epilogue import scale_samples
+from fastvit.ops._library import stat_dtype
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    if name == "quick_gelu":
+        return x * (1.702 * x).sigmoid()
+    return x if name == "none" else activate(x, name)
+
+
+def _add_residual(
+    x: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    x = scale_samples(x, row_scale)
+    x = x if layer_scale is None else x * layer_scale
+    return x if residual is None else x + residual
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    out_dtype, wide = out_dtype or x.dtype, x.to(stat_dtype(x))
+    rstd = (wide.var(-1, correction=0, keepdim=True) + eps).rsqrt()
+    if weight.dtype is not x.dtype:
+        x, weight, bias = wide, weight.to(wide.dtype), bias.to(wide.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(out_dtype), wide.mean(-1, keepdim=True), rstd
+
+
+def add_layer_norm_fwd(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = residual + _add_residual(branch, layer_scale, row_scale).to(branch.dtype)
+    return s, *layer_norm_fwd(s, weight, bias, eps, None)
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
+    return _add_residual(_activate(F.linear(x, weight, bias), activation), *epilogue)
+
+
+def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    pre = F.linear(x, weight, bias)
+    return _activate(pre, activation), pre
+
+
+def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
+    return _add_residual(F.dropout(x, p), *epilogue)
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    lse = (q.to(stat_dtype(q)) @ k.to(stat_dtype(q)).transpose(2, 3) * scale).logsumexp(-1)
+    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, scale=scale).transpose(1, 2).contiguous(), lse
+
+
+def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.unbind(2)
+    return attention_fwd(q, k, v, *rest)
+
+
+def patch_embed_fwd(
+    image: Tensor, weight: Tensor, bias: Tensor | None,
+    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if normalize is not None:
+        scale, shift = normalize[:, :, None, None]
+        image = image.to(normalize.dtype) * scale + shift
+    bias = None if bias is None else bias.to(weight.dtype)
+    tokens = F.conv2d(image.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
+    if pos_embed is not None:
+        tokens = tokens + pos_embed
+    dtype = promoted_dtype(weight, pos_embed, prefix)
+    if prefix is not None:
+        tokens = torch.cat([prefix.to(dtype).expand(tokens.shape[0], -1, -1), tokens.to(dtype)], dim=1)
+    return tokens.to(dtype).contiguous()
