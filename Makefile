@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test mutants bench lint targets report results traffic gpu gpu-first tune clean
+.PHONY: test mutants bench lint targets report results traffic gpu gpu-first tune docs clean
 
 test: $(INSTALLED)  ## the whole suite; ARGS="-n 2" spreads it over two processes
 	$(BIN)/pytest $(ARGS)
@@ -27,6 +27,13 @@ results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the 
 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
+
+# What has a page of its own, beside the modules that these export
+PAGES := fastvit fastvit.checkpoints fastvit.integrations fastvit.integrations.transformers
+
+docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
+	$(BIN)/pdoc --docformat google --template-directory docs --no-include-undocumented \
+		--output-directory out/docs $(PAGES) '!fastvit\.ops\..*'
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps.
 GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \

@@ -12,8 +12,13 @@ Status = Literal["accelerated", "part of", "skipped", "as it was"]
 
 @dataclass(frozen=True)
 class Entry:
-    """name: as in model.named_modules(); kind: its class; detail: the ops that run, the accelerated module that a part
-    belongs to, or the reason."""
+    """What happened to one module.
+
+    Args:
+        name, kind: as in model.named_modules(), "" for the model itself; the name of its class.
+        status: "accelerated", "part of" an accelerated module, "skipped" or "as it was".
+        detail: the ops that run, the accelerated module that a part belongs to, or the reason.
+    """
 
     name: str
     kind: str
@@ -23,8 +28,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """One entry for every module, in the order of model.named_modules(). `str(report)` is a table in which numbered
-    modules to which the same happened share a row."""
+    """What `accelerate` did. `str(report)` is a table in which numbered modules to which the same happened share a row.
+
+    Args:
+        entries: one for every module, in the order of model.named_modules().
+    """
 
     entries: tuple[Entry, ...]
 
