@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def test_everything_exported_has_a_docstring(module: str, name: str) -> None:
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, name in EXPORTED if module != "fastvit"])
 def test_every_argument_is_documented(module: str, name: str) -> None:
+    """But of dataclasses, which are read and not made."""
     value = getattr(importlib.import_module(module), name)
+    if is_dataclass(value):
+        return
     missing = [a for a in inspect.signature(value).parameters if not re.search(rf"\b{a}\b", value.__doc__)]
     assert not missing, f"{module}.{name}'s docstring does not mention {missing}"

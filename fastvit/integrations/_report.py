@@ -12,13 +12,8 @@ Status = Literal["accelerated", "part of", "skipped", "as it was"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What happened to one module.
-
-    Args:
-        name, kind: as in model.named_modules(), "" for the model itself; the name of its class.
-        status: "accelerated", "part of" an accelerated module, "skipped" or "as it was".
-        detail: the ops that run, the accelerated module that a part belongs to, or the reason.
-    """
+    """name: as in model.named_modules(); kind: its class; detail: the ops that run, the accelerated module that a part
+    belongs to, or the reason."""
 
     name: str
     kind: str
@@ -28,11 +23,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What `accelerate` did. `str(report)` is a table in which numbered modules to which the same happened share a row.
-
-    Args:
-        entries: one for every module, in the order of model.named_modules().
-    """
+    """One entry for every module, in the order of model.named_modules(). `str(report)` is a table in which numbered
+    modules to which the same happened share a row."""
 
     entries: tuple[Entry, ...]
 
