@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "-m", "pdoc", *arguments, "--output-directory", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not done.stderr, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "fastvit" in line]
+    assert not warnings, warnings
     return folder
 
 
