@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick test-slow mutants bench lint targets report results traffic gpu gpu-first tune clean
+.PHONY: test test-quick test-slow mutants bench lint targets report results traffic docs gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -35,6 +35,13 @@ results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the 
 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
+
+# What has a page of its own, beside the modules that these export
+PAGES := fastvit fastvit.checkpoints fastvit.integrations fastvit.integrations.transformers
+
+docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
+	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
+		--output-directory out/docs $(PAGES) '!fastvit\.ops\..*'
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps.
 GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \

@@ -1,4 +1,5 @@
-"""Fused Triton kernels for Vision Transformers, as torch ops and nn.Modules."""
+"""Fused Triton kernels for Vision Transformers: as torch ops (`fastvit.ops`), as nn.Modules, and inside the models of
+other libraries (`accelerate`). `fastvit.checkpoints` reads their weights; `fastvit.reference` is plain PyTorch."""
 
 from typing import Any
 
@@ -27,6 +28,8 @@ __all__ = [
     "reference",
     "restore",
 ]
+
+__version__: str
 
 
 def __getattr__(name: str) -> Any:

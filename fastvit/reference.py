@@ -5,6 +5,7 @@ every step is its own line. The tests hold the fused model against it, and the b
 same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it.
 
 Later additions to the paper's model, each off by default:
+
     LayerScale (init_values)          Touvron et al. 2021, arXiv:2103.17239
     stochastic depth (drop_path_rate) Huang et al. 2016, arXiv:1603.09382
     registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588

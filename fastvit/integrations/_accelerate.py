@@ -72,7 +72,7 @@ def restore(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def accelerated(model: nn.Module, *, strict: bool = False) -> Iterator[Report]:
-    """`accelerate` within the context, `restore` at its end."""
+    """`accelerate`, with its model and strict, within the context, and `restore` at its end; gives the report."""
     report = accelerate(model, strict=strict)
     try:
         yield report

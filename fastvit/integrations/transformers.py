@@ -15,6 +15,8 @@ from fastvit import fuse, ops
 from fastvit.fuse import LINEAR, Attention, Half, Mlp, Unsupported, qualified_name, submodules
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 
+__all__ = ["register_attention"]
+
 
 class _Names(NamedTuple):
     """How a model names what all of them have."""
@@ -178,6 +180,9 @@ def register_attention(name: str = "fastvit") -> None:
         model.set_attn_implementation("fastvit")
 
     Masked, causal, cross and grouped-query attention run on transformers' "sdpa" implementation, masks included.
+
+    Args:
+        name: that the implementation is known by from then on.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

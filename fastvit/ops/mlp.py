@@ -233,15 +233,16 @@ def layer_norm_mlp(
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     recompute: str = "activation",
 ) -> Tensor:  # fmt: skip
-    """mlp(LayerNorm(x)) as one autograd node, which saves x, the row statistics and what `recompute` leaves; the
+    """`mlp` of LayerNorm(x) as one autograd node, which saves x, the row statistics and what `recompute` leaves; the
     normalised rows are computed again in the backward pass of the LayerNorm.
 
     Args:
-        x: (..., in), as in mlp. Its dtype may differ from the other arguments' under autocast only.
+        x: (..., in), as in `mlp`. Its dtype may differ from the other arguments' under autocast only.
         norm_weight, norm_bias: (in,), x's dtype.
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias: as in `mlp`.
+        activation, dropout_p, layer_scale, row_scale, recompute: as in `mlp`.
         eps: added to the variance; not negative.
         residual: (..., out), or None. When it is x itself, its gradient joins inside the LayerNorm's backward pass.
-        other arguments: as in mlp.
 
     Returns:
         (..., out), contiguous, as in mlp. Under autocast the LayerNorm's output is rounded to autocast's dtype.
