@@ -290,7 +290,7 @@ def test_subclasses_and_unknown_classes_are_left_alone(timm, tiny) -> None:
         ({"qk_norm": True}, "blocks.0.attn", "qk-norm in attention"),
         ({"scale_attn_norm": True}, "blocks.0.attn", "scale_norm in attention"),
         ({"num_heads": 48}, "blocks.0.attn", "head_dim 4 is not a multiple of 8 from 16 to 256"),
-        ({"act_layer": "mish"}, "blocks.0.mlp", "act is timm.layers.activations.Mish"),
+        ({"act_layer": "mish"}, "blocks.0.mlp", "act is nn.Mish"),
         ({"scale_mlp_norm": True}, "blocks.0.mlp", "norm is timm.layers.norm.LayerNorm, a subclass of nn.LayerNorm"),
     ],
 )

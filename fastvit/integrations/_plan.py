@@ -53,9 +53,8 @@ def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwa
         description = plan.read(module)
         check_input(x, description, plan.ndim)
     except Unsupported as reason:
-        _warn(
-            name, type(module).__name__, reason.args[0]
-        )  # not str(reason), which torch.compile of 2.11 does not trace
+        # args, not str(reason), which torch.compile of 2.11 does not trace
+        _warn(name, type(module).__name__, reason.args[0])
         return type(module).forward(module, *args, **kwargs)
     return plan.run(x, description)
 

@@ -83,7 +83,7 @@ def read_attention(attn: Any, proj: str, dropout: fuse.Dropout = None) -> Attent
         raise Unsupported("its keys have fewer heads than its queries")
     p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
     scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
-    qkv = fuse.read_layer(q), fuse.read_linear(k), fuse.read_linear(v)
+    qkv = fuse.read_layer(q), fuse.read_layer(k), fuse.read_layer(v)
     heads = q.out_features // attn.head_dim
     return fuse.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
 
