@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,9 @@ PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) 
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
 
-def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
+def accelerate(
+    model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Report:
     """Makes the model's attention, MLP, LayerNorm, residual and patch embedding run as fused ops, in place.
 
     The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
@@ -42,6 +44,8 @@ def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
     Args:
         model: any module.
         strict: raise if a module is skipped.
+        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, without
+            a float copy, by models of timm, torchvision and DINOv2; float images as before, as they are.
 
     Returns:
         A report of every module; printed, it is a table.
@@ -49,14 +53,18 @@ def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
     Raises:
         TypeError: model is no nn.Module.
         ValueError: with strict, listing the skipped modules and reasons; or the model is compiled already, or has an
-            nn.DataParallel in it. The model is then as it was.
+            nn.DataParallel in it; or mean and std do not fit, or the model casts or pads its images before the patch
+            embedding, as those of transformers. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
+    patches = generic.patches(mean, std)
     restore(model)
-    decisions = list(_decide(model, "", (), set()))
+    decisions = list(_decide(model, "", (), set(), patches))
+    if mean is not None:
+        _check_pixels(model, [entry.name for entry, _, plan in decisions if plan is patches], len(mean))
     report = Report(tuple(entry for entry, _, _ in decisions), _advice(model, decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
@@ -81,6 +89,22 @@ def _check(name: str, module: nn.Module) -> None:
         raise ValueError(f"model is compiled already ({name}): accelerate it before")
 
 
+def _check_pixels(model: nn.Module, embeddings: list[str], channels: int) -> None:
+    """Whether uint8 images reach the convolutions of these names."""
+    if not embeddings:
+        raise ValueError("mean and std are for uint8 images, but no patch embedding of this model can be accelerated")
+    for name in embeddings:
+        conv, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        if conv.in_channels != channels:
+            raise ValueError(f"mean must have one value for each of the {conv.in_channels} channels, got {channels}")
+        casts = qualified_name(owner).startswith("transformers.")
+        if casts or getattr(owner, "dynamic_img_pad", False):
+            raise ValueError(
+                f"mean and std are for uint8 images, but {type(owner).__name__} {'casts' if casts else 'pads'} its "
+                "image before they could apply: normalise before the model"
+            )
+
+
 def restore(model: nn.Module) -> None:
     """Takes off what `accelerate` put on; without effect on a model that is not accelerated."""
     for module in model.modules():
@@ -89,9 +113,11 @@ def restore(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def accelerated(model: nn.Module, *, strict: bool = False) -> Iterator[Report]:
+def accelerated(
+    model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Iterator[Report]:
     """`accelerate` within the context, `restore` at its end."""
-    report = accelerate(model, strict=strict)
+    report = accelerate(model, strict=strict, mean=mean, std=std)
     try:
         yield report
     finally:
@@ -106,9 +132,11 @@ _Decision = tuple[Entry, nn.Module, Plan | None]
 
 
 def _decide(
-    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], plan: Plan | None = None
-) -> Iterator[_Decision]:
-    """What happens to a module and to those in it, in the order of named_modules(). plan: from its parent, or None."""
+    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], patches: Plan,
+    plan: Plan | None = None,
+) -> Iterator[_Decision]:  # fmt: skip
+    """What happens to a module and to those in it, in the order of named_modules(). patches: for the convolution of a
+    patch embedding; plan: from its parent, or None."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -135,7 +163,7 @@ def _decide(
     for child_name, child in module.named_children():
         is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) is nn.Conv2d
         child_name = f"{name}.{child_name}" if name else child_name
-        inside += _decide(child, child_name, (*ancestors, module), seen, generic.PATCHES if is_patches else None)
+        inside += _decide(child, child_name, (*ancestors, module), seen, patches, patches if is_patches else None)
     left = {id(child) for entry, child, _ in inside if entry.status == "as it was"}
     if plan is None and _recognise.could_be_fused(module, left):
         reason = _recognise.reason(module, ancestors, set(PLANS))

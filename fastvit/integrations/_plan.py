@@ -35,6 +35,7 @@ class Plan:
     ops: the names of the ops that run, for the report.
     check_call: (module, *args, **kwargs), the arguments of a call -> its input.
     ndim: of the input, or None for any.
+    takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
 
     `read` and `check_call` raise `Unsupported` with the reason why the module's own forward has to run.
     """
@@ -44,6 +45,7 @@ class Plan:
     ops: str
     check_call: Callable[..., Any] = only_input
     ndim: int | None = 3
+    takes_pixels: bool = False
 
 
 def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +53,7 @@ def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwa
     try:
         x = plan.check_call(module, *args, **kwargs)
         description = plan.read(module)
-        check_input(x, description, plan.ndim)
+        check_input(x, description, plan)
     except Unsupported as reason:
         # args, not str(reason), which torch.compile of 2.11 does not trace
         _warn(name, type(module).__name__, reason.args[0])
@@ -117,17 +119,20 @@ def _ops(description: Any) -> Iterator[str]:
             yield from _ops(part)
 
 
-def check_input(x: Any, description: Any, ndim: int | None) -> None:
+def check_input(x: Any, description: Any, plan: Plan) -> None:
     """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
     if not isinstance(x, Tensor) or x.is_nested:
         raise Unsupported(f"its input is no plain tensor but {type(x).__name__}")
-    if ndim is not None and x.dim() != ndim:
-        raise Unsupported(f"its input has {x.dim()} dimensions, not {ndim}")
-    autocast = torch.is_autocast_enabled(x.device.type)
+    if plan.ndim is not None and x.dim() != plan.ndim:
+        raise Unsupported(f"its input has {x.dim()} dimensions, not {plan.ndim}")
+    pixels = plan.takes_pixels and x.dtype is torch.uint8
+    if not x.is_floating_point() and not pixels:
+        raise Unsupported(f"its input is {x.dtype}")
+    any_dtype = pixels or torch.is_autocast_enabled(x.device.type)
     for tensor in _tensors((x, description)):
         if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, as DTensor
             raise Unsupported(f"a {type(tensor).__name__}")
-        if x.dtype != tensor.dtype and not autocast:
+        if x.dtype != tensor.dtype and not any_dtype:
             raise Unsupported(f"its input is {x.dtype} and its parameters are {tensor.dtype}")
 
 
