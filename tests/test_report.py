@@ -126,6 +126,27 @@ def test_windows_of_swin() -> None:
     assert report.fused("MLP") == (2, 2)
 
 
+class ConvAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.local = nn.Linear(16, 48), nn.Linear(16, 16), nn.Conv2d(16, 16, 3)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, 16, 4, stride)
+
+
+def test_a_convolution_is_a_reason_in_a_patch_embedding_only() -> None:
+    report = fastvit.accelerate(nn.ModuleList([ConvAttention(), PatchEmbed(2), PatchEmbed(4)]))
+    assert [e.detail.replace(f"{__name__}.", "") for e in report.skipped] == [
+        "ConvAttention is not a class that fastvit knows",
+        "its convolution is not one of disjoint patches, in PatchEmbed",
+        "PatchEmbed is not a class that fastvit knows",
+    ]
+
+
 class LayerNorm(nn.LayerNorm):
     __module__ = "open_clip.transformer"
 

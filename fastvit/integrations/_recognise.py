@@ -70,17 +70,16 @@ def could_be_fused(module: nn.Module, left: set[int]) -> bool:
 def reason(module: nn.Module, ancestors: Sequence[nn.Module], known: Classes) -> str:
     """Why a module of an unknown class is skipped. ancestors: the modules it is in, from the outermost."""
     name = class_name(type(module), known)
-    for conv in layers(module, nn.Conv2d):
-        try:
-            read_patches(conv)
-        except Unsupported as unsupported:
-            return f"{unsupported}, in {name}"
     found = _obstacles(module, ancestors) if part(module) == "attention" else []
-    return (
-        f"{' and '.join(found)}, in {name}"
-        if found
-        else f"{name}{',' * (',' in name)} is not a class that fastvit knows"
-    )
+    if _PATCHES.search(type(module).__name__):
+        try:
+            for conv in layers(module, nn.Conv2d):
+                read_patches(conv)
+        except Unsupported as unsupported:
+            found.append(str(unsupported))
+    if found:
+        return f"{' and '.join(found)}, in {name}"
+    return f"{name}{',' * (',' in name)} is not a class that fastvit knows"
 
 
 def _obstacles(attn: nn.Module, ancestors: Sequence[nn.Module]) -> list[str]:
