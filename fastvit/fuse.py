@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import ops
+from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
 
-T = TypeVar("T")
 Branch = TypeVar("Branch", "Attention", "Mlp")
 
 # ---- descriptions; probabilities are those that apply now: 0.0 in evaluation ----
@@ -29,6 +29,17 @@ class Linear(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class Call(NamedTuple):
+    """A linear layer that is more than weight and bias, with LoRA's adapters: its module is called, between fused ops.
+    weight: of the layer that is adapted."""
+
+    module: nn.Module
+    weight: Tensor
+
+
+Layer = Linear | Call
 
 
 class Norm(NamedTuple):
@@ -43,8 +54,8 @@ class Attention(NamedTuple):
     """Multi-head self-attention. qkv: one packed layer (3 * H * d, D), or three for q, k and v; scale: None for
     d**-0.5; attn_drop: of the attention probabilities; proj_drop: behind the projection."""
 
-    qkv: tuple[Linear, ...]
-    proj: Linear
+    qkv: tuple[Layer, ...]
+    proj: Layer
     num_heads: int
     scale: float | None = None
     attn_drop: float = 0.0
@@ -52,11 +63,13 @@ class Attention(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """activation: as `ops.mlp` names it. drop1: behind the activation, 0.0 or equal to drop2; drop2: behind fc2."""
+    """activation: as `ops.mlp` names it; act: the same as a module, behind a Call. drop1: behind the activation, 0.0 or
+    equal to drop2; drop2: behind fc2."""
 
-    fc1: Linear
-    fc2: Linear
+    fc1: Layer
+    fc2: Layer
     activation: str
+    act: nn.Module
     drop1: float = 0.0
     drop2: float = 0.0
 
@@ -84,6 +97,8 @@ def run_block(x: Tensor, block: Block) -> Tensor:
 
 def run_attention_half(x: Tensor, half: Half[Attention]) -> Tensor:
     attn, norm = half.branch, half.norm
+    if Call in map(type, (*attn.qkv, attn.proj)):
+        return _run_last(_attend(ops.layer_norm(x, *norm), attn), attn.proj, attn.proj_drop, x, half)
     weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
     arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
     if attn.proj_drop:
@@ -98,6 +113,8 @@ def run_attention_half(x: Tensor, half: Half[Attention]) -> Tensor:
 
 def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
     mlp, norm = half.branch, half.norm
+    if Call in (type(mlp.fc1), type(mlp.fc2)):
+        return _run_last(_widen(ops.layer_norm(x, *norm), mlp), mlp.fc2, mlp.drop2, x, half)
     tensors = (norm.weight, norm.bias, *mlp.fc1, *mlp.fc2)
     if mlp.drop1 != mlp.drop2:
         branch = ops.layer_norm_mlp(x, *tensors, eps=norm.eps, activation=mlp.activation)
@@ -110,18 +127,43 @@ def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
 
 
 def run_attention(x: Tensor, attn: Attention) -> Tensor:
-    if len(attn.qkv) == 1:
-        qkv = F.linear(x, *attn.qkv[0]).unflatten(-1, (3, attn.num_heads, -1))
-        out = ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop)
-    else:
-        q, k, v = (F.linear(x, *layer).unflatten(-1, (attn.num_heads, -1)) for layer in attn.qkv)
-        out = ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop)
-    return ops.dropout(ops.linear(out.flatten(2), *attn.proj), attn.proj_drop)
+    return ops.dropout(_run(_attend(x, attn), attn.proj), attn.proj_drop)
 
 
 def run_mlp(x: Tensor, mlp: Mlp) -> Tensor:
+    if Call in (type(mlp.fc1), type(mlp.fc2)):
+        return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
     out = ops.mlp(x, *mlp.fc1, *mlp.fc2, activation=mlp.activation, dropout_p=mlp.drop1)
     return ops.dropout(out, mlp.drop2) if mlp.drop1 != mlp.drop2 else out
+
+
+def _run(x: Tensor, layer: Layer) -> Tensor:
+    return layer.module(x) if isinstance(layer, Call) else ops.linear(x, *layer)
+
+
+def _attend(x: Tensor, attn: Attention) -> Tensor:
+    """Attention up to its projection: (B, N, D) -> (B, N, H * d)."""
+    projected = [layer.module(x) if isinstance(layer, Call) else F.linear(x, *layer) for layer in attn.qkv]
+    if len(projected) == 1:
+        qkv = projected[0].unflatten(-1, (3, attn.num_heads, -1))
+        return ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+    q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in projected)
+    return ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+
+
+def _widen(x: Tensor, mlp: Mlp) -> Tensor:
+    """An MLP up to fc2."""
+    if isinstance(mlp.fc1, Call):
+        return ops.dropout(mlp.act(mlp.fc1.module(x)), mlp.drop1)
+    return ops.dropout(ops.linear(x, *mlp.fc1, activation=mlp.activation), mlp.drop1)
+
+
+def _run_last(hidden: Tensor, last: Layer, p: float, x: Tensor, half: Half[Any]) -> Tensor:
+    """x + drop_path(layer_scale * dropout(last(hidden)))"""
+    if p or isinstance(last, Call):
+        return _add_branch(x, ops.dropout(_run(hidden, last), p), half)
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
+    return ops.linear(hidden, *last, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
 
 
 def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool) -> Tensor:
@@ -142,10 +184,7 @@ def _add_branch(x: Tensor, branch: Tensor, half: Half[Any]) -> Tensor:
 
 # ---- reading them from modules of timm's shape ----
 
-# Exact classes: of torch, of ours, which `fastvit.layers` adds, and by qualified name those of libraries that need not
-# be imported for this
-Classes = set[type | str]
-LINEAR: Classes = {nn.Linear}
+LINEAR: Classes = {nn.Linear, "peft.tuners.lora.layer.Linear"}
 DROPOUT: Classes = {nn.Dropout}
 LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
 LAYER_SCALE: Classes = {nn.Identity, "timm.layers.layer_scale.LayerScale", "timm.models.vision_transformer.LayerScale"}
@@ -169,18 +208,6 @@ ACTIVATIONS: dict[type | str, str] = {
 _ATTENTION_OPTIONS = {"q_norm": "qk-norm", "k_norm": "qk-norm", "norm": "scale_norm", "gate": "a gate"}
 
 
-class Unsupported(Exception):
-    """Why no fused op stands for a module, or for what a call asks of it: the module's own forward has to run."""
-
-
-def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[type | str]) -> T | None:
-    """read(module, **classes), or None where no fused op stands for the module."""
-    try:
-        return read(module, **classes)
-    except Unsupported:
-        return None
-
-
 def read_attention(attn: Any) -> Attention:
     qkv, attn_drop, proj, proj_drop = submodules(attn, qkv=LINEAR, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
     if len(attn._modules) > 4:
@@ -193,7 +220,7 @@ def read_attention(attn: Any) -> Attention:
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     attn_drop_p = attn_drop.p if training else 0.0
-    return describe_attention((read_linear(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop)
+    return describe_attention((read_layer(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop)
 
 
 def read_mlp(mlp: Any) -> Mlp:
@@ -227,37 +254,6 @@ def read_block(block: Any) -> Block:
 # ---- what the readers of every library share ----
 
 
-def qualified_name(module: nn.Module) -> str:
-    """Its class as "package.module.Class"."""
-    kind = type(module)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def submodules(module: nn.Module, **classes: Collection[type | str]) -> list[Any]:
-    """The submodules of these names: each exactly of one of its classes, without hooks, with its class's forward.
-
-    Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
-    """
-    found = []
-    children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
-    for name, allowed in classes.items():
-        child = children.get(name)
-        if child is None:
-            raise Unsupported(f"it has no {name}")
-        if type(child) not in allowed and qualified_name(child) not in allowed:
-            raise Unsupported(f"{name} is {type(child).__name__}")
-        if (
-            child._forward_hooks
-            or child._forward_pre_hooks
-            or child._backward_hooks
-            or child._backward_pre_hooks
-            or "forward" in child.__dict__
-        ):
-            raise Unsupported(f"{name} has hooks or a forward of its own")
-        found.append(child)
-    return found
-
-
 def read_linear(layer: nn.Module) -> Linear:
     """Weight and bias of a linear layer or a norm as they are now: FSDP puts others in their place from call to call,
     some versions of it as plain attributes."""
@@ -265,6 +261,24 @@ def read_linear(layer: nn.Module) -> Linear:
     if "weight" in parameters and "bias" in parameters:
         return Linear(parameters["weight"], parameters["bias"])
     return Linear(layer.weight, layer.bias)  # type: ignore[arg-type]
+
+
+def read_layer(layer: nn.Module) -> Layer:
+    """A linear layer of a class in LINEAR."""
+    parameters: dict[str, Any] = layer._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return Linear(parameters["weight"], parameters["bias"])
+    return _read_adapted(layer) if "base_layer" in layer._modules else read_linear(layer)
+
+
+def _read_adapted(layer: Any) -> Layer:
+    """Of peft: its base where that is all that runs, with adapters merged or else disabled (with both, its forward
+    takes them out of the weight)."""
+    if layer.merged != layer.disable_adapters:
+        base = read_or_none(submodules, layer, base_layer={nn.Linear})
+        if base is not None:
+            return read_linear(base[0])
+    return Call(layer, layer.get_base_layer().weight)
 
 
 def read_norm(norm: nn.LayerNorm) -> Norm:
@@ -282,7 +296,7 @@ Dropout = nn.Dropout | None  # the layer, or None where there is none
 
 
 def describe_attention(
-    qkv: tuple[Linear, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout
+    qkv: tuple[Layer, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout
 ) -> Attention:
     """Checks that the ops take this head dimension and these probabilities."""
     head_dim, rest = divmod(proj.in_features, num_heads)
@@ -291,7 +305,7 @@ def describe_attention(
     p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
     if attn_drop >= 1.0 or p >= 1.0:
         raise Unsupported("a dropout of everything")
-    return Attention(qkv, read_linear(proj), num_heads, scale, attn_drop, p)
+    return Attention(qkv, read_layer(proj), num_heads, scale, attn_drop, p)
 
 
 def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout) -> Mlp:
@@ -305,4 +319,4 @@ def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout,
     activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
     if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
         activation = "gelu_tanh"
-    return Mlp(read_linear(fc1), read_linear(fc2), activation, p1, p2)
+    return Mlp(read_layer(fc1), read_layer(fc2), activation, act, p1, p2)

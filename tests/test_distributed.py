@@ -15,6 +15,7 @@ import fastvit
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 BATCH = 4
+KINDS = ("ddp", "ddp, accelerated", "fsdp2")
 
 
 def build() -> tuple[nn.Module, Tensor]:
@@ -40,13 +41,15 @@ def worker(rank: int, port: int, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    for kind in ("ddp", "fsdp2"):
+    for kind in KINDS:
         model, image = build()
+        if kind == "ddp, accelerated":
+            model = nn.parallel.DistributedDataParallel(model)
         report = fastvit.accelerate(model)
         assert len(report.accelerated) == 4
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
-        else:
+        elif kind == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 
             for block in model.blocks:
@@ -70,7 +73,7 @@ def test_ddp_and_fsdp2_in_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(worker, (port, str(tmp_path)), nprocs=2)
     model, image = build()
     loss(model, image).backward()
-    for kind in ("ddp", "fsdp2"):
+    for kind in KINDS:
         got = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from fastvit.fuse import Unsupported, qualified_name
-from fastvit.integrations import dinov2, generic, timm, torchvision, transformers
-from fastvit.integrations._plan import Plan, fused_forward
-from fastvit.integrations._report import Entry, Report, Status
+from fastvit._modules import Unsupported, qualified_name
+from fastvit.integrations import _recognise, dinov2, generic, timm, torchvision, transformers
+from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
+from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
 _FAMILIES = (timm, transformers, torchvision, dinov2)
 PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
 
-def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
+def accelerate(
+    model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Report:
     """Makes the model's attention, MLP, LayerNorm, residual and patch embedding run as fused ops, in place.
 
     The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
@@ -29,38 +31,78 @@ def accelerate(model: nn.Module, *, strict: bool = False) -> Report:
     Meta's DINOv2, and nn.LayerNorm anywhere. Call it before torch.compile. Calling it again starts afresh.
 
     Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
-    collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored.
+    collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
+    DistributedDataParallel and FSDP2 do not.
 
-    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, adapters, hooks inside a
-    fused span), with the reason in the report; for a call (an attention mask, attention weights asked for, hooks added
-    later) with one warning.
+    A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
+    adapter merged or disabled it is fused as any other.
+
+    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, other adapters, hooks
+    inside a fused span), with the reason in the report; for a call (an attention mask, attention weights asked for,
+    hooks added later) with one warning for each class and reason.
 
     Args:
         model: any module.
         strict: raise if a module is skipped.
+        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, without
+            a float copy, by models of timm, torchvision and DINOv2; float images as before, as they are.
 
     Returns:
         A report of every module; printed, it is a table.
 
     Raises:
         TypeError: model is no nn.Module.
-        ValueError: with strict, listing the skipped modules and reasons; or the model is compiled already. The model is
-            then as it was.
+        ValueError: with strict, listing the skipped modules and reasons; or the model is compiled already, or has an
+            nn.DataParallel in it; or mean and std do not fit, or the model casts or pads its images before the patch
+            embedding, as those of transformers. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-            raise ValueError(f"model is compiled already ({name or type(module).__name__}): accelerate it before")
+        _check(name or "the model itself", module)
+    patches = generic.patches(mean, std)
     restore(model)
-    decisions = list(_decide(model, "", set()))
-    report = Report(tuple(entry for entry, _, _ in decisions))
+    decisions = list(_decide(model, "", (), set(), patches))
+    if mean is not None:
+        _check_pixels(model, [entry.name for entry, _, plan in decisions if plan is patches], len(mean))
+    report = Report(tuple(entry for entry, _, _ in decisions), _advice(model, decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
-    for _, module, plan in decisions:
+    for entry, module, plan in decisions:
         if plan is not None:
-            module.forward = partial(fused_forward, plan, module)
+            module.forward = partial(fused_forward, plan, module, entry.name)
     return report
+
+
+def _check(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.DataParallel):
+        raise ValueError(
+            f"model has an nn.DataParallel ({name}), whose replicas would run the first device's modules: accelerate "
+            "the module in it and run that on one device, or in DistributedDataParallel"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"model has a ScriptModule ({name}), whose forward cannot be replaced: accelerate the module that it was "
+            "made of, which torch.compile and torch.export take"
+        )
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise ValueError(f"model is compiled already ({name}): accelerate it before")
+
+
+def _check_pixels(model: nn.Module, embeddings: list[str], channels: int) -> None:
+    """Whether uint8 images reach the convolutions of these names."""
+    if not embeddings:
+        raise ValueError("mean and std are for uint8 images, but no patch embedding of this model can be accelerated")
+    for name in embeddings:
+        conv, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        if conv.in_channels != channels:
+            raise ValueError(f"mean must have one value for each of the {conv.in_channels} channels, got {channels}")
+        casts = qualified_name(owner).startswith("transformers.")
+        if casts or getattr(owner, "dynamic_img_pad", False):
+            raise ValueError(
+                f"mean and std are for uint8 images, but {type(owner).__name__} {'casts' if casts else 'pads'} its "
+                "image before they could apply: normalise before the model"
+            )
 
 
 def restore(model: nn.Module) -> None:
@@ -71,9 +113,12 @@ def restore(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def accelerated(model: nn.Module, *, strict: bool = False) -> Iterator[Report]:
-    """`accelerate`, with its model and strict, within the context, and `restore` at its end; gives the report."""
-    report = accelerate(model, strict=strict)
+def accelerated(
+    model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Iterator[Report]:
+    """`accelerate`, with its model, strict, mean and std, within the context, and `restore` at its end; gives the
+    report."""
+    report = accelerate(model, strict=strict, mean=mean, std=std)
     try:
         yield report
     finally:
@@ -87,15 +132,19 @@ def _is_ours(forward: Any) -> bool:
 _Decision = tuple[Entry, nn.Module, Plan | None]
 
 
-def _decide(module: nn.Module, name: str, seen: set[int], plan: Plan | None = None) -> Iterator[_Decision]:
-    """What happens to a module and to those in it, in the order of named_modules(). plan: from its parent, or None."""
+def _decide(
+    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], patches: Plan,
+    plan: Plan | None = None,
+) -> Iterator[_Decision]:  # fmt: skip
+    """What happens to a module and to those in it, in the order of named_modules(). patches: for the convolution of a
+    patch embedding; plan: from its parent, or None."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    kind = type(module).__name__
+    kind, part = type(module).__name__, _recognise.part(module)
     if qualified_name(module).startswith("fastvit."):
-        yield Entry(name, kind, "as it was", "fused already"), module, None
-        yield from _rest(module, name, seen, "as it was", "fused already")
+        yield Entry(name, kind, "as it was", FUSED_ALREADY, part), module, None
+        yield from _rest(module, name, seen, "as it was", FUSED_ALREADY)
         return
     plan = plan or PLANS.get(type(module)) or PLANS.get(qualified_name(module))
     reason = None
@@ -103,42 +152,53 @@ def _decide(module: nn.Module, name: str, seen: set[int], plan: Plan | None = No
         try:
             if "forward" in module.__dict__:
                 raise Unsupported("it has a forward of its own")
-            plan.read(module)
+            description = plan.read(module)
         except Unsupported as unsupported:
-            reason = str(unsupported)
+            reason = None if _recognise.is_of_images(module) else str(unsupported)
         else:
-            yield Entry(name, kind, "accelerated", plan.ops), module, plan
-            yield from _rest(module, name, seen, "part of", name)
+            yield Entry(name, kind, "accelerated", ops_that_run(plan, module, description), part), module, plan
+            called = {id(inner) for call in calls(description) for inner in call.module.modules()}
+            yield from _rest(module, name, seen, "part of", name, called)
             return
     inside: list[_Decision] = []
     for child_name, child in module.named_children():
         is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) is nn.Conv2d
         child_name = f"{name}.{child_name}" if name else child_name
-        inside += _decide(child, child_name, seen, generic.PATCHES if is_patches else None)
-    if plan is None and _looks_fusible(module, {id(child): entry.status for entry, child, _ in inside}):
-        reason = f"{kind} is not a class that fastvit knows"
-    yield Entry(name, kind, "skipped" if reason else "as it was", reason or ""), module, None
+        inside += _decide(child, child_name, (*ancestors, module), seen, patches, patches if is_patches else None)
+    left = {id(child) for entry, child, _ in inside if entry.status == "as it was"}
+    if plan is None and _recognise.could_be_fused(module, left):
+        reason = _recognise.reason(module, ancestors, set(PLANS))
+    yield Entry(name, kind, "skipped" if reason else "as it was", reason or "", part), module, None
     yield from inside
 
 
-def _rest(module: nn.Module, name: str, seen: set[int], status: Status, detail: str) -> Iterator[_Decision]:
-    """The same for all that is in a module and not seen yet."""
+def _rest(
+    module: nn.Module, name: str, seen: set[int], status: Status, detail: str, called: Collection[int] = ()
+) -> Iterator[_Decision]:
+    """The same for all that is in a module and not seen yet. called: the ids of those that run as modules."""
     for child_name, child in module.named_modules(prefix=name):
         if id(child) not in seen:
             seen.add(id(child))
-            yield Entry(child_name, type(child).__name__, status, detail), child, None
+            kind, part = type(child).__name__, _recognise.part(child)
+            layers = _recognise.layers(child) if part == "MLP" else [child]
+            itself = all(id(layer) in called for layer in layers)
+            what: tuple[Status, str] = ("as it was", f"called in {name}") if itself else (status, detail)
+            yield Entry(child_name, kind, *what, part), child, None
 
 
-# Class names of what the ops are for
-_FUSIBLE = re.compile(
-    r"att(entio)?n|mlp|ffn|feed_?forward|swiglu|block|layer_?norm|rms_?norm|patch_?embed", re.IGNORECASE
-)
-
-
-def _looks_fusible(module: nn.Module, statuses: dict[int, Status]) -> bool:
-    """Whether an unknown module, by its name, does by itself what the ops are for: with parameters of its own, or with
-    layers of which nothing is accelerated or skipped already."""
-    if not _FUSIBLE.search(type(module).__name__):
-        return False
-    layers = [child for child in module.children() if isinstance(child, nn.Linear | nn.Conv2d)]
-    return bool(module._parameters) or any(statuses.get(id(layer)) == "as it was" for layer in layers)
+def _advice(model: nn.Module, decisions: list[_Decision]) -> tuple[str, ...]:
+    """What to try for what is skipped."""
+    found = {}
+    for entry, attn, _ in decisions:
+        if entry.status == "skipped" and entry.part == "attention" and qualified_name(attn) not in PLANS:
+            path = entry.name.split(".")
+            ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
+            of_model = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
+            bias = _recognise.has_relative_positions(attn, list(ancestors.values()))
+            if of_model and not bias and transformers.takes_registered_attention(attn):
+                found[entry.kind] = ".".join(["model", *of_model[0].split(".")]).rstrip(".")
+    return tuple(
+        f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
+        f'{owner}.set_attn_implementation("fastvit")'
+        for kind, owner in found.items()
+    )

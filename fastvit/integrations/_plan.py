@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastvit.fuse import Unsupported
+from fastvit._modules import Unsupported, class_name
+from fastvit.fuse import Attention, Call, Half, Linear, Mlp
 
 # The ops that run, for the report
 FUSED_ATTENTION = "attention_qkvpacked, linear"
@@ -33,6 +35,7 @@ class Plan:
     ops: the names of the ops that run, for the report.
     check_call: (module, *args, **kwargs), the arguments of a call -> its input.
     ndim: of the input, or None for any.
+    takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
 
     `read` and `check_call` raise `Unsupported` with the reason why the module's own forward has to run.
     """
@@ -42,32 +45,37 @@ class Plan:
     ops: str
     check_call: Callable[..., Any] = only_input
     ndim: int | None = 3
+    takes_pixels: bool = False
 
 
-def fused_forward(plan: Plan, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of module.forward."""
+def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of module.forward. name: the module's in the model, for warnings."""
     try:
         x = plan.check_call(module, *args, **kwargs)
         description = plan.read(module)
-        check_input(x, description, plan.ndim)
+        check_input(x, description, plan)
     except Unsupported as reason:
-        return own_forward(module, reason, *args, **kwargs)
+        # args, not str(reason), which torch.compile of 2.11 does not trace
+        _warn(name, type(module).__name__, reason.args[0])
+        return type(module).forward(module, *args, **kwargs)
     return plan.run(x, description)
 
 
+# Libraries between a user's line and a module's forward
+_LIBRARIES = {"fastvit", "torch", "timm", "torchvision", "transformers", "peft", "contextlib", "functools"}
 _warned: set[tuple[str, str]] = set()
 
 
-def own_forward(module: nn.Module, reason: Unsupported, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module's class, with one warning for each class and reason."""
-    _warn(type(module).__name__, reason.args[0])  # not str(reason), which torch.compile of 2.11 does not trace
-    return type(module).forward(module, *args, **kwargs)
-
-
-def _warn(name: str, reason: str) -> None:
-    if (name, reason) not in _warned:
-        _warned.add((name, reason))
-        warnings.warn(f"{name} runs its own forward instead of fastvit's: {reason}", stacklevel=5)
+def _warn(name: str, kind: str, reason: str) -> None:
+    """Once for each class and reason, at the line that called the model."""
+    if (kind, reason) in _warned:
+        return
+    _warned.add((kind, reason))
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    where = f"{name}: " if name else ""
+    warnings.warn(f"{where}{kind} runs its own forward instead of fastvit's: {reason}", stacklevel=level)
 
 
 # What torch.compiler.assume_constant_result sets, without importing the compiler, which then calls the function as it
@@ -75,17 +83,56 @@ def _warn(name: str, reason: str) -> None:
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_input(x: Any, description: Any, ndim: int | None) -> None:
+def calls(description: Any) -> list[Call]:
+    """The layers in a description that run as modules."""
+    if isinstance(description, Call):
+        return [description]
+    return [call for part in description for call in calls(part)] if isinstance(description, tuple) else []
+
+
+def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
+    """For the report: the plan's, or those that are left where layers run as modules."""
+    called = {id(call.module): call.module for call in calls(description)}
+    if not called:
+        return plan.ops
+    names = [name for name, inner in module.named_modules() if id(inner) in called]
+    kinds = sorted({class_name(type(inner)) for inner in called.values()})
+    return f"{', '.join(dict.fromkeys(_ops(description)))}; {', '.join(names)} as {', '.join(kinds)}"
+
+
+def _ops(description: Any) -> Iterator[str]:
+    if isinstance(description, Half):
+        if not calls(description):
+            yield "layer_norm_attention" if isinstance(description.branch, Attention) else "layer_norm_mlp"
+            return
+        yield "layer_norm"
+        description = description.branch
+    if isinstance(description, Attention):
+        yield "attention_qkvpacked" if len(description.qkv) == 1 else "attention"
+        if isinstance(description.proj, Linear):
+            yield "linear"
+    elif isinstance(description, Mlp):
+        if isinstance(description.fc1, Linear) or isinstance(description.fc2, Linear):
+            yield "linear"
+    elif isinstance(description, tuple):
+        for part in description:
+            yield from _ops(part)
+
+
+def check_input(x: Any, description: Any, plan: Plan) -> None:
     """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
     if not isinstance(x, Tensor) or x.is_nested:
         raise Unsupported(f"its input is no plain tensor but {type(x).__name__}")
-    if ndim is not None and x.dim() != ndim:
-        raise Unsupported(f"its input has {x.dim()} dimensions, not {ndim}")
-    autocast = torch.is_autocast_enabled(x.device.type)
+    if plan.ndim is not None and x.dim() != plan.ndim:
+        raise Unsupported(f"its input has {x.dim()} dimensions, not {plan.ndim}")
+    pixels = plan.takes_pixels and x.dtype is torch.uint8
+    if not x.is_floating_point() and not pixels:
+        raise Unsupported(f"its input is {x.dtype}")
+    any_dtype = pixels or torch.is_autocast_enabled(x.device.type)
     for tensor in _tensors((x, description)):
         if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, as DTensor
             raise Unsupported(f"a {type(tensor).__name__}")
-        if x.dtype != tensor.dtype and not autocast:
+        if x.dtype != tensor.dtype and not any_dtype:
             raise Unsupported(f"its input is {x.dtype} and its parameters are {tensor.dtype}")
 
 

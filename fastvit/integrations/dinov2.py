@@ -28,7 +28,7 @@ def read_attention(attn: Any) -> Attention:
     qkv, proj, proj_drop = submodules(attn, qkv=LINEAR, proj=LINEAR, proj_drop=DROPOUT)
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
-    return fuse.describe_attention((fuse.read_linear(qkv),), proj, attn.num_heads, scale, p, proj_drop)
+    return fuse.describe_attention((fuse.read_layer(qkv),), proj, attn.num_heads, scale, p, proj_drop)
 
 
 def read_mlp(mlp: Any) -> Mlp:

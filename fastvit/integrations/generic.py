@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastvit import fuse, ops
-from fastvit.fuse import Linear, Norm, Unsupported
+from fastvit.fuse import Norm, Unsupported
 from fastvit.integrations._plan import Plan, only_input
+
+Statistics = tuple[float, ...] | None
+
+
+class Patches(NamedTuple):
+    """weight (D, C, ph, pw), bias (D,) or None; mean, std: C values each for uint8 images, or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+    mean: Statistics
+    std: Statistics
 
 
 def run_norm(x: Tensor, norm: Norm) -> Tensor:
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
-def read_patches(conv: Any) -> Linear:
-    """weight (D, C, ph, pw)"""
+def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> Patches:
     of_patches = (conv.stride, (1, 1), 1)
     if (conv.kernel_size, conv.dilation, conv.groups) != of_patches or conv.padding not in ((0, 0), "valid"):
         raise Unsupported("its convolution is not one of disjoint patches")
-    return fuse.read_linear(conv)
+    return Patches(*fuse.read_linear(conv), mean, std)
 
 
 def check_image(conv: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,12 +45,35 @@ def check_image(conv: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def run_patches(x: Tensor, patches: Linear) -> Tensor:
+def run_patches(x: Tensor, patches: Patches) -> Tensor:
     """(B, C, H, W) -> (B, D, h, w), a view of tokens (B, h * w, D): what follows in every ViT, flatten(2) and
     transpose(1, 2), then copies nothing."""
-    h = x.shape[2] // patches.weight.shape[2]
-    return ops.patch_embed(x, *patches).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
+    weight, bias, mean, std = patches
+    h = x.shape[2] // weight.shape[2]
+    if x.dtype is not torch.uint8:
+        mean = std = None
+    return ops.patch_embed(x, weight, bias, mean=mean, std=std).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
 
 
-PATCHES = Plan(read_patches, run_patches, "patch_embed", check_image, ndim=4)
+def patches(mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Plan:
+    """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std.
+
+    Raises:
+        ValueError: one without the other, of other lengths, or outside of [0, 1].
+    """
+    if (mean is None) != (std is None):
+        raise ValueError(f"mean and std go together, got mean {mean} and std {std}")
+    if mean is None or std is None:
+        return Plan(read_patches, run_patches, "patch_embed", check_image, ndim=4)
+    mean, std = tuple(map(float, mean)), tuple(map(float, std))
+    if not all(0.0 <= m <= 1.0 for m in mean):
+        raise ValueError(f"mean must be of pixels in [0, 1], got {mean}")
+    if not all(0.0 < s <= 1.0 for s in std):
+        raise ValueError(f"std must be of pixels in [0, 1], and positive, got {std}")
+    if len(mean) != len(std):
+        raise ValueError(f"mean and std must have one value for each channel, got {len(mean)} and {len(std)}")
+    read = partial(read_patches, mean=mean, std=std)
+    return Plan(read, run_patches, "patch_embed", check_image, ndim=4, takes_pixels=True)
+
+
 PLANS = dict.fromkeys(fuse.LAYER_NORM, Plan(fuse.read_norm, run_norm, "layer_norm", ndim=None))

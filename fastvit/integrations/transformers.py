@@ -86,7 +86,7 @@ def read_attention(attn: Any, proj: str, dropout: fuse.Dropout = None) -> Attent
         raise Unsupported("its keys have fewer heads than its queries")
     p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
     scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
-    qkv = fuse.read_linear(q), fuse.read_linear(k), fuse.read_linear(v)
+    qkv = fuse.read_layer(q), fuse.read_layer(k), fuse.read_layer(v)
     heads = q.out_features // attn.head_dim
     return fuse.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
 
@@ -191,6 +191,22 @@ def register_attention(name: str = "fastvit") -> None:
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
+def takes_registered_attention(attn: Any) -> bool:
+    """Whether attention has an implementation by name, and "fastvit" would not leave it to sdpa."""
+    config = getattr(attn, "config", None)
+    return (
+        hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
+        and getattr(config, "_attn_implementation", "fastvit") in {*_SAME_ATTENTION} - {"fastvit"}
+        and not getattr(attn, "is_causal", True)
+        and getattr(attn, "num_key_value_groups", 1) == 1
+        and _takes_head_dim(getattr(attn, "head_dim", 64))
+    )
+
+
+def _takes_head_dim(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and 16 <= head_dim <= 256
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -207,13 +223,11 @@ def attention_forward(
 
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    head_dim = query.shape[-1]
     if (
         (attention_mask is not None and not _made_for_export(attention_mask))
         or (is_causal and query.shape[2] > 1)
         or not query.shape == key.shape == value.shape
-        or head_dim % 8
-        or not 16 <= head_dim <= 256
+        or not _takes_head_dim(query.shape[-1])
         or any(value is not None and value is not False for value in kwargs.values())
     ):
         return sdpa_attention_forward(

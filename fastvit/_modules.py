@@ -1,0 +1,71 @@
+"""Whether a fused op may stand for a submodule: exactly of a known class, without hooks, with its class's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+# Exact classes: of torch, of ours, which `fastvit.layers` adds, and by qualified name those of libraries that need not
+# be imported for this
+Classes = set[type | str]
+
+
+class Unsupported(Exception):
+    """Why no fused op stands for a module, or for what a call asks of it: the module's own forward has to run."""
+
+
+def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[type | str]) -> T | None:
+    """read(module, **classes), or None where no fused op stands for the module."""
+    try:
+        return read(module, **classes)
+    except Unsupported:
+        return None
+
+
+def qualified_name(module: nn.Module) -> str:
+    """Its class as "package.module.Class"."""
+    kind = type(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def class_name(kind: type, known: Collection[type | str] = ()) -> str:
+    """For people: "nn.Mish", "timm.layers.mlp.GluMlp", "open_clip.transformer.LayerNorm, a subclass of nn.LayerNorm".
+    known: classes beside PyTorch's layers that are worth saying a subclass of."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    own, *bases = [f"nn.{name.split('.')[-1]}" if name.startswith("torch.nn.modules.") else name for name in names]
+    for base, short, name in zip(kind.__mro__[1:], bases, names[1:], strict=True):
+        is_layer = short.startswith("nn.") and name.split(".")[3] not in ("module", "container")
+        if is_layer or base in known or name in known:
+            return f"{own}, a subclass of {short}"
+    return own
+
+
+class_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as integrations/_plan.py's _warn: not traced
+
+
+def submodules(module: nn.Module, **classes: Collection[type | str]) -> list[Any]:
+    """The submodules of these names: each exactly of one of its classes, without hooks, with its class's forward.
+
+    Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
+    """
+    found = []
+    children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
+    for name, allowed in classes.items():
+        child = children.get(name)
+        if child is None:
+            raise Unsupported(f"it has no {name}")
+        if type(child) not in allowed and qualified_name(child) not in allowed:
+            raise Unsupported(f"{name} is {class_name(type(child))}")
+        if (
+            child._forward_hooks
+            or child._forward_pre_hooks
+            or child._backward_hooks
+            or child._backward_pre_hooks
+            or "forward" in child.__dict__
+        ):
+            raise Unsupported(f"{name} has hooks or a forward of its own")
+        found.append(child)
+    return found

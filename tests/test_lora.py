@@ -1,0 +1,245 @@
+"""LoRA of peft in accelerated models: attention stays fused, outputs and all gradients are peft's own."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_library
+from models import Calls, close
+from oracle import assert_as_accurate
+from test_report import hugging_face, outcome, vit
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.integrations import Report
+
+LORA = "peft.tuners.lora.layer.Linear"
+
+
+@pytest.fixture
+def peft():
+    return import_library("peft")
+
+
+@pytest.fixture
+def image() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def timm_vit() -> nn.Module:
+    return vit(init_values=0.3, drop_path_rate=0.3, proj_drop_rate=0.2, num_classes=7)
+
+
+def torchvision_vit() -> nn.Module:
+    vision_transformer = import_library("torchvision").models.VisionTransformer
+    return vision_transformer(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
+    "timm": (timm_vit, {"attention": ["qkv", "attn.proj"], "qkv": ["qkv"], "fc1": ["fc1"], "fc2": ["qkv", "fc2"]}),
+    "ViT": (lambda: hugging_face("ViTModel"), {"q, v": ["q_proj", "v_proj"], "all": ["all-linear"]}),
+    "CLIP": (lambda: hugging_face("CLIPVisionModel"), {"q, k, o": ["q_proj", "k_proj", "out_proj"], "fc1": ["fc1"]}),
+    "DINOv2": (lambda: hugging_face("Dinov2Model"), {"v, fc2": ["v_proj", "fc2"]}),
+    "torchvision": (torchvision_vit, {"the MLP": ["mlp.0"]}),
+    "fastvit": (lambda: fastvit.create_model("vit_tiny_patch16_224", img_size=32, depth=2), {"all": ["qkv", "fc1"]}),
+}
+CASES = [(library, targets) for library, (_, kinds) in MODELS.items() for targets in kinds]
+
+
+def adapted(peft: Any, model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
+    """With random adapters; peft's model wraps the same modules."""
+    chosen = targets[0] if targets == ["all-linear"] else targets
+    config = peft.LoraConfig(r=4, target_modules=chosen, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, config).base_model.model
+
+
+def output(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result.last_hidden_state
+
+
+def cotangent(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out)
+
+
+def step(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """The output, the gradients, and the operators that ran."""
+    image = image.clone().requires_grad_()
+    model.zero_grad()
+    torch.manual_seed(1)
+    with Calls() as calls:
+        out = output(model(image))
+        out.backward(cotangent(out))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), grads | {"image": image.grad}, calls.names
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor], Any], want: tuple[Tensor, dict[str, Tensor], Any]) -> None:
+    assert close(got[0], want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=1e-4 * grad.abs().max().item(), msg=name)
+
+
+def attention_count(names: list[str]) -> int:
+    return sum(name in ("fastvit::attention_fwd", "fastvit::attention_qkvpacked_fwd") for name in names)
+
+
+@pytest.mark.parametrize("order", ["accelerate, adapt", "adapt, accelerate"])
+@pytest.mark.parametrize(("library", "targets"), CASES)
+def test_fused_attention_stays_and_gradients_agree(peft, image: Tensor, library: str, targets: str, order: str) -> None:
+    make, kinds = MODELS[library]
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    if order == "accelerate, adapt":
+        fastvit.accelerate(model)
+    torch.manual_seed(2)
+    model = adapted(peft, model, kinds[targets]).eval()
+    torch.manual_seed(2)
+    want = step(adapted(peft, plain, kinds[targets]).eval(), image)
+    if order == "adapt, accelerate":
+        fastvit.accelerate(model, strict=True)
+    got = step(model, image)
+    assert any("lora_A" in name for name in got[1])
+    assert not any("base_layer" in name for name in got[1])
+    assert_same(got, want)
+    assert attention_count(got[2]) == 2
+    assert not {"aten::native_layer_norm", "aten::_softmax"}.intersection(got[2])
+
+
+@pytest.mark.parametrize("library", ["timm", "fastvit"])
+def test_dropouts_draw_as_without(peft, image: Tensor, library: str) -> None:
+    """LoRA's own, and timm's stochastic depth: the same seed drops the same."""
+    model = adapted(peft, MODELS[library][0](), ["qkv", "attn.proj"], lora_dropout=0.5).train()
+    drops = {name: m for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    for name, drop in drops.items():
+        drop.train("lora_dropout" in name)  # the others are fused, and draw otherwise
+    assert sum(drop.training for drop in drops.values()) == 4
+    want = step(model, image)
+    evaluated = output(copy.deepcopy(model).eval()(image))
+    fastvit.accelerate(model)
+    got = step(model, image)
+    assert_same(got, want)
+    assert not close(got[0], evaluated)
+
+
+@pytest.mark.parametrize("variant", ["dora", "two adapters", "scaled", "bfloat16 base", "autocast"])
+def test_what_peft_does_in_its_layer_it_goes_on_doing(peft, image: Tensor, variant: str) -> None:
+    options = {"use_dora": True} if variant == "dora" else {"use_rslora": True, "lora_alpha": 32}
+    model = adapted(peft, vit(num_classes=7), ["qkv", "fc2"], **options)
+    if variant == "two adapters":
+        for module in model.modules():
+            if f"{type(module).__module__}.{type(module).__name__}" == LORA:
+                module.update_layer("more", 2, 8, peft.LoraConfig(r=2, init_lora_weights=False))
+                module.set_adapter(["default", "more"])
+    context = torch.autocast("cpu", torch.bfloat16, enabled=variant == "autocast")
+    if variant == "bfloat16 base":
+        for name, tensor in model.named_parameters():
+            tensor.data = tensor.data if "lora" in name else tensor.data.bfloat16()
+        image = image.bfloat16()
+    exact = copy.deepcopy(model).double()(image.double())
+    with context:
+        want = step(model, image)
+        fastvit.accelerate(model, strict=True)
+        got = step(model, image)
+    assert attention_count(got[2]) == 2
+    assert got[0].dtype is want[0].dtype
+    if variant in ("bfloat16 base", "autocast"):
+        assert_as_accurate(got[0], want[0], exact, what="output")
+    else:
+        assert_same(got, want)
+
+
+def test_merged_and_disabled_adapters_are_plain_layers(peft, image: Tensor) -> None:
+    model = adapted(peft, vit(num_classes=7), ["qkv", "attn.proj", "fc1"])
+    layers = [m for m in model.modules() if hasattr(m, "merge")]
+    fastvit.accelerate(model)
+
+    def names() -> list[str]:
+        with Calls() as calls, torch.no_grad():
+            model(image)
+        return calls.names
+
+    def own() -> Tensor:
+        bare = copy.deepcopy(model)
+        fastvit.restore(bare)
+        return bare(image)
+
+    plain = vit(num_classes=7)
+    fastvit.accelerate(plain)
+    with Calls() as calls, torch.no_grad():
+        plain(image)
+    adapted_names = names()
+    assert adapted_names != calls.names
+    before = model(image)
+    assert close(before, own())
+    for layer in layers:
+        layer.merge()
+    assert names() == calls.names
+    assert close(model(image), before)
+    for layer in layers:
+        layer.unmerge()
+        layer.enable_adapters(False)
+    assert names() == calls.names
+    assert close(model(image), own())
+    assert not close(model(image), before)
+    for layer in layers:
+        layer.enable_adapters(True)
+        layer.merge()
+        layer.enable_adapters(False)  # its next forward takes the adapter out of the weight
+    base = own()
+    assert close(model(image), base)
+    assert not any(layer.merged for layer in layers)
+
+
+def test_the_report_tells_what_runs_as_itself(peft) -> None:
+    def report(library: str, targets: list[str]) -> Report:
+        return fastvit.accelerate(adapted(peft, MODELS[library][0](), targets))
+
+    of = report("timm", ["qkv"])
+    expected = f"layer_norm, attention_qkvpacked, linear, layer_norm_mlp; attn.qkv as {LORA}"
+    assert outcome(of, "blocks.0") == ("accelerated", expected)
+    assert outcome(of, "blocks.0.attn.qkv") == ("as it was", "called in blocks.0")
+    assert outcome(of, "blocks.0.attn.qkv.base_layer")[0] == "as it was"
+    assert outcome(of, "blocks.0.attn.proj") == ("part of", "blocks.0")
+    of = report("CLIP", ["q_proj", "v_proj", "out_proj", "fc1", "fc2"])
+    names = "self_attn.v_proj, self_attn.q_proj, self_attn.out_proj, mlp.fc1, mlp.fc2"
+    status, detail = outcome(of, "encoder.layers.0")
+    assert status == "accelerated"
+    ops, _, called = detail.partition("; ")
+    assert ops == "layer_norm, attention"
+    assert sorted(called.removesuffix(f" as {LORA}").split(", ")) == sorted(names.split(", "))
+    assert (of.fused("attention"), of.fused("MLP")) == ((2, 2), (0, 2))
+
+
+def test_other_tuners_fall_back_with_their_name(peft, image: Tensor) -> None:
+    config = peft.IA3Config(target_modules=["qkv"], feedforward_modules=[], init_ia3_weights=False)
+    model = peft.get_peft_model(vit(), config).base_model.model
+    want = model(image)
+    report = fastvit.accelerate(model)
+    assert outcome(report, "blocks.0") == ("skipped", "qkv is peft.tuners.ia3.layer.Linear")
+    assert close(model(image), want)
+
+
+def test_a_hook_on_an_adapted_layer_falls_back(peft, image: Tensor) -> None:
+    model = adapted(peft, vit(), ["qkv"])
+    model.blocks[0].attn.qkv.register_forward_hook(lambda *_: None)
+    report = fastvit.accelerate(model)
+    assert outcome(report, "blocks.0") == ("skipped", "qkv has hooks or a forward of its own")
+
+
+def test_under_compile(peft, image: Tensor) -> None:
+    model = adapted(peft, timm_vit(), ["qkv", "fc1"]).eval()
+    want = step(model, image)
+    fastvit.accelerate(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    image = image.clone().requires_grad_()
+    model.zero_grad()
+    out = compiled(image)
+    out.backward(cotangent(out))
+    assert_same(
+        (out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"image": image.grad}, 0), want
+    )
