@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.vit import Resize, antialiased
+from fastvit._positions import Resize, antialiased
 
 
 def plain(image: Tensor, grid: tuple[int, int]) -> Tensor:

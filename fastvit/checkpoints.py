@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from fastvit._checkpoint_names import SOURCES, Source
-from fastvit.vit import Resize, VisionTransformer, antialiased, resample_abs_pos_embed
+from fastvit._positions import Resize, antialiased, resample_abs_pos_embed
+from fastvit.vit import VisionTransformer
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -55,10 +56,12 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
     Raises:
         CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
             missing, unexpected or of another shape. The model is unchanged.
+        TypeError: weights of another type.
         FileNotFoundError: no such file.
         ImportError: a `.safetensors` file without the package safetensors.
         ValueError: a model on the meta device.
     """
+    check_weights(weights)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError("device must not be 'meta' for a model that weights are loaded into")
     if isinstance(weights, Mapping):
@@ -71,13 +74,13 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
 # ---- files ----
 
 
-def read(path: str | os.PathLike[str]) -> Any:
-    """What a file holds, on the CPU; no code from the file runs.
-
-    Raises:
-        CheckpointError, FileNotFoundError, ImportError: as `load`.
-    """
-    path = Path(path)
+def check_weights(weights: Any) -> None:
+    """Raises what `load` raises for a wrong type, a wrong suffix or an absent file; reads nothing."""
+    if isinstance(weights, Mapping):
+        return
+    if not isinstance(weights, str | os.PathLike):
+        raise TypeError(f"weights must be the path of a file or a state_dict, got {weights!r:.200}")
+    path = Path(weights)
     if path.suffix not in (".safetensors", *PICKLES):
         raise CheckpointError(f"{path}: weights must be a .safetensors, {', '.join(PICKLES)} file")
     if not path.exists():
@@ -86,6 +89,16 @@ def read(path: str | os.PathLike[str]) -> Any:
         raise CheckpointError(f"{path} is not a file")
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty")
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """What a file holds, on the CPU; no code from the file runs.
+
+    Raises:
+        CheckpointError, FileNotFoundError, ImportError: as `load`.
+    """
+    check_weights(path)
+    path = Path(path)
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
 
 

@@ -7,8 +7,8 @@ quantised, parametrised), that part of the block calls its submodules one by one
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,34 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, ops
+from fastvit._arguments import (
+    Device,
+    Dtype,
+    by_name,
+    check_factory,
+    check_heads,
+    check_hidden,
+    check_init_values,
+    check_integers,
+    check_number,
+    check_rates,
+)
+from fastvit._patch_embed import PatchEmbed
 
-Pair = int | tuple[int, int]
-Device = torch.device | str | None
-Dtype = torch.dtype | None
+__all__ = [
+    "Attention",
+    "Block",
+    "DropPath",
+    "LayerNorm",
+    "LayerScale",
+    "Mlp",
+    "PatchEmbed",
+    "QuickGELU",
+    "ResPostBlock",
+]
+
 ActLayer = Callable[[], nn.Module]
 NormLayer = Callable[..., nn.Module]
-
-
-def pair(x: Pair) -> tuple[int, int]:
-    return (x, x) if isinstance(x, int) else (x[0], x[1])
 
 
 class QuickGELU(nn.Module):
@@ -44,21 +62,13 @@ ACT_LAYERS: dict[str, ActLayer] = {
 }
 
 
-def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping[str, Any]) -> Any:
-    """A class (or what else makes modules) itself; table[value] for a name, or a ValueError with the nearest names."""
-    if not isinstance(value, str):
-        return value
-    if value in table:
-        return table[value]
-    near = difflib.get_close_matches(value, table)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
-
-
 class LayerNorm(nn.LayerNorm):
     """(..., D) -> (..., D) by `ops.layer_norm`. eps as timm's, 1e-6; always with weight and bias."""
 
     def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+        check_integers(1, num_channels=num_channels)
+        check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
+        check_factory(device, dtype)
         super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,6 +80,9 @@ class LayerScale(nn.Module):
 
     def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
+        check_integers(1, dim=dim)
+        check_init_values(init_values)
+        check_factory(device, dtype)
         self.init_values = init_values
         self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()
@@ -87,8 +100,7 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
         super().__init__()
-        if not 0.0 <= drop_prob <= 1.0:
-            raise ValueError(f"drop_prob must be in [0, 1], got {drop_prob}")
+        check_number("drop_prob", drop_prob, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
 
@@ -105,61 +117,6 @@ class DropPath(nn.Module):
         return f"drop_prob={self.drop_prob:.3g}"
 
 
-class PatchEmbed(nn.Module):
-    """Image (B, C, H, W) -> patches (B, h*w, D) by `ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
-
-    Args:
-        img_size: expected (H, W); with strict_img_size another size raises, otherwise any that patch_size divides.
-        patch_size, in_chans, embed_dim, bias: of the convolution.
-        mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
-    """
-
-    def __init__(
-        self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
-        strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: Device = None, dtype: Dtype = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.patch_size = pair(patch_size)
-        self.strict_img_size = strict_img_size
-        self.mean, self.std = mean, std
-        self.set_input_size(img_size)
-        self.proj = nn.Conv2d(
-            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
-        )
-
-    def set_input_size(self, img_size: Pair) -> None:
-        self.img_size = pair(img_size)
-        self.grid_size = self.grid(self.img_size)
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
-
-    def grid(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) -> (h, w); a ValueError where patch_size does not divide it."""
-        (H, W), (ph, pw) = img_size, self.patch_size
-        if H % ph or W % pw:
-            raise ValueError(f"patch_size {self.patch_size} must divide the image size, got {(H, W)}")
-        return H // ph, W // pw
-
-    def forward(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
-        """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
-        if self.strict_img_size and x.shape[-2:] != self.img_size:
-            raise ValueError(f"x must have image size {self.img_size}, got {tuple(x.shape[-2:])}")
-        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}):
-            weight, bias = fuse.read_linear(self.proj)
-            mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
-            return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
-        return join_tokens(self.proj(x).flatten(2).transpose(1, 2), pos_embed, prefix)
-
-
-def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:
-    """(B, n, D) + (n, D), behind (P, D) -> (B, P + n, D): what `ops.patch_embed` does in its epilogue."""
-    if pos_embed is not None:
-        patches = patches + pos_embed
-    if prefix is None:
-        return patches
-    return torch.cat([prefix.to(patches.dtype).expand(patches.shape[0], -1, -1), patches], dim=1)
-
-
 class Attention(nn.Module):
     """Multi-head self-attention, (B, N, D) -> (B, N, D), by `ops.attention_qkvpacked`.
 
@@ -171,8 +128,9 @@ class Attention(nn.Module):
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(f"num_heads must be a positive divisor of dim = {dim}, got {num_heads}")
+        check_heads("dim", dim, num_heads)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
+        check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
@@ -205,10 +163,14 @@ class Mlp(nn.Module):
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden_features = hidden_features or in_features
-        out_features = out_features or in_features
+        hidden_features = in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        check_rates(drop=drop)
+        check_factory(device, dtype)
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.act = by_name("act_layer", act_layer, ACT_LAYERS)()
+        self.act = act()
         self.drop1 = nn.Dropout(drop)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
@@ -238,6 +200,13 @@ class Block(nn.Module):
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_heads("dim", dim, num_heads)
+        check_hidden("dim", dim, mlp_ratio)
+        check_init_values(init_values)
+        check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
+        check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
+        check_factory(device, dtype)
+        act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         self.norm1 = norm_layer(dim, device=device, dtype=dtype)
         self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, device, dtype)
         self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()

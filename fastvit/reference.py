@@ -200,6 +200,8 @@ class VisionTransformer(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean and std must both be given or both be None, got mean={mean} and std={std}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer

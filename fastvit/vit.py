@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import fuse, layers
-from fastvit.layers import Block, LayerNorm, PatchEmbed, ResPostBlock, by_name, join_tokens, pair
-
-Resize = Callable[[Tensor, tuple[int, int]], Tensor]
+from fastvit._arguments import (
+    Device,
+    Dtype,
+    Pair,
+    by_name,
+    check_choice,
+    check_factory,
+    check_flags,
+    check_heads,
+    check_hidden,
+    check_init_values,
+    check_integers,
+    check_rates,
+    checked_pair,
+)
+from fastvit._patch_embed import PatchEmbed, join_tokens
+from fastvit._positions import resample_abs_pos_embed
+from fastvit.layers import Block, LayerNorm, ResPostBlock
 
 POOLS = ("", "avg", "avgmax", "max", "token")
 NORM_LAYERS = {"layernorm": LayerNorm}
-RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
 BLOCKS = {"block": Block, "res_post": ResPostBlock}
 
 
@@ -54,7 +67,7 @@ class VisionTransformer(nn.Module):
 
     def __init__(
         self,
-        img_size: layers.Pair = 224, patch_size: layers.Pair = 16, in_chans: int = 3,
+        img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3,
         num_classes: int = 1000, global_pool: str = "token",
         embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
         proj_bias: bool = True, init_values: float | None = None,
@@ -66,22 +79,34 @@ class VisionTransformer(nn.Module):
         norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | type[nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: layers.Device = None, dtype: torch.dtype | None = None,
+        device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        rates = drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate
-        for name, rate in zip(RATES, rates, strict=True):
-            if not 0.0 <= rate < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {rate}")
-        _check_choice("pos_embed", pos_embed, ("learn", "", "none"))
-        _check_choice("weight_init", weight_init, ("", "skip"))
+        check_integers(1, in_chans=in_chans, embed_dim=embed_dim, num_heads=num_heads)
+        check_integers(0, num_classes=num_classes, depth=depth, reg_tokens=reg_tokens)
+        check_hidden("embed_dim", embed_dim, mlp_ratio)
+        check_init_values(init_values)
+        check_rates(
+            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
+        )  # fmt: skip
+        check_flags(
+            qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
+            pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False,
+            pool_include_prefix=pool_include_prefix, dynamic_img_size=dynamic_img_size,
+        )  # fmt: skip
+        check_choice("pos_embed", pos_embed, ("learn", "", "none"))
+        check_choice("weight_init", weight_init, ("", "skip"))
         _check_pool(global_pool, class_token)
+        check_factory(device, dtype)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
         act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
         block = by_name("block_fn", block_fn, BLOCKS)
+        if isinstance(block, type) and issubclass(block, Block):
+            check_heads("embed_dim", embed_dim, num_heads)
 
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -141,27 +166,34 @@ class VisionTransformer(nn.Module):
 
     def _tokens(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
+        embed = self.patch_embed
+        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
+            return embed(x, *self._position_and_prefix(embed.grid_of(x)))
+        patches = embed(x)
+        grid = embed.grid_of(x) if isinstance(embed, PatchEmbed) else embed.grid_size
+        return join_tokens(patches, *self._position_and_prefix(grid))
+
+    def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+        """The patches' position (n, D), and CLS and registers (P, D) with theirs."""
         prefix = None
         if self.num_prefix_tokens:
             prefix = torch.cat([t[0] for t in (self.cls_token, self.reg_token) if t is not None])
         pos = None
         if self.pos_embed is not None:
-            pos = self._positions(self.pos_embed, self.patch_embed.grid((x.shape[-2], x.shape[-1])))[0]
+            pos = self._positions(self.pos_embed, grid)[0]
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
-        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
-            return self.patch_embed(x, pos, prefix)
-        return join_tokens(self.patch_embed(x), pos, prefix)
+        return pos, prefix
 
     def _positions(self, pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
         """pos_embed (1, P + n, D), or (1, n, D) with no_embed_class, for another patch grid."""
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, self.patch_embed.grid_size, num_prefix_tokens=P)
 
-    def set_input_size(self, img_size: layers.Pair) -> None:
+    def set_input_size(self, img_size: Pair) -> None:
         """Makes img_size the model's input size, and interpolates `pos_embed` to it in place of the old parameter."""
-        grid = self.patch_embed.grid(pair(img_size))
+        grid = self.patch_embed.grid(checked_pair("img_size", img_size))
         if self.pos_embed is not None and grid != self.patch_embed.grid_size:
             pos = self._positions(self.pos_embed.detach(), grid)
             self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
@@ -211,6 +243,7 @@ class VisionTransformer(nn.Module):
         if global_pool is not None:
             _check_pool(global_pool, self.has_class_token)
             self.global_pool = global_pool
+        check_integers(0, num_classes=num_classes)
         self.num_classes = num_classes
         like = self.patch_embed.proj.weight
         self.head = nn.Identity()
@@ -227,33 +260,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
 
-def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(1, D, h, w) -> (1, D, *grid), as timm, open_clip, and both DINOv2 with registers."""
-    return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
-
-
-def resample_abs_pos_embed(
-    pos_embed: Tensor,
-    grid: tuple[int, int],
-    old_grid: tuple[int, int],
-    num_prefix_tokens: int = 1,
-    resize: Resize = antialiased,
-) -> Tensor:
-    """Positions (1, P + h*w, D) of one patch grid -> (1, P + h'*w', D) of another: bicubic, antialiased, in float32,
-    the P prefix rows unchanged (as timm's; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
-    if grid == old_grid:
-        return pos_embed
-    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), grid)
-    return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
-
-
-def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
-
-
 def _check_pool(global_pool: str, class_token: bool) -> None:
-    _check_choice("global_pool", global_pool, POOLS)
+    check_choice("global_pool", global_pool, POOLS)
     if global_pool == "token" and not class_token:
         raise ValueError("global_pool 'token' needs class_token=True; 'avg', 'max', 'avgmax' and '' do not")

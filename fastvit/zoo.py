@@ -116,6 +116,8 @@ def config(name: str) -> Config:
     Raises:
         ValueError: unknown name; the message has the nearest ones.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be the name of a model, got {name!r}")
     if name not in CONFIGS:
         near = difflib.get_close_matches(name, CONFIGS)
         hint = f"; nearest: {', '.join(near)}" if near else "; list_models() has them all"
@@ -141,13 +143,17 @@ def create_model(
 
     Raises:
         ValueError: unknown name; the message has the nearest ones.
-        TypeError: an override that `VisionTransformer` does not take.
+        TypeError: an override that `VisionTransformer` does not take; a wrong type of name or weights.
         CheckpointError: a ValueError: a damaged file, or one that does not fit, with the list of what does not.
         FileNotFoundError: no such file.
         ImportError: a `.safetensors` file without the package safetensors.
     """
-    if drop_head and weights is None:
+    if weights is not None:
+        checkpoints.check_weights(weights)
+    elif drop_head:
         raise ValueError("drop_head=True needs weights")
+    if "pretrained" in overrides:
+        raise TypeError("pretrained is not an argument: weights='model.safetensors' takes those of a file")
     model = VisionTransformer(**{**config(name), **overrides})
     if weights is not None:
         checkpoints.load(model, weights, drop_head=drop_head)

@@ -303,34 +303,3 @@ def test_classifier() -> None:
     model.reset_classifier(0, "")
     assert model(x).shape == (2, 17, 32)
     assert model.no_weight_decay() == {"pos_embed", "cls_token", "reg_token"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_heads": 5}, "num_heads"),
-        ({"img_size": 18}, "patch_size"),
-        ({"global_pool": "mean"}, "global_pool"),
-        ({"class_token": False}, "class_token"),
-        ({"pos_embed": "sincos"}, "pos_embed"),
-        ({"weight_init": "jax"}, "weight_init"),
-        ({"proj_drop_rate": 1.0}, "proj_drop_rate"),
-        ({"drop_path_rate": -0.1}, "drop_path_rate"),
-        ({"act_layer": "gleu"}, "act_layer.*gelu"),
-        ({"norm_layer": "batchnorm"}, "norm_layer"),
-        ({"block_fn": "post"}, "block_fn"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VisionTransformer(**{**TINY, **arguments})
-
-
-def test_bad_images() -> None:
-    model = VisionTransformer(**TINY)
-    with pytest.raises(ValueError, match=r"image size \(16, 16\), got \(16, 20\)"):
-        model(torch.randn(1, 3, 16, 20))
-    with pytest.raises(ValueError, match="patch_size"):
-        VisionTransformer(**TINY, dynamic_img_size=True)(torch.randn(1, 3, 16, 18))
-    with pytest.raises(ValueError, match="global_pool"):
-        VisionTransformer(**{**TINY, "class_token": False, "global_pool": "avg"}).reset_classifier(3, "token")
