@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from fastvit import checkpoints
+from fastvit._checkpoint_files import check_weights
 from fastvit.layers import LayerNorm
 from fastvit.vit import VisionTransformer
 
@@ -149,7 +150,7 @@ def create_model(
         ImportError: a `.safetensors` file without the package safetensors.
     """
     if weights is not None:
-        checkpoints.check_weights(weights)
+        check_weights(weights)
     elif drop_head:
         raise ValueError("drop_head=True needs weights")
     if "pretrained" in overrides:

@@ -257,6 +257,25 @@ def test_patch_embed_honours_hooks() -> None:
     torch.testing.assert_close(doubled[:, 2:], 2 * (plain[:, 2:] - pos) + pos, rtol=1e-4, atol=1e-5)
 
 
+def test_uint8_images_where_the_convolution_runs_by_itself() -> None:
+    for statistics in ({}, {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}):
+        embed = layers.PatchEmbed(8, 4, 3, 32, **statistics)
+        x = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+        plain = embed(x)
+        seen = []
+        embed.proj.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output))
+        torch.testing.assert_close(embed(x), plain, rtol=1e-4, atol=1e-5)
+        assert len(seen) == 1
+
+
+def test_a_convolution_of_another_kind_runs_by_itself() -> None:
+    """Overlapping patches: the op would take its weight for one whose stride is its kernel."""
+    embed = layers.PatchEmbed(8, 4, 3, 32)
+    embed.proj = nn.Conv2d(3, 32, 4, stride=2)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(embed(x), embed.proj(x).flatten(2).transpose(1, 2))
+
+
 def round_trips(module: nn.Module) -> Iterator[nn.Module]:
     yield copy.deepcopy(module)
     yield pickle.loads(pickle.dumps(module))
