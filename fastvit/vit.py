@@ -255,6 +255,11 @@ class VisionTransformer(nn.Module):
         """The parameters that an optimizer should not decay, beside norms and biases."""
         return {"pos_embed", "cls_token", "reg_token"}
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """How timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
+        stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)\b"
+        return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of saving its activations."""
         self.grad_checkpointing = enable

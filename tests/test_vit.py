@@ -169,6 +169,27 @@ def test_initialisation_has_timms_statistics() -> None:
     assert skipped.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
 
 
+@pytest.mark.parametrize("arguments", [{"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}], ids=str)
+def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -> None:
+    import_timm()
+    from timm.models import group_parameters
+    from timm.optim import create_optimizer_v2
+
+    ours, theirs = with_timm(depth=3, img_size=32, **arguments)
+    for coarse in (False, True):
+        groups = [group_parameters(m, m.group_matcher(coarse=coarse), reverse=True) for m in (ours, theirs)]
+        assert groups[0] == groups[1]
+    options = {"opt": "adamw", "lr": 1e-3, "weight_decay": 0.05, "layer_decay": 0.7}
+    groups = []
+    for model in (ours, theirs):
+        names = {p: name for name, p in model.named_parameters()}
+        optimizer = create_optimizer_v2(model, **options)
+        groups.append([{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups])
+    assert groups[0] == groups[1]
+    assert len(groups[0]) >= 8  # with and without decay, of embedding, blocks and head
+    assert len({g["lr_scale"] for g in groups[0]}) == 5
+
+
 # ---- a citizen of PyTorch ----
 
 
