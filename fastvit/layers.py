@@ -7,6 +7,7 @@ quantised, parametrised), that part of the block calls its submodules one by one
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +45,7 @@ __all__ = [
 
 ActLayer = Callable[[], nn.Module]
 NormLayer = Callable[..., nn.Module]
+Layer = Callable[..., nn.Module]
 
 
 class QuickGELU(nn.Module):
@@ -121,21 +123,27 @@ class Attention(nn.Module):
     """Multi-head self-attention, (B, N, D) -> (B, N, D), by `ops.attention_qkvpacked`.
 
     A hook on `attn_drop` receives the probabilities (B, H, N, N): they are materialised while it is registered.
+    scale_norm: norm_layer(dim) as `norm` in front of the projection, which then runs by itself.
     """
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
+        *, scale_norm: bool = False, norm_layer: NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
+        if scale_norm and norm_layer is None:
+            raise ValueError("scale_norm=True needs norm_layer, got None")
         check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
         self.attn_drop = nn.Dropout(attn_drop)
+        if scale_norm and norm_layer is not None:
+            self.norm = norm_layer(dim, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -150,17 +158,21 @@ class Attention(nn.Module):
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
             probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
             out = (probabilities @ v).transpose(1, 2)
-        return self.proj_drop(self.proj(out.flatten(2)))
+        out = out.flatten(2)
+        if "norm" in self._modules:
+            out = self.norm(out)
+        return self.proj_drop(self.proj(out))
 
 
 class Mlp(nn.Module):
     """fc1, activation, fc2, (..., D) -> (..., D), by `ops.mlp`. act_layer: a class, or gelu, gelu_tanh, quick_gelu,
-    relu or silu; an activation that the ops do not know runs as its own module between plain linear layers."""
+    relu or silu; an activation that the ops do not know runs as its own module between plain linear layers, and so does
+    norm_layer(hidden_features), if given, in front of fc2."""
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
         act_layer: str | ActLayer = "gelu", bias: bool = True, drop: float = 0.0,
-        device: Device = None, dtype: Dtype = None,
+        device: Device = None, dtype: Dtype = None, *, norm_layer: NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         hidden_features = in_features if hidden_features is None else hidden_features
@@ -172,6 +184,8 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
         self.act = act()
         self.drop1 = nn.Dropout(drop)
+        if norm_layer is not None:
+            self.norm = norm_layer(hidden_features, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
@@ -179,7 +193,14 @@ class Mlp(nn.Module):
         mlp = fuse.read_or_none(fuse.read_mlp, self)
         if mlp is not None:
             return fuse.run_mlp(x, mlp)
-        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+        hidden = self.drop1(self.act(self.fc1(x)))
+        if "norm" in self._modules:
+            hidden = self.norm(hidden)
+        return self.drop2(self.fc2(hidden))
+
+
+ATTN_LAYERS = {"": Attention, "attn": Attention}
+MLP_LAYERS = {"mlp": Mlp}
 
 
 class Block(nn.Module):
@@ -189,31 +210,46 @@ class Block(nn.Module):
         x + drop_path2(ls2(mlp(norm2(x))))     layer_norm_mlp
 
     In training it saves at most 10 token tensors. init_values: LayerScale's, None or 0 for none. drop_path: the
-    probability that a sample's branch is dropped. norm_layer, act_layer: classes (or partials); with classes that the
-    ops do not know, that half of the block runs its submodules one by one.
+    probability that a sample's branch is dropped. norm_layer, act_layer, mlp_layer, attn_layer: classes (or partials),
+    called with timm's arguments; with classes that the ops do not know, that half of the block runs its submodules one
+    by one, and so it does with scale_attn_norm and scale_mlp_norm, a norm in front of the half's last layer. depth: the
+    block's number, for attention whose initialisation asks for it.
     """
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
-        device: Device = None, dtype: Dtype = None,
+        device: Device = None, dtype: Dtype = None, *, scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
+        mlp_layer: str | Layer = Mlp, attn_layer: str | Layer = Attention,
+        depth: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_heads("dim", dim, num_heads)
+        attention = by_name("attn_layer", attn_layer, ATTN_LAYERS)
+        mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
+        if attention is Attention:
+            check_heads("dim", dim, num_heads)
+        check_integers(1, dim=dim, num_heads=num_heads)
         check_hidden("dim", dim, mlp_ratio)
         check_init_values(init_values)
         check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
         check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         check_factory(device, dtype)
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
-        self.norm1 = norm_layer(dim, device=device, dtype=dtype)
-        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, device, dtype)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        number = {"depth": depth} if "depth" in inspect.signature(attention).parameters else {}
+        self.norm1 = norm_layer(dim, **factory)
+        self.attn = attention(
+            dim, num_heads=num_heads, qkv_bias=qkv_bias, scale_norm=scale_attn_norm, proj_bias=proj_bias,
+            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, **number, **factory,
+        )  # fmt: skip
         self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.norm2 = norm_layer(dim, device=device, dtype=dtype)
-        hidden = int(dim * mlp_ratio)
-        self.mlp = Mlp(dim, hidden, dim, act_layer, proj_bias, proj_drop, device, dtype)
+        self.norm2 = norm_layer(dim, **factory)
+        self.mlp = mlp(
+            in_features=dim, hidden_features=int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop,
+            norm_layer=norm_layer if scale_mlp_norm else None, **factory,
+        )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 

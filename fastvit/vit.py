@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +29,11 @@ from fastvit._arguments import (
 )
 from fastvit._patch_embed import PatchEmbed, join_tokens
 from fastvit._positions import resample_abs_pos_embed
-from fastvit.layers import Block, LayerNorm, ResPostBlock
+from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock
 
 POOLS = ("", "avg", "avgmax", "max", "token")
 NORM_LAYERS = {"layernorm": LayerNorm}
+EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "res_post": ResPostBlock}
 
 
@@ -52,12 +54,16 @@ class VisionTransformer(nn.Module):
         final_norm, fc_norm: a last LayerNorm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
         pool_include_prefix: whether avg, max and avgmax pool CLS and registers too.
         dynamic_img_size: accept any image size that patch_size divides, positions interpolated on the fly.
+        dynamic_img_pad: pad images with zeros, below and on the right, to a multiple of patch_size.
         drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, behind the position, behind
             the projection and both MLP layers, on attention probabilities; in [0, 1).
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
+        fix_init: divide the weights of each branch's last layer by sqrt(2 * block's number).
         norm_layer, act_layer: a class, or "layernorm"; a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
         block_fn: "block" (pre-norm), "res_post" (norm behind the branch), or a class with Block's arguments.
+        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer: of `Block`.
+        embed_layer, embed_norm_layer: PatchEmbed, or a class with timm's arguments and attributes; a norm for it.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
 
@@ -73,9 +79,12 @@ class VisionTransformer(nn.Module):
         proj_bias: bool = True, init_values: float | None = None,
         class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
         pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
-        pool_include_prefix: bool = False, dynamic_img_size: bool = False,
+        pool_include_prefix: bool = False, dynamic_img_size: bool = False, dynamic_img_pad: bool = False,
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "", fix_init: bool = False,
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
+        embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | layers.NormLayer | None = None,
+        mlp_layer: str | layers.Layer = Mlp, attn_layer: str | layers.Layer = Attention,
         norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | type[nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
@@ -93,7 +102,8 @@ class VisionTransformer(nn.Module):
         check_flags(
             qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
             pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False,
-            pool_include_prefix=pool_include_prefix, dynamic_img_size=dynamic_img_size,
+            pool_include_prefix=pool_include_prefix, dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad,
+            fix_init=fix_init, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", "", "none"))
         check_choice("weight_init", weight_init, ("", "skip"))
@@ -105,7 +115,9 @@ class VisionTransformer(nn.Module):
         norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
         act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
         block = by_name("block_fn", block_fn, BLOCKS)
-        if isinstance(block, type) and issubclass(block, Block):
+        mlp = by_name("mlp_layer", mlp_layer, layers.MLP_LAYERS)
+        attention = by_name("attn_layer", attn_layer, layers.ATTN_LAYERS)
+        if isinstance(block, type) and issubclass(block, Block) and attention is Attention:
             check_heads("embed_dim", embed_dim, num_heads)
 
         self.num_classes = num_classes
@@ -119,8 +131,18 @@ class VisionTransformer(nn.Module):
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
-        self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std, device, dtype
+        embed = by_name("embed_layer", embed_layer, EMBED_LAYERS)
+        options: dict[str, Any] = {"bias": not pre_norm, "dynamic_img_pad": dynamic_img_pad, **factory}
+        if embed_norm_layer is not None:
+            options["norm_layer"] = by_name("embed_norm_layer", embed_norm_layer, NORM_LAYERS)
+        if isinstance(embed, type) and issubclass(embed, PatchEmbed):
+            options |= {"strict_img_size": not dynamic_img_size, "mean": mean, "std": std}
+        elif mean is not None or std is not None:
+            raise ValueError(f"mean and std must be None with an embed_layer other than PatchEmbed, got {embed}")
+        elif dynamic_img_size:
+            options |= {"strict_img_size": False, "output_fmt": "NHWC"}
+        self.patch_embed = embed(
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **options
         )
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
 
@@ -135,14 +157,16 @@ class VisionTransformer(nn.Module):
         make = partial(
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
-            act_layer=act, norm_layer=norm, **factory,
+            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
+            mlp_layer=mlp, attn_layer=attention, **factory,
         )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
+        self.blocks = nn.Sequential(*(make(drop_path=p, depth=i) for i, p in enumerate(drop_paths)))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head: nn.Module
+        self.fix_init = fix_init
         self.reset_classifier(num_classes)
         self.init_weights(weight_init)
 
@@ -161,6 +185,10 @@ class VisionTransformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.fix_init:
+            for i, block in enumerate(self.blocks):
+                for name in ("attn.proj.weight", "mlp.fc2.weight"):
+                    block.get_parameter(name).div_(math.sqrt(2.0 * (i + 1)))
 
     # ---- tokens ----
 
@@ -170,7 +198,12 @@ class VisionTransformer(nn.Module):
         if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
             return embed(x, *self._position_and_prefix(embed.grid_of(x)))
         patches = embed(x)
-        grid = embed.grid_of(x) if isinstance(embed, PatchEmbed) else embed.grid_size
+        if isinstance(embed, PatchEmbed):
+            grid = embed.grid_of(x)
+        elif patches.dim() == 4:  # (B, h, w, D)
+            grid, patches = (patches.shape[1], patches.shape[2]), patches.flatten(1, 2)
+        else:
+            grid = embed.grid_size
         return join_tokens(patches, *self._position_and_prefix(grid))
 
     def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
@@ -180,24 +213,25 @@ class VisionTransformer(nn.Module):
             prefix = torch.cat([t[0] for t in (self.cls_token, self.reg_token) if t is not None])
         pos = None
         if self.pos_embed is not None:
-            pos = self._positions(self.pos_embed, grid)[0]
+            pos = self._positions(self.pos_embed, grid, self.patch_embed.grid_size)[0]
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
         return pos, prefix
 
-    def _positions(self, pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
+    def _positions(self, pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
         """pos_embed (1, P + n, D), or (1, n, D) with no_embed_class, for another patch grid."""
         P = 0 if self.no_embed_class else self.num_prefix_tokens
-        return resample_abs_pos_embed(pos_embed, grid, self.patch_embed.grid_size, num_prefix_tokens=P)
+        return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
     def set_input_size(self, img_size: Pair) -> None:
         """Makes img_size the model's input size, and interpolates `pos_embed` to it in place of the old parameter."""
-        grid = self.patch_embed.grid(checked_pair("img_size", img_size))
-        if self.pos_embed is not None and grid != self.patch_embed.grid_size:
-            pos = self._positions(self.pos_embed.detach(), grid)
+        old_grid = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(checked_pair("img_size", img_size))
+        grid = self.patch_embed.grid_size
+        if self.pos_embed is not None and grid != old_grid:
+            pos = self._positions(self.pos_embed.detach(), grid, old_grid)
             self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
-        self.patch_embed.set_input_size(img_size)
 
     # ---- features and head ----
 
@@ -245,7 +279,7 @@ class VisionTransformer(nn.Module):
             self.global_pool = global_pool
         check_integers(0, num_classes=num_classes)
         self.num_classes = num_classes
-        like = self.patch_embed.proj.weight
+        like = next(self.patch_embed.parameters())
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)

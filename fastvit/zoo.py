@@ -5,6 +5,7 @@ DeiT      Touvron et al. 2021, arXiv:2012.12877; DeiT-III: Touvron et al. 2022, 
 DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
 CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143
 SigLIP    Zhai et al. 2023, arXiv:2303.15343; the tower with average pooling in place of its attention pooling
+BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
 SO150M    shape-optimised, Alabdulmohsin et al. 2023, arXiv:2305.13035; the other sizes with registers are timm's
@@ -111,6 +112,11 @@ CONFIGS: dict[str, Config] = {
     "vit_base_patch32_plus_256": _vit("plus", 32, 256, init_values=1e-5),
     "vit_intern300m_patch14_448": _vit(
         "large", 14, 448, num_classes=0, init_values=0.1, final_norm=False, dynamic_img_size=True
+    ),
+    **_named(
+        "beit3_{}_patch{}_{}", _vit,
+        ("base", 16, 224), ("large", 16, 224), ("giant", 14, 224), ("giant", 14, 336),
+        scale_attn_norm=True, scale_mlp_norm=True, global_pool="avg", norm_layer=partial(LayerNorm, eps=1e-5),
     ),
     **_named("eva_{}_patch{}_{}", _vit, ("large", 14, 196), ("large", 14, 336), global_pool="avg"),
     **_named(

@@ -89,6 +89,16 @@ MODEL: list[Mistake] = [
     (ValueError, "norm_layer must be a class or one of ['layernorm']", {"norm_layer": "batchnorm"}),
     (TypeError, "norm_layer must be a class or one of ['layernorm'], got 5", {"norm_layer": 5}),
     (ValueError, "block_fn must be a class or one of ['block', 'res_post']", {"block_fn": "post"}),
+    (TypeError, "embed_layer must be a class or one of ['patch_embed'], got 3", {"embed_layer": 3}),
+    (ValueError, "embed_norm_layer must be a class or one of ['layernorm']", {"embed_norm_layer": "bn"}),
+    (ValueError, "mlp_layer must be a class or one of ['mlp'], got 'glu'", {"mlp_layer": "glu"}),
+    (ValueError, "attn_layer must be a class or one of ['', 'attn'], got 'diff'", {"attn_layer": "diff"}),
+    (ValueError, "mean and std must be None with an embed_layer other than PatchEmbed",
+     {**STATISTICS, "embed_layer": nn.Identity}),
+    (ValueError, "patch_size (4, 4) must divide the image size, got (18, 18)",
+     {"img_size": 18, "dynamic_img_pad": True}),
+    (ValueError, "img_size must be at least patch_size = (4, 4), got (3, 16)",
+     {"img_size": (3, 16), "dynamic_img_size": True, "dynamic_img_pad": True}),
     (TypeError, "dtype must be None, float32, float16, bfloat16 or float64, got torch.int64", {"dtype": torch.int64}),
     (TypeError, "dtype must be None, float32", {"dtype": "float16"}),
     (ValueError, "device must be None, a torch.device or the name of one, got 'gpu'", {"device": "gpu"}),
@@ -107,7 +117,10 @@ BLOCK: list[Mistake] = [
 ]
 MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
     partial(fastvit.VisionTransformer, **TINY): MODEL,
-    partial(layers.Attention, dim=32, num_heads=2): BLOCK,
+    partial(layers.Attention, dim=32, num_heads=2): [
+        *BLOCK,
+        (ValueError, "scale_norm=True needs norm_layer, got None", {"scale_norm": True}),
+    ],
     partial(layers.Block, dim=32, num_heads=2): [
         *BLOCK,
         (ValueError, "mlp_ratio must be a finite number with dim * mlp_ratio >= 1", {"mlp_ratio": 0.01}),

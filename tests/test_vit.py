@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
     "post_norm": {"block_fn": "res_post", "init_values": 0.5},
     "no_position": {"pos_embed": "none"},
+    "norms_inside": {"scale_attn_norm": True, "scale_mlp_norm": True},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
 }
@@ -96,13 +97,32 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of
     "non_square": (TINY_TIMM, {"img_size": (32, 80)}),
     "dynamic": (TINY_TIMM, {"dynamic_img_size": True}),
     "dynamic_reg4": (REG4, {"img_size": 56, "dynamic_img_size": True}),
-}
-OTHER_SIZES = {"dynamic": (48, 96), "dynamic_reg4": (70, 42)}
+    "padded": (TINY_TIMM, {"dynamic_img_size": True, "dynamic_img_pad": True, "img_size": (40, 64)}),
+    "padded_to_its_size": (TINY_TIMM, {"dynamic_img_size": True, "dynamic_img_pad": True, "img_size": 72}),
+    "scale_norms": (TINY_TIMM, {"scale_attn_norm": True, "scale_mlp_norm": True}),
+    "scale_attn_norm": (TINY_TIMM, {"scale_attn_norm": True, "init_values": 0.1}),
+    "scale_mlp_norm": (TINY_TIMM, {"scale_mlp_norm": True, "block_fn": "res_post"}),
+    "embed_norm": (TINY_TIMM, {"embed_norm_layer": nn.LayerNorm, "reg_tokens": 2}),
+    "timms_embedding": (TINY_TIMM, {"embed_layer": "timm.layers.PatchEmbed", "embed_norm_layer": nn.LayerNorm}),
+    "timms_embedding_dynamic": (
+        TINY_TIMM, {"embed_layer": "timm.layers.PatchEmbed", "dynamic_img_size": True, "dynamic_img_pad": True},
+    ),
+    "another_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.SwiGLU"}),
+    "timms_layers": (TINY_TIMM, {"mlp_layer": "timm.layers.Mlp", "attn_layer": "timm.layers.Attention"}),
+    "differential_attention": (TINY_TIMM, {"attn_layer": "timm.layers.DiffAttention", "num_heads": 2}),
+}  # fmt: skip
+OTHER_SIZES = {
+    "dynamic": (48, 96), "dynamic_reg4": (70, 42), "padded": (47, 70), "padded_to_its_size": (72, 72),
+    "timms_embedding_dynamic": (50, 81),
+}  # fmt: skip
 
 
 def with_timm(name: str = TINY_TIMM, **arguments: Any) -> tuple[VisionTransformer, nn.Module]:
     """Ours and timm's with the same parameters."""
     timm = import_timm()
+    for argument, value in arguments.items():
+        if str(value).startswith("timm."):
+            arguments[argument] = getattr(timm.layers, value.rpartition(".")[2])
     ours = fastvit.create_model(name, **arguments)
     if arguments.get("block_fn") == "res_post":
         arguments["block_fn"] = timm.models.vision_transformer.ResPostBlock
@@ -167,6 +187,28 @@ def test_initialisation_has_timms_statistics() -> None:
     skipped = VisionTransformer(**TINY, weight_init="skip")
     assert skipped.blocks[0].mlp.fc1.bias.any()
     assert skipped.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_uint8_images_are_padded_behind_their_normalisation() -> None:
+    normalised = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    model = randomised(VisionTransformer(**TINY, **normalised, dynamic_img_size=True, dynamic_img_pad=True))
+    mean, std = (torch.tensor(t).view(1, 3, 1, 1) for t in normalised.values())
+    for size in ((13, 18), (16, 16)):
+        x = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
+        torch.testing.assert_close(model(x), model((x / 255 - mean) / std), rtol=1e-4, atol=1e-5)
+
+
+def test_fix_init_is_timms() -> None:
+    fixed, theirs = with_timm(depth=3, img_size=32, fix_init=True)
+    plain, _ = with_timm(depth=3, img_size=32)
+    for model in (fixed, plain):
+        torch.manual_seed(0)
+        model.init_weights()
+    for key, value in plain.blocks.state_dict(prefix="blocks.").items():
+        if key.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+            value = value / (2.0 * (int(key.split(".")[1]) + 1)) ** 0.5
+            assert theirs.state_dict()[key].std().item() == pytest.approx(value.std().item(), rel=0.05)
+        torch.testing.assert_close(fixed.state_dict()[key], value)
 
 
 @pytest.mark.parametrize("arguments", [{"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}], ids=str)
