@@ -59,7 +59,7 @@ class VisionTransformer(nn.Module):
             the projection and both MLP layers, on attention probabilities; in [0, 1).
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
-        fix_init: divide the weights of each branch's last layer by sqrt(2 * block's number).
+        fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1).
         norm_layer, act_layer: a class, or "layernorm"; a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
         block_fn: "block" (pre-norm), "res_post" (norm behind the branch), or a class with Block's arguments.
         scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer: of `Block`.
@@ -68,7 +68,7 @@ class VisionTransformer(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: naming the argument, for a combination or a value that is not allowed.
+        TypeError, ValueError: naming the argument, its value and what is allowed, before a parameter is made.
     """
 
     def __init__(
@@ -180,11 +180,13 @@ class VisionTransformer(nn.Module):
                 nn.init.normal_(token, std=1e-6)
         if mode == "skip":
             return
-        for module in self.modules():
+        for module in reversed(list(self.modules())[1:]):  # a module's own way comes behind its layers'
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif callable(own := getattr(module, "init_weights", None)):
+                own()
         if self.fix_init:
             for i, block in enumerate(self.blocks):
                 for name in ("attn.proj.weight", "mlp.fc2.weight"):

@@ -198,6 +198,17 @@ def test_uint8_images_are_padded_behind_their_normalisation() -> None:
         torch.testing.assert_close(model(x), model((x / 255 - mean) / std), rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_that_initialises_itself_does_so_as_in_timm() -> None:
+    """GluMlp: the gate's bias is 1, and its weights are tiny."""
+    timm = import_timm()
+    arguments = {"depth": 1, "img_size": 32, "mlp_layer": timm.layers.GluMlp, "mlp_ratio": 8.0}
+    ours, theirs = (library.create_model(TINY_TIMM, **arguments) for library in (fastvit, timm))
+    for key, expected in theirs.blocks[0].mlp.state_dict().items():
+        for got, want in zip(ours.blocks[0].mlp.state_dict()[key].chunk(2), expected.chunk(2), strict=True):
+            assert got.std().item() == pytest.approx(want.std().item(), rel=0.05)
+            assert got.mean().item() == pytest.approx(want.mean().item(), abs=1e-3)
+
+
 def test_fix_init_is_timms() -> None:
     fixed, theirs = with_timm(depth=3, img_size=32, fix_init=True)
     plain, _ = with_timm(depth=3, img_size=32)
