@@ -3,7 +3,7 @@
 Each source is a table from its names to ours, which are timm's. Two of our names are intermediate: q, k and v apart
 (`attn.q`, `attn.k`, `attn.v`), and CLIP's projection (`head.projection`, or `head.projection_t` for its transpose).
 
-Sources: timm 1.0.31, torchvision 0.28, transformers 4 (its files) and 5 (in memory), facebookresearch/dinov2,
+Sources: timm 1.0.31, torchvision 0.28, transformers 4 (its files) and 5 (in memory), facebookresearch/dinov2 and mae,
 openai/CLIP and open_clip 3.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.vit import Resize, antialiased
+from fastvit._positions import Resize, antialiased
 
 
 def plain(image: Tensor, grid: tuple[int, int]) -> Tensor:
-    """As transformers."""
+    """As transformers and MAE."""
     return F.interpolate(image, size=grid, mode="bicubic")
 
 
@@ -78,6 +78,7 @@ _TIMM = ("cls_token", "reg_token", "pos_embed", "patch_embed", "norm_pre", "norm
 _TIMM_IN_MODEL = {name: name for name in _TIMM}
 _TIMM_IN_BLOCK = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # DeiT-III's own files
 _HEADS_OF_TRAINING = _ignored("dino_head", "ibot_head")
+_MAE_DECODER = _ignored("decoder_embed", "decoder_pos_embed", "decoder_blocks", "decoder_norm", "decoder_pred")
 _CLIP_TEXT = _ignored(
     "transformer", "token_embedding", "positional_embedding", "ln_final", "text_projection", "text", "attn_mask",
     "logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size",
@@ -201,6 +202,15 @@ SOURCES = (
             "mlp.c_proj": "mlp.fc2",
         },
         elsewhere=_CLIP_TEXT,
+    ),
+    Source(
+        name="Meta's MAE with its decoder",
+        marker="decoder_embed.weight",
+        prefixes=("",),
+        block=r"blocks\.([0-9]+)\.(.+)",
+        in_model={**_TIMM_IN_MODEL, "mask_token": "", **_MAE_DECODER},
+        in_block={},
+        resize=plain,
     ),
     Source(
         name="Meta's DINOv2",

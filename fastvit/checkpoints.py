@@ -11,33 +11,26 @@ Hugging Face's ViT norm_layer=partial(LayerNorm, eps=1e-12).
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import math
 import os
-import pickle
 import re
 from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from fastvit._checkpoint_files import CheckpointError, check_weights, first, one_state_dict, read
 from fastvit._checkpoint_names import SOURCES, Source
-from fastvit.vit import Resize, VisionTransformer, antialiased, resample_abs_pos_embed
+from fastvit._positions import Resize, antialiased, resample_abs_pos_embed
+from fastvit.vit import VisionTransformer
+
+__all__ = ["CheckpointError", "load", "read"]
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
-PICKLES = (".pth", ".pt", ".bin")
-WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
-PARALLEL = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
 HEADS = ("head.", "attn_pool.", "pooler.")  # behind the last norm: classifier, SigLIP's pooling, Hugging Face's pooler
-
-
-class CheckpointError(ValueError):
-    """The file is damaged, is no state_dict, or does not fit the model."""
 
 
 def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
@@ -54,103 +47,20 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
 
     Raises:
         CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
-            missing, unexpected or of another shape. The model is unchanged.
+            missing, unexpected or of another shape, a line for all blocks. The model is unchanged.
+        TypeError: weights of another type.
         FileNotFoundError: no such file.
         ImportError: a `.safetensors` file without the package safetensors.
         ValueError: a model on the meta device.
     """
+    check_weights(weights)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError("device must not be 'meta' for a model that weights are loaded into")
     if isinstance(weights, Mapping):
         where, content = "weights", weights
     else:
         where, content = str(weights), read(weights)
-    model.load_state_dict(_fitted(model, _state_dict(content, where), where, drop_head))
-
-
-# ---- files ----
-
-
-def read(path: str | os.PathLike[str]) -> Any:
-    """What a file holds, on the CPU; no code from the file runs.
-
-    Raises:
-        CheckpointError, FileNotFoundError, ImportError: as `load`.
-    """
-    path = Path(path)
-    if path.suffix not in (".safetensors", *PICKLES):
-        raise CheckpointError(f"{path}: weights must be a .safetensors, {', '.join(PICKLES)} file")
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file")
-    if path.stat().st_size == 0:
-        raise CheckpointError(f"{path} is empty")
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    if importlib.util.find_spec("safetensors") is None:
-        raise ImportError(f"{path}: reading it needs safetensors: pip install 'fastvit[weights]'")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path, device="cpu")
-    except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that this torch does not have
-        raise CheckpointError(f"{path} is damaged or is no safetensors file: {error!r}") from error
-
-
-def _read_pickle(path: Path) -> Any:
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's training checkpoints carry their options
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"asks for {named[1]}" if named else "is damaged, or holds more than tensors"
-        raise CheckpointError(f"{path} {what}; only tensors are read, and no code is run") from error
-    except Exception as error:  # a damaged file makes the unpickler and the zip reader raise anything
-        if "TorchScript" in str(error):
-            raise CheckpointError(
-                f"{path} is a TorchScript program, not a state_dict; if you trust it, "
-                f"pass weights=torch.jit.load(path, map_location='cpu').state_dict()"
-            ) from error
-        raise CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}") from error
-
-
-def _state_dict(content: Any, where: str) -> dict[str, Tensor]:
-    """The one state_dict in what a file holds, without the prefixes of parallel training."""
-    if isinstance(content, Mapping):
-        inside = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
-        if len(inside) > 1:
-            raise CheckpointError(
-                f"{where} holds several state_dicts, {inside}: choose with weights=fastvit.checkpoints.read(path)[...]"
-            )
-        if inside:
-            content = content[inside[0]]
-    if not isinstance(content, Mapping) or not content:
-        raise CheckpointError(f"{where} holds no state_dict but a {type(content).__name__}")
-    wrong = [f"{key!r}: {type(value).__name__}" for key, value in content.items() if not _is_plain(key, value)]
-    if wrong:
-        raise CheckpointError(f"{where} is no state_dict: not a name with a dense tensor: {', '.join(wrong)}")
-    tensors = dict(content)
-    while prefix := next((p for p in PARALLEL if all(key.startswith(p) for key in tensors)), None):
-        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    return tensors
-
-
-def _is_plain(key: Any, value: Any) -> bool:
-    """A dense tensor with all of its values in memory: an expanded one of a few bytes may claim any size."""
-    return (
-        isinstance(key, str)
-        and type(value) in (Tensor, nn.Parameter)
-        and value.layout is torch.strided
-        and not (value.is_quantized or value.is_meta)
-        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
-    )
-
-
-# ---- from a file's keys to the model's ----
+    model.load_state_dict(_fitted(model, one_state_dict(content, where), where, drop_head))
 
 
 def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
@@ -191,9 +101,12 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
         ],
     }
     if any(wrong.values()):
-        lines = [f"\n  {what}: {', '.join(keys)}" for what, keys in wrong.items() if keys]
-        lines += [f"\n  {hint}" for hint in _hints(ours, expected)]
-        raise CheckpointError(f"{where} ({source.name}) does not fit the model:{''.join(lines)}")
+        lines = []
+        for what, keys in wrong.items():
+            if keys:
+                lines += [f"{what} ({len(keys)}):", *(f"  {line}" for line in _by_pattern(keys))]
+        lines = [f"{where} ({source.name}) does not fit the model:", *lines, *_hints(ours, expected)]
+        raise CheckpointError("\n  ".join(lines))
     return ours
 
 
@@ -203,9 +116,41 @@ def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]
         for prefix in source.prefixes:
             if prefix + source.marker in tensors:
                 return source, prefix
-    known = ", ".join(f"{source.name}: {source.marker}" for source in SOURCES)
-    few = ", ".join(list(tensors)[:8])
-    raise CheckpointError(f"{where} is no Vision Transformer that is known ({known}); its keys begin with {few}")
+    for source in SOURCES:
+        for key in tensors:
+            if key.endswith("." + source.marker):
+                front = key.removesuffix(source.marker)
+                raise CheckpointError(
+                    f"{where} has the names of {source.name} behind {front!r}; with its state_dict, pass weights="
+                    f"{{k.removeprefix({front!r}): v for k, v in state_dict.items() if k.startswith({front!r})}}"
+                )
+    known = "".join(f"\n  {source.name}: {source.marker}" for source in SOURCES)
+    raise CheckpointError(f"{where} has no key of a Vision Transformer that is known, but {first(tensors)}:{known}")
+
+
+def _by_pattern(keys: Iterable[str]) -> list[str]:
+    """Keys that differ in the block's number only as one line: blocks.{0-11}.norm1.weight."""
+    numbers: dict[str, list[int]] = {}
+    for key in keys:
+        found = re.search(r"(?<=[._])[0-9]+(?=\.)", key)
+        pattern = key
+        if found is not None:
+            of_block = re.compile(rf"(?<=[._]){found[0]}(?=\.)")
+            pattern = " ".join(of_block.sub("{}", word, count=1) for word in key.split(" "))
+        numbers.setdefault(pattern, []).extend([] if found is None else [int(found[0])])
+    return [pattern.replace("{}", _ranges(found)) for pattern, found in numbers.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """{0-5,7}, or 7 alone."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    text = ",".join("-".join(map(str, run)) for run in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
 
 
 def _unfold_projection(ours: dict[str, Tensor], origin: dict[str, str]) -> None:
@@ -267,7 +212,7 @@ def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[s
     hints = []
     theirs = ours.get("head.weight")
     own = expected.get("head.weight")
-    if own is not None and (theirs is None or theirs.shape != own.shape):
+    if own is not None and (theirs is None or theirs.shape[:1] != own.shape[:1]):
         same = f"num_classes={theirs.shape[0]} is" if theirs is not None and theirs.dim() else "num_classes=0 is"
         hints.append(f"{same} the file's; drop_head=True leaves its head out and keeps the model's, untrained")
     if any(target.startswith(HEADS) and target not in expected for target in ours):

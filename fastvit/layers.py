@@ -7,8 +7,9 @@ quantised, parametrised), that part of the block calls its submodules one by one
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,16 +17,35 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, ops
+from fastvit._arguments import (
+    Device,
+    Dtype,
+    by_name,
+    check_factory,
+    check_heads,
+    check_hidden,
+    check_init_values,
+    check_integers,
+    check_number,
+    check_rates,
+)
+from fastvit._patch_embed import PatchEmbed
 
-Pair = int | tuple[int, int]
-Device = torch.device | str | None
-Dtype = torch.dtype | None
+__all__ = [
+    "Attention",
+    "Block",
+    "DropPath",
+    "LayerNorm",
+    "LayerScale",
+    "Mlp",
+    "PatchEmbed",
+    "QuickGELU",
+    "ResPostBlock",
+]
+
 ActLayer = Callable[[], nn.Module]
 NormLayer = Callable[..., nn.Module]
-
-
-def pair(x: Pair) -> tuple[int, int]:
-    return (x, x) if isinstance(x, int) else (x[0], x[1])
+Layer = Callable[..., nn.Module]
 
 
 class QuickGELU(nn.Module):
@@ -44,21 +64,13 @@ ACT_LAYERS: dict[str, ActLayer] = {
 }
 
 
-def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping[str, Any]) -> Any:
-    """A class (or what else makes modules) itself; table[value] for a name, or a ValueError with the nearest names."""
-    if not isinstance(value, str):
-        return value
-    if value in table:
-        return table[value]
-    near = difflib.get_close_matches(value, table)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
-
-
 class LayerNorm(nn.LayerNorm):
     """(..., D) -> (..., D) by `ops.layer_norm`. eps as timm's, 1e-6; always with weight and bias."""
 
     def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+        check_integers(1, num_channels=num_channels)
+        check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
+        check_factory(device, dtype)
         super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,6 +82,9 @@ class LayerScale(nn.Module):
 
     def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
+        check_integers(1, dim=dim)
+        check_init_values(init_values)
+        check_factory(device, dtype)
         self.init_values = init_values
         self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
         self.reset_parameters()
@@ -87,8 +102,7 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
         super().__init__()
-        if not 0.0 <= drop_prob <= 1.0:
-            raise ValueError(f"drop_prob must be in [0, 1], got {drop_prob}")
+        check_number("drop_prob", drop_prob, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
 
@@ -105,79 +119,31 @@ class DropPath(nn.Module):
         return f"drop_prob={self.drop_prob:.3g}"
 
 
-class PatchEmbed(nn.Module):
-    """Image (B, C, H, W) -> patches (B, h*w, D) by `ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
-
-    Args:
-        img_size: expected (H, W); with strict_img_size another size raises, otherwise any that patch_size divides.
-        patch_size, in_chans, embed_dim, bias: of the convolution.
-        mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
-    """
-
-    def __init__(
-        self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
-        strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: Device = None, dtype: Dtype = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.patch_size = pair(patch_size)
-        self.strict_img_size = strict_img_size
-        self.mean, self.std = mean, std
-        self.set_input_size(img_size)
-        self.proj = nn.Conv2d(
-            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
-        )
-
-    def set_input_size(self, img_size: Pair) -> None:
-        self.img_size = pair(img_size)
-        self.grid_size = self.grid(self.img_size)
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
-
-    def grid(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) -> (h, w); a ValueError where patch_size does not divide it."""
-        (H, W), (ph, pw) = img_size, self.patch_size
-        if H % ph or W % pw:
-            raise ValueError(f"patch_size {self.patch_size} must divide the image size, got {(H, W)}")
-        return H // ph, W // pw
-
-    def forward(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
-        """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
-        if self.strict_img_size and x.shape[-2:] != self.img_size:
-            raise ValueError(f"x must have image size {self.img_size}, got {tuple(x.shape[-2:])}")
-        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}):
-            weight, bias = fuse.read_linear(self.proj)
-            mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
-            return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
-        return join_tokens(self.proj(x).flatten(2).transpose(1, 2), pos_embed, prefix)
-
-
-def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:
-    """(B, n, D) + (n, D), behind (P, D) -> (B, P + n, D): what `ops.patch_embed` does in its epilogue."""
-    if pos_embed is not None:
-        patches = patches + pos_embed
-    if prefix is None:
-        return patches
-    return torch.cat([prefix.to(patches.dtype).expand(patches.shape[0], -1, -1), patches], dim=1)
-
-
 class Attention(nn.Module):
     """Multi-head self-attention, (B, N, D) -> (B, N, D), by `ops.attention_qkvpacked`.
 
     A hook on `attn_drop` receives the probabilities (B, H, N, N): they are materialised while it is registered.
+    scale_norm: norm_layer(dim) as `norm` in front of the projection, which then runs by itself.
     """
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
+        *, scale_norm: bool = False, norm_layer: NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(f"num_heads must be a positive divisor of dim = {dim}, got {num_heads}")
+        check_heads("dim", dim, num_heads)
+        check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
+        if scale_norm and norm_layer is None:
+            raise ValueError("scale_norm=True needs norm_layer, got None")
+        check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
         self.attn_drop = nn.Dropout(attn_drop)
+        if scale_norm and norm_layer is not None:
+            self.norm = norm_layer(dim, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -192,24 +158,34 @@ class Attention(nn.Module):
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
             probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
             out = (probabilities @ v).transpose(1, 2)
-        return self.proj_drop(self.proj(out.flatten(2)))
+        out = out.flatten(2)
+        if "norm" in self._modules:
+            out = self.norm(out)
+        return self.proj_drop(self.proj(out))
 
 
 class Mlp(nn.Module):
     """fc1, activation, fc2, (..., D) -> (..., D), by `ops.mlp`. act_layer: a class, or gelu, gelu_tanh, quick_gelu,
-    relu or silu; an activation that the ops do not know runs as its own module between plain linear layers."""
+    relu or silu; an activation that the ops do not know runs as its own module between plain linear layers, and so does
+    norm_layer(hidden_features), if given, in front of fc2."""
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
         act_layer: str | ActLayer = "gelu", bias: bool = True, drop: float = 0.0,
-        device: Device = None, dtype: Dtype = None,
+        device: Device = None, dtype: Dtype = None, *, norm_layer: NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden_features = hidden_features or in_features
-        out_features = out_features or in_features
+        hidden_features = in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        check_rates(drop=drop)
+        check_factory(device, dtype)
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
-        self.act = by_name("act_layer", act_layer, ACT_LAYERS)()
+        self.act = act()
         self.drop1 = nn.Dropout(drop)
+        if norm_layer is not None:
+            self.norm = norm_layer(hidden_features, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
@@ -217,7 +193,14 @@ class Mlp(nn.Module):
         mlp = fuse.read_or_none(fuse.read_mlp, self)
         if mlp is not None:
             return fuse.run_mlp(x, mlp)
-        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+        hidden = self.drop1(self.act(self.fc1(x)))
+        if "norm" in self._modules:
+            hidden = self.norm(hidden)
+        return self.drop2(self.fc2(hidden))
+
+
+ATTN_LAYERS = {"": Attention, "attn": Attention}
+MLP_LAYERS = {"mlp": Mlp}
 
 
 class Block(nn.Module):
@@ -227,24 +210,46 @@ class Block(nn.Module):
         x + drop_path2(ls2(mlp(norm2(x))))     layer_norm_mlp
 
     In training it saves at most 10 token tensors. init_values: LayerScale's, None or 0 for none. drop_path: the
-    probability that a sample's branch is dropped. norm_layer, act_layer: classes (or partials); with classes that the
-    ops do not know, that half of the block runs its submodules one by one.
+    probability that a sample's branch is dropped. norm_layer, act_layer, mlp_layer, attn_layer: classes (or partials),
+    called with timm's arguments; with classes that the ops do not know, that half of the block runs its submodules one
+    by one, and so it does with scale_attn_norm and scale_mlp_norm, a norm in front of the half's last layer. depth: the
+    block's number, for attention whose initialisation asks for it.
     """
 
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
-        device: Device = None, dtype: Dtype = None,
+        device: Device = None, dtype: Dtype = None, *, scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
+        mlp_layer: str | Layer = Mlp, attn_layer: str | Layer = Attention,
+        depth: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm1 = norm_layer(dim, device=device, dtype=dtype)
-        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, device, dtype)
+        attention = by_name("attn_layer", attn_layer, ATTN_LAYERS)
+        mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
+        if attention is Attention:
+            check_heads("dim", dim, num_heads)
+        check_integers(1, dim=dim, num_heads=num_heads)
+        check_hidden("dim", dim, mlp_ratio)
+        check_init_values(init_values)
+        check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
+        check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
+        check_factory(device, dtype)
+        act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        number = {"depth": depth} if "depth" in inspect.signature(attention).parameters else {}
+        self.norm1 = norm_layer(dim, **factory)
+        self.attn = attention(
+            dim, num_heads=num_heads, qkv_bias=qkv_bias, scale_norm=scale_attn_norm, proj_bias=proj_bias,
+            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, **number, **factory,
+        )  # fmt: skip
         self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.norm2 = norm_layer(dim, device=device, dtype=dtype)
-        hidden = int(dim * mlp_ratio)
-        self.mlp = Mlp(dim, hidden, dim, act_layer, proj_bias, proj_drop, device, dtype)
+        self.norm2 = norm_layer(dim, **factory)
+        self.mlp = mlp(
+            in_features=dim, hidden_features=int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop,
+            norm_layer=norm_layer if scale_mlp_norm else None, **factory,
+        )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 

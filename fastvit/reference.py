@@ -2,7 +2,8 @@
 
 Read it beside the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
 every step is its own line. The tests hold the fused model against it, and the benchmarks measure from it. It takes the
-same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it.
+same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it; it does
+without fix_init, padding (dynamic_img_pad) and other classes of embedding, attention and MLP (embed_layer, ...).
 
 Later additions to the paper's model, each off by default:
 
@@ -10,6 +11,7 @@ Later additions to the paper's model, each off by default:
     stochastic depth (drop_path_rate) Huang et al. 2016, arXiv:1603.09382
     registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
     norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
+    norms inside the branches (scale_attn_norm, scale_mlp_norm)  Wang et al. 2022, arXiv:2210.06423
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
 factory: device and dtype of the parameters.
@@ -69,7 +71,7 @@ class Attention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, **factory: Any,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % num_heads:
@@ -79,6 +81,7 @@ class Attention(nn.Module):
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = norm_layer(dim, **factory) if norm_layer else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -89,7 +92,7 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
         probabilities = self.attn_drop(scores.softmax(dim=-1))
         out = (probabilities @ v).transpose(1, 2).reshape(B, N, D)
-        return self.proj_drop(self.proj(out))
+        return self.proj_drop(self.proj(self.norm(out)))
 
 
 class Mlp(nn.Module):
@@ -97,17 +100,18 @@ class Mlp(nn.Module):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: Layer = nn.GELU, bias: bool = True,
-        drop: float = 0.0, **factory: Any,
+        drop: float = 0.0, norm_layer: Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
+        self.norm = norm_layer(hidden_features, **factory) if norm_layer else nn.Identity()
         self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop2(self.fc2(self.drop1(self.act(self.fc1(x)))))
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
 
 
 class LayerScale(nn.Module):
@@ -142,15 +146,18 @@ class Block(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
-        act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"], **factory: Any,
+        act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"],
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = norm_layer(dim, **factory)
-        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, **factory)
+        inner = norm_layer if scale_attn_norm else None
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, inner, **factory)
         self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm_layer(dim, **factory)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop, **factory)
+        inner = norm_layer if scale_mlp_norm else None
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop, inner, **factory)
         self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
@@ -195,12 +202,15 @@ class VisionTransformer(nn.Module):
         pool_include_prefix: bool = False, dynamic_img_size: bool = False,
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
         norm_layer: str | Layer = "layernorm", act_layer: str | Layer = "gelu",
         block_fn: str | type[nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean and std must both be given or both be None, got mean={mean} and std={std}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
@@ -225,7 +235,7 @@ class VisionTransformer(nn.Module):
         make = partial(
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
-            act_layer=act, norm_layer=norm, **factory,
+            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm, **factory,
         )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import fuse, layers
-from fastvit.layers import Block, LayerNorm, PatchEmbed, ResPostBlock, by_name, join_tokens, pair
-
-Resize = Callable[[Tensor, tuple[int, int]], Tensor]
+from fastvit._arguments import (
+    Device,
+    Dtype,
+    Pair,
+    by_name,
+    check_choice,
+    check_factory,
+    check_flags,
+    check_heads,
+    check_hidden,
+    check_init_values,
+    check_integers,
+    check_rates,
+    checked_pair,
+)
+from fastvit._patch_embed import PatchEmbed, join_tokens
+from fastvit._positions import resample_abs_pos_embed
+from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock
 
 POOLS = ("", "avg", "avgmax", "max", "token")
 NORM_LAYERS = {"layernorm": LayerNorm}
-RATES = ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate")
+EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "res_post": ResPostBlock}
 
 
@@ -39,49 +54,71 @@ class VisionTransformer(nn.Module):
         final_norm, fc_norm: a last LayerNorm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
         pool_include_prefix: whether avg, max and avgmax pool CLS and registers too.
         dynamic_img_size: accept any image size that patch_size divides, positions interpolated on the fly.
+        dynamic_img_pad: pad images with zeros, below and on the right, to a multiple of patch_size.
         drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, behind the position, behind
             the projection and both MLP layers, on attention probabilities; in [0, 1).
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
+        fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1).
         norm_layer, act_layer: a class, or "layernorm"; a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
         block_fn: "block" (pre-norm), "res_post" (norm behind the branch), or a class with Block's arguments.
+        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer: of `Block`.
+        embed_layer, embed_norm_layer: PatchEmbed, or a class with timm's arguments and attributes; a norm for it.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: naming the argument, for a combination or a value that is not allowed.
+        TypeError, ValueError: naming the argument, its value and what is allowed, before a parameter is made.
     """
 
     def __init__(
         self,
-        img_size: layers.Pair = 224, patch_size: layers.Pair = 16, in_chans: int = 3,
+        img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3,
         num_classes: int = 1000, global_pool: str = "token",
         embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
         proj_bias: bool = True, init_values: float | None = None,
         class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
         pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
-        pool_include_prefix: bool = False, dynamic_img_size: bool = False,
+        pool_include_prefix: bool = False, dynamic_img_size: bool = False, dynamic_img_pad: bool = False,
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "", fix_init: bool = False,
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
+        embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | layers.NormLayer | None = None,
+        mlp_layer: str | layers.Layer = Mlp, attn_layer: str | layers.Layer = Attention,
         norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | type[nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: layers.Device = None, dtype: torch.dtype | None = None,
+        device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        rates = drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate
-        for name, rate in zip(RATES, rates, strict=True):
-            if not 0.0 <= rate < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {rate}")
-        _check_choice("pos_embed", pos_embed, ("learn", "", "none"))
-        _check_choice("weight_init", weight_init, ("", "skip"))
+        check_integers(1, in_chans=in_chans, embed_dim=embed_dim, num_heads=num_heads)
+        check_integers(0, num_classes=num_classes, depth=depth, reg_tokens=reg_tokens)
+        check_hidden("embed_dim", embed_dim, mlp_ratio)
+        check_init_values(init_values)
+        check_rates(
+            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
+        )  # fmt: skip
+        check_flags(
+            qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
+            pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False,
+            pool_include_prefix=pool_include_prefix, dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad,
+            fix_init=fix_init, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
+        )  # fmt: skip
+        check_choice("pos_embed", pos_embed, ("learn", "", "none"))
+        check_choice("weight_init", weight_init, ("", "skip"))
         _check_pool(global_pool, class_token)
+        check_factory(device, dtype)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
         act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
         block = by_name("block_fn", block_fn, BLOCKS)
+        mlp = by_name("mlp_layer", mlp_layer, layers.MLP_LAYERS)
+        attention = by_name("attn_layer", attn_layer, layers.ATTN_LAYERS)
+        if isinstance(block, type) and issubclass(block, Block) and attention is Attention:
+            check_heads("embed_dim", embed_dim, num_heads)
 
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -94,8 +131,18 @@ class VisionTransformer(nn.Module):
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
 
-        self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std, device, dtype
+        embed = by_name("embed_layer", embed_layer, EMBED_LAYERS)
+        options: dict[str, Any] = {"bias": not pre_norm, "dynamic_img_pad": dynamic_img_pad, **factory}
+        if embed_norm_layer is not None:
+            options["norm_layer"] = by_name("embed_norm_layer", embed_norm_layer, NORM_LAYERS)
+        if isinstance(embed, type) and issubclass(embed, PatchEmbed):
+            options |= {"strict_img_size": not dynamic_img_size, "mean": mean, "std": std}
+        elif mean is not None or std is not None:
+            raise ValueError(f"mean and std must be None with an embed_layer other than PatchEmbed, got {embed}")
+        elif dynamic_img_size:
+            options |= {"strict_img_size": False, "output_fmt": "NHWC"}
+        self.patch_embed = embed(
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **options
         )
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
 
@@ -110,14 +157,16 @@ class VisionTransformer(nn.Module):
         make = partial(
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
-            act_layer=act, norm_layer=norm, **factory,
+            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
+            mlp_layer=mlp, attn_layer=attention, **factory,
         )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
+        self.blocks = nn.Sequential(*(make(drop_path=p, depth=i) for i, p in enumerate(drop_paths)))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head: nn.Module
+        self.fix_init = fix_init
         self.reset_classifier(num_classes)
         self.init_weights(weight_init)
 
@@ -131,41 +180,60 @@ class VisionTransformer(nn.Module):
                 nn.init.normal_(token, std=1e-6)
         if mode == "skip":
             return
-        for module in self.modules():
+        for module in reversed(list(self.modules())[1:]):  # a module's own way comes behind its layers'
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif callable(own := getattr(module, "init_weights", None)):
+                own()
+        if self.fix_init:
+            for i, block in enumerate(self.blocks):
+                for name in ("attn.proj.weight", "mlp.fc2.weight"):
+                    block.get_parameter(name).div_(math.sqrt(2.0 * (i + 1)))
 
     # ---- tokens ----
 
     def _tokens(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
+        embed = self.patch_embed
+        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
+            return embed(x, *self._position_and_prefix(embed.grid_of(x)))
+        patches = embed(x)
+        if isinstance(embed, PatchEmbed):
+            grid = embed.grid_of(x)
+        elif patches.dim() == 4:  # (B, h, w, D)
+            grid, patches = (patches.shape[1], patches.shape[2]), patches.flatten(1, 2)
+        else:
+            grid = embed.grid_size
+        return join_tokens(patches, *self._position_and_prefix(grid))
+
+    def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
+        """The patches' position (n, D), and CLS and registers (P, D) with theirs."""
         prefix = None
         if self.num_prefix_tokens:
             prefix = torch.cat([t[0] for t in (self.cls_token, self.reg_token) if t is not None])
         pos = None
         if self.pos_embed is not None:
-            pos = self._positions(self.pos_embed, self.patch_embed.grid((x.shape[-2], x.shape[-1])))[0]
+            pos = self._positions(self.pos_embed, grid, self.patch_embed.grid_size)[0]
             if prefix is not None and not self.no_embed_class:
                 prefix = prefix + pos[: self.num_prefix_tokens]
                 pos = pos[self.num_prefix_tokens :]
-        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
-            return self.patch_embed(x, pos, prefix)
-        return join_tokens(self.patch_embed(x), pos, prefix)
+        return pos, prefix
 
-    def _positions(self, pos_embed: Tensor, grid: tuple[int, int]) -> Tensor:
+    def _positions(self, pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
         """pos_embed (1, P + n, D), or (1, n, D) with no_embed_class, for another patch grid."""
         P = 0 if self.no_embed_class else self.num_prefix_tokens
-        return resample_abs_pos_embed(pos_embed, grid, self.patch_embed.grid_size, num_prefix_tokens=P)
+        return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
-    def set_input_size(self, img_size: layers.Pair) -> None:
+    def set_input_size(self, img_size: Pair) -> None:
         """Makes img_size the model's input size, and interpolates `pos_embed` to it in place of the old parameter."""
-        grid = self.patch_embed.grid(pair(img_size))
-        if self.pos_embed is not None and grid != self.patch_embed.grid_size:
-            pos = self._positions(self.pos_embed.detach(), grid)
+        old_grid = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(checked_pair("img_size", img_size))
+        grid = self.patch_embed.grid_size
+        if self.pos_embed is not None and grid != old_grid:
+            pos = self._positions(self.pos_embed.detach(), grid, old_grid)
             self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
-        self.patch_embed.set_input_size(img_size)
 
     # ---- features and head ----
 
@@ -211,8 +279,9 @@ class VisionTransformer(nn.Module):
         if global_pool is not None:
             _check_pool(global_pool, self.has_class_token)
             self.global_pool = global_pool
+        check_integers(0, num_classes=num_classes)
         self.num_classes = num_classes
-        like = self.patch_embed.proj.weight
+        like = next(self.patch_embed.parameters())
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
@@ -222,38 +291,17 @@ class VisionTransformer(nn.Module):
         """The parameters that an optimizer should not decay, beside norms and biases."""
         return {"pos_embed", "cls_token", "reg_token"}
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """How timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
+        stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)\b"
+        return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of saving its activations."""
         self.grad_checkpointing = enable
 
 
-def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(1, D, h, w) -> (1, D, *grid), as timm, open_clip, and both DINOv2 with registers."""
-    return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
-
-
-def resample_abs_pos_embed(
-    pos_embed: Tensor,
-    grid: tuple[int, int],
-    old_grid: tuple[int, int],
-    num_prefix_tokens: int = 1,
-    resize: Resize = antialiased,
-) -> Tensor:
-    """Positions (1, P + h*w, D) of one patch grid -> (1, P + h'*w', D) of another: bicubic, antialiased, in float32,
-    the P prefix rows unchanged (as timm's; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
-    if grid == old_grid:
-        return pos_embed
-    prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
-    image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), grid)
-    return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
-
-
-def _check_choice(argument: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
-
-
 def _check_pool(global_pool: str, class_token: bool) -> None:
-    _check_choice("global_pool", global_pool, POOLS)
+    check_choice("global_pool", global_pool, POOLS)
     if global_pool == "token" and not class_token:
         raise ValueError("global_pool 'token' needs class_token=True; 'avg', 'max', 'avgmax' and '' do not")

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from oracle import ...`
 
 from fastvit.integrations import _plan
 from fastvit.kernels import _tuned
-from fastvit.ops import _library
+from fastvit.ops import use_backend
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
@@ -54,7 +54,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs the test once per implementation; a fallback from Triton to ATen raises."""
     if request.param == "triton" and not HAVE_TRITON:
         pytest.skip("triton is not installed")
-    with _library.use_backend(request.param):
+    with use_backend(request.param, strict=True):
         yield request.param
 
 
@@ -62,7 +62,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def triton_backend() -> Iterator[None]:
     if not HAVE_TRITON:
         pytest.skip("triton is not installed")
-    with _library.use_backend("triton"):
+    with use_backend("triton", strict=True):
         yield
 
 
@@ -80,6 +80,6 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = True
     _plan._warned.clear()  # every test is warned of its own
     _tuned.clear_caches()  # of plans that follow from configs: a test may have put another in their place
-    with _library.use_backend("auto" if HAVE_GPU else "aten", strict=False):
+    with use_backend("auto" if HAVE_GPU else "aten", strict=False):
         yield
     torch.use_deterministic_algorithms(False)

@@ -234,7 +234,7 @@ def test_empty(shape, backend, device):
 def test_scale_that_is_not_positive(scale, backend, device):
     """The forward kernels refuse it; ATen takes it."""
     tensors = separate(1, 20, 2, 16, device=device)
-    with _library.use_backend(backend, strict=False):
+    with ops.use_backend(backend, strict=False):
         assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
     if backend == "triton":
         with pytest.raises(_library.Unsupported, match="positive scale"):

@@ -66,6 +66,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "branch must have shape", {"branch": ones(B, 1, D)}),
         (ValueError, "layer_scale must have shape", {"layer_scale": ones(3)}),
         (ValueError, "row_scale must have shape", {"row_scale": ones(D)}),
+        (ValueError, "row_scale must not require a gradient", {"row_scale": ones(B, requires_grad=True)}),
     ],
     "linear": [
         *X,
@@ -147,13 +148,13 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     ],
     "patch_embed": [
         (TypeError, "image must be a tensor", {"image": [1.0]}),
-        (TypeError, "image must be float32", {"image": ones(B, 3, 8, 8, dtype=torch.long)}),
+        (TypeError, "image must be uint8, float32", {"image": ones(B, 3, 8, 8, dtype=torch.long)}),
         (TypeError, "weight must be float32", {"weight": ones(24, 3, 4, 4, dtype=torch.uint8)}),
-        (ValueError, "image must have shape (B, C, H, W), got (3, 8, 8)", {"image": ones(3, 8, 8)}),
+        (ValueError, "image must have shape (B, C, H, W) with C = 3, got (3, 8, 8)", {"image": ones(3, 8, 8)}),
         (ValueError, "weight must have shape (D, C, ph, pw)", {"weight": ones(24, 48)}),
         (TypeError, "weight must have image's dtype", {"weight": ones(24, 3, 4, 4).half()}),
         (ValueError, "weight must be on image's device", {"weight": ones(24, 3, 4, 4, device="meta")}),
-        (ValueError, "weight must have image's 2 channels, got 3", {"image": ones(B, 2, 8, 8)}),
+        (ValueError, "image must have shape (B, C, H, W) with C = 3, got (2, 2, 8, 8)", {"image": ones(B, 2, 8, 8)}),
         (ValueError, "image size (H, W) must be a positive multiple of the patch (4, 4), got (8, 7)",
          {"image": ones(B, 3, 8, 7)}),
         (ValueError, "image size (H, W) must be a positive multiple of the patch (4, 4), got (0, 8)",
@@ -167,9 +168,14 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "std is for uint8 images", {"std": (0.5, 0.5, 0.5)}),
     ],
     "patch_embed uint8": [
-        (ValueError, "mean must have one value for each of the 3 channels, got 2", {"mean": (0.5, 0.5)}),
-        (ValueError, "std must be positive and finite", {"std": (0.2, 0.0, 0.2)}),
-        (ValueError, "mean must be finite", {"mean": (0.2, math.nan, 0.2)}),
+        (ValueError, "mean must be one number in [0, 1] for each of the 3 channels, got (0.5, 0.5)",
+         {"mean": (0.5, 0.5)}),
+        (ValueError, "mean must have one value for each of the 3 channels, got 2", {"mean": ones(2)}),
+        (ValueError, "mean must be one number in [0, 1]", {"mean": (0.2, math.nan, 0.2)}),
+        (ValueError, "mean must be one number in [0, 1]", {"mean": (123.7, 116.3, 103.5)}),
+        (TypeError, "mean must be one number in [0, 1]", {"mean": 0.5}),
+        (ValueError, "std must be one number in (0, 1]", {"std": (0.2, 0.0, 0.2)}),
+        (ValueError, "std must be one number in (0, 1]", {"std": (58.4, 57.1, 57.4)}),
     ],
 }  # fmt: skip
 

@@ -126,7 +126,12 @@ def test_a_program_is_no_state_dict(tmp_path: Path) -> None:
         ({"norm.weight": torch.ones(2, 2).to_sparse()}, "not a name with a dense tensor: 'norm.weight'"),
         ({"norm.weight": torch.ones(1).expand(1 << 40)}, "not a name with a dense tensor: 'norm.weight'"),
         ({"norm.weight": torch.empty(3, device="meta")}, "not a name with a dense tensor: 'norm.weight'"),
-        ({"conv1.weight": torch.ones(2), "fc.bias": torch.ones(2)}, "no Vision Transformer.*begin with conv1.weight"),
+        (
+            {"conv1.weight": torch.ones(2), "fc.bias": torch.ones(2)},
+            "no key of a Vision Transformer that is known, but conv1.weight, fc.bias:\n  torchvision: conv_proj.weight",
+        ),
+        ({f"layer{i}": torch.ones(2) for i in range(400)}, "layer7 and 392 more:\n"),
+        ({f"value{i}": i for i in range(400)}, "'value7': int and 392 more$"),
         (
             {"state_dict": {"a": torch.ones(1)}, "state_dict_ema": {"a": torch.ones(1)}},
             "several.*'state_dict_ema'.*read.path",
@@ -171,11 +176,54 @@ def test_one_error_lists_everything(tmp_path: Path) -> None:
     refused(
         tmp_path / "model.safetensors",
         r"model.safetensors \(timm\) does not fit",
-        r"missing: blocks.0.mlp.fc2.weight, norm.bias\n",
-        r"unexpected: norm.extra, blocks.1.norm1.weight, surprise\n|unexpected: .*blocks.1.norm1.weight.*surprise",
+        r"missing \(2\):\n    blocks.0.mlp.fc2.weight\n    norm.bias\n",
+        r"unexpected \(3\):\n",
+        *(f"\n    {key}\n" for key in ("norm.extra", "blocks.1.norm1.weight", "surprise")),
         r"cls_token \(1, 1, 48\), the model's cls_token \(1, 1, 32\)",
         r"norm.weight \(32,\) torch.int64",
     )
+
+
+def test_one_line_for_all_blocks() -> None:
+    state = state_dict(depth=7, embed_dim=48, num_heads=3)
+    for block in (0, 1, 2, 5):
+        del state[f"blocks.{block}.norm1.weight"]
+    message = refused(
+        state,
+        r"missing \(16\):\n    blocks.\{0-2,5\}.norm1.weight\n    blocks.\{0-5\}.ls1.gamma",
+        r"unexpected \(12\):\n    blocks.6.norm1.weight\n",
+        r"\n    blocks.\{0-5\}.mlp.fc1.bias \(96,\), the model's blocks.\{0-5\}.mlp.fc1.bias \(64,\)\n",
+        depth=6,
+        init_values=0.1,
+    )
+    assert max(map(len, message.splitlines())) < 120
+    assert len(message.splitlines()) < 45
+    assert "drop_head" not in message  # the number of classes is the same
+    theirs = {"conv_proj.weight": torch.ones(32, 3, 4, 4)}
+    theirs |= {f"encoder.layers.encoder_layer_{i}.mlp.3.weight": torch.ones(32, 63) for i in range(5)}
+    refused(theirs, r"\n    encoder.layers.encoder_layer_\{0-4\}.mlp.3.weight \(32, 63\), the model's", depth=5)
+
+
+@pytest.mark.parametrize("front", ["model.", "encoder.", "student.backbone."])
+def test_a_prefix_is_named_with_the_remedy(front: str) -> None:
+    state_dict_of_file = {f"{front}{key}": value for key, value in state_dict().items()}
+    state_dict_of_file["loss.weight"] = torch.ones(2)
+    message = refused(state_dict_of_file, f"names of timm behind '{front}'; with its state_dict, pass weights=")
+    remedy = eval(message.partition("weights=")[2], {"state_dict": state_dict_of_file})
+    checkpoints.load(fastvit.VisionTransformer(**SMALL), remedy)
+
+
+def test_mae() -> None:
+    """Its encoder is a ViT, and the decoder is left out. DINOv2 has a mask token too."""
+    state = state_dict(num_classes=0)
+    decoder = ("mask_token", "decoder_embed.weight", "decoder_pos_embed", "decoder_blocks.0.mlp.fc1.weight")
+    decoder += ("decoder_norm.bias", "decoder_pred.weight")
+    pretrained = {**state, **{key: torch.ones(1, 1, 16) for key in decoder}}
+    model = fastvit.VisionTransformer(**{**SMALL, "num_classes": 0})
+    checkpoints.load(model, pretrained)
+    assert torch.equal(model.blocks[0].attn.qkv.weight, state["blocks.0.attn.qkv.weight"])
+    message = refused(pretrained, "Meta's MAE with its decoder", r"missing \(2\)")
+    assert "DINOv2" not in message
 
 
 def test_foreign_names_are_reported_as_the_file_has_them() -> None:
@@ -186,7 +234,7 @@ def test_foreign_names_are_reported_as_the_file_has_them() -> None:
     }
     state |= {"layernorm.weight": torch.ones(31), "layers.0.mlp.fc1.bias": torch.ones(64)}
     message = refused(
-        state, "Hugging Face ViT", "layernorm.gain", r"layernorm.weight \(31,\)", "missing: .*attn.qkv.weight"
+        state, "Hugging Face ViT", "layernorm.gain", r"layernorm.weight \(31,\)", "(?s)missing.*attn.qkv.weight"
     )
     assert "layers.0.attention.q_proj.weight" in message  # without k and v it has no place
     assert "fc1.bias" not in message.partition("unexpected")[2]
@@ -195,7 +243,11 @@ def test_foreign_names_are_reported_as_the_file_has_them() -> None:
 def test_heads() -> None:
     state = state_dict()
     refused(state, r"num_classes=5 is the file's; drop_head=True", num_classes=7)
-    refused({k: v for k, v in state.items() if "head" not in k}, "missing: head.weight, head.bias", "num_classes=0 is")
+    refused(
+        {k: v for k, v in state.items() if "head" not in k},
+        r"missing \(2\):\n    head.weight\n    head.bias\n",
+        "num_classes=0 is",
+    )
     fresh = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **{**SMALL, "num_classes": 7})
     assert fresh.head.weight.shape == (7, 32)
     assert fresh.head.weight.std() > 0.01
@@ -211,7 +263,7 @@ def test_heads() -> None:
 def test_poolers_are_left_out_on_request_only() -> None:
     for extra in ("attn_pool.latent", "attn_pool.mlp.fc1.weight"):
         state = {**state_dict(num_classes=0), extra: torch.ones(2)}
-        refused(state, f"unexpected: {extra}", "drop_head=True leaves out", num_classes=0)
+        refused(state, f"unexpected .1.:\n    {extra}", "drop_head=True leaves out", num_classes=0)
         checkpoints.load(fastvit.VisionTransformer(**{**SMALL, "num_classes": 0}), state, drop_head=True)
     refused(state_dict(), "fc_norm=False", global_pool="avg")
 
@@ -224,7 +276,7 @@ def test_distilled_models_are_refused() -> None:
 def test_the_same_weight_twice() -> None:
     state = {"mask_token": torch.ones(1, 32), **state_dict()}
     state |= {k.replace("blocks.0.", "blocks.0.0."): v for k, v in state.items()}
-    refused(state, r"twice: .*blocks.0.norm1.weight.*blocks.0.0.norm1.weight")
+    refused(state, r"(?s)twice.*blocks.0.norm1.weight.*blocks.0.0.norm1.weight")
 
 
 def test_misshapen_tensors_never_break_the_conversion() -> None:

@@ -157,7 +157,7 @@ def test_gradcheck(name, N, fast_mode, device):
         torch.manual_seed(4)
         return function(name)(**tensors | dict(zip(leaves, values, strict=True)))
 
-    with _library.use_backend("aten"):
+    with ops.use_backend("aten"):
         assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=fast_mode)
 
 
@@ -218,7 +218,7 @@ def test_float64_falls_back_with_one_warning(name, triton_backend, device):
     tensors = {key: t.detach() for key, t in made(name, 2, 18, device, torch.float64).items()}
     with pytest.raises(_library.Unsupported, match="float64"):
         function(name)(**tensors)
-    with _library.use_backend("triton", strict=False):
+    with ops.use_backend("triton", strict=False):
         _library._warned.clear()
         with pytest.warns(UserWarning, match=r"runs on ATen instead of Triton: .*float64"):
             got = function(name)(**tensors)

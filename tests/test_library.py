@@ -31,17 +31,63 @@ def test_one_tensor_twice_compiles(name):
 
 
 def test_backend_is_restored_and_checked():
-    before = _library._backend, _library._strict
-    with pytest.raises(ValueError, match="backend must be one of"), _library.use_backend("cuda"):
+    before = _library.settings()
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'cuda'"), ops.use_backend("cuda"):
         pass
-    with pytest.raises(KeyError), _library.use_backend("triton"):
+    with pytest.raises(TypeError, match="strict must be True, False or None, got 1"), ops.use_backend("aten", strict=1):
+        pass
+    with pytest.raises(KeyError), ops.use_backend("triton"):
         raise KeyError
-    assert (_library._backend, _library._strict) == before
+    assert _library.settings() == before
+
+
+def test_strict_is_what_holds_outside_unless_it_is_given():
+    with ops.use_backend("aten", strict=True):
+        with ops.use_backend("auto"):
+            assert _library.settings() == ("auto", True)
+            with ops.use_backend("triton", strict=False):
+                assert _library.settings() == ("triton", False)
+        assert _library.settings() == ("aten", True)
+
+
+def test_the_environment_counts_whenever_it_changes(monkeypatch):
+    """As in a notebook that sets it behind the import. A context goes before it."""
+    monkeypatch.setattr(_library, "_chosen", None)
+    monkeypatch.setattr(_library, "INTERPRET", False)
+    for name in _library.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    x, weight = torch.randn(2, 16), WEIGHT[0]
+    ops.layer_norm(x, weight, weight)
+    assert _library.settings() == ("auto", False)
+    monkeypatch.setenv("FASTVIT_STRICT", "1")
+    monkeypatch.setenv("FASTVIT_BACKEND", "triton")
+    assert _library.settings() == ("triton", True)
+    with pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
+        ops.layer_norm(x, weight, weight)
+    with ops.use_backend("aten"):
+        ops.layer_norm(x, weight, weight)
+    monkeypatch.setenv("FASTVIT_BACKEND", "")
+    ops.layer_norm(x, weight, weight)
+    for name, value, message in (
+        ("FASTVIT_BACKEND", "cuda", "FASTVIT_BACKEND must be one of .*'aten'.*, got 'cuda'"),
+        ("FASTVIT_STRICT", "yes", "FASTVIT_STRICT must be 0 or 1, got 'yes'"),
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=message):
+            ops.layer_norm(x, weight, weight)
+        monkeypatch.delenv(name)
+
+
+def test_a_wrong_environment_is_an_error_at_import():
+    child = [sys.executable, "-c", "import fastvit"]
+    done = subprocess.run(child, env=os.environ | {"FASTVIT_BACKEND": "cuda"}, capture_output=True, text=True)
+    assert done.returncode
+    assert "FASTVIT_BACKEND must be one of ('auto', 'triton', 'aten'), got 'cuda'" in done.stderr
 
 
 def test_triton_without_a_device_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(_library, "INTERPRET", False)
-    with _library.use_backend("triton"), pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
+    with ops.use_backend("triton"), pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
         ops.layer_norm(torch.randn(2, 16), WEIGHT[0], WEIGHT[0])
 
 
@@ -65,5 +111,5 @@ def test_an_error_of_a_launcher_s_module_is_not_hidden(triton_backend, device, m
     """Only `Unsupported` falls back."""
     launch = importlib.import_module("fastvit.ops.launch.layer_norm")
     monkeypatch.setattr(launch, "_check", lambda x: 1 / 0)
-    with _library.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):
+    with ops.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):
         ops.layer_norm(torch.randn(2, 16, device=device), WEIGHT[0].to(device), WEIGHT[0].to(device))

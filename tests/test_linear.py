@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.kernels import _configs
-from fastvit.ops import _library
 
 registered = torch.ops.fastvit
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -60,7 +59,7 @@ def test_columns_in_groups(M, K, groups, activation, bias, monkeypatch):
         function = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, f=function, **k: batched.append(f.__name__) or f(*a, **k))
     arguments = tensors(M, K, out=groups * K, dtype=torch.float32, device="cpu", bias=bias)
-    with _library.use_backend("aten"):
+    with ops.use_backend("aten"):
         assert_op_as_accurate(*(functools.partial(fn, activation=activation) for fn in (ops.linear, eager)), arguments)
         assert batched == ["baddbmm" if bias else "bmm"]
         x, weight = (arguments[name].detach() for name in ("x", "weight"))
@@ -213,7 +212,7 @@ def test_dact_without_our_matmul(triton_backend, device, monkeypatch):
     monkeypatch.setattr(launch, "_uses_kernel", lambda *_, **__: False)
     dy, weight, pre = (torch.randn(*s, device=device) for s in ((70, 24), (24, 40), (70, 40)))
     got = registered.linear_dact(dy, weight, pre, "gelu")
-    with _library.use_backend("aten"):
+    with ops.use_backend("aten"):
         want = registered.linear_dact(dy, weight, pre, "gelu")
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     x = torch.randn(2, 5, 24, device=device)
@@ -222,7 +221,7 @@ def test_dact_without_our_matmul(triton_backend, device, monkeypatch):
 
 @pytest.mark.parametrize("activation", [None, "gelu", "quick_gelu", "silu", "gelu_tanh"])
 def test_gradcheck(activation, device):
-    with _library.use_backend("aten"):
+    with ops.use_backend("aten"):
         arguments = tensors(2, 3, 6, out=4, dtype=torch.float64, device=device, epilogue=EPILOGUES["branch"])
         assert torch.autograd.gradcheck(
             lambda *values: ops.linear(**dict(zip(arguments, values, strict=True)), activation=activation),

@@ -30,6 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
     "post_norm": {"block_fn": "res_post", "init_values": 0.5},
     "no_position": {"pos_embed": "none"},
+    "norms_inside": {"scale_attn_norm": True, "scale_mlp_norm": True},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
 }
@@ -96,13 +97,32 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of
     "non_square": (TINY_TIMM, {"img_size": (32, 80)}),
     "dynamic": (TINY_TIMM, {"dynamic_img_size": True}),
     "dynamic_reg4": (REG4, {"img_size": 56, "dynamic_img_size": True}),
-}
-OTHER_SIZES = {"dynamic": (48, 96), "dynamic_reg4": (70, 42)}
+    "padded": (TINY_TIMM, {"dynamic_img_size": True, "dynamic_img_pad": True, "img_size": (40, 64)}),
+    "padded_to_its_size": (TINY_TIMM, {"dynamic_img_size": True, "dynamic_img_pad": True, "img_size": 72}),
+    "scale_norms": (TINY_TIMM, {"scale_attn_norm": True, "scale_mlp_norm": True}),
+    "scale_attn_norm": (TINY_TIMM, {"scale_attn_norm": True, "init_values": 0.1}),
+    "scale_mlp_norm": (TINY_TIMM, {"scale_mlp_norm": True, "block_fn": "res_post"}),
+    "embed_norm": (TINY_TIMM, {"embed_norm_layer": nn.LayerNorm, "reg_tokens": 2}),
+    "timms_embedding": (TINY_TIMM, {"embed_layer": "timm.layers.PatchEmbed", "embed_norm_layer": nn.LayerNorm}),
+    "timms_embedding_dynamic": (
+        TINY_TIMM, {"embed_layer": "timm.layers.PatchEmbed", "dynamic_img_size": True, "dynamic_img_pad": True},
+    ),
+    "another_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.SwiGLU"}),
+    "timms_layers": (TINY_TIMM, {"mlp_layer": "timm.layers.Mlp", "attn_layer": "timm.layers.Attention"}),
+    "differential_attention": (TINY_TIMM, {"attn_layer": "timm.layers.DiffAttention", "num_heads": 2}),
+}  # fmt: skip
+OTHER_SIZES = {
+    "dynamic": (48, 96), "dynamic_reg4": (70, 42), "padded": (47, 70), "padded_to_its_size": (72, 72),
+    "timms_embedding_dynamic": (50, 81),
+}  # fmt: skip
 
 
 def with_timm(name: str = TINY_TIMM, **arguments: Any) -> tuple[VisionTransformer, nn.Module]:
     """Ours and timm's with the same parameters."""
     timm = import_timm()
+    for argument, value in arguments.items():
+        if str(value).startswith("timm."):
+            arguments[argument] = getattr(timm.layers, value.rpartition(".")[2])
     ours = fastvit.create_model(name, **arguments)
     if arguments.get("block_fn") == "res_post":
         arguments["block_fn"] = timm.models.vision_transformer.ResPostBlock
@@ -167,6 +187,60 @@ def test_initialisation_has_timms_statistics() -> None:
     skipped = VisionTransformer(**TINY, weight_init="skip")
     assert skipped.blocks[0].mlp.fc1.bias.any()
     assert skipped.pos_embed.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_uint8_images_are_padded_behind_their_normalisation() -> None:
+    normalised = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+    model = randomised(VisionTransformer(**TINY, **normalised, dynamic_img_size=True, dynamic_img_pad=True))
+    mean, std = (torch.tensor(t).view(1, 3, 1, 1) for t in normalised.values())
+    for size in ((13, 18), (16, 16)):
+        x = torch.randint(0, 256, (2, 3, *size), dtype=torch.uint8)
+        torch.testing.assert_close(model(x), model((x / 255 - mean) / std), rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_initialises_itself_does_so_as_in_timm() -> None:
+    """GluMlp: the gate's bias is 1, and its weights are tiny."""
+    timm = import_timm()
+    arguments = {"depth": 1, "img_size": 32, "mlp_layer": timm.layers.GluMlp, "mlp_ratio": 8.0}
+    ours, theirs = (library.create_model(TINY_TIMM, **arguments) for library in (fastvit, timm))
+    for key, expected in theirs.blocks[0].mlp.state_dict().items():
+        for got, want in zip(ours.blocks[0].mlp.state_dict()[key].chunk(2), expected.chunk(2), strict=True):
+            assert got.std().item() == pytest.approx(want.std().item(), rel=0.05)
+            assert got.mean().item() == pytest.approx(want.mean().item(), abs=1e-3)
+
+
+def test_fix_init_is_timms() -> None:
+    fixed, theirs = with_timm(depth=3, img_size=32, fix_init=True)
+    plain, _ = with_timm(depth=3, img_size=32)
+    for model in (fixed, plain):
+        torch.manual_seed(0)
+        model.init_weights()
+    for key, value in plain.blocks.state_dict(prefix="blocks.").items():
+        if key.endswith(("attn.proj.weight", "mlp.fc2.weight")):
+            value = value / (2.0 * (int(key.split(".")[1]) + 1)) ** 0.5
+            assert theirs.state_dict()[key].std().item() == pytest.approx(value.std().item(), rel=0.05)
+        torch.testing.assert_close(fixed.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("arguments", [{"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}], ids=str)
+def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -> None:
+    import_timm()
+    from timm.models import group_parameters
+    from timm.optim import create_optimizer_v2
+
+    ours, theirs = with_timm(depth=3, img_size=32, **arguments)
+    for coarse in (False, True):
+        groups = [group_parameters(m, m.group_matcher(coarse=coarse), reverse=True) for m in (ours, theirs)]
+        assert groups[0] == groups[1]
+    options = {"opt": "adamw", "lr": 1e-3, "weight_decay": 0.05, "layer_decay": 0.7}
+    groups = []
+    for model in (ours, theirs):
+        names = {p: name for name, p in model.named_parameters()}
+        optimizer = create_optimizer_v2(model, **options)
+        groups.append([{**g, "params": [names[p] for p in g["params"]]} for g in optimizer.param_groups])
+    assert groups[0] == groups[1]
+    assert len(groups[0]) >= 8  # with and without decay, of embedding, blocks and head
+    assert len({g["lr_scale"] for g in groups[0]}) == 5
 
 
 # ---- a citizen of PyTorch ----
@@ -304,34 +378,3 @@ def test_classifier() -> None:
     model.reset_classifier(0, "")
     assert model(x).shape == (2, 17, 32)
     assert model.no_weight_decay() == {"pos_embed", "cls_token", "reg_token"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_heads": 5}, "num_heads"),
-        ({"img_size": 18}, "patch_size"),
-        ({"global_pool": "mean"}, "global_pool"),
-        ({"class_token": False}, "class_token"),
-        ({"pos_embed": "sincos"}, "pos_embed"),
-        ({"weight_init": "jax"}, "weight_init"),
-        ({"proj_drop_rate": 1.0}, "proj_drop_rate"),
-        ({"drop_path_rate": -0.1}, "drop_path_rate"),
-        ({"act_layer": "gleu"}, "act_layer.*gelu"),
-        ({"norm_layer": "batchnorm"}, "norm_layer"),
-        ({"block_fn": "post"}, "block_fn"),
-    ],
-)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VisionTransformer(**{**TINY, **arguments})
-
-
-def test_bad_images() -> None:
-    model = VisionTransformer(**TINY)
-    with pytest.raises(ValueError, match=r"image size \(16, 16\), got \(16, 20\)"):
-        model(torch.randn(1, 3, 16, 20))
-    with pytest.raises(ValueError, match="patch_size"):
-        VisionTransformer(**TINY, dynamic_img_size=True)(torch.randn(1, 3, 16, 18))
-    with pytest.raises(ValueError, match="global_pool"):
-        VisionTransformer(**{**TINY, "class_token": False, "global_pool": "avg"}).reset_classifier(3, "token")

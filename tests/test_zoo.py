@@ -1,8 +1,11 @@
 """The zoo: names, defaults, parameter counts and keys, against timm where it is installed."""
 
+from typing import Any
+
 import pytest
 import torch
 from library_imports import import_timm
+from models import twins
 
 import fastvit
 from fastvit import reference, zoo
@@ -22,10 +25,15 @@ PARAMETERS = {
     "vit_cifar_large": 75_722_250,
 }
 IN_TIMM = [name for name in fastvit.list_models() if "cifar" not in name]
+META: dict[str, Any] = {"device": "meta", "weight_init": "skip"}
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+def eps_of(model: torch.nn.Module, name: str) -> float | None:
+    return getattr(model.get_submodule(name), "eps", None)
 
 
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
@@ -35,29 +43,45 @@ def test_exact_parameter_count(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", fastvit.list_models())
 def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
-    ours = fastvit.create_model(name, device="meta")
-    assert shapes(ours) == shapes(reference.VisionTransformer(**zoo.config(name), device="meta"))
+    ours = fastvit.create_model(name, **META)
+    assert shapes(ours) == shapes(reference.VisionTransformer(**zoo.config(name), **META))
 
 
 @pytest.mark.parametrize("name", IN_TIMM)
 def test_names_keys_and_defaults_are_timms(name: str) -> None:
     timm = import_timm()
-    theirs = timm.create_model(name, device="meta")
-    ours = fastvit.create_model(name, device="meta")
+    theirs = timm.create_model(name, **META)
+    ours = fastvit.create_model(name, **META)
     assert shapes(ours) == shapes(theirs)
     for attribute in (
         "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
-        "has_class_token", "no_embed_class", "dynamic_img_size",
+        "has_class_token", "no_embed_class", "dynamic_img_size", "pool_include_prefix",
     ):  # fmt: skip
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
         assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
-    assert ours.norm.eps == theirs.norm.eps
+    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1"):
+        assert eps_of(ours, norm) == eps_of(theirs, norm), norm
     assert len(ours.blocks) == len(theirs.blocks)
     assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
     assert ours.blocks[0].attn.scale == theirs.blocks[0].attn.scale
-    assert getattr(ours.blocks[0].ls1, "init_values", None) == getattr(theirs.blocks[0].ls1, "init_values", None)
+    scales = [getattr(model.blocks[0], "ls1", model.blocks[0]) for model in (ours, theirs)]  # ResPostBlock's own
+    assert getattr(scales[0], "init_values", None) == getattr(scales[1], "init_values", None)
     assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
+
+
+@pytest.mark.parametrize("name", IN_TIMM)
+def test_features_and_logits_are_timms(name: str) -> None:
+    """Of a narrow model with one block and four patches."""
+    timm = import_timm()
+    patch_size = zoo.config(name)["patch_size"]
+    small = {"embed_dim": 64, "depth": 1, "num_heads": 4, "img_size": 2 * patch_size, "num_classes": 3}
+    ours, theirs = (library.create_model(name, **small) for library in (fastvit, timm))
+    twins(ours, theirs)
+    x = torch.randn(2, 3, 2 * patch_size, 2 * patch_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=1e-4, atol=1e-4)
 
 
 def test_cifar_models_drop_out_a_tenth() -> None:

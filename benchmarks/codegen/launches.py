@@ -130,7 +130,7 @@ def recording(target: str) -> Iterator[_Recorder]:
         stack.enter_context(library)
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.hook))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", recorder))
-        stack.enter_context(_library.use_backend("auto"))
+        stack.enter_context(_library.use_backend("auto", strict=True))
         stack.enter_context(_ToLaunchers())
         yield recorder
 

@@ -41,7 +41,7 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
     """The launchers see the part's multiprocessors, and configs of GEMMs are those of the real number of rows."""
     gemm = _configs.gemm
     with (
-        _library.use_backend("triton"),
+        _library.use_backend("triton", strict=True),
         mock.patch.object(_library, "multiprocessors", return_value=round(SMS / parts)),
         mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
     ):

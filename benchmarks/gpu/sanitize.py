@@ -43,7 +43,7 @@ def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
     """The op's workloads, forward and backward."""
     for workload, dtype in itertools.product(workloads("sanitize", ops=(op,)), dtypes):
         runner = workload.runner("fused", Draw(dtype, device))
-        with _library.use_backend("triton"):
+        with _library.use_backend("triton", strict=True):
             runner.gradients(tuple(torch.randn_like(out) for out in runner.outputs()))
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     gpu = "interpreter" if chosen.rehearse else torch.cuda.get_device_name()
     path = chosen.out / _tuned.file_name(gpu)
     host_bound = 0
-    with _library.use_backend("triton"):
+    with _library.use_backend("triton", strict=True):
         tuner = Tuner(device, timer_of(device), path, gpu, most=2 if chosen.rehearse else 99)
         for work in works(tiny=chosen.rehearse):
             if work.table not in (chosen.table or _tuned.FIELDS):

@@ -1,5 +1,6 @@
-"""The fused ops as functions."""
+"""The fused ops as functions, and the choice of what runs them."""
 
+from fastvit.ops._library import use_backend
 from fastvit.ops.attention import attention, attention_qkvpacked
 from fastvit.ops.dropout import dropout
 from fastvit.ops.layer_norm import add_layer_norm, layer_norm
@@ -21,4 +22,5 @@ __all__ = [
     "linear",
     "mlp",
     "patch_embed",
+    "use_backend",
 ]

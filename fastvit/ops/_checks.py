@@ -57,6 +57,16 @@ def check_float(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
 
+def check_image(image: Tensor, channels: int) -> None:
+    """Of any size."""
+    if not isinstance(image, Tensor):
+        raise TypeError(f"image must be a tensor, got {type(image).__name__}")
+    if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
+        raise TypeError(f"image must be uint8, float32, float16, bfloat16 or float64, got {image.dtype}")
+    if image.dim() != 4 or image.shape[1] != channels:
+        raise ValueError(f"image must have shape (B, C, H, W) with C = {channels}, got {tuple(image.shape)}")
+
+
 # (name, tensor, its shape or None for any, that shape in words such as "(D,)")
 Argument = tuple[str, Tensor | None, tuple[int, ...] | None, str]
 
@@ -92,6 +102,24 @@ def check_norm(
 def check_dropout(name: str, p: float) -> None:
     if not 0.0 <= p < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {p}")
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+    if head_dim % 8 or not 16 <= head_dim <= 256:
+        raise ValueError(f"{name} must be a multiple of 8 from 16 to 256, got {head_dim}")
+
+
+def check_statistics(name: str, values: Any, channels: int) -> tuple[float, ...]:
+    """mean or std of uint8 images, which are divided by 255 first: one number for each channel."""
+    allowed = "(0, 1]" if name == "std" else "[0, 1]"
+    what = f"{name} must be one number in {allowed} for each of the {channels} channels"
+    try:
+        found = tuple([float(v) for v in values])
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what}, got {values!r}") from error
+    if len(found) != channels or not all(0.0 <= v <= 1.0 for v in found) or (name == "std" and 0.0 in found):
+        raise ValueError(f"{what}, got {found}; images in 0 ... 255 are divided by 255 first")
+    return found
 
 
 def check_row_scale(name: str, x: Tensor, row_scale: Tensor | None) -> None:

@@ -6,7 +6,9 @@ the `fastvit::` namespace, with a fake implementation for `torch.compile` and `t
 per call by the first tensor's device and by
 
     FASTVIT_BACKEND   auto (default: Triton on a GPU or under TRITON_INTERPRET=1, else ATen) | triton | aten
-    FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning
+    FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning (default: 0)
+
+or by `use_backend`, which goes before them. Both variables are read in every call: a change of `os.environ` counts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from fastvit.ops._private import (
 )
 
 BACKENDS = ("auto", "triton", "aten")
+VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -53,37 +56,74 @@ class Unsupported(ValueError):
     nothing: results are fresh, and ATen writes all of them."""
 
 
-def _backend_from_environment() -> str:
-    name = os.environ.get("FASTVIT_BACKEND", "auto")
-    if name not in BACKENDS:
-        raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {name!r}")
-    return name
+Settings = tuple[str, bool]  # backend, strict
+
+# os.environ's own dict, where there is one: 20 ns for a variable that is not set, where os.environ takes 800
+_environ: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in VARIABLES)
+_chosen: Settings | None = None  # by use_backend
 
 
-_backend = _backend_from_environment()
-_strict = os.environ.get("FASTVIT_STRICT", "0") == "1"
+@functools.lru_cache(maxsize=8)
+def _parsed(*_raw: Any) -> Settings:
+    """What the environment says, by its raw values."""
+    backend, strict = (os.environ.get(name) or default for name, default in VARIABLES.items())
+    if backend not in BACKENDS:
+        raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {backend!r}")
+    if strict not in ("0", "1"):
+        raise ValueError(f"FASTVIT_STRICT must be 0 or 1, got {strict!r}")
+    return backend, strict == "1"
+
+
+def settings() -> Settings:
+    """The backend, and whether what Triton cannot take raises, as they are now."""
+    return _chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT))
+
+
+settings()  # a wrong value is an error at import
 
 
 @contextlib.contextmanager
-def use_backend(name: str, *, strict: bool = True) -> Iterator[None]:
-    """Within the context every op runs on `name`: "auto", "triton" or "aten". Process-wide, not per thread."""
-    global _backend, _strict
+def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
+    """Within the context every op runs on the backend of that name, whatever FASTVIT_BACKEND says.
+
+        with fastvit.ops.use_backend("aten"):
+            loss = model(images).sum()
+
+    The choice is the whole process's, since autograd runs backward passes in threads of its own, and an op asks for it
+    whenever it runs: a backward pass, and a compiled model, take what holds when they run. Contexts may be nested; of
+    several threads, one at a time may enter and leave them. A CUDA graph replays what it has captured.
+
+    Args:
+        name: "triton", "aten", or "auto": Triton for tensors on a GPU (with TRITON_INTERPRET=1 for all), else ATen.
+        strict: whether what Triton cannot take raises (True) or falls back to ATen with one warning (False); None for
+            what holds outside: the enclosing context's, or FASTVIT_STRICT's.
+
+    Raises:
+        ValueError: another name.
+        TypeError: another type of strict.
+        RuntimeError: from an op on "triton", where Triton cannot run on its tensors' device at all.
+    """
+    global _chosen
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
-    before = _backend, _strict
-    _backend, _strict = name, strict
+    if not isinstance(strict, bool | None):
+        raise TypeError(f"strict must be True, False or None, got {strict!r}")
+    before = _chosen
+    _chosen = name, settings()[1] if strict is None else strict
     try:
         yield
     finally:
-        _backend, _strict = before
+        _chosen = before
 
 
 def wants_triton(x: Tensor) -> bool:
     """Whether ops on x's device run Triton kernels."""
-    if _backend == "aten" or not (HAVE_TRITON and (x.is_cuda or INTERPRET)):
-        if _backend == "triton":
+    backend = settings()[0]
+    if backend == "aten" or not (HAVE_TRITON and (x.is_cuda or INTERPRET)):
+        if backend == "triton":
             raise RuntimeError(
-                f"FASTVIT_BACKEND=triton, but Triton cannot run on {x.device}: "
+                f"the backend is 'triton', by FASTVIT_BACKEND or use_backend, but Triton cannot run on {x.device}: "
                 + ("set TRITON_INTERPRET=1 for CPU tensors" if HAVE_TRITON else "triton is not installed")
             )
         return False
@@ -212,7 +252,7 @@ def _isolated(x: Tensor) -> Iterator[None]:
 
 def _warn_or_raise(name: str, reason: str) -> None:
     """That Triton cannot take a call: an error if strict, else one warning for each reason."""
-    if _strict:
+    if settings()[1]:
         raise Unsupported(f"fastvit::{name}: {reason}")
     if (name, reason) not in _warned:
         _warned.add((name, reason))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _decompositions
-from fastvit.ops._checks import check_float, check_like
+from fastvit.ops._checks import check_float, check_image, check_like, check_statistics
 from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_once, needs_autograd, register
 from fastvit.ops.aten import patch_embed as aten
 
@@ -91,18 +91,11 @@ def _check(
     image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, cast: bool
 ) -> None:
     """cast: under autocast, where dtypes may differ."""
-    if not isinstance(image, Tensor) or image.dtype is not torch.uint8:
-        check_float("image", image)
-    check_float("weight", weight)
-    if image.dim() != 4 or image.shape[1] == 0:
-        raise ValueError(f"image must have shape (B, C, H, W), got {tuple(image.shape)}")
     if weight.dim() != 4 or 0 in weight.shape:
         raise ValueError(f"weight must have shape (D, C, ph, pw), none of them 0, got {tuple(weight.shape)}")
+    check_image(image, weight.shape[1])
     check_like("image", image, ("weight", weight, None, ""), dtype=not cast and image.dtype is not torch.uint8)
-    _, C, H, W = image.shape
-    D, channels, ph, pw = weight.shape
-    if channels != C:
-        raise ValueError(f"weight must have image's {C} channels, got {channels}: {tuple(weight.shape)}")
+    (H, W), (D, _, ph, pw) = image.shape[2:], weight.shape
     if H % ph or W % pw or H == 0 or W == 0:
         raise ValueError(f"image size (H, W) must be a positive multiple of the patch {(ph, pw)}, got {(H, W)}")
     if bias is not None:
@@ -128,18 +121,14 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
         return None
     C, device = image.shape[1], image.device
     mean, std = (0.0,) * C if mean is None else mean, (1.0,) * C if std is None else std
-    for name, value in (("mean", mean), ("std", std)):
-        count = value.numel() if isinstance(value, Tensor) else len(value)
-        if count != C:
-            raise ValueError(f"{name} must have one value for each of the {C} channels, got {count}")
     if isinstance(mean, Tensor) or isinstance(std, Tensor):
+        for name, value in (("mean", mean), ("std", std)):
+            count = value.numel() if isinstance(value, Tensor) else len(value)
+            if count != C:
+                raise ValueError(f"{name} must have one value for each of the {C} channels, got {count}")
         mean, std = (torch.as_tensor(t, dtype=dtype, device=device).reshape(C) for t in (mean, std))
         return torch.stack([1 / (255 * std), -mean / std])
-    mean, std = tuple(map(float, mean)), tuple(map(float, std))
-    if not all(0 < s < math.inf for s in std):
-        raise ValueError(f"std must be positive and finite, got {std}")
-    if not all(-math.inf < m < math.inf for m in mean):
-        raise ValueError(f"mean must be finite, got {mean}")
+    mean, std = check_statistics("mean", mean, C), check_statistics("std", std, C)
     values = [[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]]
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
@@ -168,8 +157,8 @@ def patch_embed(
         bias: (D,), weight's dtype, or None.
         pos_embed: (n, D), weight's dtype: added to the n = H/ph * W/pw patches; or None.
         prefix: (P, D), weight's dtype: CLS and register tokens, their position already added; or None.
-        mean, std: C values each, for uint8 images only: of the pixels in [0, 1]; None means 0 and 1. Sequences of
-            floats, std positive, or tensors, whose values are not checked. Not differentiated.
+        mean, std: C values each, for uint8 images only: of the pixels divided by 255, so in [0, 1] and in (0, 1]; None
+            means 0 and 1. Sequences of floats, or tensors, whose values are not checked. Not differentiated.
 
     Returns:
         (B, P + n, D), contiguous, weight's dtype. Under autocast the convolution runs in autocast's dtype and the

@@ -1,0 +1,118 @@
+"""Files of weights, read as data: into one state_dict of dense tensors, or a `CheckpointError`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+import pickle
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PICKLES = (".pth", ".pt", ".bin")
+WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
+PARALLEL = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
+
+
+class CheckpointError(ValueError):
+    """The file is damaged, is no state_dict, or does not fit the model."""
+
+
+def check_weights(weights: Any) -> None:
+    """Raises what `load` raises for a wrong type, a wrong suffix or an absent file; reads nothing."""
+    if isinstance(weights, Mapping):
+        return
+    if not isinstance(weights, str | os.PathLike):
+        raise TypeError(f"weights must be the path of a file or a state_dict, got {weights!r:.200}")
+    path = Path(weights)
+    if path.suffix not in (".safetensors", *PICKLES):
+        raise CheckpointError(f"{path}: weights must be a .safetensors, {', '.join(PICKLES)} file")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
+    if path.stat().st_size == 0:
+        raise CheckpointError(f"{path} is empty")
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """What a file holds, on the CPU; no code from the file runs.
+
+    Raises:
+        CheckpointError, FileNotFoundError, ImportError: as `load`.
+    """
+    check_weights(path)
+    path = Path(path)
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    if importlib.util.find_spec("safetensors") is None:
+        raise ImportError(f"{path}: reading it needs safetensors: pip install 'fastvit[weights]'")
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device="cpu")
+    except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that this torch does not have
+        raise CheckpointError(f"{path} is damaged or is no safetensors file: {error!r}") from error
+
+
+def _read_pickle(path: Path) -> Any:
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm's training checkpoints carry their options
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"asks for {named[1]}" if named else "is damaged, or holds more than tensors"
+        raise CheckpointError(f"{path} {what}; only tensors are read, and no code is run") from error
+    except Exception as error:  # a damaged file makes the unpickler and the zip reader raise anything
+        if "TorchScript" in str(error):
+            raise CheckpointError(
+                f"{path} is a TorchScript program, not a state_dict; if you trust it, "
+                f"pass weights=torch.jit.load(path, map_location='cpu').state_dict()"
+            ) from error
+        raise CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}") from error
+
+
+def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
+    """The one state_dict in what a file holds, without the prefixes of parallel training."""
+    if isinstance(content, Mapping):
+        inside = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
+        if len(inside) > 1:
+            raise CheckpointError(
+                f"{where} holds several state_dicts, {inside}: choose with weights=fastvit.checkpoints.read(path)[...]"
+            )
+        if inside:
+            content = content[inside[0]]
+    if not isinstance(content, Mapping) or not content:
+        raise CheckpointError(f"{where} holds no state_dict but a {type(content).__name__}")
+    wrong = [f"{key!r}: {type(value).__name__}" for key, value in content.items() if not _is_plain(key, value)]
+    if wrong:
+        raise CheckpointError(f"{where} is no state_dict: not a name with a dense tensor: {first(wrong)}")
+    tensors = dict(content)
+    while prefix := next((p for p in PARALLEL if all(key.startswith(p) for key in tensors)), None):
+        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
+    return tensors
+
+
+def _is_plain(key: Any, value: Any) -> bool:
+    """A dense tensor with all of its values in memory: an expanded one of a few bytes may claim any size."""
+    return (
+        isinstance(key, str)
+        and type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_meta)
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
+
+
+def first(items: Collection[str], count: int = 8) -> str:
+    more = f" and {len(items) - count} more" if len(items) > count else ""
+    return ", ".join(itertools.islice(items, count)) + more
