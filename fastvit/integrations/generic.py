@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastvit import fuse, ops
+from fastvit._arguments import checked_statistics
 from fastvit.fuse import Norm, Unsupported
 from fastvit.integrations._plan import Plan, only_input
 
@@ -59,19 +60,12 @@ def patches(mean: Sequence[float] | None = None, std: Sequence[float] | None = N
     """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std.
 
     Raises:
-        ValueError: one without the other, of other lengths, or outside of [0, 1].
+        TypeError, ValueError: one without the other, of other lengths, or outside of [0, 1].
     """
-    if (mean is None) != (std is None):
-        raise ValueError(f"mean and std go together, got mean {mean} and std {std}")
-    if mean is None or std is None:
+    channels = len(mean) if isinstance(mean, Sized) else 3
+    mean, std = checked_statistics(mean, std, channels)
+    if mean is None:
         return Plan(read_patches, run_patches, "patch_embed", check_image, ndim=4)
-    mean, std = tuple(map(float, mean)), tuple(map(float, std))
-    if not all(0.0 <= m <= 1.0 for m in mean):
-        raise ValueError(f"mean must be of pixels in [0, 1], got {mean}")
-    if not all(0.0 < s <= 1.0 for s in std):
-        raise ValueError(f"std must be of pixels in [0, 1], and positive, got {std}")
-    if len(mean) != len(std):
-        raise ValueError(f"mean and std must have one value for each channel, got {len(mean)} and {len(std)}")
     read = partial(read_patches, mean=mean, std=std)
     return Plan(read, run_patches, "patch_embed", check_image, ndim=4, takes_pixels=True)
 

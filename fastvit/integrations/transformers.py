@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fastvit import fuse, ops
 from fastvit.fuse import LINEAR, Attention, Half, Mlp, Unsupported, qualified_name, submodules
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.ops._checks import takes_head_dim
 
 __all__ = ["register_attention"]
 
@@ -199,12 +200,8 @@ def takes_registered_attention(attn: Any) -> bool:
         and getattr(config, "_attn_implementation", "fastvit") in {*_SAME_ATTENTION} - {"fastvit"}
         and not getattr(attn, "is_causal", True)
         and getattr(attn, "num_key_value_groups", 1) == 1
-        and _takes_head_dim(getattr(attn, "head_dim", 64))
+        and takes_head_dim(getattr(attn, "head_dim", 64))
     )
-
-
-def _takes_head_dim(head_dim: int) -> bool:
-    return head_dim % 8 == 0 and 16 <= head_dim <= 256
 
 
 def attention_forward(
@@ -227,7 +224,7 @@ def attention_forward(
         (attention_mask is not None and not _made_for_export(attention_mask))
         or (is_causal and query.shape[2] > 1)
         or not query.shape == key.shape == value.shape
-        or not _takes_head_dim(query.shape[-1])
+        or not takes_head_dim(query.shape[-1])
         or any(value is not None and value is not False for value in kwargs.values())
     ):
         return sdpa_attention_forward(
