@@ -108,7 +108,8 @@ class _Mlp(FusedFunction):
         parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
         backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
         if norm_weight is not None:
-            y, *extras = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, backend=backend)
+            y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, backend=backend)
+            extras += [mean, rstd]
         if o.keep_pre:
             h, pre = linear_act_fwd(y, fc1_weight, fc1_bias, o.activation, backend=backend)
             extras.append(pre)
