@@ -32,7 +32,7 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     write_checkpoints(tmp_path)
     monkeypatch.chdir(tmp_path)
     blocks = list(BLOCK.finditer(TEXT))
-    assert len(blocks) == TEXT.count("```python") == 4
+    assert len(blocks) == TEXT.count("```python") == 5
     names: dict = {}
     for block in blocks:
         needs_gpu, source = block.groups()
