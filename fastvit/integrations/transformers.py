@@ -60,7 +60,7 @@ def _captures_attentions() -> bool:
 
 def _own_hooks_only(attn: nn.Module) -> bool:
     """Whether transformers' hooks are all that is put on an attention module."""
-    hooks = attn._forward_hooks.values()
+    hooks = list(attn._forward_hooks.values())  # what torch.compile of 2.11 has a truth value for
     others = attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks or "forward" in attn.__dict__
     return bool(hooks) and not others and all(h.__module__ == "transformers.utils.output_capturing" for h in hooks)
 
