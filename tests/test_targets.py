@@ -302,6 +302,7 @@ _WAIT, _LOAD, _MATMUL = (
     [
         ((_WAIT.format("0x0"), _MATMUL, _LOAD), 0),
         ((_WAIT.format("0x1"), _MATMUL, _LOAD), 1),
+        ((_WAIT.format("0x1        ?WAIT4_END_GROUP"), _MATMUL, _LOAD), 1),
         ((_LOAD, _MATMUL, _WAIT.format("0x0")), 1),
         ((_WAIT.format("0x2"), _MATMUL, _LOAD, _WAIT.format("0x1"), _MATMUL, _LOAD), 1),
         ((_WAIT.format("0x0"), _MATMUL), None),

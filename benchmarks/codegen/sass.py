@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import networkx
 
 _TENSOR = re.compile(r"[A-Z]+MMA\b|v_\w*(?:mfma|wmma)")  # HMMA, HGMMA, IMMA, UTCHMMA; AMD's
-_NV_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*([^;]*);")
+# `?`: for Blackwell, nvdisasm may add how long to wait
+_NV_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*([^;?]*)[^;]*;")
 _NV_LABEL = re.compile(r"^([.$\w]+):")
 _NV_TARGET = re.compile(r"`\(([.$\w]+)\)")
 _AMD_LINE = re.compile(r"^\s+([a-z]+_[a-z0-9_]+)\s*([^;]*)")
