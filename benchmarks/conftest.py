@@ -31,6 +31,7 @@ from benchmarks.harness.workloads import workloads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MINUTES = {"quick": 5.0, "cpu": 5.0, "long": 30.0, "gpu": 120.0}
+NO_TIME = "no time left for it"
 SESSION = pytest.StashKey[Session]()
 CASE = pytest.StashKey[Case]()  # of an item
 
@@ -125,7 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     schedule, write = session.schedule, item.config.get_terminal_writer()
     work = session.work(workload, mode)
     if not schedule.admits((workload, mode), work):
-        item.add_marker(pytest.mark.skip("no time left for it"))
+        item.add_marker(pytest.mark.skip(NO_TIME))
         return (yield)
     name = f"{workload.op} {workload}, {table.MODE[mode]}"
     write.write(f"{schedule.done + 1:>3} of {schedule.total}  {name:<64}", flush=True)
@@ -139,10 +140,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_report_teststatus() -> Generator[None, Any, tuple[str, str, str]]:
-    """No letters between the lines of progress."""
+def pytest_report_teststatus(report: pytest.TestReport) -> Generator[None, Any, tuple[str, str, str]]:
+    """No letters between the lines of progress. What was left out is listed at the end, by op."""
     category, *_ = yield
-    return category, "", ""
+    return "left out" if category == "skipped" and NO_TIME in str(report.longrepr) else category, "", ""
 
 
 @pytest.fixture
@@ -190,9 +191,9 @@ def _not_measured(config: pytest.Config) -> Iterator[str]:
         yield from counted(case.op for case, _ in left_out)
         yield from command(*grid, *chosen, minutes, f'-k "{selection(left_out, ran)}"')
     if session.grid == ("quick",):
-        yield "tiny cases only; all others:"
+        yield "not asked for: every case but tiny ones"
         yield from command(*chosen)
     elif session.grid == ("cpu",) and (large := workloads("long", ops=tuple(ran))):
-        yield f"not asked for: {2 * len(large)} benchmarks of large cases, about 15 minutes"
+        yield f"not asked for: {2 * len(large)} benchmarks of large cases; with them, in {MINUTES['long']:.0f} minutes"
         yield from counted(workload.op for workload in large for _ in table.MODE)
         yield from command("--long", *chosen)

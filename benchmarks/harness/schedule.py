@@ -38,8 +38,10 @@ TELLING = {
 
 
 def turns(workloads: Iterable[Workload]) -> dict[str, tuple[int, int]]:
-    """By id, what to sort by: all ops' telling cases, then all ops' first of the others, then their second."""
-    ops, seen = list(OPS), Counter[str]()
+    """By id, what to sort by: all ops' telling cases, then all ops' first of the others, then their second. What is
+    made of many ops, and takes as long, comes last each time."""
+    ops = sorted(OPS, key=lambda op: op in ("block", "model", "accelerate"))
+    seen = Counter[str]()
     found = {}
     for workload in workloads:
         other = str(workload) not in TELLING[workload.op]
@@ -48,10 +50,13 @@ def turns(workloads: Iterable[Workload]) -> dict[str, tuple[int, int]]:
     return found
 
 
+STEPS = 200  # more steps of eager, at the machine's limits, than a case takes on an idle machine
+
+
 @dataclass
 class Schedule:
-    """The time of a run. A case begins only if it is likely to end before the deadline, by what the cases of its op
-    took until then for their work: the seconds that a step of eager needs at the machine's limits."""
+    """The time of a run. A case begins only if it is likely to end before the deadline, by what others took for their
+    work: the seconds that a step of eager needs at the machine's limits."""
 
     deadline: float  # of perf_counter()
     case_seconds: float  # of timed rounds, for each case
@@ -69,9 +74,15 @@ class Schedule:
         return min(self.case_seconds, self.left() / (2 * max(1, self.total - self.done - len(self.left_out))))
 
     def estimate(self, op: str, work: float) -> float:
-        """Seconds, of cases of this op or, before its first, of any."""
+        """Seconds: what every case takes, and in proportion to work what the op's largest so far, or else that of all,
+        took beside that. Where it is the lesser part, it tells little."""
+        if not self.taken:
+            return self.case_seconds
+        every = min(seconds for _, _, seconds in self.taken)
         known = [row for row in self.taken if row[0] == op] or self.taken
-        return self.case_seconds + work * sum(row[2] for row in known) / max(sum(row[1] for row in known), 1e-12)
+        _, its_work, seconds = max(known, key=lambda row: row[1])
+        steps = (seconds - every) / its_work
+        return self.case_seconds + every + work * (steps if seconds > 2 * every else min(steps, STEPS))
 
     def admits(self, case: Case, work: float) -> bool:
         """Whether there is time for it; if not, it is left out."""
@@ -105,8 +116,9 @@ def selection(left_out: Sequence[Case], ran: Iterable[str]) -> str:
 
 def counted(ops: Iterable[str]) -> list[str]:
     """How many of each op, in lines."""
-    text = "; ".join(f"{op} {count}" for op, count in Counter(ops).items())
-    return textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+    text = "; ".join(f"{op} {count}".replace(" ", "\0") for op, count in Counter(ops).items())
+    lines = textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return [line.replace("\0", " ") for line in lines]
 
 
 def command(*options: str) -> list[str]:

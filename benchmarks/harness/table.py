@@ -17,7 +17,10 @@ MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
 case      B batch, N tokens, D width, H heads, d head dimension, px image, patch; features out
 step      fwd: forward without gradients; fwd+bwd: forward and the gradients of all that has one
-eager     plain PyTorch; sdpa: the same with PyTorch's scaled_dot_product_attention; fused: fastvit
+eager     plain PyTorch, which materialises N x N scores
+sdpa      the same with torch's scaled_dot_product_attention
+compile   the latter, or where an op has no attention the former, under torch.compile
+fused     fastvit
 ms        median of interleaved rounds
 MB        the most that one step allocates at a time: activations, temporaries, results, gradients
 / fused   that provider's figure in the row over fused's: above 1 where fused is faster or smaller;
