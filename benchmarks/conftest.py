@@ -105,9 +105,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     session = config.stash[SESSION]
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         if "workload" in parameters:
-            item.stash[CASE] = (parameters["workload"], str(parameters["mode"]))
+            item.stash[CASE] = parameters["workload"], parameters["mode"]
             item.add_marker(pytest.mark.benchmark(timer=session.clock))
     turn = turns(workloads(*session.grid))
     items.sort(key=lambda item: turn[item.stash[CASE][0].id] if CASE in item.stash else (-1, 0))
@@ -193,7 +193,7 @@ def _not_measured(config: pytest.Config) -> Iterator[str]:
     if session.grid == ("quick",):
         yield "not asked for: every case but tiny ones"
         yield from command(*chosen)
-    elif session.grid == ("cpu",) and (large := workloads("long", ops=tuple(ran))):
+    elif session.grid == ("cpu",) and (large := workloads("long", ops=(*ran, *(case.op for case, _ in left_out)))):
         yield f"not asked for: {2 * len(large)} benchmarks of large cases; with them, in {MINUTES['long']:.0f} minutes"
         yield from counted(workload.op for workload in large for _ in table.MODE)
         yield from command("--long", *chosen)

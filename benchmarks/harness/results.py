@@ -29,7 +29,9 @@ Made by `python -m benchmarks.harness.results` from the files beside this page; 
 [../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
 about the Triton kernels' speed. `make results` draws the picture anew, too.
 
+```text
 {table.LEGEND}
+```
 """
 
 

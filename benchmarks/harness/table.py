@@ -60,10 +60,11 @@ def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tup
 
 def _small_first(records: Sequence[Record]) -> list[Record]:
     """In order of work, the steps of a case together."""
-    least = {
-        case: min((r.flops, r.moved_bytes) for r in records if r.case == case) for case in {r.case for r in records}
-    }
-    return sorted(records, key=lambda r: (least[r.case], r.case, [*MODE].index(r.mode)))
+    least: dict[str, tuple[int, int]] = {}
+    for r in records:
+        least[r.case] = min(least.get(r.case, (r.flops, r.moved_bytes)), (r.flops, r.moved_bytes))
+    cases = sorted(least, key=lambda case: least[case])
+    return sorted(records, key=lambda r: (cases.index(r.case), [*MODE].index(r.mode)))
 
 
 def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None) -> list[str]:

@@ -339,7 +339,7 @@ def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any)
     if torch.is_grad_enabled():
         n = len(saved)
         return _DifferentiableOnce.apply(name, lambda *flat: function([*flat[:n]], *flat[n:]), *saved, *args)
-    if clear_saved_tensors is not None and not torch.compiler.is_compiling():
+    if clear_saved_tensors is not None and not is_dynamo_compiling():
         ctx.maybe_clear_saved_tensors()
     return function(saved, *args)
 

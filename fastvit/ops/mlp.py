@@ -42,7 +42,8 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *rest = saved
     layer_scale, row_scale, seeds, mean, rstd, pre, h = rest
-    saved.clear(), rest.clear()
+    saved.clear()
+    del rest
     want_hidden, want_h = any(wants[:5]), wants[5] or wants[7]
     y: Any = x if norm_weight is None else None
     if seeds is None:
