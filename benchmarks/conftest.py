@@ -1,7 +1,9 @@
-"""Options, the `measure` fixture that every benchmark is one call of, and the table at the end.
+"""Options, the order and the time of a run, the `measure` fixture that every benchmark is one call of, and the table at
+the end.
 
-pytest benchmarks --benchmark-only                      CPU path in minutes, or the full grid on a GPU
+pytest benchmarks --benchmark-only                      CPU path in 5 minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case per op, under a minute
+pytest benchmarks --benchmark-only --long               CPU path, large cases too
 pytest benchmarks --benchmark-only --providers eager,sdpa,compile,fused --dtype bfloat16
 """
 
@@ -9,7 +11,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
 
@@ -22,20 +25,25 @@ from benchmarks.harness.measure import Measure, Session
 from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import environment
+from benchmarks.harness.schedule import Case, Schedule, command, counted, selection, turns
 from benchmarks.harness.timing import Clock
 from benchmarks.harness.workloads import workloads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MINUTES = {"quick": 5.0, "cpu": 5.0, "long": 30.0, "gpu": 120.0}
+NO_TIME = "no time left for it"
 SESSION = pytest.StashKey[Session]()
+CASE = pytest.StashKey[Case]()  # of an item
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastvit")
     group.addoption("--quick", action="store_true", help="one tiny case per op")
+    group.addoption("--long", action="store_true", help="on a CPU, large cases too")
     group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
     group.addoption("--providers", type=_providers, help=f"of {','.join(PROVIDERS)}; default all, on a CPU no compile")
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
-    group.addoption("--bench-minutes", type=float, help="after this no further case begins; default 5, on a GPU 120")
+    group.addoption("--bench-minutes", type=float, help="for all; default 5, with --long 30, on a GPU 120")
 
 
 def _providers(text: str) -> tuple[str, ...]:
@@ -48,54 +56,100 @@ def _providers(text: str) -> tuple[str, ...]:
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("TRITON_INTERPRET=1: Triton's interpreter is for tests; its time means nothing")
+    options = config.option
     gpu = torch.cuda.is_available()
+    if options.quick and options.long:
+        raise pytest.UsageError("--quick and --long exclude each other")
+    if gpu and options.long:
+        raise pytest.UsageError("--long is for a CPU; on a GPU the grid has everything")
     device = torch.device("cuda" if gpu else "cpu")
-    quick = config.option.quick
-    dtype = DTYPES[config.option.dtype or ("bfloat16" if gpu else "float32")]
-    minutes = config.option.bench_minutes or (120.0 if gpu else 5.0)
+    grid = ("quick",) if options.quick else ("gpu",) if gpu else ("cpu", "long") if options.long else ("cpu",)
+    seconds = (options.bench_minutes or MINUTES[grid[-1]]) * 60
+    case_seconds = options.bench_seconds or {"quick": 0.2, "cpu": 1.0}.get(grid[-1], 1.5)
     config.stash[SESSION] = Session(
         device=device,
-        dtype=dtype,
-        grid="quick" if quick else "gpu" if gpu else "cpu",
-        providers=config.option.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fused")),
-        case_seconds=config.option.bench_seconds or (0.2 if quick else 1.5),
-        deadline=time.perf_counter() + minutes * 60,
+        dtype=DTYPES[options.dtype or ("bfloat16" if gpu else "float32")],
+        grid=grid,
+        providers=options.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fused")),
         clock=Clock(device),
+        schedule=Schedule(time.perf_counter() + seconds, case_seconds),
     )
-    if config.option.benchmark_columns is None:
-        config.option.benchmark_columns = ["median", "iqr", "min", "rounds"]
+    asked = ("columns", "compare", "histogram", "cprofile")
+    if not any(getattr(options, f"benchmark_{name}") for name in asked):
+        options.benchmark_quiet = True  # the plugin's table: fused alone, in more columns than fit
+    options.benchmark_columns = options.benchmark_columns or ["median", "iqr", "min", "rounds"]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.showfspath = False  # a line a case says more
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_header(config: pytest.Config) -> Generator[None, list[str], list[str]]:
+    """The defaults of pytest-benchmark, of which none is used here, are no part of it."""
+    lines = yield
+    return [line for line in lines if not str(line).startswith("benchmark: ")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The workloads of a bench module's OPS; each runs forward only, and forward + backward."""
+    """The workloads of a bench module's OPS; each runs in its MODES, or forward only and forward + backward."""
     if "workload" in metafunc.fixturenames:
-        chosen = workloads(metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
+        chosen = workloads(*metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
         metafunc.parametrize("workload", chosen, ids=[workload.id for workload in chosen])
-    if "mode" in metafunc.fixturenames:
-        metafunc.parametrize("mode", table.MODE)
+        metafunc.parametrize("mode", getattr(metafunc.module, "MODES", tuple(table.MODE)))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    session = config.stash[SESSION]
     for item in items:
-        item.add_marker(pytest.mark.benchmark(timer=config.stash[SESSION].clock))
+        parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+        if "workload" in parameters:
+            item.stash[CASE] = parameters["workload"], parameters["mode"]
+            item.add_marker(pytest.mark.benchmark(timer=session.clock))
+    turn = turns(workloads(*session.grid))
+    items.sort(key=lambda item: turn[item.stash[CASE][0].id] if CASE in item.stash else (-1, 0))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[SESSION].remaining = len(session.items)
+    session.config.stash[SESSION].schedule.total = sum(CASE in item.stash for item in session.items)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    session = item.config.stash[SESSION]
-    if time.perf_counter() > session.deadline:
-        session.left_out += 1
-        pytest.skip("the time of --bench-minutes is over")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A case for which there is no time is left out; every other has a line of progress."""
+    if CASE not in item.stash:
+        return (yield)
+    session, (workload, mode) = item.config.stash[SESSION], item.stash[CASE]
+    schedule, write = session.schedule, item.config.get_terminal_writer()
+    work = session.work(workload, mode)
+    if not schedule.admits((workload, mode), work):
+        item.add_marker(pytest.mark.skip(NO_TIME))
+        return (yield)
+    name = f"{workload.op} {workload}, {table.MODE[mode]}"
+    write.write(f"{schedule.done + 1:>3} of {schedule.total}  {name:<64}", flush=True)
+    begun, before = time.perf_counter(), len(session.records)
+    result = yield
+    seconds = time.perf_counter() - begun
+    schedule.finish(workload.op, work, seconds)
+    minutes, rest = divmod(int(schedule.left()), 60)
+    write.line(f"{seconds:6.1f} s {minutes:>4}:{rest:02} left{' failed' * (len(session.records) == before)}")
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_teststatus(report: pytest.TestReport) -> Generator[None, Any, tuple[str, str, str]]:
+    """No letters between the lines of progress. What was left out is listed at the end, by op."""
+    category, *_ = yield
+    return "left out" if category == "skipped" and NO_TIME in str(report.longrepr) else category, "", ""
 
 
 @pytest.fixture
-def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Iterator[Measure]:
+def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Measure:
     session = request.config.stash[SESSION]
-    yield lambda workload, mode: measure_one(benchmark, session, workload, mode)
-    session.remaining -= 1
+    return lambda workload, mode: measure_one(benchmark, session, workload, mode)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -106,14 +160,40 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     session = config.stash[SESSION]
-    if not session.records:
-        return
     write = terminalreporter.write_line
-    terminalreporter.section("fused against PyTorch")
-    where = table.header(environment(session.device, session.dtype), session.ceilings)
-    write("\n".join([*where, "", table.LEGEND]))
-    for op, lines in table.render(session.records, session.ceilings):
-        terminalreporter.section(op, sep="-")
+    if session.records:
+        terminalreporter.section("fused against PyTorch")
+        where = table.header(environment(session.device, session.dtype), session.ceilings)
+        write("\n".join([*where, "", table.LEGEND]))
+        for title, lines in table.render(session.records, session.ceilings):
+            terminalreporter.section(title, sep="-")
+            write("\n".join(lines))
+    if lines := [*_not_measured(config)]:
+        terminalreporter.section("not measured", sep="-")
         write("\n".join(lines))
-    if session.left_out:
-        write(f"left out: {session.left_out} benchmarks, because the time of --bench-minutes was over")
+
+
+def _not_measured(config: pytest.Config) -> Iterator[str]:
+    """What was left out, and the command that runs it."""
+    session, options = config.stash[SESSION], config.option
+    given = {
+        "dtype": options.dtype,
+        "providers": ",".join(options.providers or ()),
+        "bench-seconds": options.bench_seconds,
+    }
+    chosen = [f"--{name} {value}" for name, value in given.items() if value]
+    left_out = [case for case, _ in session.schedule.left_out]
+    ran = dict.fromkeys(record.op for record in session.records)
+    if left_out:
+        grid = [f"--{name}" for name in ("quick", "long") if getattr(options, name)]
+        minutes = f"--bench-minutes {session.schedule.minutes()}"
+        yield f"left out, for want of time: {len(left_out)} of {session.schedule.total} benchmarks"
+        yield from counted(case.op for case, _ in left_out)
+        yield from command(*grid, *chosen, minutes, f'-k "{selection(left_out, ran)}"')
+    if (ran or left_out) and session.grid == ("quick",):
+        yield "not asked for: every case but tiny ones"
+        yield from command(*chosen)
+    elif session.grid == ("cpu",) and (large := workloads("long", ops=(*ran, *(case.op for case, _ in left_out)))):
+        yield f"not asked for: {2 * len(large)} benchmarks of large cases; with them, in {MINUTES['long']:.0f} minutes"
+        yield from counted(workload.op for workload in large for _ in table.MODE)
+        yield from command("--long", *chosen)

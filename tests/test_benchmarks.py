@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness import dispatch, eager, measure, plot, results, table, timing
+from benchmarks.harness import dispatch, eager, measure, plot, provenance, results, table, timing
 from benchmarks.harness.agreement import _ulp, agreement, error_ratio
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
 from benchmarks.harness.memory import exponent, peak_bytes, running_peak, saved_bytes
 from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.schedule import TELLING, Schedule, selection, turns
 from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
@@ -259,8 +264,8 @@ def test_the_table_has_calls_beside_the_gpu_alone() -> None:
 def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = {"eager": [math.nan, math.nan, 1.0], "fused": [1.0, math.nan, 2.0]}
     monkeypatch.setattr(measure, "interleave", lambda *_, **__: samples)
-    session = measure.Session(CPU, torch.float32, "quick", ("eager", "fused"), 0.1, 1e18, Clock(CPU))
-    session.ceilings = Ceilings(1e10, 1e12)
+    schedule = Schedule(deadline=1e18, case_seconds=0.1)
+    session = measure.Session(CPU, torch.float32, ("quick",), ("eager", "fused"), Clock(CPU), schedule)
     benchmark: Any = SimpleNamespace(extra_info={})
     (workload,) = workloads("quick", ops=("layer_norm",))
     record = measure.measure(benchmark, session, workload, "inference")
@@ -312,6 +317,25 @@ def test_growth_is_fitted_per_provider() -> None:
     assert table.growth_lines(records[:2]) == []
 
 
+def test_rows_are_in_order_of_work_and_notes_stand_once() -> None:
+    records = [_record(op, N, 8, 2) for op in ("block", "attention") for N in (577, 197)]
+    for r in records:
+        r.flops, r.note, r.sdpa_backend = r.shape["N"], "on images", "flash"
+    sections = dict(table.render(records, None))
+    assert list(sections) == ["attention", "block", "notes"]
+    assert [line.split()[0] for line in sections["block"] if line.startswith("N")] == ["N197", "N577"] * 2
+    assert sections["notes"] == ["block; attention: on images", "block; attention: sdpa runs flash"]
+
+
+def test_every_column_is_explained() -> None:
+    record = _record("attention", 197, 8, 2)
+    record.providers["compile"] = record.providers["eager"]
+    lines = _lines(record, Ceilings(1e10, 1e12))
+    explained = {word for line in table.LEGEND.splitlines() for word in line[:10].split()}
+    assert set(lines[0].split()) | set(lines[1].split()) <= explained
+    assert max(map(len, table.LEGEND.splitlines())) <= 100
+
+
 def test_the_picture_names_every_line_and_its_slope(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     records = [_record("memory, attention", n, 4000 * n * n, 64000 * n) for n in (197, 577, 1025)]
@@ -354,10 +378,10 @@ def test_record_survives_json() -> None:
 
 
 def test_every_benchmark_has_one_id() -> None:
-    for grid in ("quick", "cpu", "gpu"):
-        found = [(w.id, w.uses & {grid}) for w in workloads(grid)]
+    for grid in (("quick",), ("cpu", "long"), ("gpu",)):
+        found = [w.id for w in workloads(*grid)]
         assert len(found) == len(set(found))
-    assert {w.op for w in workloads("quick")} == {w.op for w in workloads("gpu")}
+    assert {w.op for w in workloads("quick")} == {w.op for w in workloads("cpu")} == {w.op for w in workloads("gpu")}
 
 
 def test_an_unknown_op_is_named() -> None:
@@ -368,6 +392,13 @@ def test_an_unknown_op_is_named() -> None:
 def test_labels_name_every_size() -> None:
     sizes = {"name": "vit", "B": 1, "scales": True, "residual": False, "dropout_p": 0.1}
     assert str(Workload("model", sizes)) == "vit B1 scales dropout_p0.1"
+    for w in workloads("quick", ops=("model", "accelerate")):
+        assert f"depth{w.sizes['depth']}" in str(w).split(), "no whole model, and none by name"
+
+
+def test_the_ops_of_the_readme_are_benchmarks() -> None:
+    labels = {(w.op, str(w)) for w in workloads("cpu", "long")}
+    assert {cases[0] for _, cases, *_ in results._OPS} <= labels
 
 
 @pytest.mark.parametrize("workload", workloads("sanitize", "kernels"), ids=lambda w: w.id)
@@ -377,6 +408,75 @@ def test_every_option_builds_on_a_device_without_memory(workload: Workload) -> N
     outputs = runner.outputs()
     gradients = runner.gradients(tuple(torch.empty_like(out) for out in outputs))
     assert [g.shape for g in gradients] == [leaf.shape for leaf in runner.leaves]
+
+
+# ---- order and time of a run ----
+
+
+@pytest.mark.parametrize("grid", [("quick",), ("cpu",), ("cpu", "long"), ("gpu",)], ids=" ".join)
+def test_every_op_has_its_turn_before_any_has_its_second(grid: tuple[str, ...]) -> None:
+    found = workloads(*grid)
+    turn = turns(found)
+    order = sorted(found, key=lambda w: turn[w.id])
+    telling = [w for w in order if str(w) in TELLING[w.op]]
+    if grid != ("quick",):
+        assert {w.op for w in telling} == {w.op for w in found}
+        assert order[: len(telling)] == telling
+        assert [w.sizes["N"] for w in telling if w.op == "memory, block"] == [197, 577, 1025], "enough for an exponent"
+        assert {str(w) for w in found if w.op in ("model", "block")} >= {
+            TELLING[op][grid == ("gpu",)] for op in ("model", "block")
+        }
+    others = [turn[w.id][0] for w in order]
+    assert others == sorted(others)
+
+
+def test_a_case_that_would_end_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    small, large = workloads("cpu", ops=("attention",))[:2]
+    schedule = Schedule(deadline=100.0, case_seconds=1.0, total=4)
+    assert schedule.budget() == 1.0
+    assert schedule.admits((small, "inference"), 0.01), "nothing is known yet"
+    schedule.finish("layer_norm", 1e-6, 2.0)  # 1 s that every case takes
+    schedule.finish("attention", 0.1, 12.0)  # 100 steps
+    assert schedule.estimate("attention", 0.2) == pytest.approx(1 + 1 + 20)
+    assert schedule.estimate("block", 0.2) == pytest.approx(1 + 1 + 20), "as the largest of all"
+    assert schedule.estimate("layer_norm", 1e-3) == pytest.approx(1 + 1)
+    now = 80.0
+    assert not schedule.admits((large, "inference"), 0.2)
+    assert schedule.admits((small, "training"), 0.1), "a smaller one still fits"
+    assert [case for case, _ in schedule.left_out] == [(large, "inference")]
+    assert schedule.minutes() == 1
+    now = 99.0
+    assert schedule.budget() == pytest.approx(0.5), "half of what is left, for the one to come"
+    now = 101.0
+    assert schedule.left() == schedule.budget() == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_command_names_what_was_left_out_and_nothing_else(seed: int) -> None:
+    cases = [(w, mode) for w in workloads("cpu", "long") for mode in table.MODE]
+    draw = random.Random(seed)
+    left_out = [case for case in cases if draw.random() < 0.4 or case[0].op in ("mlp", "memory, block")]
+    ran = {w.op for w, mode in cases if (w, mode) not in left_out}
+    terms = selection(left_out, ran).split(" or ")
+    chosen = [(w, mode) for w, mode in cases if any(term in f"bench_op[{w.id}-{mode}]" for term in terms)]
+    assert chosen == left_out
+    assert "[mlp-" in terms
+
+
+def test_a_run_without_time_prints_a_command_that_works() -> None:
+    run = [sys.executable, "-m", "pytest", "benchmarks/bench_layer_norm.py", "--benchmark-only", "--quick"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    options: Any = {"cwd": provenance.ROOT, "capture_output": True, "text": True, "env": environment}
+    out = subprocess.run([*run, "--bench-minutes", "1e-4"], **options).stdout
+    assert "left out, for want of time: 4 of 4 benchmarks\n    layer_norm 2; add_layer_norm 2\n" in out
+    assert "4 left out" in out.splitlines()[-1]
+    assert max(map(len, out.splitlines())) <= 100
+    command = out.split("add_layer_norm 2\n")[1].split("not asked for")[0]
+    again = subprocess.run(f"{command.rstrip()} --collect-only -q", shell=True, **options).stdout
+    assert "4/" in again.splitlines()[-1], again
+    assert again.count("layer_norm-B1-N50-D192-") == 4
 
 
 # ---- dispatch ----

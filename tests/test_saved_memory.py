@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from models import randomised
 from oracle import inputs
 
-from benchmarks.harness.memory import saved_bytes
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.memory import peak_bytes, saved_bytes
+from benchmarks.harness.workloads import Workload
 from fastvit import layers, ops
 
 B, N, H, D = 2, 17, 2, 32
@@ -68,3 +70,41 @@ def test_eager_block_saves_more(x_and_parameters):
     """The yardstick counts what PyTorch is known to save: both norms' outputs and both scaled branches too."""
     x, parameters = x_and_parameters
     assert saved_bytes(lambda: eager_block(x, parameters), parameters.values()) >= 18 * B * N * D * x.element_size()
+
+
+PEAKS = {
+    "linear": {"out": 4 * 96, "activation": "gelu"},
+    "layer_norm_linear": {"out": 3 * 96},
+    "layer_norm_attention": {"H": 6},
+    "mlp": {},
+    "layer_norm_mlp": {},
+}
+
+
+@pytest.mark.parametrize("op", PEAKS)
+def test_a_training_step_peaks_no_higher_than_plain_pytorch(op, monkeypatch):
+    """Where weights are larger than tokens, gradients of weights come on top of what is still alive: a node must not
+    hold what it saved until its end."""
+    monkeypatch.setenv("FASTVIT_BACKEND", "aten")
+    workload, device = Workload(op, {"B": 1, "N": 33, "D": 96, **PEAKS[op]}), torch.device("cpu")
+    peaks = {}
+    for provider in ("sdpa" if "sdpa" in workload.providers else "eager", "fused"):
+        step, _ = workload.step(provider, "training", Draw(torch.float32, device))
+        step()
+        peaks[provider] = peak_bytes(step, device)
+    fused = peaks.pop("fused")
+    extra = 4 * (6 * 33 + 2 * 96)  # log-sum-exp of six heads; gradients of the norm, which come earlier than PyTorch's
+    assert fused <= max(peaks.values()) + extra
+    assert fused > 4 * 96 * 96 * 3  # the count itself works: there are gradients of weights
+
+
+@pytest.mark.parametrize("op", PEAKS)
+def test_a_retained_graph_keeps_what_it_saved(op):
+    workload = Workload(op, {"B": 1, "N": 18, "D": 96, **PEAKS[op]})
+    runner = workload.runner("fused", Draw(torch.float32, "cpu"))
+    (out,) = runner.outputs()
+    first, second = (torch.autograd.grad(out.sum(), runner.leaves, retain_graph=again) for again in (True, False))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), runner.leaves)

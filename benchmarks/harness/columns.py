@@ -23,4 +23,4 @@ def make(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     console = Console(width=WIDTH, file=io.StringIO(), color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
-    return [line.rstrip() for line in captured.get().splitlines()]
+    return [line.rstrip().replace("─", "-") for line in captured.get().splitlines()]

@@ -23,16 +23,25 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Materialises N x N. (B, N, 3, H, d) -> (B, N, H, d). mask: (B, H, N, N), what dropout multiplies weights with."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+def heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Materialises N x N. (B, H, N, d) each -> (B, N, H, d). mask: (B, H, N, N), what dropout multiplies by."""
     weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1)
     return ((weights if mask is None else weights * mask.to(weights.dtype)) @ v).transpose(1, 2).contiguous()
 
 
+def heads_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+
+
+def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
+    """(B, N, 3, H, d) -> (B, N, H, d), as `heads`."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    return heads(q, k, v, mask)
+
+
 def attention_sdpa(qkv: Tensor) -> Tensor:
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+    return heads_sdpa(q, k, v)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -65,7 +74,7 @@ def layer_norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight:
 
 def layer_norm_attention(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
-    proj_bias: Tensor, num_heads: int, *, residual: Tensor,
+    proj_bias: Tensor, num_heads: int, *, residual: Tensor, attention: Callable[[Tensor], Tensor] = attention,
 ) -> Tensor:  # fmt: skip
     qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias)
     out = attention(qkv.unflatten(-1, (3, num_heads, -1))).flatten(2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.memory import peak_bytes, saved_bytes
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.schedule import Schedule
 from benchmarks.harness.timing import (
     HOST_BOUND,
     Ceilings,
@@ -35,7 +36,7 @@ Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark 
 
 
 def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
-    """Every bench_*.py but the memory study has this one."""
+    """What every bench_*.py runs."""
     measure(workload, mode)
 
 
@@ -45,21 +46,26 @@ class Session:
 
     device: torch.device
     dtype: torch.dtype
-    grid: str
+    grid: tuple[str, ...]  # uses of workloads
     providers: tuple[str, ...]
-    case_seconds: float  # of timed rounds, for each case and mode
-    deadline: float  # perf_counter() after which no further case begins
     clock: Clock
-    remaining: int = 0  # benchmarks to come, this one included
-    left_out: int = 0  # benchmarks that the deadline cut off
-    ceilings: Ceilings | None = None  # measured with the first case
+    schedule: Schedule
     records: list[Record] = field(default_factory=list)
+    costs: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
-    def budget(self) -> float:
-        """Seconds of timed rounds for the next case: half of what is left, spread evenly; the other half goes into
-        agreement and memory."""
-        left = max(0.0, self.deadline - time.perf_counter())
-        return min(self.case_seconds, left / (2 * max(1, self.remaining)))
+    @functools.cached_property
+    def ceilings(self) -> Ceilings:
+        return measure_ceilings(self.clock, self.dtype)
+
+    def cost(self, workload: Workload, mode: str) -> tuple[int, int]:
+        key = workload.id, mode
+        if key not in self.costs:
+            self.costs[key] = cost(workload, mode, self.dtype)
+        return self.costs[key]
+
+    def work(self, workload: Workload, mode: str) -> float:
+        """Seconds of one step of eager at the machine's limits."""
+        return self.ceilings.least_seconds(*self.cost(workload, mode))
 
 
 def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
@@ -83,10 +89,8 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
 
     Raises AssertionError before any timing if fused is less accurate than the rule allows.
     """
-    if session.ceilings is None:
-        session.ceilings = measure_ceilings(session.clock, session.dtype)
     names = [name for name in session.providers if name in workload.providers]
-    flops, moved = cost(workload, mode, session.dtype)
+    flops, moved = session.cost(workload, mode)
     record = Record(
         workload.op, str(workload), mode, workload.sizes, workload.check, flops, moved, note=OPS[workload.op].note
     )
@@ -114,7 +118,9 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
             steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
 
-    if session.device.type == "cuda":
+    if workload.max_rounds == 1:  # no study of time; one round is the least that pytest-benchmark wants
+        steps = dict([*steps.items()][-1:])
+    elif session.device.type == "cuda":
         for name, step in steps.items():
             record.providers[name].called = Quantiles.of(per_call(step, session.device))
         for name, replay in capture_all(steps).items():
@@ -122,7 +128,9 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
                 record.providers[name].remark = f"no graph: {replay}; "
             else:
                 steps[name] = replay
-    samples = interleave(benchmark, session.clock, steps, seconds, budget=session.budget(), most=workload.max_rounds)
+    samples = interleave(
+        benchmark, session.clock, steps, seconds, budget=session.schedule.budget(), most=workload.max_rounds
+    )
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)

@@ -26,9 +26,10 @@ def attention(
 ) -> Runner:
     if separate:
         q, k, v = (draw.normal(B, N, H, d) for _ in range(3))
-        if provider == "eager":
-            return Runner(lambda: eager.attention(torch.stack([q, k, v], 2)), (q, k, v))
-        return Runner(lambda: ops.attention(q, k, v, dropout_p=dropout_p), (q, k, v))
+        if provider == "fused":
+            return Runner(lambda: ops.attention(q, k, v, dropout_p=dropout_p), (q, k, v))
+        heads = eager.heads if provider == "eager" else eager.heads_sdpa
+        return Runner(lambda: heads(*(t.transpose(1, 2) for t in (q, k, v))), (q, k, v))
     qkv = draw.normal(B, N, 3, H, d)
     if provider == "fused":
         return Runner(lambda: ops.attention_qkvpacked(qkv, dropout_p=dropout_p), (qkv,))
@@ -85,7 +86,8 @@ def layer_norm_attention(provider: str, draw: Draw, B: int, N: int, D: int, H: i
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
     function: Callable[..., Any] = ops.layer_norm_attention if provider == "fused" else eager.layer_norm_attention
-    return Runner(lambda: function(x, *parameters, H, residual=x), (x,), parameters)
+    options = {"attention": eager.attention_sdpa} if provider == "sdpa" else {}
+    return Runner(lambda: function(x, *parameters, H, residual=x, **options), (x,), parameters)
 
 
 def mlp(
@@ -200,7 +202,7 @@ OPS = {
     "add_layer_norm": Op(add_layer_norm),
     "linear": Op(linear),
     "layer_norm_linear": Op(layer_norm_linear),
-    "layer_norm_attention": Op(layer_norm_attention),
+    "layer_norm_attention": Op(layer_norm_attention, PROVIDERS, _few_samples),
     "mlp": Op(mlp),
     "layer_norm_mlp": Op(functools.partial(mlp, norm=True)),
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
@@ -210,7 +212,7 @@ OPS = {
         accelerate,
         PROVIDERS[1:],
         lambda sizes: {"B": min(sizes["B"], 2), "depth": 2},
-        f"ViT-B/16 at 224 px on {SOURCE}; sdpa: the library's own model",
+        f"ViT-B/16 at 224 px, of as many blocks as a case says, on {SOURCE}; sdpa: the library's own",
     ),
     "memory, attention": Op(attention, PROVIDERS, lambda sizes: {"H": 1}),
     "memory, block": Op(block, PROVIDERS, lambda sizes: {"D": 64, "H": 1}),

@@ -29,7 +29,9 @@ Made by `python -m benchmarks.harness.results` from the files beside this page; 
 [../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
 about the Triton kernels' speed. `make results` draws the picture anew, too.
 
+```text
 {table.LEGEND}
+```
 """
 
 
@@ -97,21 +99,21 @@ def _folder(folder: Path) -> Iterator[str]:
             yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
-# ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
+# ---- the table of the main README: op, its case in the result file or in older ones, what is fused, what is saved ----
 
 _OPS = [
-    ("patch_embed", "patch_embed", "B8 px224 patch16 D768", "normalisation, convolution, positions, prefix tokens",
+    ("patch_embed", [("patch_embed", "B8 px224 patch16 D768")], "normalisation, convolution, positions, prefix tokens",
      "none but the image"),
-    ("attention_qkvpacked", "attention", "B8 N1025 H12 d64", "scores, softmax and values, without an N x N tensor",
+    ("attention_qkvpacked", [("attention", "B8 N1025 H12 d64")], "scores, softmax and values, without an N x N tensor",
      "4: qkv, out"),
-    ("layer_norm_linear", "", "", "LayerNorm, linear", "1: x"),
-    ("layer_norm_attention", "", "", "LayerNorm, q, k and v, attention, projection, LayerScale, DropPath, residual sum",
-     "5: x, qkv, out"),
-    ("linear", "linear gelu", "M197 D768", "linear, activation, LayerScale, DropPath, residual sum",
-     "1: x; 4 more with an activation"),
-    ("layer_norm_mlp", "layer_norm_mlp", "M197 D768", "LayerNorm, both linears, activation, LayerScale, residual sum",
-     "5: x, pre-activation"),
-    ("Block", "block", "B1 N1025 D768 H12", "layer_norm_attention, layer_norm_mlp", "10"),
+    ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm, linear", "1: x"),
+    ("layer_norm_attention", [("layer_norm_attention", "B1 N197 D768 H12")],
+     "LayerNorm, q, k and v, attention, projection, LayerScale, DropPath, residual sum", "5: x, qkv, out"),
+    ("linear", [("linear", "B1 N197 D768 out3072 gelu"), ("linear gelu", "M197 D768")],
+     "linear, activation, LayerScale, DropPath, residual sum", "1: x; 4 more with an activation"),
+    ("layer_norm_mlp", [("layer_norm_mlp", "B1 N197 D768"), ("layer_norm_mlp", "M197 D768")],
+     "LayerNorm, both linears, activation, LayerScale, residual sum", "5: x, pre-activation"),
+    ("Block", [("block", "B1 N1025 D768 H12")], "layer_norm_attention, layer_norm_mlp", "10"),
 ]  # fmt: skip
 _OPS_HEAD = """\
 | op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |
@@ -119,16 +121,15 @@ _OPS_HEAD = """\
 
 
 def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
-    """Forward and backward, one size of each op; "-" where nothing was measured."""
+    """Forward and backward, one size of each op; "-" where the file has none."""
     records = {(r.op, r.case): r for r in read([path])[0] if r.mode == "training"}
     lines = [_OPS_HEAD]
-    for name, op, case, fused, saved in _OPS:
-        cells = ["-"] * 4
-        if case:  # one that the file lacks is an error: the sizes above must be those of the file
-            record = records[op, case]
+    for name, cases, fused, saved in _OPS:
+        cells, size = ["-"] * 4, ""
+        if record := next((records[case] for case in cases if case in records), None):
             cells = [table.time_ratio(record, rival) for rival in ("eager", "sdpa")]
             cells += [table.ratio(record.memory_ratios().get(rival)) for rival in ("eager", "sdpa")]
-        size = f", {case}" if case else ""
+            size = f", {record.case}"
         lines.append(f"| {' | '.join([f'`{name}`{size}', fused, saved, *cells])} |")
     return "\n".join(lines)
 

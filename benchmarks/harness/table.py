@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness.columns import make
+from benchmarks.harness.columns import WIDTH, make
 from benchmarks.harness.memory import exponent
-from benchmarks.harness.providers import PROVIDERS
+from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
 
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
-ms: median of interleaved rounds. MB: the most that one step allocates at a time. eager / fused: the quotient of the two
-figures in the row, above 1 where fused is faster or smaller; ~ where the rounds do not tell the two apart. ceiling: the
-share of the machine's measured limits that fused reaches. error: fused's against float64, over eager's + one ulp."""
+case      B batch, N tokens, D width, H heads, d head dimension, px image, patch; features out
+step      fwd: forward without gradients; fwd+bwd: forward and the gradients of all that has one
+eager     plain PyTorch, which materialises N x N scores
+sdpa      the same with torch's scaled_dot_product_attention
+compile   the latter, or where an op has no attention the former, under torch.compile
+fused     fastvit
+ms        median of interleaved rounds
+MB        the most that one step allocates at a time: activations, temporaries, results, gradients
+/ fused   that provider's figure in the row over fused's: above 1 where fused is faster or smaller;
+          ~ where the rounds do not tell the two apart
+ceiling   share that fused reaches of what the machine's measured limits allow
+error     fused's against float64, over eager's + one ulp: at most 2 forward, 3 for gradients"""
 
 
 def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
@@ -34,14 +44,27 @@ def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
 
 
 def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
-    """(op, lines) for each op: tables of times and of peak memory. The memory study has too few rounds for times."""
-    for op in dict.fromkeys(r.op for r in records):
-        mine = [r for r in records if r.op == op]
+    """(op, lines) for each op: tables of times and of peak memory; ("notes", lines). The memory study has too few
+    rounds for times."""
+    known = [*OPS]
+    for op in sorted({r.op for r in records}, key=lambda op: (known.index(op) if op in known else len(known), op)):
+        mine = _small_first([r for r in records if r.op == op])
         names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
         times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings), ""]
         if any(p.called for r in mine for p in r.providers.values()):
             times += [*_table([_as_called(r) for r in mine], names, "ms called", None), ""]
         yield op, [*times, *_table(mine, names, "MB", None), *_remarks(mine)]
+    if notes := [*_notes(records)]:
+        yield "notes", notes
+
+
+def _small_first(records: Sequence[Record]) -> list[Record]:
+    """In order of work, the steps of a case together."""
+    least: dict[str, tuple[int, int]] = {}
+    for r in records:
+        least[r.case] = min(least.get(r.case, (r.flops, r.moved_bytes)), (r.flops, r.moved_bytes))
+    cases = sorted(least, key=lambda case: least[case])
+    return sorted(records, key=lambda r: (cases.index(r.case), [*MODE].index(r.mode)))
 
 
 def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None) -> list[str]:
@@ -91,7 +114,7 @@ def ratio(value: float | None) -> str:
 
 
 def _remarks(records: Sequence[Record]) -> list[str]:
-    """What a reader must know that is not a number: what was left out and why, and which SDPA ran."""
+    """What a reader must know that is not a number: what was skipped and why."""
     lines = [
         f"skipped: {r.case} {MODE[r.mode]}, {name}: {p.skipped}"
         for r in records
@@ -101,9 +124,20 @@ def _remarks(records: Sequence[Record]) -> list[str]:
     lines += [
         f"{r.case} {MODE[r.mode]}, {name}: {p.remark}" for r in records for name, p in r.providers.items() if p.remark
     ]
-    lines += sorted({r.note for r in records if r.note})
-    backends = sorted({r.sdpa_backend for r in records if r.sdpa_backend})
-    return lines + ([f"sdpa runs {', '.join(backends)}"] if backends else []) + growth_lines(records)
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")] + growth_lines(
+        records
+    )
+
+
+def _notes(records: Sequence[Record]) -> Iterator[str]:
+    """What the images are and which SDPA ran, once each, with the ops it holds for."""
+    ops: dict[str, dict[str, None]] = {}
+    for r in records:
+        for note in (r.note, r.sdpa_backend and f"sdpa runs {r.sdpa_backend}"):
+            if note:
+                ops.setdefault(note, {})[r.op] = None
+    for note, holders in ops.items():
+        yield from textwrap.wrap(f"{'; '.join(holders)}: {note}", WIDTH, subsequent_indent="  ")
 
 
 def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], list[int]]]]:

@@ -4,6 +4,7 @@ sanitizer and ahead-of-time compilation all take theirs from it; `Workload.runne
 Uses:
 
     quick, cpu, gpu     benchmarks: one tiny case an op; the CPU path in minutes; the full grid of a GPU
+    long                benchmarks: what the CPU path has beside cpu, and takes minutes itself
     verify, headline    the first minutes of a GPU: what is compared with float64, and what is timed
     tune, rehearse      shapes for which launch tables are measured; tiny ones for the interpreter
     traffic             counted in the interpreter with real N, d and D: where the real case has too many rows, one of
@@ -113,9 +114,10 @@ def _all() -> tuple[Workload, ...]:
 def _attention() -> Iterator[Workload]:
     rows = functools.partial(_rows, "attention")
     yield from rows("quick", B=1, N=50, H=3, d=64)
-    for B, N in ((1, 197), (64, 197), (1, 257), (1, 577), (1, 1025), (8, 1025)):
-        yield from rows("cpu", B=B, N=N, H=12, d=64)
+    for B, N, use in ((1, 197, "cpu"), (64, 197, "long"), (1, 577, "cpu"), (1, 1025, "cpu"), (8, 1025, "long")):
+        yield from rows(use, B=B, N=N, H=12, d=64)
     yield from rows("cpu", B=1, N=257, H=16, d=80)
+    yield from rows("cpu", B=1, N=197, H=12, d=64, separate=True)
     batches = {197: [1, 32, 256], 257: [1, 128], 577: [1, 64], 1025: [1, 32], 1370: [1, 16], 4097: [1, 8]}
     for N, several in {**batches, 16385: [1, 2]}.items():
         yield from rows("gpu", B=several, N=N, H=16, d=64)
@@ -184,11 +186,16 @@ def _gemms() -> Iterator[Workload]:
     for B, N, D, uses in ((1, 50, 192, "quick"), (1, 197, 768, "cpu")):
         yield from _rows("linear", uses, B=B, N=N, D=D, out=4 * D, activation="gelu")
         yield from _rows("mlp", uses, B=B, N=N, D=D)
+        yield from _rows("layer_norm_linear", uses, B=B, N=N, D=D, out=3 * D)
+        yield from _rows("layer_norm_attention", uses, B=B, N=N, D=D, H=D // 64)
         yield from _rows("layer_norm_mlp", uses, B=B, N=N, D=D)
     yield from _rows("mlp", "cpu", B=1, N=197, D=384)
+    yield from _rows("layer_norm_mlp", "cpu", B=8, N=197, D=384)
     for D, (B, N) in itertools.product((384, 768, 1024, 1280), ((1, 197), (1, 1370), (1, 4097), (32, 197), (256, 197))):
         yield from _rows("linear", "gpu tune" if N == 197 else "gpu", B=B, N=N, D=D, out=4 * D, activation="gelu")
         yield from _rows("mlp", "gpu", B=B, N=N, D=D)
+        yield from _rows("layer_norm_linear", "gpu", B=B, N=N, D=D, out=3 * D)
+        yield from _rows("layer_norm_attention", "gpu", B=B, N=N, D=D, H=D // 64)
         yield from _rows("layer_norm_mlp", "gpu", B=B, N=N, D=D)
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=[384, 1536], activation="gelu")
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=384, scales=True)
@@ -259,7 +266,7 @@ def _patch_embed() -> Iterator[Workload]:
 
 def _models() -> Iterator[Workload]:
     yield from _rows("block", "quick", B=1, N=50, D=192, H=3)
-    yield from _rows("block", "cpu", B=1, N=[50, 197, 257, 577, 1025], D=768, H=12)
+    yield from _rows("block", "cpu", B=1, N=[50, 197, 577, 1025], D=768, H=12)
     yield from _rows("block", "cpu", B=8, N=197, D=384, H=6)
     for (D, H), (N, B) in itertools.product(
         ((384, 6), (768, 12), (1024, 16), (1280, 16)),
@@ -271,9 +278,10 @@ def _models() -> Iterator[Workload]:
     names = [f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
     cifar = [f"vit_cifar_{size}" for size in ("small", "base", "large")]
     yield from _rows("model", "quick", name="vit_cifar_small", B=1, px=32, depth=2)
-    yield from _rows("model", "cpu", name=names[:3], B=1, px=224)
+    yield from _rows("model", "cpu", name=names[:2], B=1, px=224)
+    yield from _rows("model", "long", name=names[2], B=1, px=224)
     yield from _rows("model", "cpu", name="vit_cifar_small", B=8, px=32)
-    yield from _rows("model", "cpu", name="vit_cifar_base", B=1, px=32)
+    yield from _rows("model", "long", name="vit_cifar_base", B=1, px=32)
     yield from _rows("model", "gpu", name=cifar, B=[1, 256], px=32)
     yield from _rows("model", "gpu", name=names, B=[1, 32, 256], px=224)
     yield from _rows("model", "gpu", name="vit_huge_patch14_224", B=[1, 32, 128], px=224)
@@ -290,9 +298,8 @@ def _models() -> Iterator[Workload]:
 
 def _memory() -> Iterator[Workload]:
     for N in (17, 50, 197):
-        yield from _rows("memory, attention", "quick", B=1, N=N, H=3, d=64, max_rounds=3)
-        yield from _rows("memory, block", "quick", B=1, N=N, D=192, H=3, max_rounds=3)
+        yield from _rows("memory, attention", "quick", B=1, N=N, H=3, d=64, max_rounds=1)
+        yield from _rows("memory, block", "quick", B=1, N=N, D=192, H=3, max_rounds=1)
     for N in (197, 577, 1025, 2305, 4097):
-        rounds = 3 if N < 2000 else 1
-        yield from _rows("memory, attention", "cpu gpu", B=1, N=N, H=12, d=64, max_rounds=rounds)
-        yield from _rows("memory, block", "cpu gpu", B=1, N=N, D=768, H=12, max_rounds=rounds)
+        yield from _rows("memory, attention", "cpu gpu", B=1, N=N, H=12, d=64, max_rounds=1)
+        yield from _rows("memory, block", "cpu gpu", B=1, N=N, D=768, H=12, max_rounds=1)

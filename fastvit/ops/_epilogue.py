@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows, check_float, check_like, check_row_scale, promoted_dtype
+from fastvit.ops._library import transforming
 
 
 class Epilogue(NamedTuple):
@@ -101,7 +102,9 @@ def parameter_gradients(
             if bias is not None:
                 dlayer_scale = torch.addcmul(dlayer_scale, bias.to(wide), total)
             dlayer_scale = dlayer_scale.to(layer_scale.dtype)
-        dweight = (G * scale[:, None]).to(weight.dtype) if want_weight else None
+        if want_weight:
+            in_place = G.dtype is weight.dtype and not transforming()  # vmap's G may have one sample for many scales
+            dweight = G.mul_(scale[:, None]) if in_place else (G * scale[:, None]).to(weight.dtype)
     return dweight, (total * scale).to(weight.dtype) if want_bias else None, dlayer_scale
 
 

@@ -31,6 +31,7 @@ from torch.nn import Parameter
 from fastvit.kernels import _tuned
 from fastvit.ops._private import (
     are_functorch_transforms_active,
+    clear_saved_tensors,
     has_forward_level,
     is_any_autocast_enabled,
     is_torch_function_mode_enabled,
@@ -198,6 +199,7 @@ _KNOWS_OBSERVERS = None not in (
     len_torch_dispatch_stack,
     is_torch_function_mode_enabled,
     are_functorch_transforms_active,
+    clear_saved_tensors,
     is_any_autocast_enabled,
     is_tracing,
     profiler_enabled,
@@ -335,7 +337,7 @@ def repeats_as_views(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 class FusedFunction(torch.autograd.Function):
     """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and do the work of
-    `backward` through `differentiable_once`."""
+    `backward` through `differentiable_once` or `consume_saved`."""
 
     generate_vmap_rule = True
 
@@ -374,6 +376,19 @@ def differentiable_once(name: str, function: Callable[..., Any], *args: Any) -> 
     if torch.is_grad_enabled():
         return _DifferentiableOnce.apply(name, function, *args)
     return function(*args)
+
+
+def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """function(saved, *args) as in `differentiable_once`, saved being the list of the saved tensors. Unless the graph
+    is retained, the node gives them up: what `function` takes out of the list and drops is freed while it still runs.
+    """
+    saved = list(ctx.saved_tensors)
+    if torch.is_grad_enabled():
+        n = len(saved)
+        return _DifferentiableOnce.apply(name, lambda *flat: function([*flat[:n]], *flat[n:]), *saved, *args)
+    if clear_saved_tensors is not None and not is_dynamo_compiling():
+        ctx.maybe_clear_saved_tensors()
+    return function(saved, *args)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastvit.ops._checks import as_rows
 from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._library import FusedFunction, choose_backend, differentiable_once, needs_autograd, repeats_as_views
+from fastvit.ops._library import FusedFunction, choose_backend, consume_saved, needs_autograd, repeats_as_views
 from fastvit.ops.attention import attention_qkvpacked_bwd, attention_qkvpacked_fwd, checked_scale
 from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import layer_norm_fwd
@@ -26,12 +26,10 @@ class _Options(NamedTuple):
     residual_is_x: bool
 
 
-def _backward(
-    dout: Tensor, o: _Options, wants: tuple[bool, ...],
-    proj_weight: Tensor, proj_bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
-    seed: Tensor | None, qkv: Tensor | None, attended: Any, lse: Tensor | None, x: Tensor | None, *rest: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """wants: of proj's weight and bias and layer_scale, then as `layer_norm_linear_backward` -> gradients, or None."""
+    proj_weight, proj_bias, layer_scale, row_scale, seed, qkv, attended, lse, x, *rest = saved
+    saved.clear()
     features = proj_weight.shape[1]
     g = as_rows(scale_samples(dout.to(proj_weight.dtype), row_scale))
     rows = attended.view(-1, features) if wants[0] or wants[2] else None
@@ -41,7 +39,7 @@ def _backward(
     do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)).view(attended.shape)
     del g
     dqkv = attention_qkvpacked_bwd(do, qkv, attended, lse, seed, o.scale, o.dropout_p)
-    del do
+    del do, qkv, attended, rows
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
     return *of_proj, *layer_norm_linear_backward(dqkv.view(-1, 3 * features), dresidual, o.eps, wants[3:], x, *rest)
 
@@ -98,9 +96,7 @@ class _LayerNormAttention(FusedFunction):
         wants = (*wants[3:6], *wants[:3], *wants[10:])
         gradients: tuple[Tensor | None, ...] = (None,) * len(wants)
         if any(wants):
-            gradients = differentiable_once(
-                "layer_norm_attention", _backward, dout, ctx.options, wants, *ctx.saved_tensors
-            )
+            gradients = consume_saved(ctx, "layer_norm_attention", _backward, dout, ctx.options, wants)
         return *gradients[3:6], *gradients[:3], None, dresidual, None, None, *gradients[6:]
 
 

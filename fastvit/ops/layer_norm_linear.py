@@ -55,6 +55,7 @@ def layer_norm_linear_backward(
             )
         else:
             dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, x, mean, rstd, norm_weight, dresidual)
+        del dy
     elif any(wants_weight):
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype)
     dweights = (part.t() @ as_rows(y) if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))

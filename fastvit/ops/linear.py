@@ -15,6 +15,7 @@ from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_g
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
+    consume_saved,
     differentiable_once,
     needs_autograd,
     register,
@@ -109,11 +110,10 @@ class _Linear(FusedFunction):
         return *gradients, None, dy.to(ctx.residual_dtype) if wants[5] else None
 
 
-def _act_backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor, pre: Tensor, activation: str, wants: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
+def _act_backward(saved: list[Any], dy: Tensor, activation: str, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """-> gradients of x, weight and bias; None if not wanted."""
-    dpre, dbias = act_bwd(dy, pre, activation)
+    x, weight = saved[:2]
+    dpre, dbias = act_bwd(dy, saved.pop(), activation)  # frees pre
     dx = dpre @ weight if wants[0] else None
     return dx, None if x is None else as_rows(dpre).t() @ as_rows(x), dbias if wants[2] else None
 
@@ -138,7 +138,7 @@ class _LinearAct(FusedFunction):
         if dy is None:
             return None, None, None, None
         wants = ctx.needs_input_grad[:3]
-        return *differentiable_once("linear", _act_backward, dy, *ctx.saved_tensors, ctx.activation, wants), None
+        return *consume_saved(ctx, "linear", _act_backward, dy, ctx.activation, wants), None
 
 
 def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:

@@ -15,7 +15,7 @@ from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
     choose_backend,
-    differentiable_once,
+    consume_saved,
     needs_autograd,
     repeats_as_views,
 )
@@ -38,13 +38,12 @@ class _Options(NamedTuple):
     residual_is_x: bool
 
 
-def _backward(
-    dout: Tensor, x: Any, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, seeds: Tensor | None,
-    mean: Tensor | None, rstd: Tensor | None, pre: Any, h: Tensor | None, o: _Options, wants: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
+    x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *rest = saved
+    layer_scale, row_scale, seeds, mean, rstd, pre, h = rest
+    saved.clear()
+    del rest
     want_hidden, want_h = any(wants[:5]), wants[5] or wants[7]
     y: Any = x if norm_weight is None else None
     if seeds is None:
@@ -68,6 +67,7 @@ def _backward(
         if want_h and h is None:
             h = activate(pre, o.activation)
             h = h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p)
+    del pre
     of_fc2 = parameter_gradients(g, h, fc2_weight, fc2_bias, layer_scale, wants[5:8])
     del h, g
 
@@ -152,7 +152,7 @@ class _Mlp(FusedFunction):
         o, wants = ctx.options, ctx.needs_input_grad
         gradients = (None,) * 8
         if any(wants[:8]):
-            gradients = differentiable_once(o.name, _backward, dout, *ctx.saved_tensors, o, wants[:8])
+            gradients = consume_saved(ctx, o.name, _backward, dout, o, wants[:8])
         return *gradients, None, dout.to(ctx.residual_dtype) if wants[9] else None, None, None
 
 

@@ -1,0 +1,130 @@
+"""In which order benchmarks run, and which of them the time is too short for."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.harness.columns import WIDTH
+from benchmarks.harness.families import VIT_B_16
+from benchmarks.harness.providers import OPS
+from benchmarks.harness.workloads import Workload
+
+Case = tuple[Workload, str]  # and "inference" or "training"
+
+# What tells most of an op, on a CPU and on a GPU, and the least that an exponent can be fitted to.
+TELLING = {
+    "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
+    "layer_norm": ("B8 N197 D768", "B256 N197 D768"),
+    "add_layer_norm": ("B8 N197 D768", "B256 N197 D768"),
+    "linear": ("B1 N197 D768 out3072 gelu", "B32 N197 D768 out3072 gelu"),
+    "layer_norm_linear": ("B1 N197 D768 out2304", "B32 N197 D768 out2304"),
+    "layer_norm_attention": ("B1 N197 D768 H12", "B32 N197 D768 H12"),
+    "mlp": ("B1 N197 D768", "B32 N197 D768"),
+    "layer_norm_mlp": ("B1 N197 D768", "B32 N197 D768"),
+    "patch_embed": ("B8 px224 patch16 D768", "B32 px224 patch16 D768"),
+    "block": ("B1 N1025 D768 H12", "B32 N197 D768 H12"),
+    "model": ("vit_small_patch16_224 B1 px224", "vit_base_patch16_224 B32 px224"),
+    "accelerate": tuple(f"{library} B{B}" for library in VIT_B_16 for B in (1, 32)),
+    "memory, attention": tuple(f"B1 N{N} H12 d64" for N in (197, 577, 1025)),
+    "memory, block": tuple(f"B1 N{N} D768 H12" for N in (197, 577, 1025)),
+}
+
+
+def turns(workloads: Iterable[Workload]) -> dict[str, tuple[int, int]]:
+    """By id, what to sort by: all ops' telling cases, then all ops' first of the others, then their second. What is
+    made of many ops, and takes as long, comes last each time."""
+    ops = sorted(OPS, key=lambda op: op in ("block", "model", "accelerate"))
+    seen = Counter[str]()
+    found = {}
+    for workload in workloads:
+        other = str(workload) not in TELLING[workload.op]
+        seen[workload.op] += other
+        found[workload.id] = (seen[workload.op] if other else 0), ops.index(workload.op)
+    return found
+
+
+STEPS = 200  # more steps of eager, at the machine's limits, than a case takes on an idle machine
+
+
+@dataclass
+class Schedule:
+    """The time of a run. A case begins only if it is likely to end before the deadline, by what others took for their
+    work: the seconds that a step of eager needs at the machine's limits."""
+
+    deadline: float  # of perf_counter()
+    case_seconds: float  # of timed rounds, for each case
+    total: int = 0
+    done: int = 0
+    taken: list[tuple[str, float, float]] = field(default_factory=list)  # op, work, seconds beside timed rounds
+    left_out: list[tuple[Case, float]] = field(default_factory=list)  # and its work
+
+    def left(self) -> float:
+        return max(0.0, self.deadline - time.perf_counter())
+
+    def budget(self) -> float:
+        """Seconds of timed rounds for the next case: half of what is left, spread evenly; the other half goes into
+        agreement and memory."""
+        return min(self.case_seconds, self.left() / (2 * max(1, self.total - self.done - len(self.left_out))))
+
+    def estimate(self, op: str, work: float) -> float:
+        """Seconds: what every case takes, and in proportion to work what the op's largest so far, or else that of all,
+        took beside that. Where it is the lesser part, it tells little."""
+        if not self.taken:
+            return self.case_seconds
+        every = min(seconds for _, _, seconds in self.taken)
+        known = [row for row in self.taken if row[0] == op] or self.taken
+        _, its_work, seconds = max(known, key=lambda row: row[1])
+        steps = (seconds - every) / its_work
+        return self.case_seconds + every + work * (steps if seconds > 2 * every else min(steps, STEPS))
+
+    def admits(self, case: Case, work: float) -> bool:
+        """Whether there is time for it; if not, it is left out."""
+        if self.estimate(case[0].op, work) <= self.left():
+            return True
+        self.left_out.append((case, work))
+        return False
+
+    def finish(self, op: str, work: float, seconds: float) -> None:
+        self.done += 1
+        self.taken.append((op, work, max(0.0, seconds - self.case_seconds)))
+
+    def minutes(self) -> int:
+        """What those left out would take, a third added."""
+        seconds = sum(self.estimate(workload.op, work) for (workload, _), work in self.left_out)
+        return math.ceil(4 / 3 * seconds / 60)
+
+
+def selection(left_out: Sequence[Case], ran: Iterable[str]) -> str:
+    """An expression for pytest's -k that names these, all of an op together if it is not among those that ran."""
+    whole = {workload.op for workload, _ in left_out} - {*ran}
+    modes = Counter(workload.id for workload, _ in left_out)
+    words = (
+        f"[{workload.op.replace(', ', '-')}-" if workload.op in whole
+        else f"[{workload.id}-" if modes[workload.id] > 1
+        else f"[{workload.id}-{mode}]"
+        for workload, mode in left_out
+    )  # fmt: skip
+    return " or ".join(dict.fromkeys(words))
+
+
+def counted(ops: Iterable[str]) -> list[str]:
+    """How many of each op, in lines."""
+    text = "; ".join(f"{op} {count}".replace(" ", "\0") for op, count in Counter(ops).items())
+    lines = textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return [line.replace("\0", " ") for line in lines]
+
+
+def command(*options: str) -> list[str]:
+    """How pytest runs the benchmarks from here, on lines that a shell joins, between double quotes too."""
+    python, here = Path(sys.executable), Path.cwd()
+    python = python.relative_to(here) if python.is_relative_to(here) else python
+    words = f"{python} -m pytest benchmarks --benchmark-only {' '.join(options)}"
+    lines = textwrap.wrap(words, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
+    return [f"    {line} \\" for line in lines[:-1]] + [f"    {lines[-1]}"]
