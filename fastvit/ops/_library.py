@@ -120,7 +120,7 @@ def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
 
 def wants_triton(x: Tensor) -> bool:
     """Whether ops on x's device run Triton kernels."""
-    backend = settings()[0]
+    backend = (_chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT)))[0]  # `settings`, without its call
     if backend == "aten" or not (HAVE_TRITON and (x.is_cuda or INTERPRET)):
         if backend == "triton":
             raise RuntimeError(
