@@ -98,7 +98,7 @@ def run_block(x: Tensor, block: Block) -> Tensor:
 
 def run_attention_half(x: Tensor, half: Half[Attention]) -> Tensor:
     attn, norm = half.branch, half.norm
-    if Call in map(type, (*attn.qkv, attn.proj)):
+    if Call in (*map(type, attn.qkv), type(attn.proj)):
         return _run_last(_attend(ops.layer_norm(x, *norm), attn), attn.proj, attn.proj_drop, x, half)
     weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
     arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
