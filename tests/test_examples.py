@@ -13,6 +13,7 @@ from library_imports import import_timm
 
 import fastvit
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "benchmarks" / "examples"
 

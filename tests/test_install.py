@@ -51,6 +51,7 @@ def imported(site: Path, folder: Path, program: str) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_imported_from_the_folder_above_the_clone(build: Build) -> None:
     """There the clone's own folder `fastvit` is a namespace package to Python, which a real one has to come before."""
     site = build("build_editable")

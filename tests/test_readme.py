@@ -27,6 +27,7 @@ def write_checkpoints(folder: Path) -> None:
     torch.save(state, folder / "dinov2_vits14_pretrain.pth")
 
 
+@pytest.mark.slow
 def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import_timm()
     write_checkpoints(tmp_path)

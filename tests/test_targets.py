@@ -93,6 +93,7 @@ def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.slow
 @needs_triton
 @every_target
 def test_what_the_tiers_are(target: str) -> None:
@@ -104,12 +105,14 @@ def test_what_the_tiers_are(target: str) -> None:
     assert matmuls >= {"attention_fwd_kernel", "linear_fwd_kernel"}
 
 
+@pytest.mark.slow
 @needs_triton
 def test_every_kernel_is_launched() -> None:
     """On the main target; others may choose between two kernels differently."""
     assert {row["kernel"] for row in report("sm_90")} >= KERNELS
 
 
+@pytest.mark.slow
 @needs_triton
 def test_matmuls_are_wgmma_on_hopper() -> None:
     matmuls = [row for row in compiled("sm_90") if row["first_tier"] and row["tensor_dots"]]
@@ -133,6 +136,7 @@ def in_the_loop(row: Row) -> float:
 LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the loop's, and one with a narrower tail
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("kernel", "lengths", "d", "read", "goal"),
@@ -164,6 +168,7 @@ def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Calla
     assert max(found.values()) <= goal, found
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 def test_layer_norm_backward_loads_ahead(target: str) -> None:
@@ -175,6 +180,7 @@ def test_layer_norm_backward_loads_ahead(target: str) -> None:
     assert all(mix.get("LDGSTS", 0) >= 4 and mix["BAR"] <= 4 for mix in mixes), mixes
 
 
+@pytest.mark.slow
 @needs_triton
 def test_gelu_meets_its_goal() -> None:
     """Of the exact-erf GELU and of its derivative, an element."""

@@ -97,6 +97,7 @@ def test_float32_training_is_the_reference_step_by_step(trained: Trained, device
     assert eager.accuracy > 0.95
 
 
+@pytest.mark.slow
 def test_bf16_training_is_as_close_to_float64_as_the_references(trained: Trained, device: torch.device) -> None:
     """Every step's loss, and all final parameters; rounding differs, so no step can be equal. The largest of so many
     correlated deviations is one draw from a heavy tail and gets the oracle's wider factor."""

@@ -99,7 +99,7 @@ def _folder(folder: Path) -> Iterator[str]:
             yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
-# ---- the table of the main README: op, its case in the result file or in older ones, what is fused, what is saved ----
+# ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
 
 _OPS = [
     ("patch_embed", [("patch_embed", "B8 px224 patch16 D768")], "normalisation, convolution, positions, prefix tokens",
@@ -109,9 +109,9 @@ _OPS = [
     ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm, linear", "1: x"),
     ("layer_norm_attention", [("layer_norm_attention", "B1 N197 D768 H12")],
      "LayerNorm, q, k and v, attention, projection, LayerScale, DropPath, residual sum", "5: x, qkv, out"),
-    ("linear", [("linear", "B1 N197 D768 out3072 gelu"), ("linear gelu", "M197 D768")],
+    ("linear", [("linear", "B1 N197 D768 out3072 gelu")],
      "linear, activation, LayerScale, DropPath, residual sum", "1: x; 4 more with an activation"),
-    ("layer_norm_mlp", [("layer_norm_mlp", "B1 N197 D768"), ("layer_norm_mlp", "M197 D768")],
+    ("layer_norm_mlp", [("layer_norm_mlp", "B1 N197 D768")],
      "LayerNorm, both linears, activation, LayerScale, residual sum", "5: x, pre-activation"),
     ("Block", [("block", "B1 N1025 D768 H12")], "layer_norm_attention, layer_norm_mlp", "10"),
 ]  # fmt: skip
