@@ -47,6 +47,8 @@ class StubKernel(CompiledKernel):
         self.metadata = SimpleNamespace(name=self.name, target=target, **options)
         self.packed_metadata = (options["num_warps"], 1, 0)
         self.module, self.function = self, id(self)  # loaded
+        self.metadata_group: dict[str, str] = {}
+        self.hash = self.name  # with metadata_group what Triton 3.8 tells its hook of unloading
         self._gpu = gpu
         self._run = self._launch if gpu.records else lambda *arguments: None
 

@@ -25,7 +25,7 @@ from triton.runtime import driver
 from fastvit.ops._library import INTERPRET, Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
-_DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
+_DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
 _MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
 
 Key = tuple[Any, ...]
