@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
-from fastvit.ops._checks import HEAD_DIMS
 
 Branch = TypeVar("Branch", "Attention", "Mlp")
 
@@ -301,7 +300,7 @@ def describe_attention(
 ) -> Attention:
     """Checks that the ops take this head dimension and these probabilities."""
     head_dim, rest = divmod(proj.in_features, num_heads)
-    if rest or head_dim not in HEAD_DIMS:
+    if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
         raise Unsupported(f"head_dim {proj.in_features / num_heads:g} is not a multiple of 8 from 16 to 256")
     p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
     if attn_drop >= 1.0 or p >= 1.0:

@@ -58,15 +58,15 @@ def test_model_is_as_accurate_as_the_reference(
     exact = step(copy.deepcopy(eager).double(), x.double())
     low, got = step(eager, x), step(ours, x)
     assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in low.items()}
-    if dtype is torch.bfloat16:
-        got, low, exact = ({"output": r["output"], "gradients": together(r, exact)} for r in (got, low, exact))
+    got, low, exact = ({"output": r["output"], "gradients": together(r, exact)} for r in (got, low, exact))
     assert_steps_as_accurate(got, low, exact)
 
 
 def together(results: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
     """All gradients as one vector, each in units of its own size. Alone, a gradient of 32 numbers in bfloat16 is now
     and then exact in eager by luck: 2 of 520 were outside of the oracle's rule on one version of PyTorch and none on
-    another, while the errors of fused were the smaller ones in the median of both."""
+    another, while the errors of fused were the smaller ones in the median of both. In float32 eager's largest error of
+    the gradient of `norms_inside`'s norm was 4e-7 with this seed on one thread, 8e-7 to 1.3e-6 with seven others."""
     gradients = {name: g.double() for name, g in results.items() if name != "output"}
     return torch.cat([(g / exact[name].square().mean().sqrt()).flatten() for name, g in gradients.items()])
 

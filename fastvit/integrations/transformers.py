@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastvit import fuse, ops
 from fastvit.fuse import LINEAR, Attention, Half, Mlp, Unsupported, qualified_name, submodules
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
-from fastvit.ops._checks import HEAD_DIMS
+from fastvit.ops._checks import takes_head_dim
 
 __all__ = ["register_attention"]
 
@@ -200,7 +200,7 @@ def takes_registered_attention(attn: Any) -> bool:
         and getattr(config, "_attn_implementation", "fastvit") in {*_SAME_ATTENTION} - {"fastvit"}
         and not getattr(attn, "is_causal", True)
         and getattr(attn, "num_key_value_groups", 1) == 1
-        and getattr(attn, "head_dim", 64) in HEAD_DIMS
+        and takes_head_dim(getattr(attn, "head_dim", 64))
     )
 
 
@@ -224,7 +224,7 @@ def attention_forward(
         (attention_mask is not None and not _made_for_export(attention_mask))
         or (is_causal and query.shape[2] > 1)
         or not query.shape == key.shape == value.shape
-        or query.shape[-1] not in HEAD_DIMS
+        or not takes_head_dim(query.shape[-1])
         or any(value is not None and value is not False for value in kwargs.values())
     ):
         return sdpa_attention_forward(

@@ -104,11 +104,13 @@ def check_dropout(name: str, p: float) -> None:
         raise ValueError(f"{name} must be in [0, 1), got {p}")
 
 
-HEAD_DIMS = range(16, 257, 8)  # that attention has kernels for
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether attention has kernels for it."""
+    return head_dim % 8 == 0 and 16 <= head_dim <= 256
 
 
 def check_head_dim(name: str, head_dim: int) -> None:
-    if head_dim not in HEAD_DIMS:
+    if not takes_head_dim(head_dim):
         raise ValueError(f"{name} must be a multiple of 8 from 16 to 256, got {head_dim}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fastvit.ops import _decompositions
-from fastvit.ops._checks import HEAD_DIMS, check_dropout, check_float, check_head_dim, check_like
+from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
@@ -112,7 +112,7 @@ class _AttentionQkvPacked(_Attention):
 
 def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float:
     """Checks the three; -> the scale."""
-    if head_dim not in HEAD_DIMS:
+    if head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
         check_head_dim("head_dim", head_dim)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
