@@ -62,7 +62,7 @@ def patches(mean: Sequence[float] | None = None, std: Sequence[float] | None = N
     Raises:
         TypeError, ValueError: one without the other, of other lengths, or outside of [0, 1].
     """
-    channels = len(mean) if isinstance(mean, Sized) else 3
+    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused, and the message wants a count
     mean, std = checked_statistics(mean, std, channels)
     if mean is None:
         return Plan(read_patches, run_patches, "patch_embed", check_image, ndim=4)
