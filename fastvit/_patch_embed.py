@@ -95,7 +95,7 @@ class PatchEmbed(nn.Module):
 
     def patches(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """`forward` without padding and norm."""
-        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}) and _is_of_patches(self.proj):
+        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
             weight, bias = fuse.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
             return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
@@ -117,9 +117,10 @@ class PatchEmbed(nn.Module):
         return (image - mean) / std
 
 
-def _is_of_patches(conv: nn.Conv2d) -> bool:
+def is_of_patches(conv: nn.Conv2d) -> bool:
     """Whether a convolution, which may be another than the constructor made, is the one that the op computes."""
-    return (conv.stride, conv.padding, conv.dilation, conv.groups) == (conv.kernel_size, (0, 0), (1, 1), 1)
+    whole = conv.padding in ((0, 0), "valid")
+    return whole and (conv.stride, conv.dilation, conv.groups) == (conv.kernel_size, (1, 1), 1)
 
 
 def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastvit import fuse, ops
 from fastvit._arguments import checked_statistics
+from fastvit._patch_embed import is_of_patches
 from fastvit.fuse import Norm, Unsupported
 from fastvit.integrations._plan import Plan, only_input
 
@@ -31,8 +32,7 @@ def run_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> Patches:
-    of_patches = (conv.stride, (1, 1), 1)
-    if (conv.kernel_size, conv.dilation, conv.groups) != of_patches or conv.padding not in ((0, 0), "valid"):
+    if not is_of_patches(conv):
         raise Unsupported("its convolution is not one of disjoint patches")
     return Patches(*fuse.read_linear(conv), mean, std)
 
