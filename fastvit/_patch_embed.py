@@ -19,6 +19,7 @@ from fastvit._arguments import (
     checked_statistics,
 )
 from fastvit.ops._checks import check_image
+from fastvit.ops.patch_embed import normalized
 
 
 class PatchEmbed(nn.Module):
@@ -110,11 +111,7 @@ class PatchEmbed(nn.Module):
         """A uint8 image in the layer's dtype; a float one as it is."""
         if image.dtype is not torch.uint8:
             return image
-        image = image.to(next(self.proj.parameters()).dtype) / 255
-        if self.mean is None:
-            return image
-        mean, std = (image.new_tensor(t).view(-1, 1, 1) for t in (self.mean, self.std))
-        return (image - mean) / std
+        return normalized(image, self.mean, self.std, next(self.proj.parameters()).dtype)
 
 
 def is_of_patches(conv: nn.Conv2d) -> bool:

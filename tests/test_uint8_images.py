@@ -3,13 +3,14 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from dinov2_layout import PatchEmbed
 from library_imports import import_library
 from models import Calls, close
-from test_report import hugging_face, vit
+from test_report import SIZES, hugging_face, vit
 from torch import Tensor, nn
 
 import fastvit
@@ -35,9 +36,9 @@ def pixels() -> Tensor:
     return torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    mean, std = (torch.tensor(t).view(3, 1, 1) for t in (MEAN, STD))
-    return (pixels / 255 - mean) / std
+def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    mean, std = (torch.tensor(t, dtype=dtype).view(3, 1, 1) for t in (MEAN, STD))
+    return (pixels.to(dtype) / 255 - mean) / std
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -91,12 +92,108 @@ def test_without_mean_and_std_uint8_is_the_models_own_affair(pixels: Tensor, aut
         model(pixels)
 
 
-@pytest.mark.parametrize("name", ["ViTModel", "CLIPVisionModel", "SiglipVisionModel", "Dinov2Model"])
-def test_transformers_cast_their_images_and_are_refused(name: str) -> None:
-    model = hugging_face(name)
-    with pytest.raises(ValueError, match=r"Embeddings casts its image before they could apply: normalise before"):
+def clip() -> nn.Module:
+    """CLIP with both its towers, asked for what it makes of images."""
+    library = import_library("transformers")
+    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    return library.CLIPModel(library.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=32)).eval()
+
+
+TRANSFORMERS = [
+    "ViTModel", "ViTForImageClassification", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel",
+    "CLIPVisionModel", "SiglipVisionModel",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_cast_images_that_are_normalised_before(name: str, by_name: bool, pixels: Tensor) -> None:
+    model = hugging_face(name).double()
+    weight = next(p for p in model.parameters() if p.dim() == 4)
+
+    image = normalised(pixels, torch.float64)
+
+    def run(image: Tensor) -> Tensor:
+        output = model(pixel_values=image) if by_name else model(image)
+        return output[0]
+
+    want = run(image)
+    cotangent = torch.randn_like(want)
+    (grad,) = torch.autograd.grad(want, weight, cotangent)
+    fastvit.accelerate(model, mean=MEAN, std=STD)
+    with Calls() as calls:
+        got = run(pixels)
+    assert close(got, want)
+    assert calls.names.count("fastvit::patch_embed_fwd") == 1
+    assert close(torch.autograd.grad(got, weight, cotangent)[0], grad)
+    assert close(run(image), want)  # float images are taken as they are
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert close(compiled(pixels), want)
+    fastvit.restore(model)
+    assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
+    assert not close(run(pixels), want)
+
+
+def test_every_door_of_a_model_of_transformers(pixels: Tensor) -> None:
+    """Its towers may be called without it."""
+    model = clip()
+    words, want = torch.zeros(1, 2, dtype=torch.long), normalised(pixels)
+    calls: list[Callable[[Tensor], Any]] = [
+        lambda image: model(words, image).image_embeds,
+        lambda image: model(input_ids=words, pixel_values=image).image_embeds,
+        lambda image: model.get_image_features(image).pooler_output,
+        lambda image: model.vision_model(image).pooler_output,
+        lambda image: model.vision_model.embeddings(image),
+    ]
+    before = [call(want) for call in calls]
+    fastvit.accelerate(model, mean=MEAN, std=STD)
+    for call, expected in zip(calls, before, strict=True):
+        assert close(call(pixels), expected)
+
+
+def test_hooks_of_others_stay_and_ours_come_once(pixels: Tensor) -> None:
+    model, seen = hugging_face("ViTModel"), []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    for _ in range(2):
         fastvit.accelerate(model, mean=MEAN, std=STD)
-    assert not any("forward" in m.__dict__ for m in model.modules())
+        assert len(model._forward_pre_hooks) == 2
+    model(pixels)
+    fastvit.restore(model)
+    assert len(model._forward_pre_hooks) == 1
+    assert seen == [torch.uint8]
+
+
+def test_copies_of_transformers_models_and_their_dtype(pixels: Tensor) -> None:
+    model = hugging_face("ViTModel")
+    fastvit.accelerate(model, mean=MEAN, std=STD)
+    want = model(pixels)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(pixels)[0], want)
+        got = other.double()(pixels)[0]  # of the copy's weights, not of the model's
+        assert got.dtype is torch.float64
+        assert close(got, model.double()(normalised(pixels, torch.float64))[0])
+        model.float()
+    got = model.bfloat16()(pixels)[0]
+    assert got.dtype is torch.bfloat16
+    torch.testing.assert_close(got.float(), want, rtol=0.05, atol=0.05)
+
+
+def test_several_crops_are_left_to_the_modules_inside() -> None:
+    """(B, n, C, H, W), as some models around a vision tower take them."""
+
+    class Crops(nn.Module):
+        def __init__(self, tower: nn.Module) -> None:
+            super().__init__()
+            self.tower = tower
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.tower(pixel_values.flatten(0, 1))[0]
+
+    model, crops = Crops(hugging_face("CLIPVisionModel")), torch.randint(0, 256, (2, 5, 3, 32, 32), dtype=torch.uint8)
+    want = model(normalised(crops))
+    fastvit.accelerate(model, mean=MEAN, std=STD)
+    assert close(model(crops), want)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastvit._arguments import checked_statistics
 from fastvit._modules import Unsupported, qualified_name
-from fastvit.integrations import _recognise, dinov2, generic, timm, torchvision, transformers
+from fastvit.integrations import _pixels, _recognise, dinov2, generic, timm, torchvision, transformers
 from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
@@ -44,8 +45,9 @@ def accelerate(
     Args:
         model: any module.
         strict: raise if a module is skipped.
-        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, without
-            a float copy, by models of timm, torchvision and DINOv2; float images as before, as they are.
+        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, and
+            float images as before, as they are. No float copy is made but in models of transformers, which cast
+            `pixel_values` before the patch embedding: forward pre-hooks normalise them there.
 
     Returns:
         A report of every module; printed, it is a table.
@@ -53,24 +55,29 @@ def accelerate(
     Raises:
         TypeError: model is no nn.Module.
         ValueError: with strict, listing the skipped modules and reasons; or the model is compiled already, or has an
-            nn.DataParallel in it; or mean and std do not fit, or the model casts or pads its images before the patch
-            embedding, as those of transformers. The model is then as it was.
+            nn.DataParallel in it; or mean and std do not fit, or the patch embedding pads its images. The model is
+            then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
+    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused, and the message wants a count
+    mean, std = checked_statistics(mean, std, channels)
     patches = generic.patches(mean, std)
     restore(model)
     decisions = list(_decide(model, "", (), set(), patches))
+    embeddings = [entry.name for entry, _, plan in decisions if plan is patches]
     if mean is not None:
-        _check_pixels(model, [entry.name for entry, _, plan in decisions if plan is patches], len(mean))
+        _pixels.check(model, embeddings, len(mean))
     report = Report(tuple(entry for entry, _, _ in decisions), _advice(model, decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
     for entry, module, plan in decisions:
         if plan is not None:
             module.forward = partial(fused_forward, plan, module, entry.name)
+    if mean is not None and std is not None:
+        _pixels.put_on(model, embeddings, mean, std)
     return report
 
 
@@ -89,27 +96,12 @@ def _check(name: str, module: nn.Module) -> None:
         raise ValueError(f"model is compiled already ({name}): accelerate it before")
 
 
-def _check_pixels(model: nn.Module, embeddings: list[str], channels: int) -> None:
-    """Whether uint8 images reach the convolutions of these names."""
-    if not embeddings:
-        raise ValueError("mean and std are for uint8 images, but no patch embedding of this model can be accelerated")
-    for name in embeddings:
-        conv, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
-        if conv.in_channels != channels:
-            raise ValueError(f"mean must have one value for each of the {conv.in_channels} channels, got {channels}")
-        casts = qualified_name(owner).startswith("transformers.")
-        if casts or getattr(owner, "dynamic_img_pad", False):
-            raise ValueError(
-                f"mean and std are for uint8 images, but {type(owner).__name__} {'casts' if casts else 'pads'} its "
-                "image before they could apply: normalise before the model"
-            )
-
-
 def restore(model: nn.Module) -> None:
     """Takes off what `accelerate` put on; without effect on a model that is not accelerated."""
     for module in model.modules():
         if _is_ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]
+    _pixels.take_off(model)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastvit import fuse, ops
-from fastvit._arguments import checked_statistics
 from fastvit._patch_embed import is_of_patches
 from fastvit.fuse import Norm, Unsupported
 from fastvit.integrations._plan import Plan, only_input
@@ -56,14 +54,8 @@ def run_patches(x: Tensor, patches: Patches) -> Tensor:
     return ops.patch_embed(x, weight, bias, mean=mean, std=std).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
 
 
-def patches(mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Plan:
-    """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std.
-
-    Raises:
-        TypeError, ValueError: one without the other, of other lengths, or outside of [0, 1].
-    """
-    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused, and the message wants a count
-    mean, std = checked_statistics(mean, std, channels)
+def patches(mean: Statistics = None, std: Statistics = None) -> Plan:
+    """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std."""
     if mean is None:
         return Plan(read_patches, run_patches, "patch_embed", check_image, ndim=4)
     read = partial(read_patches, mean=mean, std=std)

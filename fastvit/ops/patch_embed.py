@@ -142,6 +142,13 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
     return _constants[key]
 
 
+def normalized(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor:
+    """A uint8 image (B, C, H, W) as (x / 255 - mean) / std in dtype, for whoever cannot hand it to the op as it is."""
+    constants = _normalization(image, mean, std, torch.promote_types(dtype, torch.float32))
+    assert constants is not None
+    return aten.normalized(image, constants).to(dtype)
+
+
 def patch_embed(
     image: Tensor, weight: Tensor, bias: Tensor | None, *, pos_embed: Tensor | None = None,
     prefix: Tensor | None = None, mean: Statistics | None = None, std: Statistics | None = None,

@@ -47,11 +47,16 @@ def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
     return image.view(image.shape[0], C, h, ph, w, pw).permute(0, 2, 4, 1, 3, 5)
 
 
+def normalized(image: Tensor, normalize: Tensor) -> Tensor:
+    """A uint8 image in normalize's dtype."""
+    scale, shift = normalize[:, None, :, None, None]
+    return image.to(normalize.dtype).mul_(scale).add_(shift)
+
+
 def _gather(image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
     """-> [B * n, K] in weight's dtype"""
     if normalize is not None:
-        scale, shift = normalize[:, None, :, None, None]
-        image = image.to(normalize.dtype).mul_(scale).add_(shift)
+        image = normalized(image, normalize)
     return _as_patches(image.to(weight.dtype), weight).reshape(-1, weight.numel() // weight.shape[0])
 
 
