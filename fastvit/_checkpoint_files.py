@@ -44,6 +44,9 @@ def check_weights(weights: Any) -> None:
 def read(path: str | os.PathLike[str]) -> Any:
     """What a file holds, on the CPU; no code from the file runs.
 
+    Args:
+        path: of a `.safetensors`, `.pth`, `.pt` or `.bin` file.
+
     Raises:
         CheckpointError, FileNotFoundError, ImportError: as `load`.
     """

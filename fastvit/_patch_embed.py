@@ -23,12 +23,13 @@ from fastvit.ops.patch_embed import normalized
 
 
 class PatchEmbed(nn.Module):
-    """Image (B, C, H, W) -> patches (B, h*w, D) by `ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
+    """Image (B, C, H, W) -> patches (B, h*w, D) by `fastvit.ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
 
     Args:
         img_size: expected (H, W); with strict_img_size another size raises, otherwise any that patch_size divides.
         patch_size, in_chans, embed_dim, bias: of the convolution.
         mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
+        device, dtype: of the parameters.
         norm_layer: a norm of the patches, without positions, as `norm`.
         dynamic_img_pad: pad the image with zeros, below and on the right, to a multiple of patch_size.
     """
@@ -55,6 +56,7 @@ class PatchEmbed(nn.Module):
             self.norm = norm_layer(embed_dim, device=device, dtype=dtype)
 
     def set_input_size(self, img_size: Pair) -> None:
+        """Another expected (H, W), and the patch grid that follows from it."""
         img_size = checked_pair("img_size", img_size)
         if self.strict_img_size or not self.dynamic_img_pad:
             self.check_divides(img_size)

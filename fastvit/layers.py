@@ -66,7 +66,13 @@ ACT_LAYERS: dict[str, ActLayer] = {
 
 
 class LayerNorm(nn.LayerNorm):
-    """(..., D) -> (..., D) by `ops.layer_norm`. eps as timm's, 1e-6; always with weight and bias."""
+    """(..., D) -> (..., D) by `fastvit.ops.layer_norm`, always with weight and bias.
+
+    Args:
+        num_channels: D.
+        eps: added to the variance; 1e-6 as timm's, where PyTorch's is 1e-5.
+        device, dtype: of the parameters.
+    """
 
     def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
         check_integers(1, num_channels=num_channels)
@@ -79,7 +85,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class LayerScale(nn.Module):
-    """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021)."""
+    """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021, arXiv:2103.17239).
+
+    Args:
+        dim: D.
+        init_values: gamma's initial value.
+        device, dtype: of the parameter.
+    """
 
     def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
@@ -98,8 +110,12 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016): in training a sample's branch is dropped with probability `drop_prob`, and
-    the others are divided by 1 - drop_prob, unless `scale_by_keep` is False."""
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training a sample's branch is dropped as a whole.
+
+    Args:
+        drop_prob: its probability, in [0, 1].
+        scale_by_keep: divide the branches that stay by 1 - drop_prob.
+    """
 
     def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
         super().__init__()
@@ -121,10 +137,18 @@ class DropPath(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, (B, N, D) -> (B, N, D), by `ops.attention_qkvpacked`.
+    """Multi-head self-attention, (B, N, D) -> (B, N, D), by `fastvit.ops.attention_qkvpacked`.
 
     A hook on `attn_drop` receives the probabilities (B, H, N, N): they are materialised while it is registered.
-    scale_norm: norm_layer(dim) as `norm` in front of the projection, which then runs by itself.
+
+    Args:
+        dim: D.
+        num_heads: H, a divisor of D; D / H is a multiple of 8 from 16 to 256.
+        qkv_bias, proj_bias: whether `qkv` and `proj` have one.
+        attn_drop, proj_drop: dropout of the probabilities, and behind the projection; in [0, 1).
+        device, dtype: of the parameters.
+        scale_norm: norm_layer(dim) as `norm` in front of the projection, which then runs by itself.
+        norm_layer: for scale_norm.
     """
 
     def __init__(
@@ -166,9 +190,17 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """fc1, activation, fc2, (..., D) -> (..., D), by `ops.mlp`. act_layer: a class, or gelu, gelu_tanh, quick_gelu,
-    relu or silu; an activation that the ops do not know runs as its own module between plain linear layers, and so does
-    norm_layer(hidden_features), if given, in front of fc2."""
+    """fc1, activation, fc2, (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`.
+
+    Args:
+        in_features, hidden_features, out_features: None means as many as in_features.
+        act_layer: a class, or gelu, gelu_tanh, quick_gelu, relu or silu; an activation that the ops do not know runs as
+            its own module between plain linear layers.
+        bias: whether both layers have one.
+        drop: dropout behind the activation and behind fc2, in [0, 1).
+        device, dtype: of the parameters.
+        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, which then runs by itself.
+    """
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
@@ -210,11 +242,20 @@ class Block(nn.Module):
         x + drop_path1(ls1(attn(norm1(x))))    layer_norm_attention
         x + drop_path2(ls2(mlp(norm2(x))))     layer_norm_mlp
 
-    In training it saves at most 10 token tensors. init_values: LayerScale's, None or 0 for none. drop_path: the
-    probability that a sample's branch is dropped. norm_layer, act_layer, mlp_layer, attn_layer: classes (or partials),
-    called with timm's arguments; with classes that the ops do not know, that half of the block runs its submodules one
-    by one, and so it does with scale_attn_norm and scale_mlp_norm, a norm in front of the half's last layer. depth: the
-    block's number, for attention whose initialisation asks for it.
+    In training it saves at most 10 token tensors.
+
+    Args:
+        dim, num_heads: D, and H, a divisor of D.
+        mlp_ratio: width of the MLP as a multiple of D.
+        qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
+        proj_drop, attn_drop: dropout behind the projection and both layers of the MLP, and of the probabilities.
+        init_values: LayerScale's, None or 0 for none.
+        drop_path: the probability that a sample's branch is dropped, in [0, 1].
+        act_layer, norm_layer, mlp_layer, attn_layer: classes (or partials), called with timm's arguments, or names;
+            with classes that the ops do not know, that half of the block runs its submodules one by one.
+        device, dtype: of the parameters.
+        scale_attn_norm, scale_mlp_norm: a norm in front of the half's last layer, which then runs by itself.
+        depth: the block's number, for attention whose initialisation asks for it.
     """
 
     def __init__(

@@ -208,10 +208,11 @@ def create_model(
 ) -> VisionTransformer:
     """The model of that name, with random weights or with those of a file.
 
-    create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
-    create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
+        create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
+        create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
 
     Args:
+        name: one of `list_models()`.
         weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, of timm, torchvision, Hugging Face
             transformers, Meta's DINOv2, OpenAI's CLIP or open_clip; positions are interpolated to `img_size`. No code
             from a file is run.
@@ -239,5 +240,9 @@ def create_model(
 
 
 def list_models(filter: str = "*") -> list[str]:
-    """The names that match a shell-style pattern, sorted: list_models("deit3_*_384")."""
+    """Names of models, sorted.
+
+    Args:
+        filter: a shell-style pattern, such as "deit3_*_384".
+    """
     return sorted(fnmatch.filter(CONFIGS, filter))
