@@ -88,7 +88,7 @@ def test_a_step_over_its_limit_is_ended_with_what_it_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pid, began = tmp_path / "pid", time.perf_counter()
-    steps = [Step("slow", ("-c", begetting(pid)), limit=2.0), counting(tmp_path, "after")]
+    steps = [Step("slow", ("-c", begetting(pid)), limit=4.0), counting(tmp_path, "after")]
     assert execute(steps, start(tmp_path)) == 1
     assert time.perf_counter() - began < 30
     assert statuses(tmp_path) == {"slow": "timed out", "after": "passed"}, "the next runs all the same"
