@@ -18,6 +18,7 @@ from fastvit._arguments import (
     checked_pair,
     checked_statistics,
 )
+from fastvit._modules import read_or_none, submodules
 from fastvit.ops._checks import check_image
 from fastvit.ops.patch_embed import normalized
 
@@ -98,7 +99,7 @@ class PatchEmbed(nn.Module):
 
     def patches(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """`forward` without padding and norm."""
-        if fuse.read_or_none(fuse.submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
+        if read_or_none(submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
             weight, bias = fuse.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
             return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)

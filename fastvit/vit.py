@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit import fuse, layers
+from fastvit import layers
 from fastvit._arguments import (
     Device,
     Dtype,
@@ -27,6 +27,7 @@ from fastvit._arguments import (
     check_rates,
     checked_pair,
 )
+from fastvit._modules import read_or_none, submodules
 from fastvit._patch_embed import PatchEmbed, join_tokens
 from fastvit._positions import resample_abs_pos_embed
 from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock
@@ -197,7 +198,7 @@ class VisionTransformer(nn.Module):
     def _tokens(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
         embed = self.patch_embed
-        if fuse.read_or_none(fuse.submodules, self, patch_embed={PatchEmbed}):
+        if read_or_none(submodules, self, patch_embed={PatchEmbed}):
             return embed(x, *self._position_and_prefix(embed.grid_of(x)))
         patches = embed(x)
         if isinstance(embed, PatchEmbed):

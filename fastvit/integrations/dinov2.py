@@ -7,14 +7,15 @@ from typing import Any
 from torch import nn
 
 from fastvit import fuse
-from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Mlp, Unsupported, submodules
+from fastvit._modules import Classes, Unsupported, qualified_name, submodules
+from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Mlp
 from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan, only_input
 
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
 ATTENTION = {XFORMERS_ATTENTION, "dinov2.layers.attention.Attention"}
 MLP = {"dinov2.layers.mlp.Mlp"}
-LAYER_SCALE: fuse.Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
+LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
 def read_attention(attn: Any) -> Attention:
@@ -23,7 +24,7 @@ def read_attention(attn: Any) -> Attention:
         p, scale = drop.p if drop.training else 0.0, attn.scale
     else:
         p, scale = attn.attn_drop if attn.training else 0.0, None
-    if p and fuse.qualified_name(attn) == XFORMERS_ATTENTION:
+    if p and qualified_name(attn) == XFORMERS_ATTENTION:
         raise Unsupported("a dropout of attention, which xformers leaves out")
     qkv, proj, proj_drop = submodules(attn, qkv=LINEAR, proj=LINEAR, proj_drop=DROPOUT)
     if qkv.out_features != 3 * proj.in_features:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastvit import fuse, ops
+from fastvit._arguments import Statistics
+from fastvit._modules import Unsupported
 from fastvit._patch_embed import is_of_patches
-from fastvit.fuse import Norm, Unsupported
+from fastvit.fuse import Norm
 from fastvit.integrations._plan import Plan, only_input
-
-Statistics = tuple[float, ...] | None
 
 
 class Patches(NamedTuple):
@@ -56,10 +56,8 @@ def run_patches(x: Tensor, patches: Patches) -> Tensor:
 
 def patches(mean: Statistics = None, std: Statistics = None) -> Plan:
     """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std."""
-    if mean is None:
-        return Plan(read_patches, run_patches, "patch_embed", check_image, ndim=4)
     read = partial(read_patches, mean=mean, std=std)
-    return Plan(read, run_patches, "patch_embed", check_image, ndim=4, takes_pixels=True)
+    return Plan(read, run_patches, "patch_embed", check_image, ndim=4, takes_pixels=mean is not None)
 
 
 PLANS = dict.fromkeys(fuse.LAYER_NORM, Plan(fuse.read_norm, run_norm, "layer_norm", ndim=None))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fastvit import fuse
-from fastvit.fuse import Unsupported
+from fastvit._modules import Unsupported
 from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan
 
 

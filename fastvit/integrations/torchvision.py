@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 from fastvit import fuse
-from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Linear, Mlp, Unsupported, submodules
+from fastvit._modules import Classes, Unsupported, submodules
+from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Linear, Mlp
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 
 ATTENTION = {nn.MultiheadAttention}
-OUT_PROJ: fuse.Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
+OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
 MLP = {"torchvision.models.vision_transformer.MLPBlock"}
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, ops
-from fastvit.fuse import LINEAR, Attention, Half, Mlp, Unsupported, qualified_name, submodules
+from fastvit._modules import Unsupported, qualified_name, submodules
+from fastvit.fuse import LINEAR, Attention, Half, Mlp
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 from fastvit.ops._checks import takes_head_dim
 
