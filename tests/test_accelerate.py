@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_library
+from library_models import outcome
 from models import Calls, LoRA, accelerate_as_it_was, close
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,11 +45,6 @@ def vit(tiny) -> nn.Module:
 @pytest.fixture
 def image(device) -> Tensor:
     return torch.randn(2, 3, 32, 32, device=device)
-
-
-def outcome(report: fastvit.integrations.Report, name: str) -> tuple[str, str]:
-    (entry,) = (e for e in report.entries if e.name == name)
-    return entry.status, entry.detail
 
 
 def test_accelerate_and_restore_are_idempotent(vit: nn.Module, image: Tensor) -> None:

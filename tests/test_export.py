@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from library_imports import import_library
+from library_models import hugging_face
 from models import randomised
 from op_cases import SHAPES, function, made, outputs_of
 from torch import nn
@@ -83,24 +83,17 @@ def test_dropout_decomposed(device):
 
 # ---- transformers makes masks that nobody passed while torch.export traces ----
 
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "mlp_ratio": 2,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
-VISION = {
-    "ViT": "ViTModel", "DeiT": "DeiTModel", "Dinov2": "Dinov2Model", "Dinov2WithRegisters": "Dinov2WithRegistersModel",
-    "CLIPVision": "CLIPVisionModel", "SiglipVision": "SiglipVisionModel",
-}  # fmt: skip
+VISION = (
+    "ViTModel", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel", "CLIPVisionModel", "SiglipVisionModel",
+)  # fmt: skip
 TWO_BLOCKS = Counter({"fastvit::layer_norm_fwd": 4, "fastvit::attention_qkvpacked_fwd": 2, "fastvit::linear_fwd": 6})
 
 
 def tower(name):
-    transformers = import_library("transformers")
-    config = getattr(transformers, f"{name}Config")(**SIZES)
-    return randomised(getattr(transformers, VISION[name])(config)).eval()
+    return randomised(hugging_face(name, mlp_ratio=2)).eval()
 
 
-@pytest.mark.parametrize(("name", "strict"), [*((name, False) for name in VISION), ("ViT", True)])
+@pytest.mark.parametrize(("name", "strict"), [*((name, False) for name in VISION), ("ViTModel", True)])
 @torch.no_grad()
 def test_transformers_models_keep_the_fused_ops(name, strict):
     model = tower(name)
@@ -128,7 +121,7 @@ def masks():
 @pytest.mark.parametrize(("kind", "strict"), [*((kind, False) for kind in masks()), ("expanded over queries", True)])
 @torch.no_grad()
 def test_a_mask_of_the_user_stays_in_the_program(kind, strict):
-    model, mask = tower("ViT"), masks()[kind]
+    model, mask = tower("ViTModel"), masks()[kind]
     other = masks()["tokens" if mask.dim() == 2 else kind].flip(0)  # the program reads the mask that it gets
     want = [model(IMAGE, attention_mask=m).last_hidden_state for m in (mask, other)]
     fastvit.accelerate(model)
@@ -145,7 +138,7 @@ def test_a_mask_of_the_user_stays_in_the_program(kind, strict):
 @torch.no_grad()
 def test_eager_attention_is_left_to_the_model_and_told_of():
     """What transformers then makes could be a user's mask."""
-    model = tower("ViT")
+    model = tower("ViTModel")
     want = model(IMAGE).last_hidden_state
     model.set_attn_implementation("eager")
     fastvit.accelerate(model)
@@ -156,7 +149,7 @@ def test_eager_attention_is_left_to_the_model_and_told_of():
 
 @torch.no_grad()
 def test_the_attention_implementation_is_exported():
-    model = tower("ViT")
+    model = tower("ViTModel")
     want = model(IMAGE).last_hidden_state
     register_attention()
     model.set_attn_implementation("fastvit")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_library
+from library_models import hugging_face, outcome, torchvision_vit, vit
 from models import Calls, close
 from oracle import assert_as_accurate
-from test_report import hugging_face, outcome, vit
 from torch import Tensor, nn
 
 import fastvit
@@ -30,11 +30,6 @@ def image() -> Tensor:
 
 def timm_vit() -> nn.Module:
     return vit(init_values=0.3, drop_path_rate=0.3, proj_drop_rate=0.2, num_classes=7)
-
-
-def torchvision_vit() -> nn.Module:
-    vision_transformer = import_library("torchvision").models.VisionTransformer
-    return vision_transformer(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {

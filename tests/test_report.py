@@ -6,33 +6,14 @@ from typing import Any
 import pytest
 import torch
 from library_imports import import_library
+from library_models import SIZES, hugging_face, outcome, vit
 from models import accelerate_as_it_was, close
 from torch import nn
 
 import fastvit
-from fastvit.integrations import Report
 from fastvit.integrations.transformers import register_attention
 
 FUSED = "layer_norm_attention, layer_norm_mlp"
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
-
-
-def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
-    """Of timm, for 32 x 32 images."""
-    return import_library("timm").create_model(name, **{"img_size": 32, "depth": 2, **options}).eval()
-
-
-def hugging_face(name: str, **options: Any) -> nn.Module:
-    kind = getattr(import_library("transformers"), name)
-    return kind(kind.config_class(**SIZES, **options)).eval()
-
-
-def outcome(report: Report, name: str) -> tuple[str, str]:
-    (entry,) = (e for e in report.entries if e.name == name)
-    return entry.status, entry.detail
 
 
 def test_lists_every_module_and_prints_a_table() -> None:

@@ -4,16 +4,12 @@ implementations by name."""
 import pytest
 import torch
 from library_imports import import_library
+from library_models import SIZES
 from models import accelerate_as_it_was, close
 from torch import Tensor, nn
 
 import fastvit
 from fastvit.integrations.transformers import register_attention
-
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-    "image_size": 32, "patch_size": 8,
-}  # fmt: skip
 
 
 @pytest.fixture

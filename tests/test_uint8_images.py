@@ -9,18 +9,13 @@ import pytest
 import torch
 from dinov2_layout import PatchEmbed
 from library_imports import import_library
+from library_models import SIZES, hugging_face, torchvision_vit, vit
 from models import Calls, close
-from test_report import SIZES, hugging_face, vit
 from torch import Tensor, nn
 
 import fastvit
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.26, 0.27, 0.28)
-
-
-def torchvision_vit() -> nn.Module:
-    vision_transformer = import_library("torchvision").models.VisionTransformer
-    return vision_transformer(image_size=32, patch_size=8, num_layers=1, num_heads=2, hidden_dim=32, mlp_dim=64)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
