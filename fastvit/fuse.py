@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -87,19 +88,33 @@ class Half(NamedTuple, Generic[Branch]):
 
 Block = tuple[Half[Attention], Half[Mlp]]
 
+
+class Rotary(NamedTuple):
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864) of a call: q and k times cos, plus their turned halves, or
+    neighbours if interleaved, times sin. sin, cos: as (B, H, N - P, d) broadcasts; the first P tokens stay."""
+
+    sin: Tensor
+    cos: Tensor
+    interleaved: bool
+
+
 # ---- running them: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D) ----
 
 
-def run_block(x: Tensor, block: Block) -> Tensor:
+def run_block(x: Tensor, block: Block, rotary: Rotary | None = None) -> Tensor:
     attention, mlp = block
-    return run_mlp_half(run_attention_half(x, attention), mlp)
+    return run_mlp_half(run_attention_half(x, attention, rotary), mlp)
 
 
-def run_attention_half(x: Tensor, half: Half[Attention]) -> Tensor:
+def run_attention_half(x: Tensor, half: Half[Attention], rotary: Rotary | None = None) -> Tensor:
     attn, norm = half.branch, half.norm
     if Call in (*map(type, attn.qkv), type(attn.proj)):
-        return _run_last(_attend(ops.layer_norm(x, *norm), attn), attn.proj, attn.proj_drop, x, half)
+        return _run_last(_attend(ops.layer_norm(x, *norm), attn, rotary), attn.proj, attn.proj_drop, x, half)
+    weights: Any
     weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
+    if rotary is not None:  # between two ops
+        qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps)
+        return _run_last(_attend_packed(qkv, attn, rotary), attn.proj, attn.proj_drop, x, half)
     arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
     if attn.proj_drop:
         branch = ops.layer_norm_attention(*arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop)
@@ -126,8 +141,8 @@ def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
     )  # fmt: skip
 
 
-def run_attention(x: Tensor, attn: Attention) -> Tensor:
-    return ops.dropout(_run(_attend(x, attn), attn.proj), attn.proj_drop)
+def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> Tensor:
+    return ops.dropout(_run(_attend(x, attn, rotary), attn.proj), attn.proj_drop)
 
 
 def run_mlp(x: Tensor, mlp: Mlp) -> Tensor:
@@ -141,14 +156,43 @@ def _run(x: Tensor, layer: Layer) -> Tensor:
     return layer.module(x) if isinstance(layer, Call) else ops.linear(x, *layer)
 
 
-def _attend(x: Tensor, attn: Attention) -> Tensor:
+def _attend(x: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
     """Attention up to its projection: (B, N, D) -> (B, N, H * d)."""
     projected = [layer.module(x) if isinstance(layer, Call) else F.linear(x, *layer) for layer in attn.qkv]
     if len(projected) == 1:
-        qkv = projected[0].unflatten(-1, (3, attn.num_heads, -1))
-        return ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+        return _attend_packed(projected[0], attn, rotary)
     q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in projected)
+    return _attend_heads(q, k, v, attn, rotary)
+
+
+def _attend_packed(qkv: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
+    """(B, N, 3 * H * d) -> (B, N, H * d)"""
+    qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
+    if rotary is not None:
+        q, k, v = qkv.unbind(2)
+        return _attend_heads(q, k, v, attn, rotary)
+    return ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+
+
+def _attend_heads(q: Tensor, k: Tensor, v: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
+    """(B, N, H, d) each -> (B, N, H * d)"""
+    if rotary is not None:
+        q, k = _rotate(q, rotary), _rotate(k, rotary)
     return ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+
+
+def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """(B, N, H, d) -> the same, in x's dtype; the arithmetic has the wider one of x's and the tables'."""
+    sin, cos, interleaved = rotary
+    x = x.transpose(1, 2)
+    prefix, patches = x.split((x.shape[2] - sin.shape[-2], sin.shape[-2]), dim=2)
+    if interleaved:
+        turned = torch.stack((-patches[..., 1::2], patches[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = patches.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    rotated = torch.addcmul(patches * cos, turned, sin).to(x.dtype)
+    return torch.cat((prefix, rotated), dim=2).transpose(1, 2)
 
 
 def _widen(x: Tensor, mlp: Mlp) -> Tensor:
@@ -210,17 +254,21 @@ _ATTENTION_OPTIONS = {"q_norm": "qk-norm", "k_norm": "qk-norm", "norm": "scale_n
 
 def read_attention(attn: Any) -> Attention:
     qkv, attn_drop, proj, proj_drop = submodules(attn, qkv=LINEAR, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
-    if len(attn._modules) > 4:
-        for name, option in _ATTENTION_OPTIONS.items():
-            if not isinstance(attn._modules.get(name), nn.Identity | None):
-                raise Unsupported(f"{option} in attention")
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    if len(attn._modules) > 4:
+        refuse_options(attn)
     scale, training = attn.scale, attn_drop.training
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     attn_drop_p = attn_drop.p if training else 0.0
     return describe_attention((read_layer(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop)
+
+
+def refuse_options(attn: nn.Module) -> None:
+    for name, option in _ATTENTION_OPTIONS.items():
+        if not isinstance(attn._modules.get(name), nn.Identity | None):
+            raise Unsupported(f"{option} in attention")
 
 
 def read_mlp(mlp: Any) -> Mlp:

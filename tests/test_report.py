@@ -62,14 +62,12 @@ def test_convnext_of_torchvision_has_norms_only() -> None:
     assert str(report).endswith("18 modules accelerated, 0 skipped")
 
 
-ROTARY, RELATIVE, WINDOW = "rotary positions", "relative position bias", "window attention"
+RELATIVE, WINDOW = "relative position bias", "window attention"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("eva02_tiny_patch14_224", {"img_size": 28}, f"{ROTARY}, in timm.models.eva.EvaAttention"),
-        ("vit_small_patch16_rope_224", {}, f"{ROTARY}, in timm.layers.attention.AttentionRope"),
         ("beit_base_patch16_224", {}, f"{RELATIVE}, in timm.models.beit.Attention"),
         ("vit_relpos_small_patch16_224", {}, f"{RELATIVE}, in timm.models.vision_transformer_relpos.RelPosAttention"),
         (
@@ -91,11 +89,21 @@ def test_what_is_special_about_an_attention_is_the_reason(name: str, options: di
     assert f"fused: attention in 0 of {depth}, MLP in " in str(report)
 
 
-def test_eva_without_rotary_positions_is_not_said_to_have_them() -> None:
-    eva = import_library("timm").models.eva.Eva
-    model = eva(img_size=32, embed_dim=64, depth=1, num_heads=2, use_rot_pos_emb=False)
-    reason = "timm.models.eva.EvaAttention is not a class that fastvit knows"
-    assert outcome(fastvit.accelerate(model), "blocks.0.attn") == ("skipped", reason)
+class EvaAttention(nn.Module):
+    """Of no library."""
+
+    def __init__(self, rotary: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.rope = nn.Linear(16, 48), nn.Linear(16, 16), nn.Identity() if rotary else None
+
+
+@pytest.mark.parametrize(
+    ("rotary", "reason"),
+    [(True, "rotary positions, in EvaAttention"), (False, "EvaAttention is not a class that fastvit knows")],
+)
+def test_rotary_positions_are_the_reason_where_they_are(rotary: bool, reason: str) -> None:
+    (entry,) = fastvit.accelerate(nn.ModuleList([EvaAttention(rotary)])).skipped
+    assert entry.detail.replace(f"{__name__}.", "") == reason
 
 
 def test_windows_of_swin() -> None:
@@ -151,7 +159,7 @@ def test_classes_are_named_in_full() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["DINOv3ViTModel", "ViTMAEModel", "BeitModel"])
+@pytest.mark.parametrize("name", ["IJepaModel", "ViTMAEModel", "BeitModel"])
 def test_the_advice_works(name: str) -> None:
     model = hugging_face(name, **({"mask_ratio": 0.0} if name == "ViTMAEModel" else {}))
     image = torch.randn(2, 3, 32, 32)
@@ -182,11 +190,11 @@ def test_the_advice_works(name: str) -> None:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "a bias": lambda: hugging_face("BeitModel", use_relative_position_bias=True),
     "a shared bias": lambda: hugging_face("BeitModel", use_shared_relative_position_bias=True),
-    "a head of 4": lambda: hugging_face("DINOv3ViTModel").__class__(
-        import_library("transformers").DINOv3ViTConfig(**SIZES | {"num_attention_heads": 16})
+    "a head of 4": lambda: hugging_face("IJepaModel").__class__(
+        import_library("transformers").IJepaConfig(**SIZES | {"num_attention_heads": 16})
     ),
     "no skipped attention": lambda: hugging_face("ViTModel"),
-    "another library": lambda: vit("eva02_tiny_patch14_224", img_size=28),
+    "another library": lambda: vit("beit_base_patch16_224"),
 }
 
 
@@ -197,6 +205,6 @@ def test_no_advice_where_it_would_not_help(kind: str) -> None:
 
 def test_advice_names_the_model_inside() -> None:
     outer = nn.Module()
-    outer.tower = hugging_face("DINOv3ViTModel")
+    outer.tower = hugging_face("IJepaModel")
     (advice,) = fastvit.accelerate(outer).advice
     assert advice.endswith('then model.tower.set_attn_implementation("fastvit")')

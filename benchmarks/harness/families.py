@@ -101,6 +101,8 @@ def _hugging_face(name: str, **whole: Any) -> Architecture:
         small["intermediate_size"] = 160
     elif "mlp_ratio" in whole:
         small["mlp_ratio"] = 2
+    if "DINOv3" in name:
+        small["num_register_tokens"] = 4
     return Architecture("transformers", name, _transformers, small, whole)
 
 
@@ -129,10 +131,15 @@ ARCHITECTURES = [
     _small_timm("deit3_small_patch16_224", 64),
     _small_timm("vit_small_patch14_dinov2", 70),
     _small_timm("vit_small_patch14_reg4_dinov2", 70),
+    _small_timm("vit_small_patch16_rope_224", 64),
+    _small_timm("vit_small_patch16_dinov3", 64),
+    _small_timm("vit_small_patch16_dinov3_qkvb", 64),
+    _small_timm("vit_pe_spatial_tiny_patch16_512", 64),
     _hugging_face("ViTForImageClassification"),
     _hugging_face("DeiTForImageClassification"),
     _hugging_face("Dinov2Model", image_size=518, patch_size=14),
     _hugging_face("Dinov2WithRegistersModel", image_size=518, patch_size=14),
+    _hugging_face("DINOv3ViTModel"),
     _hugging_face("CLIPVisionModel"),
     _hugging_face("SiglipVisionModel"),
     _small_torchvision("vit_b_16", 16, 192, 3),

@@ -12,11 +12,11 @@ from torch import nn
 
 from fastvit._arguments import checked_statistics
 from fastvit._modules import Unsupported, qualified_name
-from fastvit.integrations import _pixels, _recognise, dinov2, generic, timm, torchvision, transformers
+from fastvit.integrations import _pixels, _recognise, dinov2, generic, timm, timm_eva, torchvision, transformers
 from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, transformers, torchvision, dinov2)
+_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2)
 PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
@@ -38,9 +38,9 @@ def accelerate(
     A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
     adapter merged or disabled it is fused as any other.
 
-    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, other adapters, hooks
-    inside a fused span), with the reason in the report; for a call (an attention mask, attention weights asked for,
-    hooks added later) with one warning for each class and reason.
+    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, gated MLPs, other
+    adapters, hooks inside a fused span), with the reason in the report; for a call (an attention mask, attention
+    weights asked for, hooks added later) with one warning for each class and reason.
 
     Args:
         model: any module.

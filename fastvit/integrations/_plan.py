@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fastvit._modules import Unsupported, class_name
-from fastvit.fuse import Attention, Call, Half, Linear, Mlp
+from fastvit.fuse import Attention, Call, Half, Linear, Mlp, Rotary
 
 # The ops that run, for the report
 FUSED_ATTENTION = "attention_qkvpacked, linear"
 FUSED_BLOCK = "layer_norm_attention, layer_norm_mlp"
+ROTARY_BLOCK = "layer_norm_linear, rotation, attention, linear, layer_norm_mlp"
 
 
 def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -31,21 +32,24 @@ class Plan:
     """What `accelerate` does with instances of one class.
 
     read: module -> its description as `run` takes it: tensors, numbers and tuples of them. Called anew for every call.
-    run: (input, description) -> what the module's own forward returns.
+    run: (input, description, rotary) -> what the module's own forward returns; rotary only where `rotary` is set.
     ops: the names of the ops that run, for the report.
     check_call: (module, *args, **kwargs), the arguments of a call -> its input.
     ndim: of the input, or None for any.
     takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
+    rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
+        class has none.
 
     `read` and `check_call` raise `Unsupported` with the reason why the module's own forward has to run.
     """
 
     read: Callable[[Any], Any]
-    run: Callable[[Tensor, Any], Any]
+    run: Callable[..., Any]
     ops: str
     check_call: Callable[..., Any] = only_input
     ndim: int | None = 3
     takes_pixels: bool = False
+    rotary: Callable[..., Rotary | None] | None = None
 
 
 def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -54,11 +58,12 @@ def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwa
         x = plan.check_call(module, *args, **kwargs)
         description = plan.read(module)
         check_input(x, description, plan)
+        rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
     except Unsupported as reason:
         # args, not str(reason), which torch.compile of 2.11 does not trace
         _warn(name, type(module).__name__, reason.args[0])
         return type(module).forward(module, *args, **kwargs)
-    return plan.run(x, description)
+    return plan.run(x, description, *rotary)
 
 
 # Libraries between a user's line and a module's forward

@@ -1,5 +1,5 @@
-"""Hugging Face transformers (version 5): the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, CLIP's and SigLIP's
-vision towers, and an attention implementation for other models: `register_attention`."""
+"""Hugging Face transformers (version 5): the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3, CLIP's and
+SigLIP's vision towers, and an attention implementation for other models: `register_attention`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fastvit import fuse, ops
 from fastvit._modules import Unsupported, qualified_name, submodules
-from fastvit.fuse import LINEAR, Attention, Half, Mlp
-from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.fuse import LINEAR, Attention, Half, Mlp, Rotary
+from fastvit.integrations._plan import FUSED_BLOCK, ROTARY_BLOCK, Plan
 from fastvit.ops._checks import takes_head_dim
 
 __all__ = ["register_attention"]
@@ -35,6 +35,7 @@ _MODELS = {  # by the prefix of its classes
     "DeiT": _Names("deit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
     "Dinov2": _Names("dinov2", "norm1", "attention", "norm2", "o_proj"),
     "Dinov2WithRegisters": _Names("dinov2_with_registers", "norm1", "attention", "norm2", "o_proj"),
+    "DINOv3ViT": _Names("dinov3_vit", "norm1", "attention", "norm2", "o_proj"),
     "CLIP": _Names("clip", "layer_norm1", "self_attn", "layer_norm2", "out_proj"),
     "Siglip": _Names("siglip", "layer_norm1", "self_attn", "layer_norm2", "out_proj"),
 }
@@ -48,6 +49,8 @@ _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_b
 
 def _class(prefix: str, suffix: str) -> str:
     file = _MODELS[prefix].file
+    if suffix == "DropPath":
+        prefix = prefix.replace("DINO", "Dino")
     return f"transformers.models.{file}.modeling_{file}.{prefix}{suffix}"
 
 
@@ -101,7 +104,10 @@ def read_attention_alone(attn: Any, proj: str) -> Attention:
 
 
 def read_mlp(mlp: Any, dropout: fuse.Dropout = None) -> Mlp:
-    fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=fuse.ACTIVATIONS, fc2=LINEAR)
+    if "up_proj" in mlp._modules:
+        fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
+    else:
+        fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=fuse.ACTIVATIONS, fc2=LINEAR)
     return fuse.describe_mlp(fc1, act, fc2, None, dropout)
 
 
@@ -151,27 +157,47 @@ def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kw
     return hidden_states
 
 
-def run_layer(x: Tensor, layer: Layer) -> Tensor:
+def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
+    kwargs.pop("position_embeddings", None)
+    return check_call(module, hidden_states, attention_mask, **kwargs)
+
+
+def rotary(
+    module: Any, x: Tensor, attention_mask: Any = None, position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> Rotary:  # fmt: skip
+    """position_embeddings: cos and sin, (N - P, d) each."""
+    if position_embeddings is None:
+        raise Unsupported("no rotary positions")
+    cos, sin = position_embeddings
+    return Rotary(sin, cos, interleaved=False)
+
+
+def run_layer(x: Tensor, layer: Layer, rotary: Rotary | None = None) -> Tensor:
     if layer.checkpoint is not None:
-        return layer.checkpoint(partial(fuse.run_block, block=layer.block), x)
-    return fuse.run_block(x, layer.block)
+        return layer.checkpoint(partial(fuse.run_block, block=layer.block, rotary=rotary), x)
+    return fuse.run_block(x, layer.block, rotary)
 
 
-def run_attention(x: Tensor, attn: Attention) -> tuple[Tensor, None]:
-    return fuse.run_attention(x, attn), None
+def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> tuple[Tensor, None]:
+    return fuse.run_attention(x, attn, rotary), None
 
 
 PLANS: dict[str, Plan] = {}
 for _prefix, _names in _MODELS.items():
     _suffix = "EncoderLayer" if _prefix in ("CLIP", "Siglip") else "Layer"
-    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, check_call)
+    _rotates = _prefix == "DINOv3ViT"
+    _call = {"check_call": check_rotary_call, "rotary": rotary} if _rotates else {"check_call": check_call}
+    _ops = ROTARY_BLOCK if _rotates else FUSED_BLOCK
+    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, _ops, **_call)
     PLANS[_class(_prefix, "Attention")] = Plan(
-        partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", check_call
+        partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", **_call
     )
     PLANS[_class(_prefix, "MLP")] = Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)
 EMBEDDINGS = {
     **{_class(prefix, "PatchEmbeddings"): "projection" for prefix in ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters")},
     **{_class(prefix, "VisionEmbeddings"): "patch_embedding" for prefix in ("CLIP", "Siglip")},
+    _class("DINOv3ViT", "Embeddings"): "patch_embeddings",
 }
 
 
