@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
+from fastvit.ops import Rotary
 
 Branch = TypeVar("Branch", "Attention", "Mlp")
 
@@ -88,16 +88,6 @@ class Half(NamedTuple, Generic[Branch]):
 
 Block = tuple[Half[Attention], Half[Mlp]]
 
-
-class Rotary(NamedTuple):
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864) of a call: q and k times cos, plus their turned halves, or
-    neighbours if interleaved, times sin. sin, cos: as (B, H, N - P, d) broadcasts; the first P tokens stay."""
-
-    sin: Tensor
-    cos: Tensor
-    interleaved: bool
-
-
 # ---- running them: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D) ----
 
 
@@ -112,17 +102,19 @@ def run_attention_half(x: Tensor, half: Half[Attention], rotary: Rotary | None =
         return _run_last(_attend(ops.layer_norm(x, *norm), attn, rotary), attn.proj, attn.proj_drop, x, half)
     weights: Any
     weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
-    if rotary is not None:  # between two ops
+    if rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad):  # learnt frequencies
         qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps)
         return _run_last(_attend_packed(qkv, attn, rotary), attn.proj, attn.proj_drop, x, half)
     arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
     if attn.proj_drop:
-        branch = ops.layer_norm_attention(*arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop)
+        branch = ops.layer_norm_attention(
+            *arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary
+        )
         return _add_branch(x, ops.dropout(branch, attn.proj_drop), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
     return ops.layer_norm_attention(
         *arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop,
-        layer_scale=half.layer_scale, row_scale=row_scale, residual=x,
+        layer_scale=half.layer_scale, row_scale=row_scale, residual=x, rotary=rotary,
     )  # fmt: skip
 
 
@@ -162,37 +154,17 @@ def _attend(x: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
     if len(projected) == 1:
         return _attend_packed(projected[0], attn, rotary)
     q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in projected)
-    return _attend_heads(q, k, v, attn, rotary)
+    if rotary is not None:
+        q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
+    return ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
 
 
 def _attend_packed(qkv: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
     """(B, N, 3 * H * d) -> (B, N, H * d)"""
     qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
     if rotary is not None:
-        q, k, v = qkv.unbind(2)
-        return _attend_heads(q, k, v, attn, rotary)
+        qkv = ops.rotary_qkvpacked(qkv, rotary)
     return ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
-
-
-def _attend_heads(q: Tensor, k: Tensor, v: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
-    """(B, N, H, d) each -> (B, N, H * d)"""
-    if rotary is not None:
-        q, k = _rotate(q, rotary), _rotate(k, rotary)
-    return ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
-
-
-def _rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """(B, N, H, d) -> the same, in x's dtype; the arithmetic has the wider one of x's and the tables'."""
-    sin, cos, interleaved = rotary
-    x = x.transpose(1, 2)
-    prefix, patches = x.split((x.shape[2] - sin.shape[-2], sin.shape[-2]), dim=2)
-    if interleaved:
-        turned = torch.stack((-patches[..., 1::2], patches[..., ::2]), dim=-1).flatten(-2)
-    else:
-        first, second = patches.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-    rotated = torch.addcmul(patches * cos, turned, sin).to(x.dtype)
-    return torch.cat((prefix, rotated), dim=2).transpose(1, 2)
 
 
 def _widen(x: Tensor, mlp: Mlp) -> Tensor:

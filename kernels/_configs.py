@@ -77,6 +77,22 @@ def dropout(dim: int) -> RowConfig:
     return RowConfig(1024 // block_dim, block_dim, 4)
 
 
+@dataclass(frozen=True)
+class RotaryConfig:
+    """A program takes block_n tokens of `heads` heads, each as pairs of `half` elements, a power of two >= d / 2."""
+
+    block_n: int
+    heads: int
+    half: int
+    num_warps: int
+
+
+def rotary(head_dim: int) -> RotaryConfig:
+    """A thread has 8 elements of each half: two 16-byte accesses of bfloat16 a head."""
+    half = next_power_of_2(head_dim // 2)
+    return RotaryConfig(1024 // half, 4, half, 4)
+
+
 # ---- linear ----
 
 

@@ -26,6 +26,25 @@ def attention_qkvpacked(qkv, **options):
     return attention(*qkv.unbind(2), **options)
 
 
+def rotary(x, rotary):
+    sin, cos, prefix, interleaved = rotary
+    patches = x.transpose(1, 2)[:, :, prefix:]
+    if interleaved:
+        turned = torch.stack((-patches[..., 1::2], patches[..., ::2]), -1).flatten(-2)
+    else:
+        turned = torch.cat((-patches[..., patches.shape[-1] // 2 :], patches[..., : patches.shape[-1] // 2]), -1)
+    rotated = (patches * cos + turned * sin).to(x.dtype).transpose(1, 2)
+    return torch.cat((x[:, :prefix], rotated), 1)
+
+
+_rotary = rotary
+
+
+def rotary_qkvpacked(qkv, rotary):
+    q, k, v = qkv.unbind(2)
+    return torch.stack((_rotary(q, rotary), _rotary(k, rotary), v), 2)
+
+
 def layer_norm(x, weight, bias, eps=1e-6):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -82,10 +101,13 @@ def layer_norm_attention(
     eps=1e-6,
     scale=None,
     mask=None,
+    rotary=None,
 ):
     """qkv_weight and qkv_bias may be of three layers; mask: factors of the attention weights, (B, H, N, N)."""
     qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps)
-    out = attention_qkvpacked(qkv.unflatten(-1, (3, num_heads, -1)), scale=scale, mask=mask).flatten(2)
+    qkv = qkv.unflatten(-1, (3, num_heads, -1))
+    qkv = qkv if rotary is None else rotary_qkvpacked(qkv, rotary)
+    out = attention_qkvpacked(qkv, scale=scale, mask=mask).flatten(2)
     return linear(out, proj_weight, proj_bias, layer_scale, row_scale, residual)
 
 

@@ -1,4 +1,5 @@
-"""The public ops and small tensors for them, by name: "mlp dropout" is ops.mlp with OPTIONS["mlp dropout"]."""
+"""The public ops and small tensors for them, by name: "mlp dropout" is ops.mlp with OPTIONS["mlp dropout"]. Rotary
+positions are the tensors "sin" and "cos", or "fixed sin" and "fixed cos" where they take no gradient."""
 
 import math
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from benchmarks.harness.memory import saved_bytes
 from fastvit import ops
 
-# "B" and "N": the batch, and the tokens of a sample
+# "B", "N" and "T": the batch, the tokens of a sample, and those of them that have a rotary position
 X = ("B", "N", 16)
 BRANCH = {"layer_scale": (16,), "row_scale": ("B",)}
 LINEAR = {"weight": (16, 16), "bias": (16,)}
@@ -24,16 +25,21 @@ SHAPES = {
     "linear gelu": {"x": X, **LINEAR},
     "layer_norm_linear": {"x": X, **NORM, **LINEAR},
     "layer_norm_attention": {"x": X, **NORM, **HEADS, **BRANCH},
+    "layer_norm_attention rotary": {"x": X, **NORM, **HEADS, **BRANCH, "fixed sin": ("T", 16), "fixed cos": ("T", 16)},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
     "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
     "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
+    "rotary": {"x": ("B", "N", 2, 16), "sin": ("T", 16), "cos": ("T", 16)},
+    "rotary_qkvpacked": {"qkv": ("B", "N", 3, 2, 16), "sin": ("B", 1, "T", 16), "cos": ("B", 1, "T", 16)},
+    "rotary_qkvpacked interleaved": {"qkv": ("B", "N", 3, 2, 16), "sin": (2, "T", 16), "cos": (2, "T", 16)},
     "patch_embed": {**IMAGE, **TOKENS},
 }
 OPTIONS = {
     "linear gelu": {"activation": "gelu"},
     "layer_norm_attention": {"num_heads": 2},
+    "layer_norm_attention rotary": {"num_heads": 2},
     "layer_norm_attention dropout": {"num_heads": 2, "dropout_p": 0.4},
     "patch_embed uint8": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
     "mlp recompute": {"recompute": "all", "activation": "silu"},
@@ -51,14 +57,22 @@ FORMULAS = [name for name in SHAPES if not name.endswith(("dropout", "recompute"
 def function(name, module=ops):
     """The op, or its formula, of tensors by name; the residual of an MLP and of attention behind a norm is its x."""
     op, options = getattr(module, name.split()[0]), OPTIONS.get(name, {})
-    if "mlp" in name or name.startswith("layer_norm_attention"):
-        return lambda x, **tensors: op(x=x, residual=x, **tensors, **options)
-    return lambda **tensors: op(**tensors, **options)
+
+    def call(**tensors):
+        fixed = "fixed " if "fixed sin" in tensors else ""
+        if fixed + "sin" in tensors:
+            sin, cos = tensors.pop(fixed + "sin"), tensors.pop(fixed + "cos")
+            tensors["rotary"] = ops.Rotary(sin, cos, 1, name.endswith("interleaved"))
+        if "mlp" in name or name.startswith("layer_norm_attention"):
+            tensors["residual"] = tensors["x"]
+        return op(**tensors, **options)
+
+    return call
 
 
 def tensors_of(shapes, dtype, device, kind="normal"):
-    """Tensors by name, None for a shape of None. All but row_scale require a gradient, and are of this kind of input;
-    matrices are divided by the root of what they sum over, unless they are to stay integer."""
+    """Tensors by name, None for a shape of None. All but row_scale and what is fixed require a gradient, and are of this
+    kind of input; matrices are divided by the root of what they sum over, unless they are to stay integer."""
     made: dict[str, Tensor | None] = {}
     for seed, (name, shape) in enumerate(shapes.items()):
         if shape is None:
@@ -69,12 +83,13 @@ def tensors_of(shapes, dtype, device, kind="normal"):
             t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=seed)
             if name.endswith("weight") and len(shape) > 1 and kind == "normal":
                 t = t / math.prod(shape[1:]) ** 0.5
-            made[name] = t.to(dtype).requires_grad_()
+            t = getattr(t, name[-3:])() if name.endswith(("sin", "cos")) else t
+            made[name] = t.to(dtype).requires_grad_(not name.startswith("fixed"))
     return made
 
 
 def made(name, B, N, device, dtype=torch.float32):
-    sizes = {"B": B, "N": N, "2N": 2 * N}
+    sizes = {"B": B, "N": N, "2N": 2 * N, "T": N - 1}
     shapes = {key: tuple(sizes.get(n, n) for n in shape) for key, shape in SHAPES[name].items()}
     tensors = tensors_of(shapes, dtype, device)
     if name == "patch_embed uint8":

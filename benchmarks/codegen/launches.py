@@ -137,9 +137,11 @@ def recording(target: str) -> Iterator[_Recorder]:
 
 def _granule(workload: Workload, dtype: torch.dtype) -> int:
     """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, or a patch's
-    width."""
-    itemsize = 1 if workload.sizes.get("image") == "uint8" else dtype.itemsize
-    return math.gcd(workload.sizes.get("patch", 8) * itemsize, 16)
+    width, or half a head."""
+    sizes = workload.sizes
+    itemsize = 1 if sizes.get("image") == "uint8" else dtype.itemsize
+    elements = sizes["d"] // 2 if sizes.get("spelling") == "halves" else sizes.get("patch", 8)
+    return math.gcd(elements * itemsize, 16)
 
 
 def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:

@@ -79,6 +79,7 @@ _TILE = {  # what the programs that share an argument differ in
     },
     "patch_embed_bwd_weight_kernel": {"dout": "tile of pixels", "image": "feature tile"},
     "patch_embed_bwd_image_kernel": {"dout": "tile of pixels", "weight": "token tile"},
+    "rotary_kernel": dict.fromkeys(("sin", "cos"), "sample and group of heads"),
     "dropout_kernel": {"seed": "program", "layer_scale": "row tile"},
 }  # fmt: skip
 _AGAIN = {  # what makes one program load an element again

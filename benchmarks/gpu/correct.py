@@ -31,6 +31,7 @@ _TOGETHER = {
     "add_layer_norm": "layer_norm",
     "layer_norm_linear": "linear",
     "layer_norm_attention": "linear",
+    "rotary": "layer_norm",
     "layer_norm_mlp": "mlp",
 }
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit import reference
+from fastvit.ops import Rotary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -42,6 +43,19 @@ def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
 def attention_sdpa(qkv: Tensor) -> Tensor:
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return heads_sdpa(q, k, v)
+
+
+def rotary(x: Tensor, positions: Rotary) -> Tensor:
+    """(B, N, H, d) -> the same, as timm and transformers write it."""
+    sin, cos, P, interleaved = positions
+    x = x.transpose(1, 2)
+    prefix, patches = x[:, :, :P], x[:, :, P:]
+    if interleaved:
+        turned = torch.stack((-patches[..., 1::2], patches[..., ::2]), -1).reshape(patches.shape)
+    else:
+        first, second = patches.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat((prefix, (patches * cos + turned * sin).to(x.dtype)), 2).transpose(1, 2)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -74,11 +88,17 @@ def layer_norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight:
 
 def layer_norm_attention(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
-    proj_bias: Tensor, num_heads: int, *, residual: Tensor, attention: Callable[[Tensor], Tensor] = attention,
+    proj_bias: Tensor, num_heads: int, *, residual: Tensor, rotary: Rotary | None = None, sdpa: bool = False,
 ) -> Tensor:  # fmt: skip
     qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias)
-    out = attention(qkv.unflatten(-1, (3, num_heads, -1))).flatten(2)
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
+    if rotary is not None:
+        q, k = _rotary(q, rotary), _rotary(k, rotary)
+    out = (heads_sdpa if sdpa else heads)(*(t.transpose(1, 2) for t in (q, k, v))).flatten(2)
     return linear(out, proj_weight, proj_bias, residual=residual)
+
+
+_rotary = rotary
 
 
 def layer_norm_mlp(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *fc: Tensor, **options: Any) -> Tensor:

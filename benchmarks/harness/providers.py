@@ -37,6 +37,12 @@ def attention(
     return Runner(lambda: function(qkv), (qkv,))
 
 
+def rotary(provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves") -> Runner:
+    x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling)
+    function = ops.rotary if provider == "fused" else eager.rotary
+    return Runner(lambda: function(x, positions), (x,))
+
+
 def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
     x = draw.normal(B, N, D)
     return Runner(lambda: ops.dropout(x, 0.1), (x,))
@@ -80,13 +86,17 @@ def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: in
     return Runner(lambda: function(x, *parameters), (x,), parameters)
 
 
-def layer_norm_attention(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
-    """The residual is what the norm reads."""
+def layer_norm_attention(
+    provider: str, draw: Draw, B: int, N: int, D: int, H: int, rotary: str | None = None
+) -> Runner:
+    """The residual is what the norm reads. rotary: "halves" or "interleaved"."""
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
     function: Callable[..., Any] = ops.layer_norm_attention if provider == "fused" else eager.layer_norm_attention
-    options = {"attention": eager.attention_sdpa} if provider == "sdpa" else {}
+    options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
+    if rotary is not None:
+        options["rotary"] = _positions(draw, N, D // H, rotary)
     return Runner(lambda: function(x, *parameters, H, residual=x, **options), (x,), parameters)
 
 
@@ -156,6 +166,13 @@ def _norm(draw: Draw, D: int) -> tuple[Tensor, ...]:
     return draw.normal(D, std=0.1, mean=1.0), draw.normal(D, std=0.1)
 
 
+def _positions(draw: Draw, N: int, d: int, spelling: str) -> ops.Rotary:
+    """float32 tables of the patches behind one prefix token."""
+    angles = torch.linspace(0, 100, (N - 1) * d // 2, device=draw.device).view(N - 1, d // 2)
+    angles = angles.repeat_interleave(2, 1) if spelling == "interleaved" else angles.repeat(1, 2)
+    return ops.Rotary(angles.sin(), angles.cos(), 1, spelling == "interleaved")
+
+
 def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
     """LayerScale's factors, and DropPath's, one a sample."""
     return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
@@ -197,6 +214,7 @@ class Op:
 
 OPS = {
     "attention": Op(attention, PROVIDERS, _few_scores),
+    "rotary": Op(rotary),
     "dropout": Op(dropout, ("fused",)),
     "layer_norm": Op(layer_norm),
     "add_layer_norm": Op(add_layer_norm),

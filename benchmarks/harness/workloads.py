@@ -108,7 +108,7 @@ def _rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes:
 
 @functools.cache
 def _all() -> tuple[Workload, ...]:
-    return tuple(itertools.chain(_attention(), _norms(), _gemms(), _patch_embed(), _models(), _memory()))
+    return tuple(itertools.chain(_attention(), _rotary(), _norms(), _gemms(), _patch_embed(), _models(), _memory()))
 
 
 def _attention() -> Iterator[Workload]:
@@ -149,6 +149,26 @@ def _attention() -> Iterator[Workload]:
     yield from rows("compile", B=64, N=1024, H=8, d=[72, 80, 96, 128, 256], separate=[False, True])
     yield from rows("compile", B=64, N=197, H=12, d=64, dropout_p=0.1)
     yield from rows("compile second kernels", B=64, N=577, H=12, d=64, dropout_p=0.1)
+
+
+def _rotary() -> Iterator[Workload]:
+    rows, spellings = functools.partial(_rows, "rotary"), ["halves", "interleaved"]
+    yield from rows("quick", B=1, N=50, H=3, d=64)
+    yield from rows("cpu", B=[1, 8], N=197, H=12, d=64, spelling=spellings)
+    yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64, spelling=spellings)
+    yield from rows("gpu", B=[1, 8], N=4097, H=16, d=64)
+    yield from rows("verify", B=2, N=197, H=3, d=[64, 80], spelling=spellings)
+    yield from rows("traffic", B=2, N=197, H=12, d=64, spelling=spellings)
+    yield from rows("sanitize", B=2, N=70, H=3, d=[32, 72], spelling=spellings)
+    for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):
+        few = {64: "second kernels", 72: "second"}.get(d, "")
+        yield from rows(f"compile {few}", B=64, N=197, H=8, d=d, spelling=spellings)
+    behind_norm = functools.partial(_rows, "layer_norm_attention", rotary=spellings)
+    yield from behind_norm("cpu", B=1, N=197, D=768, H=12)
+    yield from behind_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
+    yield from _rows("layer_norm_attention", "headline", B=32, N=197, D=768, H=12, rotary="halves")
+    yield from behind_norm("verify", B=4, N=197, D=384, H=6)
+    yield from behind_norm("compile", B=64, N=197, D=768, H=12)
 
 
 _WIDTHS = [192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664]

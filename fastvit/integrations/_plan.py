@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fastvit._modules import Unsupported, class_name
-from fastvit.fuse import Attention, Call, Half, Linear, Mlp, Rotary
+from fastvit.fuse import Attention, Call, Half, Linear, Mlp
+from fastvit.ops import Rotary
 
 # The ops that run, for the report
 FUSED_ATTENTION = "attention_qkvpacked, linear"
 FUSED_BLOCK = "layer_norm_attention, layer_norm_mlp"
-ROTARY_BLOCK = "layer_norm_linear, rotation, attention, linear, layer_norm_mlp"
 
 
 def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,6 @@
 """timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT.
 
-The rotation runs as PyTorch's own functions between two fused ops. Blocks with a gated MLP (SwiGLU) or with norms of q
-and k run their own forward, with what is known inside them fused.
+Blocks with a gated MLP (SwiGLU) or with norms of q and k run their own forward, with what is known inside them fused.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from fastvit import fuse
 from fastvit._modules import Unsupported, submodules
-from fastvit.fuse import DROP_PATH, DROPOUT, LAYER_NORM, LINEAR, MLP, Attention, Half, Layer, Linear, Rotary
-from fastvit.integrations._plan import ROTARY_BLOCK, Plan
+from fastvit.fuse import DROP_PATH, DROPOUT, LAYER_NORM, LINEAR, MLP, Attention, Half, Layer, Linear
+from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.ops import Rotary
 
 EVA_ATTENTION = "timm.models.eva.EvaAttention"
 ROPE_ATTENTION = "timm.layers.attention.AttentionRope"
@@ -79,12 +79,12 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
     if x.shape[1] != attn.num_prefix_tokens + rope.shape[-2]:
         raise Unsupported(f"rotary positions for {rope.shape[-2]} of {x.shape[1]} tokens")
     sin, cos = rope.chunk(2, dim=-1)
-    return Rotary(sin, cos, interleaved=not attn.rotate_half)
+    return Rotary(sin, cos, attn.num_prefix_tokens, interleaved=not attn.rotate_half)
 
 
 _ATTENTION = Plan(read_attention, fuse.run_attention, "attention, linear", check_call, rotary=rotary)
 PLANS = {
-    "timm.models.eva.EvaBlock": Plan(read_block, fuse.run_block, ROTARY_BLOCK, check_call, rotary=rotary),
+    "timm.models.eva.EvaBlock": Plan(read_block, fuse.run_block, FUSED_BLOCK, check_call, rotary=rotary),
     **dict.fromkeys(ATTENTION, _ATTENTION),
 }
 EMBEDDINGS: dict[str, str] = {}

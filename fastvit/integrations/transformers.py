@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from fastvit import fuse, ops
 from fastvit._modules import Unsupported, qualified_name, submodules
-from fastvit.fuse import LINEAR, Attention, Half, Mlp, Rotary
-from fastvit.integrations._plan import FUSED_BLOCK, ROTARY_BLOCK, Plan
+from fastvit.fuse import LINEAR, Attention, Half, Mlp
+from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.ops import Rotary
 from fastvit.ops._checks import takes_head_dim
 
 __all__ = ["register_attention"]
@@ -170,7 +171,7 @@ def rotary(
     if position_embeddings is None:
         raise Unsupported("no rotary positions")
     cos, sin = position_embeddings
-    return Rotary(sin, cos, interleaved=False)
+    return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
 
 
 def run_layer(x: Tensor, layer: Layer, rotary: Rotary | None = None) -> Tensor:
@@ -188,8 +189,7 @@ for _prefix, _names in _MODELS.items():
     _suffix = "EncoderLayer" if _prefix in ("CLIP", "Siglip") else "Layer"
     _rotates = _prefix == "DINOv3ViT"
     _call = {"check_call": check_rotary_call, "rotary": rotary} if _rotates else {"check_call": check_call}
-    _ops = ROTARY_BLOCK if _rotates else FUSED_BLOCK
-    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, _ops, **_call)
+    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, **_call)
     PLANS[_class(_prefix, "Attention")] = Plan(
         partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", **_call
     )

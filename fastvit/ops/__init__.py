@@ -9,8 +9,10 @@ from fastvit.ops.layer_norm_linear import layer_norm_linear
 from fastvit.ops.linear import linear
 from fastvit.ops.mlp import layer_norm_mlp, mlp
 from fastvit.ops.patch_embed import patch_embed
+from fastvit.ops.rotary import Rotary, rotary, rotary_qkvpacked
 
 __all__ = [
+    "Rotary",
     "add_layer_norm",
     "attention",
     "attention_qkvpacked",
@@ -22,5 +24,7 @@ __all__ = [
     "linear",
     "mlp",
     "patch_embed",
+    "rotary",
+    "rotary_qkvpacked",
     "use_backend",
 ]

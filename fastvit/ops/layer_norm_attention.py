@@ -16,6 +16,7 @@ from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import layer_norm_fwd
 from fastvit.ops.layer_norm_linear import Biases, Weights, layer_norm_linear_backward, norm_and_layers, side_by_side
 from fastvit.ops.linear import check_linear, linear_fwd
+from fastvit.ops.rotary import Rotary, rotate_, tables
 
 
 class _Options(NamedTuple):
@@ -24,11 +25,12 @@ class _Options(NamedTuple):
     scale: float
     dropout_p: float
     residual_is_x: bool
+    interleaved: bool  # rotary positions, if there are any
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """wants: of proj's weight and bias and layer_scale, then as `layer_norm_linear_backward` -> gradients, or None."""
-    proj_weight, proj_bias, layer_scale, row_scale, seed, qkv, attended, lse, x, *rest = saved
+    proj_weight, proj_bias, layer_scale, row_scale, seed, sin, cos, qkv, attended, lse, x, *rest = saved
     saved.clear()
     features = proj_weight.shape[1]
     g = as_rows(scale_samples(dout.to(proj_weight.dtype), row_scale))
@@ -40,8 +42,16 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     del g
     dqkv = attention_qkvpacked_bwd(do, qkv, attended, lse, seed, o.scale, o.dropout_p)
     del do, qkv, attended, rows
+    if sin is not None:
+        dqkv = _rotate(dqkv, sin, cos, o, transposed=True)
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
     return *of_proj, *layer_norm_linear_backward(dqkv.view(-1, 3 * features), dresidual, o.eps, wants[3:], x, *rest)
+
+
+def _rotate(qkv: Tensor, sin: Tensor, cos: Tensor, o: _Options, *, transposed: bool) -> Tensor:
+    """q and k of a packed tensor (B, N, 3, H, d) that this node has made."""
+    rotated = rotate_(qkv.flatten(2, 3), sin, cos, 2 * o.heads[1], o.interleaved, transposed)
+    return rotated.view(qkv.shape)
 
 
 class _LayerNormAttention(FusedFunction):
@@ -51,7 +61,8 @@ class _LayerNormAttention(FusedFunction):
     def forward(
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor,
         proj_weight: Tensor, proj_bias: Tensor | None, layer_scale: Tensor | None,
-        row_scale: Tensor | None, residual: Tensor | None, seed: Tensor | None, o: _Options, *layers: Any,
+        row_scale: Tensor | None, residual: Tensor | None, seed: Tensor | None, sin: Tensor | None, cos: Tensor | None,
+        o: _Options, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias
         backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
@@ -60,6 +71,8 @@ class _LayerNormAttention(FusedFunction):
         del y
         B, N, _ = x.shape
         qkv = qkv.view(B, N, *o.heads)
+        if sin is not None and cos is not None:
+            qkv = _rotate(qkv, sin, cos, o, transposed=False)
         attended, lse = attention_qkvpacked_fwd(qkv, seed, o.scale, o.dropout_p, backend=backend)
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         rows = attended.view(B, N, proj_weight.shape[1])
@@ -68,18 +81,18 @@ class _LayerNormAttention(FusedFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, *proj, row_scale, residual, seed, o = inputs[:10]
+        x, norm_weight, norm_bias, *proj, row_scale, residual, seed, sin, cos, o = inputs[:12]
         _, mean, rstd, qkv, attended, lse = output
-        layers, wants = inputs[10:], ctx.needs_input_grad
+        layers, wants = inputs[12:], ctx.needs_input_grad
         weights = layers[: len(layers) // 2]
         want_norm = any(wants[:3])
-        keep_x = want_norm or any(wants[10 : 10 + len(weights)])
-        if not (want_norm or any(wants[10:])):
+        keep_x = want_norm or any(wants[12 : 12 + len(weights)])
+        if not (want_norm or any(wants[12:])):
             qkv = lse = None
             attended = attended if wants[3] or wants[5] else None
         mean, rstd = (mean, rstd) if want_norm else (None, None)
         ctx.save_for_backward(
-            *proj, row_scale, seed, qkv, attended, lse,
+            *proj, row_scale, seed, sin, cos, qkv, attended, lse,
             x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights,
         )  # fmt: skip
         ctx.options = o
@@ -93,11 +106,11 @@ class _LayerNormAttention(FusedFunction):
         if dout is None:
             return (None,) * len(wants)
         dresidual = dout.to(ctx.residual_dtype) if wants[7] else None
-        wants = (*wants[3:6], *wants[:3], *wants[10:])
+        wants = (*wants[3:6], *wants[:3], *wants[12:])
         gradients: tuple[Tensor | None, ...] = (None,) * len(wants)
         if any(wants):
             gradients = consume_saved(ctx, "layer_norm_attention", _backward, dout, ctx.options, wants)
-        return *gradients[3:6], *gradients[:3], None, dresidual, None, None, *gradients[6:]
+        return *gradients[3:6], *gradients[:3], None, dresidual, None, None, None, None, *gradients[6:]
 
 
 def _head_dim(weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -116,6 +129,7 @@ def layer_norm_attention(
     proj_weight: Tensor, proj_bias: Tensor | None, num_heads: int,
     *, eps: float = 1e-6, scale: float | None = None, dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et al.
     2017, section 3.2.2) as one autograd node, which saves x, q, k, v, attention's output and float32 statistics; the
@@ -136,6 +150,9 @@ def layer_norm_attention(
         row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.
         residual: (B, N, out), or None. Its dtype may be wider than x's. When it is x itself, its gradient joins inside
             the LayerNorm's backward pass.
+        rotary: rotary positions of q and k, which are rotated in place, forward and backward, or None. The tables are
+            not differentiated: for learnt ones put `rotary_qkvpacked` between `layer_norm_linear` and
+            `attention_qkvpacked`.
 
     Returns:
         (B, N, out), contiguous, in the dtype that x and residual promote to. Under autocast weights, biases and the
@@ -155,14 +172,21 @@ def layer_norm_attention(
         hidden=("num_heads * head_dim", num_heads * head_dim),
     )  # fmt: skip
     Epilogue(layer_scale, row_scale, residual).check(x, proj_weight.shape[0], dtype=cast is None)
+    sin = cos = None
+    if rotary is not None:
+        sin, cos = tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim))
+        if torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
+            raise ValueError("rotary must not require a gradient: it is not differentiated here; see rotary_qkvpacked")
     if cast is not None:
         proj_weight, proj_bias = proj_weight.to(cast), None if proj_bias is None else proj_bias.to(cast)
     tensors = x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale
     autograd = needs_autograd("layer_norm_attention", *tensors, residual, *layers)
-    options = _Options(eps, (3, num_heads, head_dim), scale, dropout_p, residual is x)
+    options = _Options(
+        eps, (3, num_heads, head_dim), scale, dropout_p, residual is x, rotary is not None and rotary.interleaved
+    )
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seed = draw_seeds(1, x.device) if dropout_p else None
-    arguments = *tensors, row_scale, residual, seed, options, *layers
+    arguments = *tensors, row_scale, residual, seed, sin, cos, options, *layers
     if autograd:
         return _LayerNormAttention.apply(*repeats_as_views(*arguments))[0]
     return _LayerNormAttention.forward(*arguments)[0]

@@ -57,7 +57,7 @@ def _forward(
     if q.numel() == 0:
         return o, lse, None
     q, k, v = _readable(q), _readable(k), _readable(v)
-    unit, strides = _in_units(q.shape, q.stride(), k.stride(), v.stride())
+    unit, strides = in_units(q.shape, q.stride(), k.stride(), v.stride())
     short, rows, constants = _forward_plan(_workload(q, seed, unit))
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
     numbers = N, H, *strides, scale, dropout_p
@@ -97,7 +97,7 @@ def launch_backward(
         dv.copy_(do)
         return
     do, q, k, v = _readable(do), _readable(q), _readable(k), _readable(v)
-    unit, strides = _in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
+    unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
     workload = _workload(q, seed, unit)
     numbers: Any = (scale, dropout_p)
     if constants := _backward_short_plan(workload):
@@ -129,7 +129,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(4096)
-def _in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units), for tensors of one shape. The
     unit is 8 elements where all are multiples of that, so that the kernels see 16-byte alignment; dimensions of one
     element have no stride."""

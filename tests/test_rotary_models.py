@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fastvit
 from benchmarks.harness.memory import saved_bytes
 
-BLOCK = "layer_norm_linear, rotation, attention, linear, layer_norm_mlp"
+BLOCK = "layer_norm_attention, layer_norm_mlp"
 # name -> image, and why its blocks are not fused as one
 TIMM: dict[str, tuple[tuple[int, int], str]] = {
     "vit_base_patch16_rope_224": ((64, 96), ""),  # interleaved, CLS

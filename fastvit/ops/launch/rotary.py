@@ -1,0 +1,45 @@
+"""Launches the kernel of rotary positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastvit.kernels import _configs
+from fastvit.kernels.rotary import rotary_kernel
+from fastvit.ops._checks import empty_like
+from fastvit.ops._launch import cdiv, launch
+from fastvit.ops._library import Unsupported
+from fastvit.ops.launch.attention import in_units
+
+
+def rotary(
+    x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool, out: Tensor | None = None
+) -> Tensor:
+    """out: x itself, for a result in its place, where prefix tokens and heads that are not rotated are not touched."""
+    if torch.float64 in (x.dtype, sin.dtype, cos.dtype):
+        raise Unsupported("float64")
+    B, N, heads, d = x.shape
+    P = N - sin.shape[2]
+    first = 0
+    if out is None:
+        out = empty_like(x)
+        x = x if x.stride(3) == 1 else x.contiguous()
+    else:
+        first, heads = P, rotated
+    if x.numel() == 0 or first == N:
+        return out
+    if sin.stride() != cos.stride() or sin.stride(3) != 1:
+        sin, cos = sin.contiguous(), cos.contiguous()
+    table_heads = sin.shape[1]
+    batch, of_head, token, _ = sin.stride()
+    table = 0 if len(sin) == 1 else batch, token, 0 if table_heads == 1 else of_head
+    unit, strides = in_units(x.shape, x.stride(), table, out.stride())
+    cfg = _configs.rotary(d)
+    launch(
+        rotary_kernel, B * cdiv(N - first, cfg.block_n) * cdiv(heads, cfg.heads),
+        (x, sin, cos, out), (N, P, first, heads, rotated, *strides),
+        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "TABLE_HEADS": table_heads, "INTERLEAVED": interleaved,
+         "TRANSPOSED": transposed, "BLOCK_N": cfg.block_n, "HEADS": cfg.heads, "num_warps": cfg.num_warps},
+    )  # fmt: skip
+    return out
