@@ -59,10 +59,7 @@ def function(name, module=ops):
     op, options = getattr(module, name.split()[0]), OPTIONS.get(name, {})
 
     def call(**tensors):
-        fixed = "fixed " if "fixed sin" in tensors else ""
-        if fixed + "sin" in tensors:
-            sin, cos = tensors.pop(fixed + "sin"), tensors.pop(fixed + "cos")
-            tensors["rotary"] = ops.Rotary(sin, cos, 1, name.endswith("interleaved"))
+        tensors = positioned(name, tensors)
         if "mlp" in name or name.startswith("layer_norm_attention"):
             tensors["residual"] = tensors["x"]
         return op(**tensors, **options)
@@ -70,9 +67,16 @@ def function(name, module=ops):
     return call
 
 
+def positioned(name, tensors):
+    """With rotary positions in the place of their tables."""
+    tables = [tensors[key] for key in tensors if key.endswith(("sin", "cos"))]
+    rest = {key: t for key, t in tensors.items() if not key.endswith(("sin", "cos"))}
+    return rest | {"rotary": ops.Rotary(*tables, 1, name.endswith("interleaved"))} if tables else rest
+
+
 def tensors_of(shapes, dtype, device, kind="normal"):
-    """Tensors by name, None for a shape of None. All but row_scale and what is fixed require a gradient, and are of this
-    kind of input; matrices are divided by the root of what they sum over, unless they are to stay integer."""
+    """Tensors by name, None for a shape of None. All but row_scale and what is fixed require a gradient, and are of
+    this kind of input; matrices are divided by the root of what they sum over, unless they are to stay integer."""
     made: dict[str, Tensor | None] = {}
     for seed, (name, shape) in enumerate(shapes.items()):
         if shape is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import OPTIONS, made
+from op_cases import OPTIONS, made, positioned
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -118,6 +118,9 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
         (ValueError, "scale must be finite", {"scale": math.inf}),
         (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
+        (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(3, D), ones(3, D))}),
+        (ValueError, "rotary must not require a gradient: it is not differentiated here; see rotary_qkvpacked",
+         {"rotary": ops.Rotary(ones(N, D), ones(N, D, requires_grad=True))}),
     ],
     "mlp": MLP,
     "layer_norm_mlp": [*MLP, *NORM],
@@ -138,6 +141,27 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, HEADS + "264", {"qkv": ones(1, 2, 3, 1, 264)}),
         (ValueError, "qkv must have shape (B, N, 3, H, d)", {"qkv": ones(B, N, 2, D)}),
         (TypeError, "qkv must be float32", {"qkv": ones(B, N, 3, 2, D, dtype=torch.bool)}),
+    ],
+    "rotary": [
+        (TypeError, "x must be float32", {"x": ones(B, N, 2, D, dtype=torch.long)}),
+        (ValueError, "x must have shape (B, N, H, d)", {"x": ones(B, N, D)}),
+        (ValueError, HEADS + "12", {"x": ones(B, N, 2, 12)}),
+        (TypeError, "rotary must be an ops.Rotary, got tuple", {"rotary": (ones(3, D), ones(3, D))}),
+        (TypeError, "rotary.sin must be a tensor", {"rotary": ops.Rotary(None, ones(3, D), 1)}),
+        (TypeError, "rotary.cos must be float32", {"rotary": ops.Rotary(ones(3, D), ones(3, D, dtype=torch.int), 1)}),
+        (ValueError, "rotary.sin must be on x's device", {"rotary": ops.Rotary(ones(3, D, device="meta"), ones(3, D))}),
+        (ValueError, "rotary.sin must broadcast to (B, H, N - P, d) = (2, 2, 4, 16) in B and H, with "
+         "P = num_prefix_tokens = 0, got (3, 16)", {"rotary": ops.Rotary(ones(3, D), ones(3, D))}),
+        (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(1, D), ones(1, D))}),
+        (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(3, N, D), ones(3, N, D))}),
+        (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(N * D), ones(N * D))}),
+        (ValueError, "rotary.cos must have the shape of rotary.sin (1, 4, 16), got (4, 16)",
+         {"rotary": ops.Rotary(ones(1, N, D), ones(N, D))}),
+    ],
+    "rotary_qkvpacked": [
+        (ValueError, "qkv must have shape (B, N, 3, H, d)", {"qkv": ones(B, N, 2, D)}),
+        (ValueError, HEADS + "264", {"qkv": ones(1, 2, 3, 1, 264)}),
+        (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(3, D), ones(3, D))}),
     ],
     "dropout": [
         (ValueError, "p must be in [0, 1), got 1.0", {"p": 1.0}),
@@ -188,5 +212,5 @@ def test_bad_arguments(
 ) -> None:
     wrong = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(device), wrong)
     with pytest.raises(error) as raised:
-        getattr(ops, name.split()[0])(**made(name, B, N, device) | OPTIONS.get(name, {}) | wrong)
+        getattr(ops, name.split()[0])(**positioned(name, made(name, B, N, device)) | OPTIONS.get(name, {}) | wrong)
     assert str(raised.value).startswith(message)

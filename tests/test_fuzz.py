@@ -305,6 +305,23 @@ test_attention_qkvpacked = fuzzed(
 
 
 @st.composite
+def rotary_cases(draw: st.DrawFn) -> Case:
+    """q, k and v, and tables of every sample or one, every head or one, of all tokens or but the first ones."""
+    B, N, H, d = draw(SIZES)
+    prefix = draw(st.integers(0, min(3, N)))
+    table = [*draw(st.sampled_from([(), (1,), (H,), (B, 1), (B, H), (1, H)])), N - prefix, d]
+    options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
+    return draw(case({"qkv": (B, N, 3, H, d), "sin": tuple(table), "cos": tuple(table)}, **options))
+
+
+def of_tables(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda qkv, sin, cos, prefix, interleaved: function(qkv, ops.Rotary(sin, cos, prefix, interleaved))
+
+
+test_rotary_qkvpacked = fuzzed(rotary_cases(), of_tables(ops.rotary_qkvpacked), of_tables(formulas.rotary_qkvpacked))
+
+
+@st.composite
 def patch_embed_cases(draw: st.DrawFn) -> Case:
     small = st.integers(1, 4)
     B, C, h, w, P, D = draw(st.tuples(st.integers(0, 3), small, small, small, small, WIDTH))

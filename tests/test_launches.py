@@ -53,6 +53,8 @@ CASES = [
     ("linear", {"scales": True, "activation": "gelu"}),
     ("layer_norm_linear", {}),
     ("layer_norm_attention", {}),
+    ("layer_norm_attention", {"rotary": "halves"}),
+    ("rotary", {"spelling": "interleaved"}),
     ("mlp", {"dropout_p": 0.1, "scales": True}),
     ("layer_norm_mlp", {}),
     ("attention", {}),
@@ -68,7 +70,7 @@ def cases() -> list[tuple[str, dict[str, object]]]:
         for D in (192, 768):
             for op, options in CASES:
                 of_heads, width = {"H": D // 64, "d": 64}, {"D": D}
-                sizes = of_heads if op == "attention" else width
+                sizes = of_heads if op in ("attention", "rotary") else width
                 sizes |= {"H": D // 64} if op in ("block", "layer_norm_attention") else {}
                 sizes |= {"out": 4 * D} if op in ("linear", "layer_norm_linear") else {}
                 found.append((op, {"N": N, **sizes, **options}))

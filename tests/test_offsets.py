@@ -171,6 +171,18 @@ def test_pre_activation(device):
     assert torch.equal(got, activation_backward(dy, weight, pre))
 
 
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 20, 1, 16), 0, FAR), ((1, 20, 3, 16), 2, FAR), ((1, 530, 1, 16), 1, 1 << 22), ((1, 130, 1, 16), 1, 1 << 25)],
+    ids=["batch", "heads", "tokens", "tokens-copied"],
+)
+def test_rotary(shape, dim, stride, device):
+    table = inputs("integer", 1, 1, shape[1] - 1, 16, dtype=torch.float32, device=device)
+    check(
+        lambda x: ops.rotary(x, ops.Rotary(table, table + 1, 1)), [shape] * 2, (0, 1), dim, stride, table.dtype, device
+    )
+
+
 def test_dropout(device):
     torch.manual_seed(3)
 

@@ -21,7 +21,7 @@ from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
+MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
 
 
 def attention_fwd(
@@ -56,7 +56,7 @@ def _forward(
     lse = q.new_empty((B, H, N), dtype=torch.float32)
     if q.numel() == 0:
         return o, lse, None
-    q, k, v = _readable(q), _readable(k), _readable(v)
+    q, k, v = readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, q.stride(), k.stride(), v.stride())
     short, rows, constants = _forward_plan(_workload(q, seed, unit))
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
@@ -96,7 +96,7 @@ def launch_backward(
         dk.zero_()
         dv.copy_(do)
         return
-    do, q, k, v = _readable(do), _readable(q), _readable(k), _readable(v)
+    do, q, k, v = readable(do), readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
     workload = _workload(q, seed, unit)
     numbers: Any = (scale, dropout_p)
@@ -122,10 +122,10 @@ def _check(q: Tensor, scale: float) -> None:
         raise Unsupported(f"attention's kernels need a positive scale, got {scale}")
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """x (B, N, H, d) itself, or a copy if its head dimension is strided or its tokens are very far apart."""
     _, token, _, element = x.stride()
-    return x if element == 1 and token <= _MAX_STRIDE else x.contiguous()
+    return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
 
 
 @functools.lru_cache(4096)

@@ -10,7 +10,7 @@ from fastvit.kernels.rotary import rotary_kernel
 from fastvit.ops._checks import empty_like
 from fastvit.ops._launch import cdiv, launch
 from fastvit.ops._library import Unsupported
-from fastvit.ops.launch.attention import in_units
+from fastvit.ops.launch.attention import MAX_STRIDE, in_units, readable
 
 
 def rotary(
@@ -24,12 +24,12 @@ def rotary(
     first = 0
     if out is None:
         out = empty_like(x)
-        x = x if x.stride(3) == 1 else x.contiguous()
+        x = readable(x)
     else:
         first, heads = P, rotated
     if x.numel() == 0 or first == N:
         return out
-    if sin.stride() != cos.stride() or sin.stride(3) != 1:
+    if sin.stride() != cos.stride() or sin.stride(3) != 1 or sin.stride(2) > MAX_STRIDE:
         sin, cos = sin.contiguous(), cos.contiguous()
     table_heads = sin.shape[1]
     batch, of_head, token, _ = sin.stride()
