@@ -75,7 +75,7 @@ def rotary_kernel(
     for i in tl.static_range(HEADS):
         head = tl.program_id(0) % groups * HEADS + i
         if i == 0 or TABLE_HEADS > 1:
-            of_head = table_rows + head % TABLE_HEADS * stride_th * UNIT
+            of_head = table_rows + (head % TABLE_HEADS).to(tl.int64) * stride_th * UNIT
             sin1, sin2 = _load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
             cos1, cos2 = _load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
         if TRANSPOSED:

@@ -1,5 +1,5 @@
 """The public ops and small tensors for them, by name: "mlp dropout" is ops.mlp with OPTIONS["mlp dropout"]. Rotary
-positions are the tensors "sin" and "cos", or "fixed sin" and "fixed cos" where they take no gradient."""
+positions are the tensors "sin" and "cos", or "fixed_sin" and "fixed_cos" where they take no gradient."""
 
 import math
 
@@ -25,7 +25,7 @@ SHAPES = {
     "linear gelu": {"x": X, **LINEAR},
     "layer_norm_linear": {"x": X, **NORM, **LINEAR},
     "layer_norm_attention": {"x": X, **NORM, **HEADS, **BRANCH},
-    "layer_norm_attention rotary": {"x": X, **NORM, **HEADS, **BRANCH, "fixed sin": ("T", 16), "fixed cos": ("T", 16)},
+    "layer_norm_attention rotary": {"x": X, **NORM, **HEADS, **BRANCH, "fixed_sin": ("T", 16), "fixed_cos": ("T", 16)},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},

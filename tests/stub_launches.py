@@ -30,6 +30,7 @@ from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.ops import _launch, _library
+from fastvit.ops.launch.rotary import rotary as launch_rotary
 
 OPS = torch.ops.fastvit
 KERNELS = {
@@ -110,7 +111,17 @@ def _patch_embed(draw, dtype):
     OPS.patch_embed_bwd_image(out, weight, h, w, dtype)
 
 
-_RANDOM = (_layer_norm, _attention, _linear, _patch_embed)
+def _rotary(draw, dtype):
+    B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197)), draw.randint(1, 3), draw.choice((16, 24, 64))
+    x, T, of = _tensor(draw, B, N, 3 * H, d, dtype=dtype), N - draw.randint(0, 1), draw.choice(((1, 1), (B, 1), (1, H)))
+    sin, cos = (_tensor(draw, *of, T, d, dtype=draw.choice(DTYPES)) for _ in range(2))
+    options = 2 * H, draw.choice((False, True)), draw.choice((False, True))
+    OPS.rotary(x, sin, cos, *options)
+    x = torch.zeros(B, N, 3 * H, d, dtype=dtype)
+    launch_rotary(x, sin, cos, *options, x)  # in place
+
+
+_RANDOM = (_layer_norm, _attention, _linear, _patch_embed, _rotary)
 
 
 def the_same_binary_as_triton_and_the_same_arguments():

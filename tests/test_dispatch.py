@@ -22,7 +22,7 @@ from fastvit import ops
 
 N, D = 17, 32
 PACKAGE = f"{Path(fastvit.__file__).parent}/"
-LAUNCHERS = ("attention", "dropout", "layer_norm", "linear", "patch_embed")
+LAUNCHERS = ("attention", "dropout", "layer_norm", "linear", "patch_embed", "rotary")
 
 
 def parameters(*sizes):
@@ -35,6 +35,7 @@ def cases():
     q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
     heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
+    rotary = ops.Rotary(*torch.randn(2, N, 16))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 11),
@@ -45,6 +46,10 @@ def cases():
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 15),
         "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 31),
+        "layer_norm_attention_rotary": (
+            lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
+            41,
+        ),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),

@@ -145,6 +145,27 @@ def test_short_attention_backward_moves_the_least() -> None:
     assert backward.moved == backward.least == 8 * 197 * 64 * 2 + 197 * 4
 
 
+@pytest.mark.parametrize("spelling", ["halves", "interleaved"])
+def test_rotary_moves_every_head_once(spelling: str) -> None:
+    """Tables are loaded by every group of heads of a sample, from the cache."""
+    for found in passes("rotary", B=2, N=50, H=6, d=64, spelling=spelling):
+        (launch,) = found.launches
+        x, out = launch.arguments["x_ptr"], launch.arguments["out_ptr"]
+        assert x.loaded == x.loaded_once == out.stored == out.stored_once == 2 * 50 * 6 * 64 * 2
+        assert [launch.arguments[f"{t}_ptr"].readers for t in ("sin", "cos")] == [4.0, 4.0]
+        assert tiled(found) == 1.0
+
+
+def test_rotary_in_place_moves_q_and_k_alone() -> None:
+    forward, backward = passes("layer_norm_attention", B=2, N=50, D=192, H=3, rotary="halves")
+    for found in (forward, backward):
+        (launch,) = (each for each in found.launches if each.kernel == "rotary_kernel")
+        moved = {name: a.loaded + a.stored for name, a in launch.arguments.items()}
+        tables = moved.pop("sin_ptr") + moved.pop("cos_ptr")
+        assert sum(moved.values()) == 2 * (2 * 49 * 2 * 192 * 2), "read once and written once"
+        assert launch.least == sum(moved.values()) + tables / 4  # of two samples and two groups of heads
+
+
 def test_patch_embed_loads_a_tile_once_per_program() -> None:
     forward, backward = passes("patch_embed", parts=traffic.SMS, B=3, px=224, patch=16, D=128)
     assert 1.0 <= tiled(forward) <= 1.15

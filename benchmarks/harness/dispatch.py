@@ -45,6 +45,14 @@ def cases() -> dict[str, Case]:
     image = torch.randn(1, 3, 16, 16)
     patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
 
+    angles = torch.randn(N - 1, D // HEADS)
+    positions = ops.Rotary(angles.sin(), angles.cos(), 1)
+
+    def rotary(q: Tensor) -> Tensor:
+        first, second = q[:, 1:].chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1) * positions.sin[:, None]
+        return torch.cat((q[:, :1], torch.addcmul(turned, q[:, 1:], positions.cos[:, None])), dim=1)
+
     def layer_norm(x: Tensor) -> Tensor:
         return torch.native_layer_norm(x, (D,), norm_weight, norm_bias, 1e-6)[0]
 
@@ -72,6 +80,11 @@ def cases() -> dict[str, Case]:
         ),
         "attention": (lambda: ops.attention(q, q, q), lambda: attention(q, q, q)),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: attention(*qkv.unbind(2))),
+        "rotary": (lambda: ops.rotary(q, positions), lambda: rotary(q)),
+        "rotary_qkvpacked": (
+            lambda: ops.rotary_qkvpacked(qkv, positions),
+            lambda: torch.stack((rotary(qkv[:, :, 0]), rotary(qkv[:, :, 1]), qkv[:, :, 2]), dim=2),
+        ),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, *norm, *fc1), lambda: F.linear(layer_norm(x), *fc1)),
         "layer_norm_attention": (
             lambda: ops.layer_norm_attention(

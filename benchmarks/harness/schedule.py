@@ -21,6 +21,7 @@ Case = tuple[Workload, str]  # and "inference" or "training"
 # What tells most of an op, on a CPU and on a GPU, and the least that an exponent can be fitted to.
 TELLING = {
     "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
+    "rotary": ("B8 N197 H12 d64 halves", "B32 N197 H12 d64 halves"),
     "layer_norm": ("B8 N197 D768", "B256 N197 D768"),
     "add_layer_norm": ("B8 N197 D768", "B256 N197 D768"),
     "linear": ("B1 N197 D768 out3072 gelu", "B32 N197 D768 out3072 gelu"),

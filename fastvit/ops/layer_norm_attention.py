@@ -16,7 +16,7 @@ from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import layer_norm_fwd
 from fastvit.ops.layer_norm_linear import Biases, Weights, layer_norm_linear_backward, norm_and_layers, side_by_side
 from fastvit.ops.linear import check_linear, linear_fwd
-from fastvit.ops.rotary import Rotary, rotate_, tables
+from fastvit.ops.rotary import Rotary, in_place, rotary_op, tables
 
 
 class _Options(NamedTuple):
@@ -43,15 +43,11 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     dqkv = attention_qkvpacked_bwd(do, qkv, attended, lse, seed, o.scale, o.dropout_p)
     del do, qkv, attended, rows
     if sin is not None:
-        dqkv = _rotate(dqkv, sin, cos, o, transposed=True)
+        heads, backend = dqkv.flatten(2, 3), choose_backend(dqkv, sin, cos)
+        arguments = heads, sin, cos, 2 * o.heads[1], o.interleaved, True, *in_place(heads, backend)
+        dqkv = rotary_op(*arguments, backend=backend)
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
     return *of_proj, *layer_norm_linear_backward(dqkv.view(-1, 3 * features), dresidual, o.eps, wants[3:], x, *rest)
-
-
-def _rotate(qkv: Tensor, sin: Tensor, cos: Tensor, o: _Options, *, transposed: bool) -> Tensor:
-    """q and k of a packed tensor (B, N, 3, H, d) that this node has made."""
-    rotated = rotate_(qkv.flatten(2, 3), sin, cos, 2 * o.heads[1], o.interleaved, transposed)
-    return rotated.view(qkv.shape)
 
 
 class _LayerNormAttention(FusedFunction):
@@ -65,14 +61,16 @@ class _LayerNormAttention(FusedFunction):
         o: _Options, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias
-        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
+        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, sin, cos)
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, layers[0].dtype, backend=backend)
         qkv = F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers)
         del y
         B, N, _ = x.shape
         qkv = qkv.view(B, N, *o.heads)
-        if sin is not None and cos is not None:
-            qkv = _rotate(qkv, sin, cos, o, transposed=False)
+        if sin is not None:
+            heads = qkv.flatten(2, 3)
+            rotary = heads, sin, cos, 2 * o.heads[1], o.interleaved, False, *in_place(heads, backend)
+            qkv = rotary_op(*rotary, backend=backend).view(qkv.shape)
         attended, lse = attention_qkvpacked_fwd(qkv, seed, o.scale, o.dropout_p, backend=backend)
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         rows = attended.view(B, N, proj_weight.shape[1])

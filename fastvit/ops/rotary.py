@@ -1,6 +1,6 @@
 """Rotary positions of q and k: the tables, registration, gradient, checks, public functions."""
 
-from __future__ import annotations
+# Without `annotations` from __future__, whose strings nobody can resolve in a NamedTuple that is documented elsewhere
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ from fastvit.ops import _decompositions
 from fastvit.ops._checks import check_float, check_head_dim, check_like
 from fastvit.ops._library import (
     FusedFunction,
-    choose_backend,
     differentiable_once,
     needs_autograd,
     register,
@@ -36,7 +35,7 @@ class Rotary(NamedTuple):
 
 # x [B, N, heads, d], of which the first `rotated` heads are, by tables [B or 1, H or 1, T, d] that repeat for every H
 # heads; the first N - T tokens and the other heads are copied. transposed: the gradient. What is written in the place
-# of x goes behind the arguments of the schema (see `rotate_`).
+# of x goes behind the arguments of the schema (see `in_place`).
 rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
     aten=aten.rotary, launch="rotary", fake=lambda x, *_: x.new_empty(x.shape),
@@ -44,13 +43,10 @@ rotary_op = register(
 )  # fmt: skip
 
 
-def rotate_(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
-    """rotary_op of a contiguous x that is nobody else's, which is overwritten where nothing could tell."""
-    arguments = x, sin, cos, rotated, interleaved, transposed
-    backend = choose_backend(x, sin, cos)
-    if backend == "dispatcher":
-        return rotary_op(*arguments, backend=backend)
-    return rotary_op(*arguments, x, backend=backend)
+def in_place(x: Tensor, backend: str) -> tuple[Tensor, ...]:
+    """What goes behind rotary_op's arguments for the place of x, which is contiguous and nobody else's, where nothing
+    could tell."""
+    return () if backend == "dispatcher" else (x,)
 
 
 def _backward(
@@ -107,12 +103,6 @@ def tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...]) -> tupl
     return sin, cos
 
 
-def _apply(name: str, x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool) -> Tensor:
-    if needs_autograd(name, x, sin, cos):
-        return _Rotary.apply(name, x, sin, cos, rotated, interleaved)
-    return rotary_op(x, sin, cos, rotated, interleaved, False)
-
-
 def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """x * cos + turned(x) * sin for the tokens behind the prefix, rounded once: q or k of rotary attention.
 
@@ -130,7 +120,10 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     if x.dim() != 4:
         raise ValueError(f"x must have shape (B, N, H, d), got {tuple(x.shape)}")
     check_head_dim("head_dim", x.shape[3])
-    return _apply("rotary", x, *tables(rotary, "x", x, tuple(x.shape)), x.shape[2], rotary.interleaved)
+    arguments = x, *tables(rotary, "x", x, tuple(x.shape)), x.shape[2], rotary.interleaved
+    if needs_autograd("rotary", *arguments[:3]):
+        return _Rotary.apply("rotary", *arguments)
+    return rotary_op(*arguments, False)
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
@@ -151,5 +144,7 @@ def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
     B, N, _, H, d = qkv.shape
     check_head_dim("head_dim", d)
-    sin, cos = tables(rotary, "qkv", qkv, (B, N, H, d))
-    return _apply("rotary_qkvpacked", qkv.flatten(2, 3), sin, cos, 2 * H, rotary.interleaved).view(qkv.shape)
+    arguments = qkv.flatten(2, 3), *tables(rotary, "qkv", qkv, (B, N, H, d)), 2 * H, rotary.interleaved
+    if needs_autograd("rotary_qkvpacked", *arguments[:3]):
+        return _Rotary.apply("rotary_qkvpacked", *arguments).view(qkv.shape)
+    return rotary_op(*arguments, False).view(qkv.shape)
