@@ -48,7 +48,7 @@ def cases():
         "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 31),
         "layer_norm_attention_rotary": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
-            41,
+            53,
         ),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),

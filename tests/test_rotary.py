@@ -47,6 +47,16 @@ def test_accuracy(B, N, H, d, prefix, interleaved, dtype, backend, device):
     assert_op_as_accurate(run(ops), run(formulas), {"qkv": qkv})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_rounded_once(dtype, backend, device):
+    """Of float32 arithmetic, as the libraries have it: nearly always to the nearest number."""
+    x = inputs("normal", 2, 50, 2, 32, dtype=dtype, device=device)
+    sin, cos = table(50, 32, device=device)
+    exact = formulas.rotary(x.double(), ops.Rotary(sin.double(), cos.double()))
+    got = ops.rotary(x, ops.Rotary(sin, cos))
+    assert (got != exact.to(dtype)).float().mean() < 0.002
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 3), (2, 1), (2, 3)], ids=str)
 @SPELLINGS
 def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
@@ -84,6 +94,7 @@ def test_prefix_tokens_and_values_are_copied(interleaved, backend, device):
     qkv = inputs("normal", 2, 20, 3, 2, 16, dtype=torch.bfloat16, device=device)
     rotary = ops.Rotary(*table(17, 16, device=device), 3, interleaved)
     clean = ops.rotary_qkvpacked(qkv, rotary)
+    assert torch.equal(clean[:, :, 2], qkv[:, :, 2])
     qkv[:, :3, 0], qkv[:, :3, 1], qkv[:, :, 2], qkv[1, 7, :2] = torch.inf, -torch.inf, torch.nan, torch.nan
     got = ops.rotary_qkvpacked(qkv, rotary)
     assert torch.equal(got[:, :3, :2], qkv[:, :3, :2])
