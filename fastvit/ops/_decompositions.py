@@ -13,7 +13,7 @@ from fastvit.ops._activations import activate
 from fastvit.ops._checks import promoted_dtype
 from fastvit.ops._epilogue import scale_samples
 from fastvit.ops._library import stat_dtype
-from fastvit.ops.aten.rotary import by_token, pairs, rotated_part
+from fastvit.ops.aten.rotary import by_token, rotated_part, signed, swapped
 
 
 def _activate(x: Tensor, name: str) -> Tensor:
@@ -75,15 +75,11 @@ def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
-    turned = rotated_part(x, sin, rotated)
-    x1, x2 = pairs(turned.to(torch.promote_types(promoted_dtype(x, sin, cos), torch.float32)), interleaved)
-    (sin1, sin2), (cos1, cos2) = (pairs(by_token(table), interleaved) for table in (sin, cos))
-    if transposed:
-        sin1, sin2 = -sin2, -sin1
-    y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-    y = torch.stack((y1, y2), -1).flatten(-2) if interleaved else torch.cat((y1, y2), -1)
-    y = torch.cat((y.flatten(2, 3).to(x.dtype), x[:, x.shape[1] - sin.shape[2] :, rotated:]), 2)
-    return torch.cat((x[:, : x.shape[1] - sin.shape[2]], y), 1).contiguous()
+    P = x.shape[1] - sin.shape[2]
+    turned = rotated_part(x, sin, rotated).to(torch.promote_types(promoted_dtype(x, sin, cos), torch.float32))
+    y = turned * by_token(cos) + swapped(turned, interleaved) * by_token(signed(sin, interleaved, transposed))
+    y = torch.cat((y.flatten(2, 3).to(x.dtype), x[:, P:, rotated:]), 2)
+    return torch.cat((x[:, :P], y), 1).contiguous()
 
 
 def patch_embed_fwd(

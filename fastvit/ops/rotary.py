@@ -57,9 +57,8 @@ def _backward(
     if x is None:
         return dx, None, None
     g, x = (aten.rotated_part(t, sin, rotated).to(torch.promote_types(t.dtype, torch.float32)) for t in (dy, x))
-    first, second = aten.pairs(x, interleaved)
-    turned = torch.stack((-second, first), -1).flatten(-2) if interleaved else torch.cat((-second, first), -1)
-    dsin, dcos = ((g * t).sum(2).transpose(1, 2).sum_to_size(sin.shape).to(sin.dtype) for t in (turned, x))
+    products = aten.signed(g * aten.swapped(x, interleaved), interleaved), g * x
+    dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(sin.shape).to(sin.dtype) for t in products)
     return dx, dsin if wants[1] else None, dcos if wants[2] else None
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastvit.ops._checks import promoted_dtype
 
 
-def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Views of what is rotated together, (..., d / 2) each: even and odd elements, or the two halves."""
-    if interleaved:
-        return x[..., ::2], x[..., 1::2]
-    first, second = x.chunk(2, dim=-1)
-    return first, second
+def _join(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> Any:
+    """Views of what is rotated together: even and odd elements, or the two halves."""
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def swapped(x: Tensor, interleaved: bool) -> Tensor:
+    """Partners change places."""
+    first, second = _pairs(x, interleaved)
+    return _join(second, first, interleaved)
+
+
+def signed(sin: Tensor, interleaved: bool, transposed: bool = False) -> Tensor:
+    """What partners are multiplied with: (-sin1, sin2), or for the gradient (sin2, -sin1)."""
+    first, second = _pairs(sin, interleaved)
+    return _join(second, -first, interleaved) if transposed else _join(-first, second, interleaved)
 
 
 def by_token(table: Tensor) -> Tensor:
@@ -33,13 +48,12 @@ def rotary(
     out = x.clone(memory_format=torch.contiguous_format) if out is None else out
     if x.numel() == 0:
         return out
-    wide = torch.promote_types(promoted_dtype(x, sin, cos), torch.float32)
-    first, second = pairs(rotated_part(out, sin, rotated), interleaved)
-    (sin1, sin2), (cos1, cos2) = (pairs(by_token(table).to(wide), interleaved) for table in (sin, cos))
-    if transposed:
-        sin1, sin2 = -sin2, -sin1
-    x1, x2 = first.to(wide), second.to(wide)
-    turned = torch.addcmul(x1 * cos1, x2, sin1, value=-1), torch.addcmul(x2 * cos2, x1, sin2)
-    first.copy_(turned[0])
-    second.copy_(turned[1])
+    x = rotated_part(out, sin, rotated)
+    wide = torch.promote_types(promoted_dtype(out, sin, cos), torch.float32)
+    cos, sin = by_token(cos.to(wide)), by_token(signed(sin.to(wide), interleaved, transposed))
+    partners = swapped(x, interleaved)
+    if x.dtype is wide:
+        x.mul_(cos).addcmul_(partners, sin)
+    else:
+        x.copy_(x * cos + partners * sin)
     return out
