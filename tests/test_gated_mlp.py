@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from formulas import GATED
 from op_cases import (
     assert_freezing_changes_no_other_gradient,
+    gathered,
     outputs_and_gradients,
     saved_numel,
     tensors_of,
@@ -22,20 +23,13 @@ LAYERS = ("gate_weight", "gate_bias", "value_weight", "value_bias")
 RECOMPUTE = ("none", "activation", "all")
 
 
-def run(module, activation="swiglu", inner_eps=1e-6, itself=False, **options):
-    """mlp of it, or layer_norm_mlp, by the tensors that there are; gate_weight: of a pair. itself: x is its own
-    residual."""
+def run(module, activation="swiglu", itself=False, **options):
+    """mlp of it, or layer_norm_mlp, by the tensors that there are. itself: x is its own residual."""
 
-    def call(x, inner_weight=None, inner_bias=None, **tensors):
-        if "gate_weight" in tensors:
-            gate_weight, gate_bias, value_weight, value_bias = (tensors.pop(name, None) for name in LAYERS)
-            tensors |= {"fc1_weight": (gate_weight, value_weight), "fc1_bias": (gate_bias, value_bias)}
-        if inner_weight is not None:
-            tensors["inner_norm"] = inner_weight, inner_bias, inner_eps
-        if itself:
-            tensors["residual"] = x
-        op = module.layer_norm_mlp if "norm_weight" in tensors else module.mlp
-        return op(x=x, activation=activation, **tensors, **options)
+    def call(x, **tensors):
+        op = gathered(module.layer_norm_mlp if "norm_weight" in tensors else module.mlp)
+        residual = {"residual": x} if itself else {}
+        return op(x=x, activation=activation, **tensors, **residual, **options)
 
     return call
 
