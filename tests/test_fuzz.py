@@ -21,6 +21,7 @@ import formulas
 import pytest
 import torch
 from models import randomised
+from op_cases import gathered
 from oracle import compare, inputs
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastvit import VisionTransformer, ops, reference
-from fastvit.ops._activations import ACTIVATIONS
+from fastvit.ops._activations import ACTIVATIONS, GATED
 
 EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
 fuzz = settings(
@@ -237,6 +238,36 @@ def to_itself(function: Callable[..., Any]) -> Callable[..., Any]:
 test_mlp = fuzzed(mlp_cases(norm=False), to_itself(ops.mlp), to_itself(formulas.mlp), recompute=RECOMPUTE)
 test_layer_norm_mlp = fuzzed(
     mlp_cases(norm=True), to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), recompute=RECOMPUTE
+)
+
+
+@st.composite
+def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
+    """Of one packed layer or of a pair; with an inner norm, behind which rows of one element would be rounding."""
+    leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
+    pair, inner = draw(st.booleans()), norm and draw(st.booleans())
+    hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, D)}
+    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
+    if pair:
+        shapes |= {"gate_weight": (hidden, D), "gate_bias": (hidden,), "value_weight": (hidden, D)}
+        shapes |= {"value_bias": (hidden,)}
+    else:
+        shapes |= {"fc1_weight": (2 * hidden, D), "fc1_bias": (2 * hidden,)}
+    shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)} if inner else {}
+    shapes |= {"fc2_weight": (out, hidden), "fc2_bias": (out,), **branch(leading, out)}
+    optional = "fc1_bias gate_bias value_bias fc2_bias layer_scale row_scale residual"
+    return draw(case(shapes, optional, activation=st.sampled_from(list(GATED))))
+
+
+test_gated_mlp = fuzzed(
+    gated_mlp_cases(norm=False), to_itself(gathered(ops.mlp)), to_itself(gathered(formulas.mlp)), recompute=RECOMPUTE
+)
+test_gated_layer_norm_mlp = fuzzed(
+    gated_mlp_cases(norm=True),
+    to_itself(gathered(ops.layer_norm_mlp)),
+    to_itself(gathered(formulas.layer_norm_mlp)),
+    recompute=RECOMPUTE,
 )
 
 

@@ -136,10 +136,10 @@ def recording(target: str) -> Iterator[_Recorder]:
 
 
 def _granule(workload: Workload, dtype: torch.dtype) -> int:
-    """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, or a patch's
-    width."""
+    """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, a patch's
+    width or an odd hidden size."""
     itemsize = 1 if workload.sizes.get("image") == "uint8" else dtype.itemsize
-    return math.gcd(workload.sizes.get("patch", 8) * itemsize, 16)
+    return math.gcd(*(workload.sizes.get(name, 8) * itemsize for name in ("patch", "hidden")), 16)
 
 
 def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:
