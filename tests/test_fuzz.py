@@ -243,10 +243,9 @@ test_layer_norm_mlp = fuzzed(
 
 @st.composite
 def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
-    """Of one packed layer or of a pair; with an inner norm, behind which rows of one element would be rounding."""
+    """Of one packed layer or of a pair."""
     leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
-    pair, inner = draw(st.booleans()), norm and draw(st.booleans())
-    hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
+    pair, inner, hidden, out = draw(st.booleans()), draw(st.booleans()), draw(WIDTH), draw(WIDTH)
     shapes = {"x": (*leading, D)}
     shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
     if pair:
@@ -260,14 +259,17 @@ def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
     return draw(case(shapes, optional, activation=st.sampled_from(list(GATED))))
 
 
-test_gated_mlp = fuzzed(
-    gated_mlp_cases(norm=False), to_itself(gathered(ops.mlp)), to_itself(gathered(formulas.mlp)), recompute=RECOMPUTE
-)
+# An inner norm whose eps is large beside the variance of rows that are rounding, of one element or of equal gates
+INNER_EPS = 0.1
+
+
+def gated(op: Callable[..., Any]) -> Callable[..., Any]:
+    return to_itself(gathered(op, INNER_EPS))
+
+
+test_gated_mlp = fuzzed(gated_mlp_cases(norm=False), gated(ops.mlp), gated(formulas.mlp), recompute=RECOMPUTE)
 test_gated_layer_norm_mlp = fuzzed(
-    gated_mlp_cases(norm=True),
-    to_itself(gathered(ops.layer_norm_mlp)),
-    to_itself(gathered(formulas.layer_norm_mlp)),
-    recompute=RECOMPUTE,
+    gated_mlp_cases(norm=True), gated(ops.layer_norm_mlp), gated(formulas.layer_norm_mlp), recompute=RECOMPUTE
 )
 
 
