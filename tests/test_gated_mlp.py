@@ -123,6 +123,14 @@ def test_integers(pair, backend, device):
     assert torch.equal(registered.gated_fwd(x, *layers, "relu"), h)
 
 
+def test_weights_of_other_strides(triton_backend, device):
+    """Each is read by its own, without a copy."""
+    args = tensors(2, 5, 16, dtype=torch.float32, device=device, pair=True)
+    want = run(ops)(**args)
+    wide = torch.cat([args["value_weight"], torch.full((20, 32), torch.nan, device=device)], 1)[:, :16]
+    assert torch.equal(run(ops)(**args | {"value_weight": wide}), want)
+
+
 def test_value_rows_first(backend, device):
     """The two halves as views, in the other order: of the same values the same, bit for bit."""
     args = tensors(2, 5, 16, dtype=torch.float32, device=device)

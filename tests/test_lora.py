@@ -29,8 +29,12 @@ def image() -> Tensor:
     return torch.randn(2, 3, 32, 32)
 
 
-def gated_vit(mlp: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: vit(mlp_layer=partial(getattr(import_library("timm").layers, mlp), **options), num_classes=7)
+def gated_vit(mlp: str, norm: bool = False, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = partial(getattr(import_library("timm").layers, mlp), **options)
+        return vit(mlp_layer=layer, scale_mlp_norm=norm, num_classes=7)
+
+    return build
 
 
 def timm_vit() -> nn.Module:
@@ -44,7 +48,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
     "DINOv2": (lambda: hugging_face("Dinov2Model"), {"v, fc2": ["v_proj", "fc2"]}),
     "torchvision": (torchvision_vit, {"the MLP": ["mlp.0"]}),
     "SwiGLU": (
-        gated_vit("SwiGLU", norm_layer=nn.LayerNorm),
+        gated_vit("SwiGLU", norm=True),
         {"gate": ["fc1_g"], "value": ["fc1_x"], "fc2": ["fc2", "qkv"]},
     ),
     "GluMlp": (gated_vit("GluMlp", act_layer=nn.GELU), {"both": ["fc1"], "fc2": ["fc2"]}),
