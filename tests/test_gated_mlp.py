@@ -14,6 +14,7 @@ from op_cases import (
 )
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.ops import gated_linear as registered
@@ -229,6 +230,16 @@ def test_registered_gradients(activation, dtype, backend, device):
 def assert_all(got: tuple[Tensor, ...], same: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
     for name, *triple in zip(("dpre", "h", "dbias"), got, same, exact, strict=True):
         assert_as_accurate(*triple, factor=GRADIENT, what=name)
+
+
+def test_flop_formulas(backend, device):
+    x, gate, weight, pre = (torch.randn(*shape, device=device) for shape in ((8, 64), (24, 64), (64, 24), (8, 48)))
+    with FlopCounterMode(display=False) as counter:
+        registered.gated_fwd(x, gate, gate, None, None, "silu")
+        registered.gated_act_fwd(x, gate, gate, None, None, "silu")
+        registered.gated_dact(x, weight, pre, "silu")
+        registered.gated_act(pre, "silu")
+    assert counter.get_total_flops() == 2 * 8 * 64 * 24 * (2 + 2 + 1)
 
 
 def test_vendor_matmuls(monkeypatch, triton_backend, device):

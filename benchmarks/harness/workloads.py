@@ -248,11 +248,11 @@ def _gated() -> Iterator[Workload]:
         yield from rows("gpu", B=[1, 32], N=257, D=D, hidden=hidden, inner=True, norm=True)
     recompute = ["none", "activation", "all"]
     yield from rows("verify", B=4, N=197, D=192, hidden=512, scales=True, recompute=recompute)
-    yield from rows("verify", B=4, N=197, D=192, hidden=[512, 682], inner=True, norm=True, dropout_p=[0.0, 0.1])
+    yield from rows("verify", B=4, N=197, D=192, hidden=[512, 682], inner=True, norm=True)
     yield from _rows("mlp", "verify", B=4, N=197, D=192, hidden=682, activation="geglu")
     yield from rows("traffic", B=1, N=BATCH // 128, D=768, hidden=2048, parts=128)
     yield from rows("sanitize", B=7, N=10, D=40, hidden=[40, 21], residual=True, recompute=recompute)
-    yield from rows("sanitize", B=7, N=10, D=40, hidden=40, inner=True, norm=True, dropout_p=0.1)
+    yield from rows("sanitize", B=7, N=10, D=40, hidden=40, inner=True, norm=True)
     for D, hidden in ((192, 512), (384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
         few = "second kernels" if D == 768 else ""
         yield from rows(f"compile {few}", B=64, N=197, D=D, hidden=hidden, norm=True, inner=[False, True])
