@@ -9,7 +9,7 @@ descriptions. Modules are read anew for every call, since hooks, adapters, modes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastvit import ops
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
 from fastvit.ops import Rotary
+from fastvit.ops._activations import GATED
 
 Branch = TypeVar("Branch", "Attention", "Mlp")
 
@@ -64,8 +65,9 @@ class Attention(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """activation: as `ops.mlp` names it; act: the same as a module, behind a Call. drop1: behind the activation, 0.0 or
-    equal to drop2; drop2: behind fc2."""
+    """activation: as `ops.mlp` names it; act: the same, or the gate's, as a module, behind a Call. drop1: behind the
+    activation, 0.0 or equal to drop2; drop2: behind fc2. If gated, fc1 is the gate's layer beside the value's, or both
+    in one, the gate's rows first or last; inner_norm: before fc2."""
 
     fc1: Layer
     fc2: Layer
@@ -73,6 +75,9 @@ class Mlp(NamedTuple):
     act: nn.Module
     drop1: float = 0.0
     drop2: float = 0.0
+    value: Layer | None = None
+    gate_last: bool = False
+    inner_norm: Norm | None = None
 
 
 class Half(NamedTuple, Generic[Branch]):
@@ -120,16 +125,17 @@ def run_attention_half(x: Tensor, half: Half[Attention], rotary: Rotary | None =
 
 def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
     mlp, norm = half.branch, half.norm
-    if Call in (type(mlp.fc1), type(mlp.fc2)):
+    if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)):
         return _run_last(_widen(ops.layer_norm(x, *norm), mlp), mlp.fc2, mlp.drop2, x, half)
-    tensors = (norm.weight, norm.bias, *mlp.fc1, *mlp.fc2)
+    fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
+    tensors = (norm.weight, norm.bias, *fc1, *mlp.fc2)
     if mlp.drop1 != mlp.drop2:
-        branch = ops.layer_norm_mlp(x, *tensors, eps=norm.eps, activation=mlp.activation)
+        branch = ops.layer_norm_mlp(x, *tensors, eps=norm.eps, activation=mlp.activation, inner_norm=mlp.inner_norm)
         return _add_branch(x, ops.dropout(branch, mlp.drop2), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
     return ops.layer_norm_mlp(
         x, *tensors, eps=norm.eps, activation=mlp.activation, dropout_p=mlp.drop1,
-        layer_scale=half.layer_scale, row_scale=row_scale, residual=x,
+        layer_scale=half.layer_scale, row_scale=row_scale, residual=x, inner_norm=mlp.inner_norm,
     )  # fmt: skip
 
 
@@ -138,9 +144,11 @@ def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> T
 
 
 def run_mlp(x: Tensor, mlp: Mlp) -> Tensor:
-    if Call in (type(mlp.fc1), type(mlp.fc2)):
+    if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)):
         return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
-    out = ops.mlp(x, *mlp.fc1, *mlp.fc2, activation=mlp.activation, dropout_p=mlp.drop1)
+    fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
+    tensors = (*fc1, *mlp.fc2)
+    out = ops.mlp(x, *tensors, activation=mlp.activation, dropout_p=mlp.drop1, inner_norm=mlp.inner_norm)
     return ops.dropout(out, mlp.drop2) if mlp.drop1 != mlp.drop2 else out
 
 
@@ -167,8 +175,22 @@ def _attend_packed(qkv: Tensor, attn: Attention, rotary: Rotary | None) -> Tenso
     return ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
 
 
+def _gate_and_value(mlp: Mlp) -> tuple[Any, Any]:
+    """Weights and biases of two layers without adapters, those of one layer as views."""
+    if mlp.value is not None:
+        weights, biases = zip(mlp.fc1, mlp.value, strict=True)
+        return weights, biases
+    layer: Any = mlp.fc1
+    return layer.weight.chunk(2)[::-1], None if layer.bias is None else layer.bias.chunk(2)[::-1]
+
+
 def _widen(x: Tensor, mlp: Mlp) -> Tensor:
     """An MLP up to fc2."""
+    if mlp.activation in GATED:
+        both = [_run(x, mlp.fc1), _run(x, mlp.value)] if mlp.value is not None else _run(x, mlp.fc1).chunk(2, dim=-1)
+        gate, value = both[::-1] if mlp.gate_last else both
+        hidden = ops.dropout(mlp.act(gate) * value, mlp.drop1)
+        return hidden if mlp.inner_norm is None else ops.layer_norm(hidden, *mlp.inner_norm)
     if isinstance(mlp.fc1, Call):
         return ops.dropout(mlp.act(mlp.fc1.module(x)), mlp.drop1)
     return ops.dropout(ops.linear(x, *mlp.fc1, activation=mlp.activation), mlp.drop1)
@@ -206,7 +228,7 @@ LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
 LAYER_SCALE: Classes = {nn.Identity, "timm.layers.layer_scale.LayerScale", "timm.models.vision_transformer.LayerScale"}
 DROP_PATH: Classes = {nn.Identity, "timm.layers.drop.DropPath"}
 ATTENTION: Classes = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
-MLP: Classes = {"timm.layers.mlp.Mlp"}
+MLP: Classes = {"timm.layers.mlp.Mlp", "timm.layers.mlp.GluMlp", "timm.layers.mlp.SwiGLU"}
 ACTIVATIONS: dict[type | str, str] = {
     nn.GELU: "gelu",
     nn.ReLU: "relu",
@@ -244,10 +266,24 @@ def refuse_options(attn: nn.Module) -> None:
 
 
 def read_mlp(mlp: Any) -> Mlp:
+    if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
+        return _read_gated_mlp(mlp)
     if "norm" in mlp._modules:
         submodules(mlp, norm={nn.Identity})
     fc1, act, drop1, fc2, drop2 = submodules(mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT)
     return describe_mlp(fc1, act, fc2, drop1, drop2)
+
+
+def _read_gated_mlp(mlp: Any) -> Mlp:
+    """timm's SwiGLU, with a layer each for gate and value, and GluMlp, with one."""
+    names = ("fc1_g", "fc1_x") if "fc1_g" in mlp._modules else ("fc1",)
+    act, drop1, norm, fc2, drop2, *fc1 = submodules(
+        mlp, act=ACTIVATIONS, drop1=DROPOUT, norm={nn.Identity, *LAYER_NORM}, fc2=LINEAR, drop2=DROPOUT,
+        **dict.fromkeys(names, LINEAR),
+    )  # fmt: skip
+    inner_norm = None if type(norm) is nn.Identity else norm
+    gate_last = len(names) == 1 and mlp.gate_last
+    return describe_gated_mlp(fc1, act, fc2, drop1, drop2, gate_last=gate_last, inner_norm=inner_norm)
 
 
 def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Collection[type | str]) -> Half[Any]:
@@ -340,3 +376,17 @@ def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout,
     if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
         activation = "gelu_tanh"
     return Mlp(read_layer(fc1), read_layer(fc2), activation, act, p1, p2)
+
+
+def describe_gated_mlp(
+    fc1: Sequence[nn.Linear], act: nn.Module, fc2: nn.Linear, drop1: Dropout = None, drop2: Dropout = None,
+    *, gate_last: bool = False, inner_norm: nn.LayerNorm | None = None,
+) -> Mlp:  # fmt: skip
+    """fc1: the gate's and the value's, or one of both; act: of the gate, of a class in ACTIVATIONS."""
+    mlp = describe_mlp(fc1[0], act, fc2, drop1, drop2)
+    for gated, plain in GATED.items():
+        if plain == mlp.activation:
+            value = read_layer(fc1[1]) if len(fc1) == 2 else None
+            norm = None if inner_norm is None else read_norm(inner_norm)
+            return mlp._replace(activation=gated, value=value, gate_last=gate_last, inner_norm=norm)
+    raise Unsupported(f"a gate with {mlp.activation}")

@@ -130,6 +130,18 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128)
 
 
+def gated_gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
+    """Two products [m, k] @ [k, n] of the same rows: block_n columns of each, so that the accumulators, and what a step
+    loads, are those of a plain tile of twice the width."""
+    group_m = 1 if 2 * n * k * itemsize <= 16 << 20 else 8
+    stages = 2 if arch.startswith("gfx") else 3
+    if itemsize > 2:
+        return GemmConfig(64, 32, 16, group_m, 8, 3)
+    if -(-m // 128) * -(-n // 64) < 128:
+        return GemmConfig(64, 32, 64, group_m, 4, stages)
+    return GemmConfig(128, 64, 64, group_m, 8, stages, max_registers=128 if arch == "sm_90" else None)
+
+
 @_tuned.cached
 def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch: str = "") -> bool:
     """Whether a matmul [m, k] @ [k, n] with an epilogue runs as our kernel instead of the vendor library's matmul and

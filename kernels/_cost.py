@@ -35,9 +35,13 @@ def of_attention(matmuls: int) -> Any:
     )
 
 
-def of_matmul(operand: str) -> Any:
-    """[M, K] x [K, N]"""
-    return _metadata(operand, lambda a: {name: a[name] for name in "MNK"}, lambda s: 2 * s["M"] * s["N"] * s["K"])
+def of_matmul(operand: str, matmuls: int = 1) -> Any:
+    """[M, K] x [K, N], so many times"""
+
+    def flops(s: Sizes) -> int:
+        return 2 * matmuls * s["M"] * s["N"] * s["K"]
+
+    return _metadata(operand, lambda a: {name: a[name] for name in "MNK"}, flops)
 
 
 def of_patches(operand: str) -> Any:

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "relu": F.relu,
     "silu": F.silu,
 }
+GATED = {"swiglu": F.silu, "geglu": F.gelu}
 
 
 def attention(q, k, v, scale=None, mask=None):
@@ -72,10 +73,24 @@ def mlp(
     residual=None,
     activation="gelu",
     masks=(1, 1),
+    inner_norm=None,
 ):
     """masks: what dropout multiplies with, after the activation and after fc2."""
-    h = ACTIVATIONS[activation](F.linear(x, fc1_weight, fc1_bias)) * masks[0]
+    if activation in GATED:
+        h = gated(x, fc1_weight, fc1_bias, GATED[activation])
+    else:
+        h = ACTIVATIONS[activation](F.linear(x, fc1_weight, fc1_bias))
+    h = h * masks[0]
+    h = h if inner_norm is None else layer_norm(h, *inner_norm)
     return _branch(F.linear(h, fc2_weight, fc2_bias) * masks[1], layer_scale, row_scale, residual)
+
+
+def gated(x, weight, bias, activation):
+    """weight and bias may be of two layers, of the gate and of the value, or of both in one."""
+    if isinstance(weight, torch.Tensor):
+        weight, bias = weight.chunk(2), bias if bias is None else bias.chunk(2)
+    gate, value = (F.linear(x, w, b) for w, b in zip(weight, bias or (None, None), strict=True))
+    return activation(gate) * value
 
 
 def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6):

@@ -17,6 +17,10 @@ LINEAR = {"weight": (16, 16), "bias": (16,)}
 NORM = {"norm_weight": (16,), "norm_bias": (16,)}
 HEADS = {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
 FC = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 40), "fc2_bias": (16,)}
+GATED = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 20), "fc2_bias": (16,)}
+PAIR = {"gate_weight": (20, 16), "gate_bias": (20,), "value_weight": (20, 16), "value_bias": (20,)}
+INNER = {"inner_weight": (20,), "inner_bias": (20,)}
+PAIRED = {**PAIR, **INNER, "fc2_weight": (16, 20), "fc2_bias": (16,)}
 IMAGE = {"image": ("B", 3, 8, "2N"), "weight": (24, 3, 4, 4)}
 TOKENS = {"bias": (24,), "pos_embed": ("N", 24), "prefix": (1, 24)}
 SHAPES = {
@@ -28,6 +32,10 @@ SHAPES = {
     "layer_norm_attention rotary": {"x": X, **NORM, **HEADS, **BRANCH, "fixed_sin": ("T", 16), "fixed_cos": ("T", 16)},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
+    "mlp gated": {"x": X, **GATED, **BRANCH},
+    "mlp gated dropout": {"x": X, **GATED, **BRANCH},
+    "layer_norm_mlp gated": {"x": X, **NORM, **PAIRED, **BRANCH},
+    "layer_norm_mlp gated recompute": {"x": X, **NORM, **PAIRED, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
     "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
     "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
@@ -46,6 +54,10 @@ OPTIONS = {
     "layer_norm_mlp recompute": {"recompute": "all", "activation": "silu"},
     "mlp dropout": {"recompute": "none", "dropout_p": 0.3},
     "layer_norm_mlp dropout": {"recompute": "none", "dropout_p": 0.3},
+    "mlp gated": {"activation": "swiglu"},
+    "mlp gated dropout": {"activation": "geglu", "recompute": "none", "dropout_p": 0.3},
+    "layer_norm_mlp gated": {"activation": "geglu"},
+    "layer_norm_mlp gated recompute": {"activation": "swiglu", "recompute": "all"},
     "attention_qkvpacked dropout": {"dropout_p": 0.4},
     "attention": {"scale": 0.7},
     "dropout": {"p": 0.5},
@@ -56,7 +68,7 @@ FORMULAS = [name for name in SHAPES if not name.endswith(("dropout", "recompute"
 
 def function(name, module=ops):
     """The op, or its formula, of tensors by name; the residual of an MLP and of attention behind a norm is its x."""
-    op, options = getattr(module, name.split()[0]), OPTIONS.get(name, {})
+    op, options = gathered(getattr(module, name.split()[0])), OPTIONS.get(name, {})
 
     def call(**tensors):
         tensors = positioned(name, tensors)
@@ -72,6 +84,19 @@ def positioned(name, tensors):
     tables = [tensors[key] for key in tensors if key.endswith(("sin", "cos"))]
     rest = {key: t for key, t in tensors.items() if not key.endswith(("sin", "cos"))}
     return rest | {"rotary": ops.Rotary(*tables, 1, name.endswith("interleaved"))} if tables else rest
+
+
+def gathered(op, inner_eps=1e-6):
+    """op of tensors by name, with the two layers of a gated MLP in a pair, and its inner norm in one argument."""
+
+    def call(gate_weight=None, value_weight=None, gate_bias=None, value_bias=None, inner_weight=None, **rest):
+        if gate_weight is not None:
+            rest |= {"fc1_weight": (gate_weight, value_weight), "fc1_bias": (gate_bias, value_bias)}
+        if inner_weight is not None:
+            rest["inner_norm"] = inner_weight, rest.pop("inner_bias"), inner_eps
+        return op(**rest)
+
+    return call
 
 
 def tensors_of(shapes, dtype, device, kind="normal"):

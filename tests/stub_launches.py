@@ -99,6 +99,18 @@ def _linear(draw, dtype):
     OPS.dropout(x, torch.zeros(1, dtype=torch.int64), 0.1)
 
 
+def _gated(draw, dtype):
+    B, N = draw.randint(1, 3), draw.choice((1, 5, 16, 150))
+    K, M = (draw.choice((16, 64, 128, 200)) for _ in range(2))
+    x, gate, value, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, K), (M, K), (M, K), (M,)))
+    biases, activation = (_maybe(draw, b), _maybe(draw, b)), draw.choice(("gelu", "silu"))
+    OPS.gated_fwd(x, gate, value, *biases, activation)
+    _, pre = OPS.gated_act_fwd(x, gate, value, *biases, activation)
+    OPS.gated_dact(_tensor(draw, B, N, K, dtype=dtype), _tensor(draw, K, M, dtype=dtype), pre, activation)
+    OPS.gated_act_bwd(_tensor(draw, B, N, M, dtype=dtype), pre, activation)
+    OPS.gated_act(pre, activation)
+
+
 def _patch_embed(draw, dtype):
     B, size, D = draw.randint(1, 3), draw.choice((4, 14, 16)), draw.choice((16, 40, 64))
     h, w = (size * draw.randint(1, 3) for _ in range(2))
@@ -121,7 +133,7 @@ def _rotary(draw, dtype):
     launch_rotary(x, sin, cos, *options, x)  # in place
 
 
-_RANDOM = (_layer_norm, _attention, _linear, _patch_embed, _rotary)
+_RANDOM = (_layer_norm, _attention, _linear, _gated, _patch_embed, _rotary)
 
 
 def the_same_binary_as_triton_and_the_same_arguments():
@@ -210,6 +222,8 @@ def a_profiler_reads_names_flops_and_bytes():
             OPS.layer_norm_fwd(x, w, w, 1e-6, None)
             pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
             OPS.linear_dact(x, torch.zeros(64, 32, dtype=torch.bfloat16), pre, "gelu")
+            gate, fc2 = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(64, 32, dtype=torch.bfloat16)
+            OPS.gated_dact(x, fc2, OPS.gated_act_fwd(x, gate, gate, None, None, "silu")[1], "silu")
             OPS.patch_embed_fwd(
                 torch.zeros(2, 3, 8, 12), torch.zeros(16, 3, 4, 4), None, None, torch.zeros(1, 16), None
             )
@@ -224,6 +238,7 @@ def a_profiler_reads_names_flops_and_bytes():
     assert short["flops16"] == 4 * 3 * 12 * 197 * 197 * 64
     assert short["bytes"] == 4 * 3 * 197 * 12 * 64 * 2 + 3 * 12 * 197 * 4
     assert found["linear_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 2 * 6 * 32 * 64
+    assert found["gated_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 4 * 6 * 32 * 64
     assert found["patch_embed_fwd_kernel patches12 D16 K48 float32"]["flops32"] == 2 * 12 * 16 * 48
 
 

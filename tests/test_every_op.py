@@ -24,7 +24,17 @@ from fastvit.ops import _library
 
 every_op = pytest.mark.parametrize("name", SHAPES)
 of_rows = pytest.mark.parametrize(
-    "name", ["layer_norm", "linear", "linear gelu", "layer_norm_linear", "mlp", "layer_norm_mlp"]
+    "name",
+    [
+        "layer_norm",
+        "linear",
+        "linear gelu",
+        "layer_norm_linear",
+        "mlp",
+        "layer_norm_mlp",
+        "mlp gated",
+        "layer_norm_mlp gated",
+    ],
 )
 with_formula = pytest.mark.parametrize("name", FORMULAS)
 
@@ -185,7 +195,17 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "linear gelu", "layer_norm_linear", "mlp", "attention_qkvpacked", "layer_norm_attention"]
+    "name",
+    [
+        "layer_norm",
+        "linear gelu",
+        "layer_norm_linear",
+        "mlp",
+        "mlp gated",
+        "layer_norm_mlp gated",
+        "attention_qkvpacked",
+        "layer_norm_attention",
+    ],
 )
 def test_vmap(name, backend, device):
     """Every sample by itself; without what is drawn for each sample."""
@@ -286,6 +306,14 @@ def registered_calls(device):
         "linear_act_fwd of tokens": (tokens, x, None, "silu"),
         "linear_dact": (x, x, x, "gelu"),
         "act_bwd": (x, x, "gelu"),
+        "gated_fwd": (x, x, x, None, v, "silu"),
+        "gated_fwd of tokens": (tokens, x[:12], x[12:], v[:12], v[12:], "gelu"),
+        "gated_act_fwd": (x, x, x, v, None, "gelu"),
+        "gated_act_fwd of tokens": (tokens, x[:12], x[12:], None, None, "silu"),
+        "gated_act": (x, "silu"),
+        "gated_act of tokens": (tokens, "gelu"),
+        "gated_act_bwd": (x[:, :12], x, "silu"),
+        "gated_dact": (x, x[:, :12], x, "gelu"),
         "attention_fwd": (q, q, q, None, 0.2, 0.0),
         "attention_bwd": (q, q, q, q, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
         "attention_qkvpacked_fwd": (qkv, seed, 0.2, 0.3),

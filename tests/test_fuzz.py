@@ -13,7 +13,7 @@ import math
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import formulas
 import pytest
 import torch
 from models import randomised
+from op_cases import gathered
 from oracle import compare, inputs
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastvit import VisionTransformer, ops, reference
-from fastvit.ops._activations import ACTIVATIONS
+from fastvit.ops._activations import ACTIVATIONS, GATED
 
 EXAMPLES = int(os.environ.get("FASTVIT_FUZZ", "0"))
 fuzz = settings(
@@ -237,6 +238,45 @@ def to_itself(function: Callable[..., Any]) -> Callable[..., Any]:
 test_mlp = fuzzed(mlp_cases(norm=False), to_itself(ops.mlp), to_itself(formulas.mlp), recompute=RECOMPUTE)
 test_layer_norm_mlp = fuzzed(
     mlp_cases(norm=True), to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), recompute=RECOMPUTE
+)
+
+
+@st.composite
+def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
+    """Of one packed layer or of a pair; what an inner norm reads is, as in front of the other, no row of one element
+    and, by values of one row for all, none of equal ones."""
+    leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
+    pair, inner = draw(st.booleans()), draw(st.booleans())
+    hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, D)}
+    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
+    if pair:
+        shapes |= {"gate_weight": (hidden, D), "gate_bias": (hidden,), "value_weight": (hidden, D)}
+        shapes |= {"value_bias": (hidden,)}
+    else:
+        shapes |= {"fc1_weight": (2 * hidden, D), "fc1_bias": (2 * hidden,)}
+    shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)} if inner else {}
+    shapes |= {"fc2_weight": (out, hidden), "fc2_bias": (out,), **branch(leading, out)}
+    optional = "fc1_bias gate_bias value_bias fc2_bias layer_scale row_scale residual"
+    found = draw(case(shapes, optional, activation=st.sampled_from(list(GATED))))
+    for name in ("fc1_weight", "value_weight"):
+        weight = found.tensors.get(name)
+        if inner and weight is not None and weight.layout == "expanded":
+            found.tensors[name] = replace(weight, layout="contiguous")
+    return found
+
+
+# Large beside the variance of rows that are all near zero, as behind one gate for all of them
+INNER_EPS = 0.1
+
+
+def gated(op: Callable[..., Any]) -> Callable[..., Any]:
+    return to_itself(gathered(op, INNER_EPS))
+
+
+test_gated_mlp = fuzzed(gated_mlp_cases(norm=False), gated(ops.mlp), gated(formulas.mlp), recompute=RECOMPUTE)
+test_gated_layer_norm_mlp = fuzzed(
+    gated_mlp_cases(norm=True), gated(ops.layer_norm_mlp), gated(formulas.layer_norm_mlp), recompute=RECOMPUTE
 )
 
 

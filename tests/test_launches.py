@@ -18,6 +18,8 @@ BATCHES = (1, 2, 3, 5, 8, 16, 17)
 BY_ROWS = {
     "linear_fwd_kernel": "smaller tiles where there are few",
     "linear_dact_kernel": "smaller tiles where there are few",
+    "gated_fwd_kernel": "smaller tiles where there are few",
+    "gated_dact_kernel": "smaller tiles where there are few",
     "patch_embed_fwd_kernel": "smaller tiles where there are few",
     "patch_embed_bwd_image_kernel": "smaller tiles where there are few",
     "patch_embed_bwd_weight_kernel": "smaller tiles where there are few; a single split has no float32 partials",
@@ -57,6 +59,8 @@ CASES = [
     ("rotary", {"spelling": "interleaved"}),
     ("mlp", {"dropout_p": 0.1, "scales": True}),
     ("layer_norm_mlp", {}),
+    ("layer_norm_mlp", {"activation": "swiglu", "hidden": 512}),
+    ("layer_norm_mlp", {"activation": "geglu", "hidden": 1365, "inner": True}),
     ("attention", {}),
     ("attention", {"separate": True, "dropout_p": 0.1}),
     ("block", {}),
@@ -129,6 +133,8 @@ with recording("sm_90") as recorder:
         weight = torch.empty(width, wide, dtype=torch.bfloat16, device="meta")[:, :width].requires_grad_()
         backward(ops.linear(rows(width, wide), weight, activation="gelu", residual=rows(width, wide)))
         backward(ops.mlp(rows(width, wide), weight, None, weight, None, residual=rows(width, wide)))
+        gated = {"activation": "swiglu", "residual": rows(width, wide)}
+        backward(ops.mlp(rows(width, wide), (weight, weight), None, weight, None, **gated))
     launches = list(recorder.launches.values())
     print(json.dumps([[launch.name, c.problems] for launch, c in compile_all(launches)]))
 """
@@ -143,7 +149,7 @@ def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Pa
     found = json.loads(python(str(script)))
     assert {name for name, _ in found} >= {
         "layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "dropout_kernel", "column_sum_kernel", "linear_fwd_kernel",
-        "linear_dact_kernel", "act_bwd_kernel",
+        "linear_dact_kernel", "act_bwd_kernel", "gated_fwd_kernel", "gated_dact_kernel", "gated_act_kernel",
     }  # fmt: skip
     assert not [f"{name}: {problems}" for name, problems in found if problems]
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ def image() -> Tensor:
     return torch.randn(2, 3, 32, 32)
 
 
+def gated_vit(mlp: str, norm: bool = False, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        layer = partial(getattr(import_library("timm").layers, mlp), **options)
+        return vit(mlp_layer=layer, scale_mlp_norm=norm, num_classes=7)
+
+    return build
+
+
 def timm_vit() -> nn.Module:
     return vit(init_values=0.3, drop_path_rate=0.3, proj_drop_rate=0.2, num_classes=7)
 
@@ -38,6 +47,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
     "CLIP": (lambda: hugging_face("CLIPVisionModel"), {"q, k, o": ["q_proj", "k_proj", "out_proj"], "fc1": ["fc1"]}),
     "DINOv2": (lambda: hugging_face("Dinov2Model"), {"v, fc2": ["v_proj", "fc2"]}),
     "torchvision": (torchvision_vit, {"the MLP": ["mlp.0"]}),
+    "SwiGLU": (
+        gated_vit("SwiGLU", norm=True),
+        {"gate": ["fc1_g"], "value": ["fc1_x"], "fc2": ["fc2", "qkv"]},
+    ),
+    "GluMlp": (gated_vit("GluMlp", act_layer=nn.GELU), {"both": ["fc1"], "fc2": ["fc2"]}),
     "fastvit": (lambda: fastvit.create_model("vit_tiny_patch16_224", img_size=32, depth=2), {"all": ["qkv", "fc1"]}),
 }
 CASES = [(library, targets) for library, (_, kinds) in MODELS.items() for targets in kinds]

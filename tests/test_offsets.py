@@ -183,6 +183,31 @@ def test_rotary(shape, dim, stride, device):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_mlp(dtype, device):
+    """Rows of x far apart, and those of one weight further than those of the other, which are read as they lie."""
+
+    def mlp(x, gate, value, weight):
+        return ops.mlp(x, (gate, value), None, weight, None, activation="swiglu")
+
+    shapes = [(3, 40), (24, 40), (24, 40), (40, 24), (3, 40)]
+    check(mlp, shapes, (0, 4), 0, FAR, dtype, device)
+    for weight in (1, 2):
+        check(mlp, shapes, (weight,), 0, 1 << 22, dtype, device)
+
+
+def test_gate_and_value(device):
+    shapes = (70, 16), (16, 24), (70, 48), (70, 24)
+    dy, weight, pre, dh = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in shapes)
+    far = far_apart(pre, 0, 1 << 26)
+    for call in (
+        lambda pre: torch.ops.fastvit.gated_dact(dy, weight, pre, "gelu")[0],
+        lambda pre: torch.ops.fastvit.gated_act_bwd(dh, pre, "gelu")[0],
+        lambda pre: torch.ops.fastvit.gated_act(pre, "gelu"),
+    ):
+        assert torch.equal(call(far), call(pre))
+
+
 def test_dropout(device):
     torch.manual_seed(3)
 

@@ -1,5 +1,6 @@
 """torch.onnx.export of models with fused ops, run by ONNX Runtime: nodes that stand for ops, dynamic batches."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -74,6 +75,20 @@ def test_accelerated(library, tmp_path):
     fastvit.accelerate(model)
     found = export(model, path)
     assert (found["LayerNormalization"], found["Gelu"], found["Attention"], found["Softmax"]) == (3, 1, 1, 0)
+    fastvit.restore(model)
+    assert_runs_alike(path, model)
+
+
+@pytest.mark.parametrize("mlp", ["SwiGLU", "GluMlp"])
+@torch.no_grad()
+def test_accelerated_with_a_gate(mlp, tmp_path):
+    timm = import_timm()
+    layer = functools.partial(getattr(timm.layers, mlp), act_layer=torch.nn.GELU)
+    model = timm.create_model("vit_tiny_patch16_224", **TINY, mlp_layer=layer, scale_mlp_norm=True)
+    model, path = randomised(model).eval(), tmp_path / "model.onnx"
+    assert fastvit.accelerate(model).fused("MLP") == (1, 1)
+    found = export(model, path)
+    assert (found["LayerNormalization"], found["Gelu"], found["Attention"]) == (4, 1, 1)
     fastvit.restore(model)
     assert_runs_alike(path, model)
 

@@ -52,6 +52,18 @@ def test_gradient_of_an_mlp(device: torch.device) -> None:
     assert_bounds(lambda: torch.ops.fastvit.linear_dact(dy, w, pre, "relu")[0], exact, scale)
 
 
+def test_a_gate(device: torch.device) -> None:
+    """Of 1, behind which h is the value, and its gradient that of h: both matmuls, and the one before the gradient."""
+    x, w = normal(70, 100, seed=1, device=device), normal(66, 100, seed=2, device=device)
+    exact, scale = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
+    ones, gated_fwd = torch.ones(66, device=device), torch.ops.fastvit.gated_fwd
+    assert_bounds(lambda: gated_fwd(x, torch.zeros_like(w), w, ones, None, "relu"), exact, scale)
+    gated_act_fwd, gated_dact = torch.ops.fastvit.gated_act_fwd, torch.ops.fastvit.gated_dact
+    assert_bounds(lambda: gated_act_fwd(x, w, w, None, None, "relu")[1][:, :66], exact, scale)
+    pre, fc2 = torch.ones(70, 132, device=device), w.T.contiguous()
+    assert_bounds(lambda: gated_dact(x, fc2, pre, "relu")[0][:, 66:], exact, scale)
+
+
 def test_patch_embed(device: torch.device) -> None:
     image = normal(2, 3, 16, 16, seed=1, device=device).requires_grad_()
     w = normal(24, 3, 8, 8, seed=2, device=device).requires_grad_()

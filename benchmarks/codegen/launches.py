@@ -136,12 +136,12 @@ def recording(target: str) -> Iterator[_Recorder]:
 
 
 def _granule(workload: Workload, dtype: torch.dtype) -> int:
-    """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, or a patch's
-    width, or half a head."""
+    """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, a patch's
+    width, half a head or an odd hidden size."""
     sizes = workload.sizes
     itemsize = 1 if sizes.get("image") == "uint8" else dtype.itemsize
-    elements = sizes["d"] // 2 if sizes.get("spelling") == "halves" else sizes.get("patch", 8)
-    return math.gcd(elements * itemsize, 16)
+    half = sizes["d"] // 2 if sizes.get("spelling") == "halves" else 8
+    return math.gcd(*(elements * itemsize for elements in (half, sizes.get("patch", 8), sizes.get("hidden", 8))), 16)
 
 
 def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:

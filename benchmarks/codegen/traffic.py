@@ -74,6 +74,10 @@ _TILE = {  # what the programs that share an argument differ in
     "attention_bwd_dkdv_kernel": dict.fromkeys(("q", "do", "statistics"), "key tile"),
     "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},
     "linear_dact_kernel": {"dy": "column tile", "w": "row tile"},
+    "gated_fwd_kernel": {
+        "x": "column tile", **dict.fromkeys(("gate", "value", "gate_bias", "value_bias"), "row tile")
+    },
+    "gated_dact_kernel": {"dy": "column tile", "w": "row tile"},
     "patch_embed_fwd_kernel": {
         "image": "feature tile", "weight": "token tile", "bias": "token tile", "pos": "token tile"
     },

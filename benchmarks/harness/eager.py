@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
 
 
 def heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -76,10 +77,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = Non
 
 def mlp(
     x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *,
-    activation: str = "gelu",
+    activation: str = "gelu", inner_norm: tuple[Tensor, Tensor, float] | None = None,
     **ends: Any,
 ) -> Tensor:  # fmt: skip
-    return linear(linear(x, fc1_weight, fc1_bias, activation), fc2_weight, fc2_bias, **ends)
+    if activation in GATED:
+        gate, value = linear(x, fc1_weight, fc1_bias).chunk(2, dim=-1)
+        h = GATED[activation](gate) * value
+    else:
+        h = linear(x, fc1_weight, fc1_bias, activation)
+    if inner_norm is not None:
+        h = F.layer_norm(h, h.shape[-1:], *inner_norm)
+    return linear(h, fc2_weight, fc2_bias, **ends)
 
 
 def layer_norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

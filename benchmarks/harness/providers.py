@@ -103,21 +103,26 @@ def layer_norm_attention(
 def mlp(
     provider: str, draw: Draw, B: int, N: int, D: int,
     activation: str = "gelu", recompute: str = "activation", dropout_p: float = 0.0, residual: bool = False,
-    scales: bool = False, norm: bool = False,
+    scales: bool = False, norm: bool = False, hidden: int = 0, inner: bool = False,
 ) -> Runner:  # fmt: skip
-    """D -> 4 D -> D. norm: behind a LayerNorm, where the residual is what the norm reads."""
-    x = draw.normal(B, N, D)
+    """D -> hidden, or else 4 D -> D. norm: behind a LayerNorm, where the residual is what the norm reads. inner: with a
+    LayerNorm of what a gate makes."""
+    x, hidden = draw.normal(B, N, D), hidden or 4 * D
+    rows = 2 * hidden if activation in eager.GATED else hidden
     parameters = _norm(draw, D) if norm else ()
-    parameters += (draw.normal(4 * D, D, std=D**-0.5), draw.normal(4 * D, std=0.1))
-    parameters += (draw.normal(D, 4 * D, std=(4 * D) ** -0.5), draw.normal(D, std=0.1))
-    gamma, rows = _scales(draw, B, D, scales)
-    options: dict[str, Any] = {"activation": activation, "layer_scale": gamma, "row_scale": rows}
+    parameters += (draw.normal(rows, D, std=D**-0.5), draw.normal(rows, std=0.1))
+    parameters += (draw.normal(D, hidden, std=hidden**-0.5), draw.normal(D, std=0.1))
+    gamma, row_scale = _scales(draw, B, D, scales)
+    options: dict[str, Any] = {"activation": activation, "layer_scale": gamma, "row_scale": row_scale}
     options["residual"] = x if residual or scales or norm else None
     function: Callable[..., Any] = eager.layer_norm_mlp if norm else eager.mlp
     if provider == "fused":
         function = ops.layer_norm_mlp if norm else ops.mlp
         options |= {"recompute": recompute, "dropout_p": dropout_p}
     leaves = parameters if gamma is None else (*parameters, gamma)
+    if inner:
+        inner_norm = _norm(draw, hidden)
+        leaves, options["inner_norm"] = (*leaves, *inner_norm), (*inner_norm, 1e-6)
     return Runner(lambda: function(x, *parameters, **options), (x,), leaves)
 
 

@@ -108,7 +108,8 @@ def _rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes:
 
 @functools.cache
 def _all() -> tuple[Workload, ...]:
-    return tuple(itertools.chain(_attention(), _rotary(), _norms(), _gemms(), _patch_embed(), _models(), _memory()))
+    ops = _attention(), _rotary(), _norms(), _gemms(), _gated(), _patch_embed(), _models(), _memory()
+    return tuple(itertools.chain(*ops))
 
 
 def _attention() -> Iterator[Workload]:
@@ -256,6 +257,29 @@ def _gemms() -> Iterator[Workload]:
         recompute = ["none", "activation", "all"]
         yield from large("mlp", "compile", D=768, activation=activation, recompute=recompute, scales=True)
     yield from large("mlp", "compile second kernels", D=768, dropout_p=0.1, scales=True)
+
+
+def _gated() -> Iterator[Workload]:
+    """hidden: 8/3 of D, as EVA-02 and DINOv2 round it; of EVA-02 L 2730, whose rows no kernel of matmuls takes."""
+    rows = functools.partial(_rows, "mlp", activation="swiglu")
+    yield from rows("quick", B=1, N=50, D=192, hidden=512)
+    yield from rows("cpu", B=1, N=197, D=768, hidden=2048)
+    for D, hidden in ((384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
+        yield from rows("gpu", B=[1, 32, 256], N=257, D=D, hidden=hidden)
+        yield from rows("gpu", B=[1, 32], N=257, D=D, hidden=hidden, inner=True, norm=True)
+    recompute = ["none", "activation", "all"]
+    yield from rows("verify", B=4, N=197, D=192, hidden=512, scales=True, recompute=recompute)
+    yield from rows("verify", B=4, N=197, D=192, hidden=[512, 682], inner=True, norm=True)
+    yield from _rows("mlp", "verify", B=4, N=197, D=192, hidden=682, activation="geglu")
+    yield from rows("traffic", B=1, N=BATCH // 128, D=768, hidden=2048, parts=128)
+    yield from rows("sanitize", B=7, N=10, D=40, hidden=[40, 21], residual=True, recompute=recompute)
+    yield from rows("sanitize", B=7, N=10, D=40, hidden=40, inner=True, norm=True)
+    for D, hidden in ((192, 512), (384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
+        few = "second kernels" if D == 768 else ""
+        yield from rows(f"compile {few}", B=64, N=197, D=D, hidden=hidden, norm=True, inner=[False, True])
+    for activation in ("swiglu", "geglu"):
+        large = functools.partial(_rows, "mlp", "compile", activation=activation, B=64, N=197, D=768, hidden=2048)
+        yield from large(scales=True, recompute=recompute)
 
 
 def _patch_embed() -> Iterator[Workload]:

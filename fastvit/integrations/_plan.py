@@ -117,8 +117,10 @@ def _ops(description: Any) -> Iterator[str]:
         if isinstance(description.proj, Linear):
             yield "linear"
     elif isinstance(description, Mlp):
-        if isinstance(description.fc1, Linear) or isinstance(description.fc2, Linear):
+        if Linear in map(type, (description.fc1, description.value, description.fc2)):
             yield "linear"
+        if description.inner_norm is not None:
+            yield "layer_norm"
     elif isinstance(description, tuple):
         for part in description:
             yield from _ops(part)

@@ -40,6 +40,7 @@ _MODELS = {  # by the prefix of its classes
     "CLIP": _Names("clip", "layer_norm1", "self_attn", "layer_norm2", "out_proj"),
     "Siglip": _Names("siglip", "layer_norm1", "self_attn", "layer_norm2", "out_proj"),
 }
+_GATED = {"Dinov2": ("SwiGLUFFN",), "Dinov2WithRegisters": ("SwiGLUFFN",), "DINOv3ViT": ("GatedMLP",)}
 # Implementations of the same attention; another one, registered by somebody, is somebody's choice
 _SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 # Those that return weights or their sums beside the output, for whoever calls or hooks the attention
@@ -53,6 +54,11 @@ def _class(prefix: str, suffix: str) -> str:
     if suffix == "DropPath":
         prefix = prefix.replace("DINO", "Dino")
     return f"transformers.models.{file}.modeling_{file}.{prefix}{suffix}"
+
+
+def _mlps(prefix: str) -> set[str]:
+    """The classes of its MLPs, plain and gated."""
+    return {_class(prefix, suffix) for suffix in ("MLP", *_GATED.get(prefix, ()))}
 
 
 def _captures_attentions() -> bool:
@@ -105,6 +111,9 @@ def read_attention_alone(attn: Any, proj: str) -> Attention:
 
 
 def read_mlp(mlp: Any, dropout: fuse.Dropout = None) -> Mlp:
+    if "gate_proj" in mlp._modules:
+        *fc1, act, fc2 = submodules(mlp, gate_proj=LINEAR, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
+        return fuse.describe_gated_mlp(fc1, act, fc2, None, dropout)
     if "up_proj" in mlp._modules:
         fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
     else:
@@ -122,7 +131,7 @@ class Layer(NamedTuple):
 def read_layer(prefix: str, layer: Any) -> Layer:
     names = _MODELS[prefix]
     norms = {names.norm1: fuse.LAYER_NORM, names.norm2: fuse.LAYER_NORM}
-    norm1, norm2, mlp = submodules(layer, **norms, mlp={_class(prefix, "MLP")})
+    norm1, norm2, mlp = submodules(layer, **norms, mlp=_mlps(prefix))
     attn = _attention_of(layer, names.attention, _class(prefix, "Attention"))
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
@@ -193,7 +202,7 @@ for _prefix, _names in _MODELS.items():
     PLANS[_class(_prefix, "Attention")] = Plan(
         partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", **_call
     )
-    PLANS[_class(_prefix, "MLP")] = Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)
+    PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None))
 EMBEDDINGS = {
     **{_class(prefix, "PatchEmbeddings"): "projection" for prefix in ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters")},
     **{_class(prefix, "VisionEmbeddings"): "patch_embedding" for prefix in ("CLIP", "Siglip")},

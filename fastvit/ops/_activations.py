@@ -55,11 +55,14 @@ _ATEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], _
 }
 
 ACTIVATIONS = tuple(_ATEN)
+# Of an MLP whose hidden layer is act(gate) * value (Shazeer 2020, arXiv:2002.05202): by their names, the gate's act
+GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
-def check_activation(name: str) -> None:
+def check_activation(name: str, *others: str) -> None:
+    """others: what else may stand there."""
     if name not in _ATEN:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *others))}, got {name!r}")
 
 
 def activate(x: Tensor, name: str) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._activations import activate, check_activation
-from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm
+from fastvit.ops._activations import GATED, activate, check_activation
+from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
 from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
     FusedFunction,
@@ -20,11 +20,10 @@ from fastvit.ops._library import (
     repeats_as_views,
 )
 from fastvit.ops.dropout import draw_seeds, dropout_op
+from fastvit.ops.gated_mlp import InnerNorm, gated_mlp
 from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
-from fastvit.ops.layer_norm_linear import NORM_NAMES
+from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights
 from fastvit.ops.linear import act_bwd, check_linear, linear_act_fwd, linear_dact, linear_fwd
-
-RECOMPUTE = ("none", "activation", "all")
 
 
 class _Options(NamedTuple):
@@ -158,20 +157,20 @@ class _Mlp(FusedFunction):
 
 def _arguments(
     name: str, x: Tensor, norm: tuple[Tensor, Tensor] | None,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
     epilogue: Epilogue, activation: str, dropout_p: float, recompute: str, eps: float,
 ) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
     """Checks a call; -> whether it needs autograd, and the arguments of `_Mlp`."""
     check_float("x", x)
+    check_activation(activation, *GATED)
     cast = autocast_dtype(x)
     check_linear(x, fc1_weight, fc1_bias, dtype=cast is None, names=("x", "fc1_weight", "fc1_bias"))
     hidden = "hidden", fc1_weight.shape[0]
     check_linear(x, fc2_weight, fc2_bias, dtype=cast is None, names=("x", "fc2_weight", "fc2_bias"), hidden=hidden)
-    check_activation(activation)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+    if recompute != "activation":
+        check_recompute(recompute)
     epilogue.check(x, fc2_weight.shape[0], dtype=cast is None)
     parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     if norm is not None:
@@ -194,24 +193,33 @@ def _arguments(
 
 def mlp(
     x: Tensor,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None,
     *, activation: str = "gelu", dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
-    recompute: str = "activation",
+    recompute: str = "activation", inner_norm: InnerNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * drop(fc2(drop(act(fc1(x))))), the MLP of Vaswani et al. 2017, section 3.3.
 
+    With a gated activation (Shazeer 2020, arXiv:2002.05202) act(fc1(x)) is act(gate) * value, gate and value each a
+    linear layer of x, and the hidden size that of one.
+
     Args:
         x: (..., in), or (B, ..., in) with row_scale; float32, float16, bfloat16 or float64, any strides.
-        fc1_weight, fc1_bias: (hidden, in) and (hidden,), x's dtype; the bias may be None.
+        fc1_weight, fc1_bias: (hidden, in) and (hidden,), x's dtype; the bias may be None. If gated, (2 * hidden, in)
+            and (2 * hidden,), the gate's rows first; or pairs of (hidden, in) and (hidden,), the gate's and the
+            value's, which may be views of a packed layer that has them in the other order.
         fc2_weight, fc2_bias: (out, hidden) and (out,), x's dtype; the bias may be None.
-        activation: "gelu" (exact, by erf; Hendrycks and Gimpel 2016), "gelu_tanh", "quick_gelu", "relu" or "silu".
+        activation: "gelu" (exact, by erf; Hendrycks and Gimpel 2016), "gelu_tanh", "quick_gelu", "relu" or "silu";
+            gated: "swiglu" (silu of the gate) or "geglu" (exact gelu of it).
         dropout_p: probability of zero, in [0, 1), after the activation and after fc2. Pass 0 in evaluation.
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
         row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.
         residual: (..., out), or None. Its dtype may be wider than x's.
         recompute: what the backward pass computes again instead of reading it from memory. "none": x, the hidden
-            pre-activation and activation are saved; "activation": x and the pre-activation; "all": x.
+            pre-activation and activation are saved; "activation": x and the pre-activation; "all": x. If gated, the
+            pre-activation is gate and value.
+        inner_norm: (weight, bias, eps) of a LayerNorm over hidden between activation and fc2, as EVA-02 has it (Fang et
+            al. 2023, arXiv:2303.11331), or None; (hidden,) each, x's dtype. Gated activations only.
 
     Returns:
         (..., out), contiguous, in the dtype that x and residual promote to. Under autocast x, weights and biases are
@@ -220,19 +228,24 @@ def mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
+    epilogue = Epilogue(layer_scale, row_scale, residual)
+    if inner_norm is not None or activation in GATED:
+        return gated_mlp(
+            "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
+            epilogue, activation, dropout_p, recompute, 0.0,
+        )  # fmt: skip
     autograd, arguments = _arguments(
-        "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        Epilogue(layer_scale, row_scale, residual), activation, dropout_p, recompute, 0.0,
-    )  # fmt: skip
+        "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, epilogue, activation, dropout_p, recompute, 0.0
+    )
     return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
 
 
 def layer_norm_mlp(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor,
-    fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None,
     *, eps: float = 1e-6, activation: str = "gelu", dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
-    recompute: str = "activation",
+    recompute: str = "activation", inner_norm: InnerNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """`mlp` of LayerNorm(x) as one autograd node, which saves x, the row statistics and what `recompute` leaves; the
     normalised rows are computed again in the backward pass of the LayerNorm.
@@ -241,7 +254,7 @@ def layer_norm_mlp(
         x: (..., in), as in `mlp`. Its dtype may differ from the other arguments' under autocast only.
         norm_weight, norm_bias: (in,), x's dtype.
         fc1_weight, fc1_bias, fc2_weight, fc2_bias: as in `mlp`.
-        activation, dropout_p, layer_scale, row_scale, recompute: as in `mlp`.
+        activation, dropout_p, layer_scale, row_scale, recompute, inner_norm: as in `mlp`.
         eps: added to the variance; not negative.
         residual: (..., out), or None. When it is x itself, its gradient joins inside the LayerNorm's backward pass.
 
@@ -251,8 +264,14 @@ def layer_norm_mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
+    norm, epilogue = (norm_weight, norm_bias), Epilogue(layer_scale, row_scale, residual)
+    if inner_norm is not None or activation in GATED:
+        return gated_mlp(
+            "layer_norm_mlp", x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
+            epilogue, activation, dropout_p, recompute, eps,
+        )  # fmt: skip
     autograd, arguments = _arguments(
-        "layer_norm_mlp", x, (norm_weight, norm_bias), fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        Epilogue(layer_scale, row_scale, residual), activation, dropout_p, recompute, eps,
+        "layer_norm_mlp", x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        epilogue, activation, dropout_p, recompute, eps,
     )  # fmt: skip
     return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]

@@ -83,7 +83,12 @@ def _gemm_plan(
     M: int, N: int, K: int, itemsize: int, arch: str, precision: str, activation: str
 ) -> tuple[int, Constants]:
     cfg = _configs.gemm(M, N, K, itemsize, arch)
-    return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), {
+    return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), gemm_constants(cfg, K, precision, activation)
+
+
+def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation: str) -> Constants:
+    """Of a kernel that sums over K."""
+    return {
         "ACTIVATION": activation, "EVEN_K": K % cfg.block_k == 0, "PRECISION": precision,
         "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k, "GROUP_M": cfg.group_m,
         "num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **_configs.register_limit(cfg.max_registers),
