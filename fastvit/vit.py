@@ -87,7 +87,7 @@ class VisionTransformer(nn.Module):
         embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | layers.NormLayer | None = None,
         mlp_layer: str | layers.Layer = Mlp, attn_layer: str | layers.Layer = Attention,
         norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
-        block_fn: str | type[nn.Module] = "block",
+        block_fn: str | Callable[..., nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip

@@ -9,6 +9,7 @@ BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
 SO150M    shape-optimised, Alabdulmohsin et al. 2023, arXiv:2305.13035; the other sizes with registers are timm's
+EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT: _zoo_eva.py
 CIFAR     ViTs for 32 px images, our own
 """
 
@@ -20,8 +21,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastvit import checkpoints
+from fastvit import _zoo_eva, checkpoints
 from fastvit._checkpoint_files import check_weights
+from fastvit.eva import Eva
+from fastvit.gated import GluMlp
 from fastvit.layers import LayerNorm
 from fastvit.vit import VisionTransformer
 
@@ -47,6 +50,10 @@ _SIZES: dict[str, Config] = {
     "giant": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
     "gigantic": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
 }
+_SWIGLU: Config = {  # DINOv2 giant's
+    "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu",
+    "mlp_layer": partial(GluMlp, gate_last=False),
+}  # fmt: skip
 
 
 def _vit(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
@@ -157,6 +164,8 @@ CONFIGS: dict[str, Config] = {
     **_named(
         "vit_{}_patch14_reg4_dinov2", _dinov2, ("small",), ("base",), ("large",), reg_tokens=4, no_embed_class=True
     ),
+    "vit_giant_patch14_dinov2": _dinov2("giantopt", **_SWIGLU),
+    "vit_giant_patch14_reg4_dinov2": _dinov2("giantopt", reg_tokens=4, no_embed_class=True, **_SWIGLU),
     **_named(
         "vit_{}_patch{}_clip_{}", _clip,
         ("xsmall", 16, 224, 512), ("medium", 16, 224, 512), ("medium", 32, 224, 512), ("betwixt", 32, 224, 512),
@@ -185,6 +194,7 @@ CONFIGS: dict[str, Config] = {
     "vit_cifar_small": _cifar(192, 12, 3),
     "vit_cifar_base": _cifar(384, 12, 6),
     "vit_cifar_large": _cifar(512, 24, 8),
+    **_zoo_eva.CONFIGS,
 }  # fmt: skip
 
 
@@ -217,7 +227,8 @@ def create_model(
             transformers, Meta's DINOv2, OpenAI's CLIP or open_clip; positions are interpolated to `img_size`. No code
             from a file is run.
         drop_head: leave out the file's head (classifier, pooler, attention pooling); the model's own stays untrained.
-        overrides: any argument of `VisionTransformer`. A file does not tell the activation and the norms' eps: where
+        overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's and
+            Perception Encoder's models. A file does not tell the activation and the norms' eps: where
             the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).
 
     Raises:
@@ -233,7 +244,8 @@ def create_model(
         raise ValueError("drop_head=True needs weights")
     if "pretrained" in overrides:
         raise TypeError("pretrained is not an argument: weights='model.safetensors' takes those of a file")
-    model = VisionTransformer(**{**config(name), **overrides})
+    kind = Eva if name in _zoo_eva.CONFIGS else VisionTransformer
+    model = kind(**{**config(name), **overrides})
     if weights is not None:
         checkpoints.load(model, weights, drop_head=drop_head)
     return model

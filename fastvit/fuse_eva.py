@@ -1,0 +1,73 @@
+"""Blocks of EVA's shape, timm's and ours, as the descriptions that `fastvit.fuse` runs: EVA, DINOv3, PE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import fuse
+from fastvit._modules import Classes, Unsupported, submodules
+from fastvit.fuse import DROP_PATH, DROPOUT, LAYER_NORM, LINEAR, MLP, Attention, Half, Layer, Linear
+from fastvit.ops import Rotary
+
+ATTENTION: Classes = {"timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope"}
+
+
+def read_attention(attn: Any) -> Attention:
+    attn_drop, proj, proj_drop = submodules(attn, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
+    fuse.refuse_options(attn)
+    layers: tuple[Layer, ...]
+    if attn._modules.get("qkv") is not None:
+        (packed,) = submodules(attn, qkv=LINEAR)
+        layers, width = (_with_biases(attn, packed),), packed.out_features
+    else:
+        three = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR)
+        layers, width = tuple(map(fuse.read_layer, three)), sum(layer.out_features for layer in three)
+    if width != 3 * proj.in_features:
+        raise Unsupported(f"q, k and v have {width} outputs for {proj.in_features} inputs of proj")
+    scale, training = attn.scale, attn_drop.training
+    if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
+        scale, training = None, attn.training
+    p = attn_drop.p if training else 0.0
+    return fuse.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop)
+
+
+def _with_biases(attn: Any, packed: nn.Linear) -> Layer:
+    """EvaAttention's packed layer has no bias of its own, but parameters for q's and v's, and zeros for k's."""
+    layer = fuse.read_layer(packed)
+    q_bias = getattr(attn, "q_bias", None)
+    if q_bias is None:
+        return layer
+    if getattr(attn, "qkv_bias_separate", False) or not isinstance(layer, Linear):
+        raise Unsupported("a bias that is added behind the qkv layer")
+    return Linear(layer.weight, torch.cat((q_bias, torch.zeros_like(q_bias), attn.v_bias)))
+
+
+def read_block(block: Any) -> fuse.Block:
+    norm, attn, drop_path = submodules(block, norm1=LAYER_NORM, attn=ATTENTION, drop_path1=DROP_PATH)
+    attention = Half(read_attention(attn), fuse.read_norm(norm), block.gamma_1, *_drop_path(drop_path))
+    return attention, read_mlp_half(block)
+
+
+def read_mlp_half(block: Any) -> Half[fuse.Mlp]:
+    norm, mlp, drop_path = submodules(block, norm2=LAYER_NORM, mlp=MLP, drop_path2=DROP_PATH)
+    return Half(fuse.read_mlp(mlp), fuse.read_norm(norm), block.gamma_2, *_drop_path(drop_path))
+
+
+def _drop_path(module: Any) -> tuple[float, bool]:
+    if isinstance(module, nn.Identity) or not module.training:
+        return 0.0, True
+    return module.drop_prob, module.scale_by_keep
+
+
+def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
+    """rope: sin and cos side by side, (..., N - P, 2 * d)."""
+    if rope is None:
+        return None
+    attn = module._modules.get("attn", module)
+    if x.shape[1] != attn.num_prefix_tokens + rope.shape[-2]:
+        raise Unsupported(f"rotary positions for {rope.shape[-2]} of {x.shape[1]} tokens")
+    sin, cos = rope.chunk(2, dim=-1)
+    return Rotary(sin, cos, attn.num_prefix_tokens, interleaved=not attn.rotate_half)
