@@ -42,7 +42,9 @@ def _with_biases(attn: Any, packed: nn.Linear) -> Layer:
         return layer
     if getattr(attn, "qkv_bias_separate", False) or not isinstance(layer, Linear):
         raise Unsupported("a bias that is added behind the qkv layer")
-    return Linear(layer.weight, torch.cat((q_bias, torch.zeros_like(q_bias), attn.v_bias)))
+    k_bias = getattr(attn, "k_bias", None)  # zeros, in a buffer of timm's
+    k_bias = torch.zeros_like(q_bias) if k_bias is None else k_bias
+    return Linear(layer.weight, torch.cat((q_bias, k_bias, attn.v_bias)))
 
 
 def read_block(block: Any) -> fuse.Block:
@@ -67,7 +69,5 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
     if rope is None:
         return None
     attn = module._modules.get("attn", module)
-    if x.shape[1] != attn.num_prefix_tokens + rope.shape[-2]:
-        raise Unsupported(f"rotary positions for {rope.shape[-2]} of {x.shape[1]} tokens")
     sin, cos = rope.chunk(2, dim=-1)
     return Rotary(sin, cos, attn.num_prefix_tokens, interleaved=not attn.rotate_half)

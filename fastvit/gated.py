@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 from fastvit import fuse
 from fastvit._arguments import Device, Dtype, by_name, check_factory, check_flags, check_integers, check_rates
 from fastvit._modules import read_or_none
-from fastvit.layers import ACT_LAYERS, ActLayer, NormLayer
+from fastvit.layers import ACT_LAYERS, MLP_LAYERS, ActLayer, NormLayer
 
-__all__ = ["GluMlp", "SwiGLU"]
+__all__ = ["GluMlp", "SwiGLU", "SwiGLUPacked"]
 
 
 class _Gated(nn.Module):
@@ -111,5 +112,8 @@ def _sizes(in_features: int, hidden_features: int | None, out_features: int | No
     return hidden, out
 
 
-# What reads timm's modules reads ours
+SwiGLUPacked = partial(GluMlp, gate_last=False)
+
+# What reads timm's modules reads ours, and `mlp_layer` takes it by name
+MLP_LAYERS |= {"glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 fuse.MLP |= {GluMlp, SwiGLU}

@@ -234,7 +234,7 @@ class Mlp(nn.Module):
 
 
 ATTN_LAYERS = {"": Attention, "attn": Attention}
-MLP_LAYERS = {"mlp": Mlp}
+MLP_LAYERS: dict[str, Layer] = {"mlp": Mlp}
 
 
 class Block(nn.Module):

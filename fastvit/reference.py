@@ -3,7 +3,8 @@
 Read it beside the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
 every step is its own line. The tests hold the fused model against it, and the benchmarks measure from it. It takes the
 same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it; it does
-without fix_init, padding (dynamic_img_pad) and other classes of embedding, attention and MLP (embed_layer, ...).
+without fix_init, padding (dynamic_img_pad) and other classes of embedding and attention (embed_layer, ...). EVA's
+blocks and gated MLPs are in `fastvit.reference_eva`.
 
 Later additions to the paper's model, each off by default:
 
@@ -147,7 +148,7 @@ class Block(nn.Module):
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"],
-        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, **factory: Any,
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: Layer = Mlp, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = norm_layer(dim, **factory)
@@ -157,7 +158,7 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm_layer(dim, **factory)
         inner = norm_layer if scale_mlp_norm else None
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop, inner, **factory)
+        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop, inner, **factory)
         self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
@@ -204,7 +205,7 @@ class VisionTransformer(nn.Module):
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
         norm_layer: str | Layer = "layernorm", act_layer: str | Layer = "gelu",
-        block_fn: str | type[nn.Module] = "block",
+        block_fn: str | Layer = "block", mlp_layer: Layer = Mlp,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
@@ -235,7 +236,8 @@ class VisionTransformer(nn.Module):
         make = partial(
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
-            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm, **factory,
+            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
+            mlp_layer=mlp_layer, **factory,
         )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))

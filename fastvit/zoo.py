@@ -24,7 +24,6 @@ from typing import Any
 from fastvit import _zoo_eva, checkpoints
 from fastvit._checkpoint_files import check_weights
 from fastvit.eva import Eva
-from fastvit.gated import GluMlp
 from fastvit.layers import LayerNorm
 from fastvit.vit import VisionTransformer
 
@@ -51,8 +50,7 @@ _SIZES: dict[str, Config] = {
     "gigantic": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
 }
 _SWIGLU: Config = {  # DINOv2 giant's
-    "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu",
-    "mlp_layer": partial(GluMlp, gate_last=False),
+    "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu", "mlp_layer": "swiglupacked",
 }  # fmt: skip
 
 

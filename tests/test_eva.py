@@ -1,0 +1,325 @@
+"""fastvit.eva: names, keys, positions and logits against timm; gradients against the reference; what models promise."""
+
+import copy
+import math
+import pickle
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_timm
+from models import close, randomised, twins
+from oracle import GRADIENT, assert_as_accurate
+from torch import Tensor, nn
+
+import fastvit
+from fastvit import ops, zoo
+from fastvit._zoo_eva import CONFIGS
+from fastvit.eva import Eva
+from fastvit.eva_layers import AttentionRope, EvaAttention, EvaBlock
+from fastvit.gated import GluMlp, SwiGLU
+from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
+
+PARAMETERS = {
+    "vit_small_patch16_dinov3": 21_586_944,
+    "vit_7b_patch16_dinov3": 6_716_030_976,
+    "eva02_large_patch14_448": 305_080_232,
+    "vit_pe_spatial_gigantic_patch14_448": 1_851_887_104,
+}
+# one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;
+# three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks; xy; registers alone
+KINDS = [
+    "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "vit_tiny_patch16_dinov3_qkvb",
+    "eva02_tiny_patch14_224", "eva02_base_patch14_448", "eva02_base_patch16_clip_224", "eva_giant_patch14_224",
+    "vit_pe_spatial_tiny_patch16_512", "vit_pe_lang_gigantic_patch14_448", "vit_small_patch16_rope_224",
+    "vit_small_patch16_rope_ape_224", "vit_mediumd_patch16_rope_reg1_gap_256",
+]  # fmt: skip
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+def small(name: str, **more: Any) -> dict[str, Any]:
+    patch_size = CONFIGS[name].get("patch_size", 16)
+    size = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": (2 * patch_size, 3 * patch_size)}
+    return {**CONFIGS[name], **size, "num_classes": 5, **more}
+
+
+def images(model: Any, count: int = 2, **where: Any) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(count, 3, *model.patch_embed.img_size, **where)
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_exact_parameter_count(name: str, count: int) -> None:
+    assert sum(p.numel() for p in fastvit.create_model(name, device="meta").parameters()) == count
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_keys_and_defaults_are_timms(name: str) -> None:
+    timm = import_timm()
+    theirs, ours = (library.create_model(name, device="meta") for library in (timm, fastvit))
+    assert isinstance(ours, Eva)
+    reference = ReferenceEva(**zoo.config(name), device="meta")
+    assert shapes(ours) == shapes(theirs) == shapes(reference)
+    for attribute in (
+        "num_classes",
+        "global_pool",
+        "embed_dim",
+        "num_prefix_tokens",
+        "no_embed_class",
+        "dynamic_img_size",
+    ):
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1"):
+        assert [getattr(m.get_submodule(norm), "eps", None) for m in (ours, theirs)] == [
+            getattr(theirs.get_submodule(norm), "eps", None)
+        ] * 2, norm
+    assert ours.blocks[0].init_values == theirs.blocks[0].init_values
+    assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size
+    assert ours.no_weight_decay() == theirs.no_weight_decay()
+
+
+@every_kind
+def test_logits_are_timms(name: str, device: torch.device) -> None:
+    """On a grid that is not square, in training mode too, where nothing is dropped."""
+    timm = import_timm()
+    arguments = small(name)
+    theirs = timm.create_model(
+        name,
+        **{k: v for k, v in arguments.items() if k in ("img_size", "embed_dim", "depth", "num_heads", "num_classes")},
+    )
+    ours = Eva(**arguments)
+    twins(ours, theirs)
+    for model in (ours, theirs):
+        model.to(device).train(name.endswith("dinov3"))
+    image = images(ours, device=device)
+    with torch.no_grad():
+        assert close(ours(image), theirs(image))
+        assert close(ours.forward_features(image), theirs.forward_features(image))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_kind
+def test_accurate(name: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Logits and every gradient against the reference in the same dtype and in float64."""
+    arguments = small(name, depth=1)
+    ours = randomised(Eva(**arguments, device=device)).to(dtype)
+    if "norm_layer" in arguments:
+        arguments["norm_layer"] = partial(nn.LayerNorm, eps=1e-5)
+    eager = ReferenceEva(**arguments, device=device).to(dtype)
+    eager.load_state_dict(ours.state_dict())
+    image = images(ours, device=device).to(dtype)
+    found = []
+    for model, x in ((ours, image), (eager, image), (copy.deepcopy(eager).double(), image.double())):
+        logits = model(x)
+        dlogits = torch.linspace(-1, 1, logits.numel(), device=device).view(logits.shape).to(logits)
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(logits, list(parameters.values()), dlogits)
+        found.append({"logits": logits} | dict(zip(parameters, gradients, strict=True)))
+    for key, got in found[0].items():
+        factor = 2.0 if key == "logits" else GRADIENT
+        # tokens and positions pass both halves: their errors add up like those of a few gradients
+        assert_as_accurate(got, found[1][key], found[2][key], factor=2 * factor, what=key)
+
+
+@every_kind
+def test_blocks_run_as_two_ops(name: str, device: torch.device) -> None:
+    arguments = small(name, depth=1)
+    if arguments.get("scale_attn_inner"):
+        pytest.skip("a norm before the projection, which runs by itself")
+    model = Eva(**arguments, device=device)
+    image = images(model, device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        model(image)
+    names = [event.name for event in profile.events() if event.name.startswith("fastvit::")]
+    assert names.count("fastvit::attention_qkvpacked_fwd") == 1
+    assert names.count("fastvit::rotary") == int(arguments.get("use_rot_pos_emb", False))
+
+
+def test_a_hook_inside_is_called(device: torch.device) -> None:
+    """On a norm, on the projections, on the probabilities, on the gate: the same result by the modules one by one."""
+    model = randomised(Eva(**small("eva02_base_patch14_448"), device=device)).eval()
+    image = images(model, device=device)
+    want = model(image)
+    seen: list[str] = []
+    for name in ("norm1", "attn.q_proj", "attn.attn_drop", "attn.proj", "mlp.fc1_g", "mlp.norm", "norm2"):
+        module = model.blocks[0].get_submodule(name)
+        handle = module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        assert close(model(image), want), name
+        handle.remove()
+    assert seen == ["norm1", "attn.q_proj", "attn.attn_drop", "attn.proj", "mlp.fc1_g", "mlp.norm", "norm2"]
+    packed = randomised(Eva(**small("vit_tiny_patch16_dinov3_qkvb"), device=device)).eval()
+    image = images(packed, device=device)
+    want = packed(image)
+    packed.blocks[0].attn.qkv.register_forward_hook(lambda *_: None)
+    assert close(packed(image), want)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
+def test_compile_checkpoint_copy_and_pickle(name: str, device: torch.device) -> None:
+    model = randomised(Eva(**small(name), device=device)).train()
+    image = images(model, device=device)
+    want = model(image)
+    gradients = torch.autograd.grad(want.sum(), list(model.parameters()))
+    torch._dynamo.reset()
+    assert close(torch.compile(model, backend="aot_eager", fullgraph=True)(image), want)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(image), want)
+    model.set_grad_checkpointing()
+    again = torch.autograd.grad(model(image).sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
+
+
+def test_other_image_sizes(device: torch.device) -> None:
+    """DINOv3's take any that patches divide, and so does a model that is told of another."""
+    timm = import_timm()
+    arguments = {"embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": 3}
+    ours, theirs = (lib.create_model("vit_small_patch16_dinov3", **arguments).eval() for lib in (fastvit, timm))
+    twins(ours, theirs)
+    image = torch.randn(1, 3, 48, 80)
+    assert close(ours(image), theirs(image))
+    ours, theirs = (lib.create_model("eva02_tiny_patch14_224", **arguments).eval() for lib in (fastvit, timm))
+    twins(ours, theirs)
+    for model in (ours, theirs):
+        model.set_input_size((56, 84))
+    image = torch.randn(1, 3, 56, 84)
+    assert close(ours(image), theirs(image))
+
+
+# ---- positions ----
+
+COORDINATES: dict[str, dict[str, Any]] = {
+    "cat": {}, "reference": {"ref_feat_shape": (16, 8)}, "xy": {"grid_indexing": "xy", "grid_offset": 1.0},
+    "halves": {"rotate_half": True, "temperature": 100.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COORDINATES)
+def test_tables_are_timms(kind: str) -> None:
+    theirs = import_timm().layers.RotaryEmbeddingCat(32, in_pixels=False, **COORDINATES[kind])
+    assert torch.equal(RotaryEmbeddingCat(32, **COORDINATES[kind]).get_embed((5, 7)), theirs.get_embed([5, 7]))
+
+
+@pytest.mark.parametrize(
+    "augmented", [{}, {"shift_coords": 0.3}, {"jitter_coords": 2.0, "rescale_coords": 3.0}], ids=str
+)
+def test_tables_of_dinov3_are_timms(augmented: dict[str, float]) -> None:
+    """And so is what training draws."""
+    timm = import_timm()
+    ours, theirs = RotaryEmbeddingDinoV3(32, **augmented), timm.layers.RotaryEmbeddingDinoV3(32, **augmented)
+    for training in (False, True):
+        tables = []
+        for rope in (ours, theirs):
+            torch.manual_seed(3)
+            rope.train(training)
+            tables.append([rope.get_embed((5, 7)) for _ in range(2)])
+        for a, b in zip(*tables, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert torch.equal(*tables[0]) == (not (training and augmented))
+
+
+def test_tables_stay_float32(device: torch.device) -> None:
+    model = Eva(**small("vit_small_patch16_dinov3"), device=device, dtype=torch.bfloat16)
+    assert model.rope is not None
+    assert model.rope.get_embed((2, 3), device).dtype is torch.float32
+    assert not [key for key in model.state_dict() if "rope" in key]
+
+
+def test_a_jittered_model_trains_as_its_reference(device: torch.device) -> None:
+    """200 steps on digits, with tables that are drawn anew in every one of them."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    digits = datasets.load_digits()
+    pixels = torch.tensor(digits.images, dtype=torch.float32, device=device)[:, None] / 8 - 1
+    labels = torch.tensor(digits.target, device=device)
+    arguments: dict[str, Any] = {
+        **CONFIGS["vit_small_plus_patch16_dinov3"], "img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10,
+        "embed_dim": 48, "depth": 2, "num_heads": 3, "init_values": 0.1, "rope_jitter_coords": 1.5,
+        "rope_rescale_coords": 2.0, "head_init_scale": 1.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    eager = ReferenceEva(**arguments).to(device)
+    ours = Eva(**arguments).to(device)
+    ours.load_state_dict(eager.state_dict())
+    losses = []
+    for model in (ours, eager):
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+        found = []
+        for _ in range(200):
+            chosen = torch.randint(len(labels), (64,)).to(device)
+            loss = nn.functional.cross_entropy(model(pixels[chosen]), labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(torch.tensor(found))
+    assert losses[0][-20:].mean() < 0.6 * math.log(10)
+    torch.testing.assert_close(losses[0][:50], losses[1][:50], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(losses[0][-20:].mean(), losses[1][-20:].mean(), rtol=0.1, atol=0.02)
+
+
+# ---- layers ----
+
+
+def test_layers_alone_are_timms(device: torch.device) -> None:
+    timm = import_timm()
+    rope = RotaryEmbeddingCat(24).get_embed((2, 4), device)
+    x = torch.randn(2, 9, 48, device=device)
+    norm = fastvit.LayerNorm
+    for ours, theirs in (
+        (EvaAttention(48, 2, norm_layer=norm), timm.models.eva.EvaAttention(48, 2, norm_layer=norm)),
+        (AttentionRope(48, 2, scale_norm=False, rotate_half=True), timm.layers.AttentionRope(48, 2, rotate_half=True)),
+        (AttentionRope(48, 2, scale_norm=False, qkv_fused=False), timm.layers.AttentionRope(48, 2, qkv_fused=False)),
+        (
+            EvaBlock(48, 2, swiglu_mlp=True, init_values=1.0),
+            timm.models.eva.EvaBlock(48, 2, swiglu_mlp=True, init_values=1.0),
+        ),
+    ):
+        twins(ours.to(device), theirs.to(device))
+        assert close(ours(x, rope), theirs(x, rope=rope))
+        assert close(ours(x), theirs(x))
+    for ours, theirs in (
+        (SwiGLU(48, 40, norm_layer=norm, align_to=16), timm.layers.SwiGLU(48, 40, norm_layer=norm, align_to=16)),
+        (GluMlp(48, 50, out_features=7), timm.layers.GluMlp(48, 50, out_features=7, act_layer=nn.SiLU)),
+        (GluMlp(48, act_layer="gelu", gate_last=False), timm.layers.GluMlp(48, act_layer=nn.GELU, gate_last=False)),
+        (GluMlp(48, 50, act_layer=nn.Sigmoid), timm.layers.GluMlp(48, 50)),  # an activation that no op knows
+    ):
+        twins(ours.to(device), theirs.to(device))
+        assert close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (Eva, {"rope_type": "mixed"}, "rope_type must be one of ('cat', 'dinov3'), got 'mixed'"),
+        (Eva, {"attn_type": "rel"}, "attn_type must be one of"),
+        (Eva, {"rope_grid_indexing": "yx", "use_rot_pos_emb": True}, "grid_indexing must be one of"),
+        (Eva, {"num_heads": 5}, "num_heads must be a divisor of dim = 768, got 5"),
+        (Eva, {"num_reg_tokens": -1}, "num_reg_tokens must be at least 0"),
+        (Eva, {"head_init_scale": -1.0}, "head_init_scale must be not negative"),
+        (EvaAttention, {"dim": 32, "num_heads": 2}, "scale_norm=True needs norm_layer"),
+        (EvaAttention, {"dim": 36, "num_heads": 3, "scale_norm": False}, "head_dim = dim / num_heads = 36 / 3"),
+        (SwiGLU, {"in_features": 8, "align_to": -1}, "align_to must be at least 0"),
+        (GluMlp, {"in_features": 8, "hidden_features": 7}, "hidden_features must be even, got 7"),
+        (RotaryEmbeddingCat, {"dim": 6}, "dim must be a multiple of 4, got 6"),
+        (RotaryEmbeddingCat, {"dim": 8, "temperature": 0.0}, "temperature must be finite and positive"),
+        (RotaryEmbeddingDinoV3, {"dim": 8, "jitter_coords": 0.5}, "jitter_coords must be finite and at least 1"),
+        (RotaryEmbeddingDinoV3, {"dim": 8, "shift_coords": -1.0}, "shift_coords must be finite and not negative"),
+    ],
+)
+def test_bad_arguments(kind: type[nn.Module], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**arguments)
+
+
+def test_positions_that_do_not_fit_raise(device: torch.device) -> None:
+    block = EvaBlock(32, 2, device=device)
+    with pytest.raises(ValueError, match=r"rotary\.sin must broadcast"):
+        block(torch.randn(1, 9, 32, device=device), torch.randn(5, 32, device=device))
+    assert ops.Rotary._fields == ("sin", "cos", "num_prefix_tokens", "interleaved")
