@@ -22,7 +22,7 @@ from fastvit import ops
 
 N, D = 17, 32
 PACKAGE = f"{Path(fastvit.__file__).parent}/"
-LAUNCHERS = ("attention", "dropout", "layer_norm", "linear", "patch_embed")
+LAUNCHERS = ("attention", "dropout", "gated_linear", "layer_norm", "linear", "patch_embed")
 
 
 def parameters(*sizes):
@@ -35,6 +35,7 @@ def cases():
     q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
     heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
+    gated = parameters((128, D), (128,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 11),
@@ -47,6 +48,7 @@ def cases():
         "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 31),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
+        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 31),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
