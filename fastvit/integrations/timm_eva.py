@@ -1,7 +1,7 @@
 """timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT.
 
-The rotation runs as PyTorch's own functions between two fused ops. Blocks with a gated MLP (SwiGLU) or with norms of q
-and k run their own forward, with what is known inside them fused.
+The rotation runs as PyTorch's own functions between two fused ops. Blocks with norms of q and k run their own forward,
+with what is known inside them fused.
 """
 
 from __future__ import annotations
