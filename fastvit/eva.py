@@ -110,6 +110,14 @@ class Eva(VisionTransformer):
     @torch.no_grad()
     def init_weights(self, mode: str = "") -> None:
         super().init_weights(mode)
+        if mode != "skip":
+            for block in self.blocks:  # a gate begins as any other layer, unlike a plain ViT's
+                mlp: Any = block.mlp
+                for layer in mlp.children():
+                    if isinstance(layer, nn.Linear) and layer is not mlp.fc2:
+                        nn.init.trunc_normal_(layer.weight, std=0.02)
+                        if layer.bias is not None:
+                            nn.init.zeros_(layer.bias)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)

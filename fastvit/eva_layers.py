@@ -23,8 +23,7 @@ from fastvit._arguments import (
     check_rates,
 )
 from fastvit._modules import read_or_none, submodules
-from fastvit.gated import GluMlp, SwiGLU
-from fastvit.layers import ACT_LAYERS, ActLayer, DropPath, LayerNorm, Mlp, NormLayer
+from fastvit.layers import ACT_LAYERS, ActLayer, DropPath, LayerNorm, Mlp, NormLayer, SwiGLU, SwiGLUPacked
 
 __all__ = ["AttentionRope", "EvaAttention", "EvaBlock"]
 
@@ -138,7 +137,7 @@ class EvaBlock(nn.Module):
         dim, num_heads: D, and H, a divisor of D.
         qkv_bias, qkv_fused, num_prefix_tokens, rotate_half: of `EvaAttention`.
         mlp_ratio: width of the MLP as a multiple of D, of each half of a gated one.
-        swiglu_mlp: a gated MLP: `SwiGLU` with scale_mlp or swiglu_align_to, else `GluMlp` with the gate first.
+        swiglu_mlp: a gated MLP: `SwiGLU` with scale_mlp or swiglu_align_to, else `SwiGLUPacked`.
         swiglu_align_to: its width is raised to a multiple of this, if not 0.
         scale_mlp, scale_attn_inner: a norm in front of the last layer of the MLP, and of attention's projection; the
             latter then runs by itself, as does the former without a gate.
@@ -186,7 +185,7 @@ class EvaBlock(nn.Module):
         elif scale_mlp or swiglu_align_to:
             self.mlp = SwiGLU(dim, hidden, align_to=swiglu_align_to, **options)
         else:
-            self.mlp = GluMlp(dim, 2 * hidden, gate_last=False, **options)
+            self.mlp = SwiGLUPacked(dim, 2 * hidden, **options)
         self.gamma_2 = self._gamma(dim, factory)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 

@@ -242,6 +242,7 @@ ACTIVATIONS: dict[type | str, str] = {
     "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.SiLUActivation": "silu",
 }
+SILU = nn.SiLU()  # for modules that call the function
 # What timm's attention may have beside its four layers, and no op has yet
 _ATTENTION_OPTIONS = {"q_norm": "qk-norm", "k_norm": "qk-norm", "norm": "scale_norm", "gate": "a gate"}
 

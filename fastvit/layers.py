@@ -30,6 +30,7 @@ from fastvit._arguments import (
     check_number,
     check_rates,
 )
+from fastvit._gated_layers import GluMlp, SwiGLU, SwiGLUPacked
 from fastvit._modules import read_or_none, submodules
 from fastvit._patch_embed import PatchEmbed
 
@@ -37,12 +38,15 @@ __all__ = [
     "Attention",
     "Block",
     "DropPath",
+    "GluMlp",
     "LayerNorm",
     "LayerScale",
     "Mlp",
     "PatchEmbed",
     "QuickGELU",
     "ResPostBlock",
+    "SwiGLU",
+    "SwiGLUPacked",
 ]
 
 ActLayer = Callable[[], nn.Module]
@@ -234,7 +238,7 @@ class Mlp(nn.Module):
 
 
 ATTN_LAYERS = {"": Attention, "attn": Attention}
-MLP_LAYERS: dict[str, Layer] = {"mlp": Mlp}
+MLP_LAYERS: dict[str, Layer] = {"mlp": Mlp, "glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
 
 class Block(nn.Module):

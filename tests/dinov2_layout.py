@@ -29,6 +29,23 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
+class SwiGLUFFN(nn.Module):
+    __module__ = "dinov2.layers.swiglu_ffn"
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w12 = nn.Linear(dim, 2 * hidden)
+        self.w3 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)
+
+
+class SwiGLUFFNFused(SwiGLUFFN):
+    __module__ = "dinov2.layers.swiglu_ffn"
+
+
 class Attention(nn.Module):
     __module__ = "dinov2.layers.attention"
 

@@ -38,7 +38,8 @@ def configurations(arch: str) -> list[tuple]:
                     ]
     for m in (1, 197, 50_432):
         for n in (192, 768, 3072):
-            found += [astuple(_configs.gemm(m, n, 768, itemsize, arch)) for itemsize in (2, 4)]
+            for gemm in (_configs.gemm, _configs.gated_gemm):
+                found += [astuple(gemm(m, n, 768, itemsize, arch)) for itemsize in (2, 4)]
             for itemsize, loaded in ((2, 2), (2, 4), (4, 4)):
                 options = {"itemsize": itemsize, "loaded": loaded, "arch": arch, "multiprocessors": 100}
                 found.append(astuple(_configs.patch_embed(m, n, 588, **options)))

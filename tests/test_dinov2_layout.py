@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dinov2_layout import Attention, NestedTensorBlock, PatchEmbed
+from dinov2_layout import Attention, NestedTensorBlock, PatchEmbed, SwiGLUFFN, SwiGLUFFNFused
 from models import accelerate_as_it_was
 from torch import Tensor, nn
 
@@ -27,6 +27,20 @@ def test_a_model_is_fused_throughout_and_agrees(device: torch.device) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for a, b in zip(torch.autograd.grad(got, [image, *model.parameters()], cotangent), gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [SwiGLUFFN, SwiGLUFFNFused])
+def test_the_giant_has_gated_mlps(kind: type[SwiGLUFFN], device: torch.device, x: Tensor) -> None:
+    block = NestedTensorBlock(64, 4)
+    block.mlp = kind(64, 168)  # type: ignore[assignment]
+    block = block.to(device).eval()
+    want = block(x)
+    gradients = torch.autograd.grad(want.square().sum(), list(block.parameters()))
+    (entry,) = fastvit.accelerate(block, strict=True).accelerated
+    assert entry.detail == "layer_norm_attention, layer_norm_mlp"
+    torch.testing.assert_close(block(x), want, rtol=1e-4, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(block(x).square().sum(), list(block.parameters())), gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
 def test_a_list_of_crops_falls_back(device: torch.device, x: Tensor) -> None:

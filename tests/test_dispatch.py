@@ -22,7 +22,7 @@ from fastvit import ops
 
 N, D = 17, 32
 PACKAGE = f"{Path(fastvit.__file__).parent}/"
-LAUNCHERS = ("attention", "dropout", "layer_norm", "linear", "patch_embed", "rotary")
+LAUNCHERS = ("attention", "dropout", "gated_linear", "layer_norm", "linear", "patch_embed", "rotary")
 
 
 def parameters(*sizes):
@@ -36,6 +36,7 @@ def cases():
     heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
     rotary = ops.Rotary(*torch.randn(2, N, 16))
+    gated = parameters((128, D), (128,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 11),
@@ -52,6 +53,7 @@ def cases():
         ),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
+        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 31),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }

@@ -139,3 +139,24 @@ def test_other_gates_are_left_alone(device: torch.device) -> None:
         assert outcome(report, "0") == ("skipped", reason)
     convolutions = nn.ModuleList([layers.GluMlp(64, act_layer=nn.SiLU, use_conv=True)])
     assert not fastvit.accelerate(convolutions).accelerated
+
+
+class Dinov2SwiGLUFFN(nn.Module):
+    """As earlier versions of transformers have it."""
+
+    __module__ = "transformers.models.dinov2.modeling_dinov2"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights_in, self.weights_out = nn.Linear(64, 2 * 40), nn.Linear(40, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.weights_in(x).chunk(2, dim=-1)
+        return self.weights_out(nn.functional.silu(gate) * value)
+
+
+def test_both_layers_in_one_of_transformers(device: torch.device) -> None:
+    model, x = nn.Sequential(Dinov2SwiGLUFFN()).to(device), torch.randn(2, 5, 64, device=device)
+    want = model(x)
+    assert fastvit.accelerate(model, strict=True).fused("MLP") == (1, 1)
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)

@@ -85,7 +85,7 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path: 
     assert {"correct mlp", "layer_norm B1 N50 D192 forward"} <= set(again)
     assert "correct layer_norm: done before" in out
     last = "\n".join(out.splitlines()[-30:])
-    assert "mlp: 4 of 4 correct" in last
+    assert "mlp: 6 of 6 correct" in last
     assert "attention B1 N50 H3 d64 forward: " in last
     table = (folder / "table.md").read_text()
     assert "torch.compile" in table

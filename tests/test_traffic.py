@@ -172,6 +172,21 @@ def test_patch_embed_loads_a_tile_once_per_program() -> None:
     assert 1.0 <= tiled(backward) <= 1.15
 
 
+def test_a_gate_reads_its_rows_once_for_both_layers() -> None:
+    """What is the value's is loaded as often as what is the gate's, and x no more often than for one of them."""
+    sizes = {"B": 1, "N": 150, "D": 64, "hidden": 128}
+    forward, backward = (
+        found
+        for found in traffic.measure(Workload("mlp", {**sizes, "activation": "swiglu"}, parts=traffic.SMS)).values()
+    )
+    (launch,) = (launch for launch in forward.launches if launch.kernel == "gated_fwd_kernel")
+    tiles = launch.arguments["x_ptr"].readers
+    assert launch.arguments["x_ptr"].loaded == tiles * 150 * 64 * 2
+    assert launch.arguments["gate_ptr"].loaded == launch.arguments["value_ptr"].loaded
+    assert launch.stored == 3 * 150 * 128 * 2, "h, gate and value, once"
+    assert tiled(forward) == tiled(backward) == 1.0
+
+
 def test_no_excess_is_unexplained() -> None:
     tables = list(traffic.passes(Workload("layer_norm_mlp", {"B": 1, "N": 150, "D": 64}, parts=traffic.SMS)))
     why = {row[0]: row[1] for _, rows in tables for row in rows}

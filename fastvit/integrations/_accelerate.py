@@ -38,9 +38,9 @@ def accelerate(
     A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
     adapter merged or disabled it is fused as any other.
 
-    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, gated MLPs, other
-    adapters, hooks inside a fused span), with the reason in the report; for a call (an attention mask, attention
-    weights asked for, hooks added later) with one warning for each class and reason.
+    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, other adapters, hooks
+    inside a fused span), with the reason in the report; for a call (an attention mask, attention weights asked for,
+    hooks added later) with one warning for each class and reason.
 
     Args:
         model: any module.

@@ -14,7 +14,8 @@ from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan, only_
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
 ATTENTION = {XFORMERS_ATTENTION, "dinov2.layers.attention.Attention"}
-MLP = {"dinov2.layers.mlp.Mlp"}
+SWIGLU = {"dinov2.layers.swiglu_ffn.SwiGLUFFN", "dinov2.layers.swiglu_ffn.SwiGLUFFNFused"}
+MLP = {"dinov2.layers.mlp.Mlp", *SWIGLU}
 LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
@@ -33,6 +34,9 @@ def read_attention(attn: Any) -> Attention:
 
 
 def read_mlp(mlp: Any) -> Mlp:
+    if qualified_name(mlp) in SWIGLU:  # no dropout, and a function for its activation
+        *both, last = submodules(mlp, w12=LINEAR, w3=LINEAR)
+        return fuse.describe_gated_mlp(both, fuse.SILU, last)
     fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=fuse.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
     return fuse.describe_mlp(fc1, act, fc2, drop, drop)
 

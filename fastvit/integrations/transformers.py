@@ -114,6 +114,9 @@ def read_mlp(mlp: Any, dropout: fuse.Dropout = None) -> Mlp:
     if "gate_proj" in mlp._modules:
         *fc1, act, fc2 = submodules(mlp, gate_proj=LINEAR, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
         return fuse.describe_gated_mlp(fc1, act, fc2, None, dropout)
+    if "weights_in" in mlp._modules:  # Dinov2's SwiGLUFFN in earlier versions
+        *both, last = submodules(mlp, weights_in=LINEAR, weights_out=LINEAR)
+        return fuse.describe_gated_mlp(both, fuse.SILU, last, None, dropout)
     if "up_proj" in mlp._modules:
         fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
     else:

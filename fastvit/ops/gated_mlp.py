@@ -139,7 +139,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     return dx, dnorm_weight, dnorm_bias, dinner_weight, dinner_bias, *of_fc2, *of_fc1
 
 
-class _GatedMlp(FusedFunction):
+class GatedMlp(FusedFunction):
     """residual + row_scale * layer_scale * mlp(norm(x)), both norms optional; the residual may be x"""
 
     @staticmethod
@@ -244,12 +244,13 @@ def _words(value: Any) -> str:
     return f"{name} of {len(value)}" if isinstance(value, list | tuple) else name
 
 
-def gated_mlp(
+def gated_arguments(
     name: str, x: Tensor, norm: tuple[Tensor, Tensor] | None,
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
     epilogue: Epilogue, activation: str, dropout_p: float, recompute: str, eps: float,
-) -> Tensor:  # fmt: skip
-    """`fastvit.ops.<name>` with a gated activation, or with what only those take."""
+) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
+    """Checks a call of `fastvit.ops.<name>` with a gated activation, or with what only those take; -> whether it needs
+    autograd, and the arguments of `GatedMlp`."""
     check_float("x", x)
     cast = autocast_dtype(x)
     like = cast is None
@@ -280,11 +281,11 @@ def gated_mlp(
     )  # fmt: skip
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    if not autograd:
-        return _GatedMlp.forward(*tensors, row_scale, residual, seeds, options, *layers)[0]
-    first = len(tensors) + 2
-    flat = repeats_as_views(*tensors, row_scale, residual, *layers)
-    return _GatedMlp.apply(*flat[:first], seeds, options, *flat[first:])[0]
+    tensors = *tensors, row_scale, residual
+    if autograd:
+        flat = repeats_as_views(*tensors, *layers)
+        tensors, layers = flat[: len(tensors)], flat[len(tensors) :]
+    return autograd, (*tensors, seeds, options, *layers)
 
 
 def _checked_inner(x: Tensor, inner_norm: Any, hidden: int, *, dtype: bool) -> tuple[Tensor, Tensor, float]:

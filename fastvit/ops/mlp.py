@@ -20,7 +20,7 @@ from fastvit.ops._library import (
     repeats_as_views,
 )
 from fastvit.ops.dropout import draw_seeds, dropout_op
-from fastvit.ops.gated_mlp import InnerNorm, gated_mlp
+from fastvit.ops.gated_mlp import GatedMlp, InnerNorm, gated_arguments
 from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights
 from fastvit.ops.linear import act_bwd, check_linear, linear_act_fwd, linear_dact, linear_fwd
@@ -230,10 +230,11 @@ def mlp(
     """
     epilogue = Epilogue(layer_scale, row_scale, residual)
     if inner_norm is not None or activation in GATED:
-        return gated_mlp(
+        autograd, arguments = gated_arguments(
             "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
             epilogue, activation, dropout_p, recompute, 0.0,
         )  # fmt: skip
+        return GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
     autograd, arguments = _arguments(
         "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, epilogue, activation, dropout_p, recompute, 0.0
     )
@@ -266,10 +267,11 @@ def layer_norm_mlp(
     """
     norm, epilogue = (norm_weight, norm_bias), Epilogue(layer_scale, row_scale, residual)
     if inner_norm is not None or activation in GATED:
-        return gated_mlp(
+        autograd, arguments = gated_arguments(
             "layer_norm_mlp", x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
             epilogue, activation, dropout_p, recompute, eps,
         )  # fmt: skip
+        return GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
     autograd, arguments = _arguments(
         "layer_norm_mlp", x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
         epilogue, activation, dropout_p, recompute, eps,

@@ -11,7 +11,7 @@ from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.gated_linear import gated_act_kernel, gated_dact_kernel, gated_fwd_kernel
 from fastvit.ops import _library
 from fastvit.ops._checks import by_rows, contiguous, empty_like
-from fastvit.ops._launch import Constants, cdiv, launch
+from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops.aten import gated_linear as aten
 from fastvit.ops.launch.column_sum import column_sums
@@ -25,7 +25,8 @@ def gated_fwd(
     if not _uses_kernel(x, gate_weight.shape[0]):
         return gated_act(aten.both(x, gate_weight, value_weight, gate_bias, value_bias), activation)
     h = x.new_empty(*x.shape[:-1], gate_weight.shape[0])
-    _forward(x, (gate_weight, value_weight), (gate_bias, value_bias), activation, h, None)
+    if h.numel():
+        launch(*_forward(x, (gate_weight, value_weight), (gate_bias, value_bias), activation, h, None))
     return h
 
 
@@ -38,7 +39,8 @@ def gated_act_fwd(
         pre = aten.both(x, gate_weight, value_weight, gate_bias, value_bias)
         return gated_act(pre, activation), pre
     h, pre = (x.new_empty(*x.shape[:-1], n) for n in (N, 2 * N))
-    _forward(x, (gate_weight, value_weight), (gate_bias, value_bias), activation, h, pre)
+    if h.numel():
+        launch(*_forward(x, (gate_weight, value_weight), (gate_bias, value_bias), activation, h, pre))
     return h, pre
 
 
@@ -76,16 +78,14 @@ def gated_act_bwd(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Ten
 def _forward(
     x: Tensor, weights: tuple[Tensor, Tensor], biases: tuple[Tensor | None, ...], activation: str,
     h: Tensor, pre: Tensor | None,
-) -> None:  # fmt: skip
-    """Writes h and pre."""
-    if h.numel() == 0:
-        return
+) -> Call:  # fmt: skip
+    """Of gated_fwd_kernel, which writes h and pre."""
     N, K = weights[0].shape
     x, x_stride = _aligned_rows(x)
     (gate, gate_stride), (value, value_stride) = map(_aligned_rows, weights)
     M = x.numel() // K
     programs, constants = _gated_plan(M, N, K, x.element_size(), _library.arch(x), dot_precision(x), activation)
-    launch(
+    return (
         gated_fwd_kernel, programs, (x, gate, value, *contiguous(*biases), h, pre),
         (M, N, K, x_stride, gate_stride, value_stride), constants,
     )  # fmt: skip
