@@ -1,9 +1,11 @@
 """The names in other libraries' checkpoints of Vision Transformers, and how those libraries interpolate positions.
 
-Each source is a table from its names to ours, which are timm's. Two of our names are intermediate: q, k and v apart
-(`attn.q`, `attn.k`, `attn.v`), and CLIP's projection (`head.projection`, or `head.projection_t` for its transpose).
+Each source is a table from its names to ours, which are timm's. Three of our names are intermediate: q, k and v apart
+(`attn.q`, `attn.k`, `attn.v`), DINOv3's `mlp.up`, which is a gated MLP's fc1_x or else fc1, and CLIP's projection
+(`head.projection`, or `head.projection_t` for its transpose).
 
-Sources: timm 1.0.31, torchvision 0.28, transformers 4 (its files) and 5 (in memory), facebookresearch/dinov2 and mae,
+Sources: timm 1.0.31, torchvision 0.28, transformers 4 (its files) and 5 (in memory), facebookresearch/dinov2, dinov3
+and mae,
 openai/CLIP and open_clip 3.
 """
 
@@ -175,6 +177,31 @@ SOURCES = (
         elsewhere={"classifier": "head"},
         resize=plain,
     ),
+    Source(
+        name="Hugging Face DINOv3",
+        marker="embeddings.patch_embeddings.weight",
+        prefixes=("", "dinov3_vit."),
+        block=r"(?:model\.)?layer\.([0-9]+)\.(.+)",
+        in_model={
+            "embeddings.cls_token": "cls_token",
+            "embeddings.register_tokens": "reg_token",
+            "embeddings.mask_token": "",
+            "embeddings.patch_embeddings": "patch_embed.proj",
+            "norm": "norm",
+        },
+        in_block={
+            "attention.q_proj": "attn.q",
+            "attention.k_proj": "attn.k",
+            "attention.v_proj": "attn.v",
+            "attention.o_proj": "attn.proj",
+            "layer_scale1.lambda1": "ls1.gamma",
+            "layer_scale2.lambda1": "ls2.gamma",
+            "mlp.gate_proj": "mlp.fc1_g",
+            "mlp.up_proj": "mlp.up",
+            "mlp.down_proj": "mlp.fc2",
+        },
+        elsewhere={"classifier": "head"},
+    ),
     _HF_CLIP,
     _HF_SIGLIP,
     Source(
@@ -211,6 +238,23 @@ SOURCES = (
         in_model={**_TIMM_IN_MODEL, "mask_token": "", **_MAE_DECODER},
         in_block={},
         resize=plain,
+    ),
+    Source(
+        name="Meta's DINOv3",
+        marker="storage_tokens",
+        prefixes=("", "backbone."),
+        block=r"blocks\.([0-9]+)\.(.+)",
+        in_model={
+            **_TIMM_IN_MODEL,
+            "storage_tokens": "reg_token",
+            **_ignored("mask_token", "rope_embed", "cls_norm", "local_cls_norm"),
+        },
+        in_block={
+            "mlp.w1": "mlp.fc1_g",
+            "mlp.w2": "mlp.fc1_x",
+            "mlp.w3": "mlp.fc2",
+        },
+        elsewhere=_HEADS_OF_TRAINING,
     ),
     Source(
         name="Meta's DINOv2",

@@ -1,5 +1,5 @@
 """Weights that users already have, put into a `VisionTransformer`: files of timm, torchvision, Hugging Face
-transformers, Meta's DINOv2, OpenAI's CLIP and open_clip.
+transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP and open_clip.
 
 A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. All
 of it is checked against the model before anything is copied: the model ends up with every weight or with none.
@@ -86,6 +86,7 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
         while target in ours and ours[target].dim() < 3:  # (D,) and (N, D) elsewhere
             ours[target] = ours[target][None]
     _merge_qkv(ours, origin, expected)
+    _as_eva(ours, origin, expected)
     _fold_registers(ours)
     problems = _resize_positions(ours, model, source, resize)
 
@@ -171,6 +172,40 @@ def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mappin
         if all(part in ours and ours[part].shape == shape for part in parts):
             ours[key] = torch.cat([ours.pop(part) for part in parts])
             origin[key] = " + ".join(origin[part] for part in parts)
+
+
+def _as_eva(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
+    """LayerScale, a gated MLP and the biases of q and v as a model of EVA's blocks has them, whose k has no bias.
+    Biases of zeros are left out where the model has none."""
+
+    def move(old: str, new: str) -> None:
+        ours[new], origin[new] = ours.pop(old), origin[old]
+
+    for key in list(ours):
+        block, _, name = key.rpartition(".ls")
+        if name in ("1.gamma", "2.gamma") and f"{block}.gamma_{name[0]}" in expected:
+            move(key, f"{block}.gamma_{name[0]}")
+        block, _, name = key.rpartition(".mlp.up.")
+        if block:
+            gated = f"{block}.mlp.fc1_x.{name}"
+            move(key, gated if gated in expected else f"{block}.mlp.fc1.{name}")
+    for key in [key for key in ours if key.endswith((".attn.q.bias", ".attn.v.bias", ".attn.qkv.bias"))]:
+        block, _, name = key.rpartition(".attn.")
+        if key in expected or f"{block}.norm1.weight" not in expected or f"{block}.gamma_1" not in expected:
+            continue
+        if name == "qkv.bias":
+            mask = ours.pop(f"{key}_mask", None)  # Meta's: zeros for k
+            q, k, v = (ours[key] if mask is None else ours[key] * mask).chunk(3)
+            if k.any():
+                continue
+            del ours[key]
+            parts = {"q_bias": q, "v_bias": v}
+        else:
+            parts = {name[0] + "_bias": ours.pop(key)}
+        for part, bias in parts.items():
+            target = f"{block}.attn.{part}"
+            if target in expected or bias.any():
+                ours[target], origin[target] = bias, origin[key]
 
 
 def _fold_registers(ours: dict[str, Tensor]) -> None:

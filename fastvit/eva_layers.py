@@ -114,7 +114,14 @@ class EvaAttention(nn.Module):
 
 
 class AttentionRope(EvaAttention):
-    """`EvaAttention` whose k has a bias too, as Perception Encoder and ROPE-ViT (Heo et al. 2024, arXiv:2403.13298)."""
+    """`EvaAttention` whose k has a bias too, as Perception Encoder and ROPE-ViT (Heo et al. 2024, arXiv:2403.13298).
+
+    Args:
+        dim, num_heads, num_prefix_tokens, attn_drop, proj_drop, norm_layer, scale_norm, rotate_half, device, dtype: as
+            in `EvaAttention`.
+        qkv_bias: whether q, k and v have a bias.
+        qkv_fused: one layer for q, k and v, or three.
+    """
 
     def _make_projections(self, dim: int, bias: bool, fused: bool, factory: dict[str, Any]) -> None:
         self.q_bias = self.v_bias = None

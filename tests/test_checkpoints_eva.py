@@ -1,0 +1,120 @@
+"""Weights of DINOv3 and EVA as timm, transformers and Meta write them, in our models."""
+
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_library, import_timm
+from models import close, randomised
+from torch import Tensor
+
+import fastvit
+from fastvit import checkpoints
+
+SMALL: dict[str, Any] = {"embed_dim": 64, "depth": 2, "num_heads": 2}
+IMAGE = torch.linspace(-2, 2, 2 * 3 * 64 * 96).sin().view(2, 3, 64, 96)
+
+
+def ours(name: str, weights: dict[str, Tensor], **more: Any) -> Any:
+    return fastvit.create_model(name, weights=weights, **{**SMALL, **more}).eval()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_patch16_dinov3",
+        "vit_small_plus_patch16_dinov3_qkvb",
+        "eva02_base_patch14_448",
+        "vit_small_patch16_rope_224",
+    ],
+)
+def test_timm(name: str) -> None:
+    theirs = randomised(import_timm().create_model(name, **SMALL)).eval()
+    size = theirs.patch_embed.img_size
+    model, image = ours(name, theirs.state_dict()), torch.randn(1, 3, *size)
+    with torch.no_grad():
+        assert close(model(image), theirs(image))
+
+
+def test_learnt_positions_are_interpolated() -> None:
+    theirs = randomised(import_timm().create_model("eva02_tiny_patch14_224", **SMALL)).eval()
+    model = ours("eva02_tiny_patch14_224", theirs.state_dict(), img_size=(112, 168))
+    theirs.set_input_size((112, 168))
+    image = torch.randn(1, 3, 112, 168)
+    with torch.no_grad():
+        assert close(model(image), theirs(image))
+
+
+def hugging_face(**options: Any) -> Any:
+    transformers = import_library("transformers")
+    config = transformers.DINOv3ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=256,
+        num_register_tokens=4,
+        **options,
+    )
+    return randomised(transformers.DINOv3ViTModel(config)).eval()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("spelling", ["in memory", "of files"])
+def test_transformers(gated: bool, spelling: str) -> None:
+    theirs = hugging_face(use_gated_mlp=gated, hidden_act="silu" if gated else "gelu")
+    weights = theirs.state_dict()
+    if spelling == "of files":
+        weights = {key.removeprefix("model."): value for key, value in weights.items()}
+    model = ours(f"vit_small_{'plus_' if gated else ''}patch16_dinov3_qkvb", weights)
+    with torch.no_grad():
+        assert close(model.forward_features(IMAGE), theirs(IMAGE).last_hidden_state)
+
+
+def meta(model: Any, gated: bool) -> dict[str, Tensor]:
+    """The state_dict of ours as Meta's repository spells it."""
+    names = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma", "reg_token": "storage_tokens"}
+    if gated:
+        names |= {"mlp.fc1_g": "mlp.w1", "mlp.fc1_x": "mlp.w2", "mlp.fc2": "mlp.w3"}
+    made: dict[str, Tensor] = {"mask_token": torch.zeros(1, 64), "rope_embed.periods": torch.ones(8)}
+    for key, value in model.state_dict().items():
+        if key.endswith("v_bias"):
+            continue
+        if key.endswith("q_bias"):
+            block = key.removesuffix("q_bias")
+            parts = value, torch.full_like(value, 7.0), model.state_dict()[block + "v_bias"]  # k's is masked
+            made[block + "qkv.bias"] = torch.cat(parts)
+            made[block + "qkv.bias_mask"] = torch.tensor([1.0, 0.0, 1.0]).repeat_interleave(64)
+            continue
+        for old, new in names.items():
+            key = key.replace(old, new)
+        made[key] = value
+    return made
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_meta(gated: bool) -> None:
+    name = f"vit_small_{'plus_' if gated else ''}patch16_dinov3_qkvb"
+    original = randomised(fastvit.create_model(name, **SMALL)).eval()
+    model = ours(name, meta(original, gated))
+    for key, value in original.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+def test_biases_of_zeros_may_be_left_out_and_no_others() -> None:
+    theirs = hugging_face()
+    with pytest.raises(checkpoints.CheckpointError, match=r"attention\.q_proj\.bias"):
+        ours("vit_small_patch16_dinov3", theirs.state_dict())
+    for key, value in theirs.state_dict().items():
+        if key.endswith(("q_proj.bias", "v_proj.bias")):
+            value.zero_()
+    model = ours("vit_small_patch16_dinov3", theirs.state_dict())
+    with torch.no_grad():
+        assert close(model.forward_features(IMAGE), theirs(IMAGE).last_hidden_state)
+
+
+def test_a_bias_of_k_is_not_dropped() -> None:
+    """Meta's files mask it; one without a mask is another model's."""
+    original = fastvit.create_model("vit_small_patch16_dinov3_qkvb", **SMALL)
+    weights = {key: value for key, value in meta(original, False).items() if "bias_mask" not in key}
+    with pytest.raises(checkpoints.CheckpointError, match=r"attn\.qkv\.bias"):
+        ours("vit_small_patch16_dinov3_qkvb", weights)
