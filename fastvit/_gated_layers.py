@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fastvit import fuse
+from fastvit import fuse, readers
 from fastvit._arguments import Device, Dtype, by_name, check_factory, check_flags, check_integers, check_rates
 from fastvit._modules import read_or_none
 
@@ -32,7 +32,7 @@ class _GatedMlp(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        mlp = read_or_none(fuse.read_mlp, self)
+        mlp = read_or_none(readers.read_mlp, self)
         if mlp is not None:
             return fuse.run_mlp(x, mlp)
         gate, value = self.gate_and_value(x)
@@ -134,4 +134,4 @@ def _open(weight: Tensor, bias: Tensor | None) -> None:
 
 SwiGLUPacked = partial(GluMlp, act_layer="silu", gate_last=False)
 SwiGLUPacked.__doc__ = "`GluMlp` with silu and the gate first; its arguments are GluMlp's."
-fuse.MLP |= {SwiGLU, GluMlp}
+readers.MLP |= {SwiGLU, GluMlp}

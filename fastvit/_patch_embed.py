@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit import fuse, ops
+from fastvit import ops, readers
 from fastvit._arguments import (
     Device,
     Dtype,
@@ -100,7 +100,7 @@ class PatchEmbed(nn.Module):
     def patches(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
         """`forward` without padding and norm."""
         if read_or_none(submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
-            weight, bias = fuse.read_linear(self.proj)
+            weight, bias = readers.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
             return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
         return join_tokens(self.proj(self.normalized(x)).flatten(2).transpose(1, 2), pos_embed, prefix)

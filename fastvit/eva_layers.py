@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit import fuse, fuse_eva, ops
+from fastvit import fuse, ops, readers, readers_eva
 from fastvit._arguments import (
     Device,
     Dtype,
@@ -97,14 +97,14 @@ class EvaAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         """rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them, or None."""
-        rotary = fuse_eva.rotary(self, x, rope)
-        attention = read_or_none(fuse_eva.read_attention, self)
+        rotary = readers_eva.rotary(self, x, rope)
+        attention = read_or_none(readers_eva.read_attention, self)
         if attention is not None:
             return fuse.run_attention(x, attention, rotary)
         q, k, v = self._heads(x)
         if rotary is not None:
             q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-        if read_or_none(submodules, self, attn_drop=fuse.DROPOUT):
+        if read_or_none(submodules, self, attn_drop=readers.DROPOUT):
             out = ops.attention(q, k, v, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
         else:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -201,11 +201,11 @@ class EvaBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         """rope: as in `EvaAttention`."""
-        block = read_or_none(fuse_eva.read_block, self)
+        block = read_or_none(readers_eva.read_block, self)
         if block is not None:
-            return fuse.run_block(x, block, fuse_eva.rotary(self, x, rope))
+            return fuse.run_block(x, block, readers_eva.rotary(self, x, rope))
         x = x + self.drop_path1(_scaled(self.attn(self.norm1(x), rope), self.gamma_1))
-        mlp = read_or_none(fuse_eva.read_mlp_half, self)
+        mlp = read_or_none(readers_eva.read_mlp_half, self)
         if mlp is not None:
             return fuse.run_mlp_half(x, mlp)
         return x + self.drop_path2(_scaled(self.mlp(self.norm2(x)), self.gamma_2))
@@ -216,4 +216,4 @@ def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:
 
 
 # What reads timm's modules reads ours
-fuse_eva.ATTENTION |= {EvaAttention, AttentionRope}
+readers_eva.ATTENTION |= {EvaAttention, AttentionRope}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit import fuse, ops
+from fastvit import fuse, ops, readers
 from fastvit._arguments import (
     Device,
     Dtype,
@@ -178,11 +178,11 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        attention = read_or_none(fuse.read_attention, self)
+        attention = read_or_none(readers.read_attention, self)
         if attention is not None:
             return fuse.run_attention(x, attention)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        if read_or_none(submodules, self, attn_drop=fuse.DROPOUT):
+        if read_or_none(submodules, self, attn_drop=readers.DROPOUT):
             out = ops.attention_qkvpacked(qkv, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
         else:
             q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
@@ -228,7 +228,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        mlp = read_or_none(fuse.read_mlp, self)
+        mlp = read_or_none(readers.read_mlp, self)
         if mlp is not None:
             return fuse.run_mlp(x, mlp)
         hidden = self.drop1(self.act(self.fc1(x)))
@@ -301,12 +301,12 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        attention = read_or_none(fuse.read_attention_half, self)
+        attention = read_or_none(readers.read_attention_half, self)
         if attention is not None:
             x = fuse.run_attention_half(x, attention)
         else:
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-        mlp = read_or_none(fuse.read_mlp_half, self)
+        mlp = read_or_none(readers.read_mlp_half, self)
         if mlp is not None:
             return fuse.run_mlp_half(x, mlp)
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -335,9 +335,9 @@ class ResPostBlock(Block):
 
 
 # What reads timm's modules reads ours
-fuse.ACTIVATIONS[QuickGELU] = "quick_gelu"
-fuse.LAYER_NORM.add(LayerNorm)
-fuse.LAYER_SCALE.add(LayerScale)
-fuse.DROP_PATH.add(DropPath)
-fuse.ATTENTION.add(Attention)
-fuse.MLP.add(Mlp)
+readers.ACTIVATIONS[QuickGELU] = "quick_gelu"
+readers.LAYER_NORM.add(LayerNorm)
+readers.LAYER_SCALE.add(LayerScale)
+readers.DROP_PATH.add(DropPath)
+readers.ATTENTION.add(Attention)
+readers.MLP.add(Mlp)

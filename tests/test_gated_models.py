@@ -14,7 +14,7 @@ from oracle import GRADIENT, assert_as_accurate
 from torch import Tensor, nn
 
 import fastvit
-from fastvit import fuse
+from fastvit import fuse, readers
 
 GIANT = {"img_size": 28, "embed_dim": 96, "mlp_ratio": 4}
 DINOV3 = {"use_gated_mlp": True, "hidden_act": "silu", "num_register_tokens": 3}
@@ -111,16 +111,16 @@ def test_dropouts_are_those_of_the_layers(name: str, device: torch.device) -> No
     model, _ = made(name, device)
     mlp = next(iter(mlps(model).values()))
     mlp.train()
-    assert fuse.read_mlp(mlp).inner_norm is not None
+    assert readers.read_mlp(mlp).inner_norm is not None
     mlp.drop1.p = mlp.drop2.p = 0.25
-    read = fuse.read_mlp(mlp)
+    read = readers.read_mlp(mlp)
     assert (read.drop1, read.drop2, read.activation) == (0.25, 0.25, MODELS[name][1])
     x = torch.randn(64, 192, device=device)
     with torch.no_grad():
         out = fuse.run_mlp(x, read)
         assert 0.2 < float((out == 0).double().mean()) < 0.3
         mlp.drop1.p = 0.0  # fc2's alone
-        dropped, whole = fuse.run_mlp(x, fuse.read_mlp(mlp)), mlp.eval()(x)
+        dropped, whole = fuse.run_mlp(x, readers.read_mlp(mlp)), mlp.eval()(x)
     kept = dropped != 0
     torch.testing.assert_close(dropped[kept], whole[kept] / 0.75, rtol=1e-4, atol=1e-5)
 

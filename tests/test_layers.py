@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from benchmarks.harness.memory import saved_bytes
-from fastvit import _modules, fuse, layers, reference
+from fastvit import _modules, fuse, layers, readers, reference
 
 BLOCKS = {
     "plain": {},
@@ -77,9 +77,9 @@ def test_block_under_autocast(n: int, device: torch.device) -> None:
 
 def test_activation_names() -> None:
     for name in layers.ACT_LAYERS:
-        assert fuse.read_mlp(layers.Mlp(8, act_layer=name)).activation == name
+        assert readers.read_mlp(layers.Mlp(8, act_layer=name)).activation == name
     with pytest.raises(_modules.Unsupported, match=r"act is nn\.ELU"):
-        fuse.read_mlp(layers.Mlp(8, act_layer=nn.ELU))
+        readers.read_mlp(layers.Mlp(8, act_layer=nn.ELU))
     with pytest.raises(ValueError, match=r"act_layer .*'gelu_tan'.*gelu_tanh"):
         layers.Mlp(8, act_layer="gelu_tan")
 
@@ -99,7 +99,7 @@ def test_block_without_autograd_is_the_same(backend: str, device: torch.device) 
 
 @pytest.mark.parametrize(("case", "limit"), [("plain", 23), ("layer_scale_drop_path", 25)])
 def test_python_functions_around_the_ops(case: str, limit: int) -> None:
-    """Entered by a training forward in layers.py, fuse.py and _modules.py, and the frames above each call of an op."""
+    """Entered by a training forward in layers.py, what reads and runs modules, and the frames above each call of an op."""
     block, _ = blocks(**BLOCKS[case])
     x, _ = tokens(dtype=torch.float32)
     package = fastvit.__file__.removesuffix("__init__.py")
@@ -112,7 +112,7 @@ def test_python_functions_around_the_ops(case: str, limit: int) -> None:
         while caller is not None and caller.f_code.co_filename.startswith(package):
             callers.append(caller.f_code)
             caller = caller.f_back
-        if frame.f_code.co_filename in (layers.__file__, fuse.__file__, _modules.__file__):
+        if frame.f_code.co_filename in (layers.__file__, fuse.__file__, readers.__file__, _modules.__file__):
             entered.append(frame.f_code.co_name)
         elif callers[0].co_filename == fuse.__file__:
             above_ops.add(tuple(code.co_name for code in callers))
@@ -182,8 +182,8 @@ def test_projection_dropout_in_training(behind: str, backend: str, device: torch
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
         if behind == "proj":
-            return fuse.run_attention_half(x, fuse.read_attention_half(block)).detach() - x
-        return fuse.run_mlp_half(x, fuse.read_mlp_half(block)).detach() - x
+            return fuse.run_attention_half(x, readers.read_attention_half(block)).detach() - x
+        return fuse.run_mlp_half(x, readers.read_mlp_half(block)).detach() - x
 
     dropped = run(0) == 0
     assert abs(dropped.float().mean().item() - 0.5) < 0.05
@@ -207,8 +207,8 @@ def test_a_branch_is_scaled_behind_its_dropout(behind: str, backend: str, device
 
     def branch() -> Tensor:
         if behind == "proj":
-            return fuse.run_attention_half(x, fuse.read_attention_half(block)).detach() - x
-        return fuse.run_mlp_half(x, fuse.read_mlp_half(block)).detach() - x
+            return fuse.run_attention_half(x, readers.read_attention_half(block)).detach() - x
+        return fuse.run_mlp_half(x, readers.read_mlp_half(block)).detach() - x
 
     got, full = branch(), block.eval() and branch()
     dropped = got == 0

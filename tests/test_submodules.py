@@ -8,7 +8,7 @@ import torch
 from models import B, Calls, D, H, LoRA, N, assert_same_step, blocks, tokens
 from torch import Tensor, nn
 
-from fastvit import fuse, layers
+from fastvit import fuse, layers, readers
 
 SUBMODULES = (
     "norm1", "attn", "attn.qkv", "attn.attn_drop", "attn.proj", "attn.proj_drop", "ls1", "drop_path1",
@@ -86,7 +86,7 @@ def test_a_replaced_linear_is_honoured_under_compile() -> None:
 def test_a_hook_on_one_half_leaves_the_other_fused() -> None:
     block, _ = blocks()
     x = torch.randn(B, N, D)
-    attention_half = operators(lambda x: fuse.run_attention_half(x, fuse.read_attention_half(block)), x)
+    attention_half = operators(lambda x: fuse.run_attention_half(x, readers.read_attention_half(block)), x)
     fused = operators(block, x)
     handle = block.mlp.fc1.register_forward_hook(double)
     hooked = operators(block, x)

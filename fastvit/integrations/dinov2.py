@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from fastvit import fuse
+from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, qualified_name, submodules
-from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Mlp
+from fastvit.fuse import Attention, Half, Mlp
 from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan, only_input
+from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
 
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
@@ -30,15 +31,15 @@ def read_attention(attn: Any) -> Attention:
     qkv, proj, proj_drop = submodules(attn, qkv=LINEAR, proj=LINEAR, proj_drop=DROPOUT)
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
-    return fuse.describe_attention((fuse.read_layer(qkv),), proj, attn.num_heads, scale, p, proj_drop)
+    return readers.describe_attention((readers.read_layer(qkv),), proj, attn.num_heads, scale, p, proj_drop)
 
 
 def read_mlp(mlp: Any) -> Mlp:
     if qualified_name(mlp) in SWIGLU:  # no dropout, and a function for its activation
         *both, last = submodules(mlp, w12=LINEAR, w3=LINEAR)
-        return fuse.describe_gated_mlp(both, fuse.SILU, last)
-    fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=fuse.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
-    return fuse.describe_mlp(fc1, act, fc2, drop, drop)
+        return readers.describe_gated_mlp(both, readers.SILU, last)
+    fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=readers.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
+    return readers.describe_mlp(fc1, act, fc2, drop, drop)
 
 
 def read_block(block: Any) -> fuse.Block:
@@ -46,8 +47,8 @@ def read_block(block: Any) -> fuse.Block:
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE)
     return (
-        Half(read_attention(attn), fuse.read_norm(norm1), None if isinstance(ls1, nn.Identity) else ls1.gamma),
-        Half(read_mlp(mlp), fuse.read_norm(norm2), None if isinstance(ls2, nn.Identity) else ls2.gamma),
+        Half(read_attention(attn), readers.read_norm(norm1), None if isinstance(ls1, nn.Identity) else ls1.gamma),
+        Half(read_mlp(mlp), readers.read_norm(norm2), None if isinstance(ls2, nn.Identity) else ls2.gamma),
     )
 
 

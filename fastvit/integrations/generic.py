@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit import fuse, ops
+from fastvit import ops, readers
 from fastvit._arguments import Statistics
 from fastvit._modules import Unsupported
 from fastvit._patch_embed import is_of_patches
@@ -32,7 +32,7 @@ def run_norm(x: Tensor, norm: Norm) -> Tensor:
 def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> Patches:
     if not is_of_patches(conv):
         raise Unsupported("its convolution is not one of disjoint patches")
-    return Patches(*fuse.read_linear(conv), mean, std)
+    return Patches(*readers.read_linear(conv), mean, std)
 
 
 def check_image(conv: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,4 +60,4 @@ def patches(mean: Statistics = None, std: Statistics = None) -> Plan:
     return Plan(read, run_patches, "patch_embed", check_image, ndim=4, takes_pixels=mean is not None)
 
 
-PLANS = dict.fromkeys(fuse.LAYER_NORM, Plan(fuse.read_norm, run_norm, "layer_norm", ndim=None))
+PLANS = dict.fromkeys(readers.LAYER_NORM, Plan(readers.read_norm, run_norm, "layer_norm", ndim=None))

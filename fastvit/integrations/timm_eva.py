@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastvit import fuse, fuse_eva
+from fastvit import fuse, readers_eva
 from fastvit._modules import Unsupported
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 from fastvit.ops import Rotary
@@ -22,15 +22,15 @@ def check_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = Non
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
-    found = fuse_eva.rotary(module, x, rope)
+    found = readers_eva.rotary(module, x, rope)
     if found is not None and x.shape[1] != found.num_prefix_tokens + found.sin.shape[-2]:
         raise Unsupported(f"rotary positions for {found.sin.shape[-2]} of {x.shape[1]} tokens")
     return found
 
 
-_ATTENTION = Plan(fuse_eva.read_attention, fuse.run_attention, "attention, linear", check_call, rotary=rotary)
+_ATTENTION = Plan(readers_eva.read_attention, fuse.run_attention, "attention, linear", check_call, rotary=rotary)
 PLANS = {
-    "timm.models.eva.EvaBlock": Plan(fuse_eva.read_block, fuse.run_block, FUSED_BLOCK, check_call, rotary=rotary),
+    "timm.models.eva.EvaBlock": Plan(readers_eva.read_block, fuse.run_block, FUSED_BLOCK, check_call, rotary=rotary),
     "timm.models.eva.EvaAttention": _ATTENTION,
     "timm.layers.attention.AttentionRope": _ATTENTION,
 }

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from fastvit import fuse
+from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, submodules
-from fastvit.fuse import DROPOUT, LAYER_NORM, LINEAR, Attention, Half, Linear, Mlp
+from fastvit.fuse import Attention, Half, Linear, Mlp
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
 
 ATTENTION = {nn.MultiheadAttention}
 OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
@@ -22,19 +23,21 @@ def read_attention(attn: Any, dropout: Any) -> Attention:
         raise Unsupported("an nn.MultiheadAttention with other keys and values than self-attention's")
     (proj,) = submodules(attn, out_proj=OUT_PROJ)
     qkv = Linear(attn.in_proj_weight, attn.in_proj_bias)
-    return fuse.describe_attention((qkv,), proj, attn.num_heads, None, attn.dropout if attn.training else 0.0, dropout)
+    return readers.describe_attention(
+        (qkv,), proj, attn.num_heads, None, attn.dropout if attn.training else 0.0, dropout
+    )
 
 
 def read_mlp(mlp: Any) -> Mlp:
-    layers = {"0": LINEAR, "1": fuse.ACTIVATIONS, "2": DROPOUT, "3": LINEAR, "4": DROPOUT}
+    layers = {"0": LINEAR, "1": readers.ACTIVATIONS, "2": DROPOUT, "3": LINEAR, "4": DROPOUT}
     fc1, act, drop1, fc2, drop2 = submodules(mlp, **layers)
-    return fuse.describe_mlp(fc1, act, fc2, drop1, drop2)
+    return readers.describe_mlp(fc1, act, fc2, drop1, drop2)
 
 
 def read_block(block: Any) -> fuse.Block:
     attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=LAYER_NORM)
     mlp, norm2 = submodules(block, mlp=MLP, ln_2=LAYER_NORM)
-    return Half(read_attention(attn, dropout), fuse.read_norm(norm1)), Half(read_mlp(mlp), fuse.read_norm(norm2))
+    return Half(read_attention(attn, dropout), readers.read_norm(norm1)), Half(read_mlp(mlp), readers.read_norm(norm2))
 
 
 PLANS = {

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastvit import fuse, ops
+from fastvit import fuse, ops, readers
 from fastvit._modules import Unsupported, qualified_name, submodules
-from fastvit.fuse import LINEAR, Attention, Half, Mlp
+from fastvit.fuse import Attention, Half, Mlp
 from fastvit.integrations._plan import FUSED_BLOCK, Plan
 from fastvit.ops import Rotary
 from fastvit.ops._checks import takes_head_dim
+from fastvit.readers import LINEAR
 
 __all__ = ["register_attention"]
 
@@ -85,7 +86,7 @@ def _attention_of(layer: Any, name: str, kind: str) -> Any:
     return attn
 
 
-def read_attention(attn: Any, proj: str, dropout: fuse.Dropout = None) -> Attention:
+def read_attention(attn: Any, proj: str, dropout: readers.Dropout = None) -> Attention:
     if type(attn.config).__name__ == "CLIPTextConfig":
         raise Unsupported("the text tower's attention is causal")
     if getattr(attn, "is_causal", False):
@@ -98,9 +99,9 @@ def read_attention(attn: Any, proj: str, dropout: fuse.Dropout = None) -> Attent
         raise Unsupported("its keys have fewer heads than its queries")
     p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
     scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
-    qkv = fuse.read_layer(q), fuse.read_layer(k), fuse.read_layer(v)
+    qkv = readers.read_layer(q), readers.read_layer(k), readers.read_layer(v)
     heads = q.out_features // attn.head_dim
-    return fuse.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
+    return readers.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
 
 
 def read_attention_alone(attn: Any, proj: str) -> Attention:
@@ -110,18 +111,18 @@ def read_attention_alone(attn: Any, proj: str) -> Attention:
     return read_attention(attn, proj)
 
 
-def read_mlp(mlp: Any, dropout: fuse.Dropout = None) -> Mlp:
+def read_mlp(mlp: Any, dropout: readers.Dropout = None) -> Mlp:
     if "gate_proj" in mlp._modules:
-        *fc1, act, fc2 = submodules(mlp, gate_proj=LINEAR, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
-        return fuse.describe_gated_mlp(fc1, act, fc2, None, dropout)
+        *fc1, act, fc2 = submodules(mlp, gate_proj=LINEAR, up_proj=LINEAR, act_fn=readers.ACTIVATIONS, down_proj=LINEAR)
+        return readers.describe_gated_mlp(fc1, act, fc2, None, dropout)
     if "weights_in" in mlp._modules:  # Dinov2's SwiGLUFFN in earlier versions
         *both, last = submodules(mlp, weights_in=LINEAR, weights_out=LINEAR)
-        return fuse.describe_gated_mlp(both, fuse.SILU, last, None, dropout)
+        return readers.describe_gated_mlp(both, readers.SILU, last, None, dropout)
     if "up_proj" in mlp._modules:
-        fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=fuse.ACTIVATIONS, down_proj=LINEAR)
+        fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=readers.ACTIVATIONS, down_proj=LINEAR)
     else:
-        fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=fuse.ACTIVATIONS, fc2=LINEAR)
-    return fuse.describe_mlp(fc1, act, fc2, None, dropout)
+        fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=readers.ACTIVATIONS, fc2=LINEAR)
+    return readers.describe_mlp(fc1, act, fc2, None, dropout)
 
 
 class Layer(NamedTuple):
@@ -133,12 +134,12 @@ class Layer(NamedTuple):
 
 def read_layer(prefix: str, layer: Any) -> Layer:
     names = _MODELS[prefix]
-    norms = {names.norm1: fuse.LAYER_NORM, names.norm2: fuse.LAYER_NORM}
+    norms = {names.norm1: readers.LAYER_NORM, names.norm2: readers.LAYER_NORM}
     norm1, norm2, mlp = submodules(layer, **norms, mlp=_mlps(prefix))
     attn = _attention_of(layer, names.attention, _class(prefix, "Attention"))
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
-        (dropout,) = submodules(layer, dropout=fuse.DROPOUT)
+        (dropout,) = submodules(layer, dropout=readers.DROPOUT)
     if "drop_path" in layer._modules:
         (drop_path,) = submodules(layer, drop_path={nn.Identity, _class(prefix, "DropPath")})
         if drop_path.training and not isinstance(drop_path, nn.Identity):
@@ -146,8 +147,8 @@ def read_layer(prefix: str, layer: Any) -> Layer:
     if "layer_scale1" in layer._modules:
         kinds = {_class(prefix, "LayerScale")}
         gammas = [scale.lambda1 for scale in submodules(layer, layer_scale1=kinds, layer_scale2=kinds)]
-    attention = Half(read_attention(attn, names.projection, dropout), fuse.read_norm(norm1), gammas[0], p)
-    block = attention, Half(read_mlp(mlp, dropout), fuse.read_norm(norm2), gammas[1], p)
+    attention = Half(read_attention(attn, names.projection, dropout), readers.read_norm(norm1), gammas[0], p)
+    block = attention, Half(read_mlp(mlp, dropout), readers.read_norm(norm2), gammas[1], p)
     checkpointed = layer.gradient_checkpointing and layer.training
     return Layer(block, layer._gradient_checkpointing_func if checkpointed else None)
 

@@ -7,36 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit import fuse
+from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, submodules
-from fastvit.fuse import DROP_PATH, DROPOUT, LAYER_NORM, LINEAR, MLP, Attention, Half, Layer, Linear
+from fastvit.fuse import Attention, Half, Layer, Linear
 from fastvit.ops import Rotary
+from fastvit.readers import DROP_PATH, DROPOUT, LAYER_NORM, LINEAR, MLP
 
 ATTENTION: Classes = {"timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope"}
 
 
 def read_attention(attn: Any) -> Attention:
     attn_drop, proj, proj_drop = submodules(attn, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
-    fuse.refuse_options(attn)
+    readers.refuse_options(attn)
     layers: tuple[Layer, ...]
     if attn._modules.get("qkv") is not None:
         (packed,) = submodules(attn, qkv=LINEAR)
         layers, width = (_with_biases(attn, packed),), packed.out_features
     else:
         three = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR)
-        layers, width = tuple(map(fuse.read_layer, three)), sum(layer.out_features for layer in three)
+        layers, width = tuple(map(readers.read_layer, three)), sum(layer.out_features for layer in three)
     if width != 3 * proj.in_features:
         raise Unsupported(f"q, k and v have {width} outputs for {proj.in_features} inputs of proj")
     scale, training = attn.scale, attn_drop.training
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     p = attn_drop.p if training else 0.0
-    return fuse.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop)
+    return readers.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop)
 
 
 def _with_biases(attn: Any, packed: nn.Linear) -> Layer:
     """EvaAttention's packed layer has no bias of its own, but parameters for q's and v's, and zeros for k's."""
-    layer = fuse.read_layer(packed)
+    layer = readers.read_layer(packed)
     q_bias = getattr(attn, "q_bias", None)
     if q_bias is None:
         return layer
@@ -49,13 +50,13 @@ def _with_biases(attn: Any, packed: nn.Linear) -> Layer:
 
 def read_block(block: Any) -> fuse.Block:
     norm, attn, drop_path = submodules(block, norm1=LAYER_NORM, attn=ATTENTION, drop_path1=DROP_PATH)
-    attention = Half(read_attention(attn), fuse.read_norm(norm), block.gamma_1, *_drop_path(drop_path))
+    attention = Half(read_attention(attn), readers.read_norm(norm), block.gamma_1, *_drop_path(drop_path))
     return attention, read_mlp_half(block)
 
 
 def read_mlp_half(block: Any) -> Half[fuse.Mlp]:
     norm, mlp, drop_path = submodules(block, norm2=LAYER_NORM, mlp=MLP, drop_path2=DROP_PATH)
-    return Half(fuse.read_mlp(mlp), fuse.read_norm(norm), block.gamma_2, *_drop_path(drop_path))
+    return Half(readers.read_mlp(mlp), readers.read_norm(norm), block.gamma_2, *_drop_path(drop_path))
 
 
 def _drop_path(module: Any) -> tuple[float, bool]:
