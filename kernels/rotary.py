@@ -42,8 +42,11 @@ def _store_pairs(rows, x1, x2, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
         tl.store(rows + HEAD_DIM // 2 + cols, x2.to(dtype), mask=inside)
 
 
+_STRIDES = [f"stride_{x}{i}" for x in "xto" for i in "bnh"]
+
+
 @triton.jit(
-    do_not_specialize=["N", "P", "first", "heads", "rotated"],
+    do_not_specialize=["N", "P", "first", "heads", "rotated", *_STRIDES],
     launch_metadata=_cost.of_rows("x_ptr", rows="N", columns="heads"),
 )
 def rotary_kernel(

@@ -99,7 +99,7 @@ def test_block_without_autograd_is_the_same(backend: str, device: torch.device) 
 
 @pytest.mark.parametrize(("case", "limit"), [("plain", 23), ("layer_scale_drop_path", 25)])
 def test_python_functions_around_the_ops(case: str, limit: int) -> None:
-    """Entered by a training forward in layers.py and what reads and runs modules; the frames above each call of an op."""
+    """Entered by a training forward in layers.py and what reads and runs modules; the frames above a call of an op."""
     block, _ = blocks(**BLOCKS[case])
     x, _ = tokens(dtype=torch.float32)
     package = fastvit.__file__.removesuffix("__init__.py")
