@@ -158,30 +158,31 @@ class Rope(nn.Module):
         super().__init__()
         self.dinov3, self.offset = rope_type == "dinov3", grid_offset
         self.xy, self.rotate_half = grid_indexing == "xy", rotate_half
-        exponents = torch.arange(dim // 4, dtype=torch.float32) / (dim // 4)
-        self.frequencies = (2 * math.pi if self.dinov3 else 1.0) / temperature**exponents  # no buffer: always float32
+        self.dim, self.temperature = dim, temperature
         self.reference = (ref_feat_shape, ref_feat_shape) if isinstance(ref_feat_shape, int) else ref_feat_shape
         self.shift, self.jitter, self.rescale = shift, jitter, rescale
 
-    def coordinates(self, axis: int, length: int) -> Tensor:
-        steps = torch.arange(length, dtype=torch.float32) + self.offset
+    def coordinates(self, axis: int, length: int, device: torch.device) -> Tensor:
+        steps = torch.arange(length, dtype=torch.float32, device=device) + self.offset
         if self.dinov3:  # the middles of patches of a grid from -1 to 1
             return (steps + 0.5) / length * 2 - 1
         return steps if self.reference is None else steps / length * self.reference[axis]
 
-    def forward(self, grid: tuple[int, int]) -> Tensor:
-        axes = [self.coordinates(axis, length) for axis, length in enumerate(grid)]
+    def forward(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
+        axes = [self.coordinates(axis, length, device) for axis, length in enumerate(grid)]
         places = torch.cartesian_prod(*axes)  # (h*w, 2)
         if self.xy:
             places = places.flip(-1)
         if self.training and self.dinov3:
             if self.shift is not None:
-                places = places + torch.empty(2).uniform_(-self.shift, self.shift)
-            if self.jitter is not None:
-                places = places * torch.empty(2).uniform_(-math.log(self.jitter), math.log(self.jitter)).exp()
-            if self.rescale is not None:
-                places = places * torch.empty(1).uniform_(-math.log(self.rescale), math.log(self.rescale)).exp()
-        angles = (places[:, :, None] * self.frequencies).flatten(1)  # (h*w, d / 2)
+                places = places + torch.empty(2, device=device).uniform_(-self.shift, self.shift)
+            for factor, count in ((self.jitter, 2), (self.rescale, 1)):
+                if factor is not None:
+                    most = math.log(factor)
+                    places = places * torch.empty(count, device=device).uniform_(-most, most).exp()
+        exponents = torch.arange(self.dim // 4, dtype=torch.float32, device=device) / (self.dim // 4)
+        frequencies = (2 * math.pi if self.dinov3 else 1.0) / self.temperature**exponents
+        angles = (places[:, :, None] * frequencies).flatten(1)  # (h*w, d / 2)
         angles = torch.cat([angles, angles], dim=1) if self.rotate_half else angles.repeat_interleave(2, dim=1)
         return torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -232,7 +233,7 @@ class Eva(VisionTransformer):
 
     def forward_features(self, x: Tensor) -> Tensor:
         grid = tuple(n // size for n, size in zip(x.shape[2:], self.patch_embed.patch_size, strict=True))
-        rope = None if self.rope is None else self.rope(grid).to(x.device)
+        rope = None if self.rope is None else self.rope(grid, x.device)
         x = self.norm_pre(self.pos_drop(self.embed(x)))
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastvit
 from benchmarks.harness import eager
@@ -17,6 +17,9 @@ from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
+from fastvit._zoo_eva import CONFIGS as EVAS
+from fastvit.eva import Eva
+from fastvit.reference_eva import Eva as ReferenceEva
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
 
@@ -151,8 +154,12 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
 
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
     """A model of the zoo on photographs."""
-    kind = fastvit.VisionTransformer if provider == "fused" else reference.VisionTransformer
-    vit = draw.module(lambda: kind(**{**zoo.config(name), "img_size": px, **options}))
+    kinds = (Eva, ReferenceEva) if name in EVAS else (fastvit.VisionTransformer, reference.VisionTransformer)
+    kind: Callable[..., Any] = kinds[provider != "fused"]
+    config = zoo.config(name) | {"img_size": px, **options}
+    if provider != "fused" and "norm_layer" in config:  # of the zoo, which names our LayerNorm
+        config["norm_layer"] = functools.partial(nn.LayerNorm, **config["norm_layer"].keywords)
+    vit = draw.module(lambda: kind(**config))
     if provider == "sdpa":
         eager.use_sdpa(vit)
     return Runner.of(vit, draw.photographs(B, px))

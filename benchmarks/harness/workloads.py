@@ -331,6 +331,10 @@ def _models() -> Iterator[Workload]:
     yield from _rows("model", "gpu", name="vit_huge_patch14_224", B=[1, 32, 128], px=224)
     yield from _rows("model", "verify", name="vit_small_patch16_224", B=2, px=224)
     yield from _rows("model", "headline", name=names[1:3], B=[1, 32, 256], px=224)
+    dinov3 = ["vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3"]
+    yield from _rows("model", "cpu", name=dinov3, B=1, px=256)
+    yield from _rows("model", "gpu", name=["vit_base_patch16_dinov3", "eva02_base_patch14_224"], B=[1, 32, 256], px=224)
+    yield from _rows("model", "verify", name=dinov3[1], B=2, px=224)
     large = [*names[1:], "vit_huge_patch14_224"]
     yield from _rows("model", "gpu", name=large, B=[1, 16], px=518, patch_size=14)
     yield from _rows("model", "gpu", name=large, B=[1, 4], px=1024, patch_size=16)
