@@ -134,6 +134,8 @@ ARCHITECTURES = [
     _small_timm("vit_small_patch16_rope_224", 64),
     _small_timm("vit_small_patch16_dinov3", 64),
     _small_timm("vit_small_patch16_dinov3_qkvb", 64),
+    _small_timm("vit_small_plus_patch16_dinov3", 64),
+    _small_timm("eva02_base_patch14_224", 56),
     _small_timm("vit_pe_spatial_tiny_patch16_512", 64),
     _hugging_face("ViTForImageClassification"),
     _hugging_face("DeiTForImageClassification"),
