@@ -12,11 +12,11 @@ from torch import nn
 
 from fastvit._arguments import checked_statistics
 from fastvit._modules import Unsupported, qualified_name
-from fastvit.integrations import _pixels, _recognise, dinov2, generic, timm, timm_eva, torchvision, transformers
+from fastvit.integrations import _pixels, _recognise, dinov2, dinov3, generic, timm, timm_eva, torchvision, transformers
 from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2)
+_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
 PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
@@ -29,7 +29,7 @@ def accelerate(
     The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
     the `forward` of modules of known classes is replaced, exactly of those classes and never of subclasses, as an
     attribute of the instance. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and
-    Meta's DINOv2, and nn.LayerNorm anywhere. Call it before torch.compile. Calling it again starts afresh.
+    Meta's DINOv2 and DINOv3, and nn.LayerNorm anywhere. Call it before torch.compile. Calling it again starts afresh.
 
     Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
     collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;

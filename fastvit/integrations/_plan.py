@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fastvit._modules import Unsupported, class_name
 from fastvit.fuse import Attention, Call, Half, Linear, Mlp
-from fastvit.ops import Rotary
 
 # The ops that run, for the report
 FUSED_ATTENTION = "attention_qkvpacked, linear"
@@ -39,6 +38,7 @@ class Plan:
     takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
     rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
         class has none.
+    takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
 
     `read` and `check_call` raise `Unsupported` with the reason why the module's own forward has to run.
     """
@@ -49,7 +49,8 @@ class Plan:
     check_call: Callable[..., Any] = only_input
     ndim: int | None = 3
     takes_pixels: bool = False
-    rotary: Callable[..., Rotary | None] | None = None
+    rotary: Callable[..., Any] | None = None
+    takes_lists: bool = False
 
 
 def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,8 @@ def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwa
     try:
         x = plan.check_call(module, *args, **kwargs)
         description = plan.read(module)
-        check_input(x, description, plan)
+        for one in x if plan.takes_lists and isinstance(x, list) else (x,):
+            check_input(one, description, plan)
         rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
     except Unsupported as reason:
         # args, not str(reason), which torch.compile of 2.11 does not trace

@@ -1,0 +1,103 @@
+"""Meta's DINOv3 repository: blocks and attention of `dinov3.layers`. Its model passes blocks a list of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import fuse, readers
+from fastvit._modules import Classes, Unsupported, submodules
+from fastvit.fuse import Attention, Half, Linear, Mlp
+from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan
+from fastvit.ops import Rotary
+from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
+
+ATTENTION = {"dinov3.layers.attention.SelfAttention"}
+MASKED = "dinov3.layers.attention.LinearKMaskedBias"
+SWIGLU = {"dinov3.layers.ffn_layers.SwiGLUFFN"}
+MLP = {"dinov3.layers.ffn_layers.Mlp", *SWIGLU}
+LAYER_SCALE: Classes = {nn.Identity, "dinov3.layers.layer_scale.LayerScale"}
+
+Batches = Tensor | list[Tensor]
+
+
+def read_attention(attn: Any) -> Attention:
+    """Its attn_drop is never called."""
+    qkv, proj, proj_drop = submodules(attn, qkv=LINEAR | {MASKED}, proj=LINEAR, proj_drop=DROPOUT)
+    if qkv.out_features != 3 * proj.in_features:
+        raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    layer = readers.read_layer(qkv)
+    if isinstance(layer, Linear) and layer.bias is not None and "bias_mask" in qkv._buffers:
+        layer = Linear(layer.weight, layer.bias * qkv.bias_mask.to(layer.bias.dtype))
+    return readers.describe_attention((layer,), proj, attn.num_heads, None, 0.0, proj_drop)
+
+
+def read_mlp(mlp: Any) -> Mlp:
+    if "w1" in mlp._modules:  # no dropout, and a function for its activation
+        gate, value, last = submodules(mlp, w1=LINEAR, w2=LINEAR, w3=LINEAR)
+        return readers.describe_gated_mlp((gate, value), readers.SILU, last)
+    fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=readers.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
+    return readers.describe_mlp(fc1, act, fc2, drop, drop)
+
+
+def read_block(block: Any) -> fuse.Block:
+    """Without stochastic depth, of which `check_block_call` knows."""
+    attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE)
+    mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE)
+    return (
+        Half(read_attention(attn), readers.read_norm(norm1), None if isinstance(ls1, nn.Identity) else ls1.gamma),
+        Half(read_mlp(mlp), readers.read_norm(norm2), None if isinstance(ls2, nn.Identity) else ls2.gamma),
+    )
+
+
+def check_block_call(block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None) -> Batches:
+    if block.training and block.sample_drop_ratio > 0.0:
+        raise Unsupported("stochastic depth in training, which leaves samples out of the batch")
+    return x_or_x_list
+
+
+def check_attention_call(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Tensor:
+    if attn_bias is not None:
+        raise Unsupported("an attention bias")
+    return x
+
+
+def _rotary(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Rotary | None:
+    """rope: sin and cos, (N - P, d) or with heads and samples before them."""
+    if rope is None:
+        return None
+    sin, cos = rope
+    if torch.promote_types(x.dtype, sin.dtype) is not sin.dtype:
+        raise Unsupported(f"rotary positions in {sin.dtype}, to which the library rounds q and k")
+    return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
+
+
+def block_rotary(block: Any, x: Batches, rope: Any = None) -> list[Rotary | None] | Rotary | None:
+    if isinstance(x, Tensor):
+        return _rotary(x, rope)
+    return [_rotary(tokens, one) for tokens, one in zip(x, rope or [None] * len(x), strict=True)]
+
+
+def attention_rotary(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Rotary | None:
+    return _rotary(x, rope)
+
+
+def run_block(x: Batches, block: fuse.Block, rotary: Any) -> Batches:
+    if isinstance(x, Tensor):
+        return fuse.run_block(x, block, rotary)
+    return [fuse.run_block(tokens, block, one) for tokens, one in zip(x, rotary, strict=True)]
+
+
+PLANS = {
+    "dinov3.layers.block.SelfAttentionBlock": Plan(
+        read_block, run_block, FUSED_BLOCK, check_block_call, rotary=block_rotary, takes_lists=True
+    ),
+    **dict.fromkeys(
+        ATTENTION,
+        Plan(read_attention, fuse.run_attention, FUSED_ATTENTION, check_attention_call, rotary=attention_rotary),
+    ),
+    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)),
+}
+EMBEDDINGS = {"dinov3.layers.patch_embed.PatchEmbed": "proj"}
