@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
-from fastvit.fuse import Attention, Block, Call, Half, Layer, Linear, Mlp, Norm
+from fastvit.fuse import Attention, Block, Branch, Call, Half, Layer, Linear, Mlp, Norm
 from fastvit.ops._activations import GATED
 
 LINEAR: Classes = {nn.Linear, "peft.tuners.lora.layer.Linear"}
@@ -141,6 +141,11 @@ def read_norm(norm: nn.LayerNorm) -> Norm:
     if norm.__dict__.get("_fast_norm"):
         raise Unsupported("timm's fast norm is on, which rounds otherwise")
     return Norm(weight, bias, norm.eps)
+
+
+def describe_half(branch: Branch, norm: nn.LayerNorm, scale: Any) -> Half[Branch]:
+    """Without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
+    return Half(branch, read_norm(norm), None if isinstance(scale, nn.Identity) else scale.gamma)
 
 
 Dropout = nn.Dropout | None  # the layer, or None where there is none

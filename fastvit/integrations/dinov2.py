@@ -8,7 +8,7 @@ from torch import nn
 
 from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, qualified_name, submodules
-from fastvit.fuse import Attention, Half, Mlp
+from fastvit.fuse import Attention, Mlp
 from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan, only_input
 from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
 
@@ -46,10 +46,7 @@ def read_block(block: Any) -> fuse.Block:
     """Without stochastic depth, of which `check_call` knows."""
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE)
-    return (
-        Half(read_attention(attn), readers.read_norm(norm1), None if isinstance(ls1, nn.Identity) else ls1.gamma),
-        Half(read_mlp(mlp), readers.read_norm(norm2), None if isinstance(ls2, nn.Identity) else ls2.gamma),
-    )
+    return readers.describe_half(read_attention(attn), norm1, ls1), readers.describe_half(read_mlp(mlp), norm2, ls2)
 
 
 def check_block_call(block: Any, *args: Any, **kwargs: Any) -> Any:

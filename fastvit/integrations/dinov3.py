@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, submodules
-from fastvit.fuse import Attention, Half, Linear, Mlp
+from fastvit.fuse import Attention, Linear, Mlp
 from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan
 from fastvit.ops import Rotary
 from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
@@ -46,10 +46,7 @@ def read_block(block: Any) -> fuse.Block:
     """Without stochastic depth, of which `check_block_call` knows."""
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE)
-    return (
-        Half(read_attention(attn), readers.read_norm(norm1), None if isinstance(ls1, nn.Identity) else ls1.gamma),
-        Half(read_mlp(mlp), readers.read_norm(norm2), None if isinstance(ls2, nn.Identity) else ls2.gamma),
-    )
+    return readers.describe_half(read_attention(attn), norm1, ls1), readers.describe_half(read_mlp(mlp), norm2, ls2)
 
 
 def check_block_call(block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None) -> Batches:
