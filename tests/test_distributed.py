@@ -64,7 +64,9 @@ def worker(rank: int, port: int, folder: str) -> None:
             torch.save(found, Path(folder) / f"{kind}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # torch's own threads abort a process at its end now and then: "terminate called without an exception"
+    os._exit(
+        0
+    )  # torch's own threads abort a process at its end now and then: "terminate called without an active exception"
 
 
 @pytest.mark.slow
