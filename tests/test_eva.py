@@ -174,6 +174,18 @@ def test_compile_checkpoint_copy_and_pickle(name: str, device: torch.device) -> 
     assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
 
 
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_norms_behind_the_blocks_are_timms(fc_norm: bool, post_norm: bool) -> None:
+    """Either, both or none."""
+    options: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3}
+    options |= {"use_fc_norm": fc_norm, "use_post_transformer_norm": post_norm}
+    ours, theirs = Eva(**options).eval(), import_timm().models.eva.Eva(**options).eval()
+    twins(ours, theirs)
+    with torch.no_grad():
+        assert close(ours(images(ours)), theirs(images(ours)))
+
+
 def test_other_image_sizes(device: torch.device) -> None:
     """DINOv3's take any that patches divide, and so does a model that is told of another."""
     timm = import_timm()
