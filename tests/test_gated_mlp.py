@@ -246,9 +246,9 @@ def test_vendor_matmuls(monkeypatch, triton_backend, device):
     """Where the kernel is not used, gate and value are two matmuls into one buffer and a pass over it."""
     from fastvit.ops.launch import gated_linear as launch
 
-    monkeypatch.setattr(launch, "_uses_kernel", lambda *_, **__: False)
+    monkeypatch.setattr(launch, "uses_kernel", lambda *_, **__: False)
     monkeypatch.delattr(launch, "_forward")
-    monkeypatch.delattr(launch, "_gemm")
+    monkeypatch.delattr(launch, "gemm")
     for pair in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
             args = tensors(3, 7, 24, dtype=dtype, device=device, norm=True, pair=pair, scales=True)

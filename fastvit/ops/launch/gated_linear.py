@@ -15,14 +15,14 @@ from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops.aten import gated_linear as aten
 from fastvit.ops.launch.column_sum import column_sums
-from fastvit.ops.launch.linear import _aligned_rows, _gemm, _uses_kernel, gemm_constants
+from fastvit.ops.launch.linear import aligned_rows, gemm, gemm_constants, uses_kernel
 
 
 def gated_fwd(
     x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    if not _uses_kernel(x, gate_weight.shape[0]):
+    if not uses_kernel(x, gate_weight.shape[0]):
         return gated_act(aten.both(x, gate_weight, value_weight, gate_bias, value_bias), activation)
     h = x.new_empty(*x.shape[:-1], gate_weight.shape[0])
     if h.numel():
@@ -35,7 +35,7 @@ def gated_act_fwd(
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     N = gate_weight.shape[0]
-    if not _uses_kernel(x, N):
+    if not uses_kernel(x, N):
         pre = aten.both(x, gate_weight, value_weight, gate_bias, value_bias)
         return gated_act(pre, activation), pre
     h, pre = (x.new_empty(*x.shape[:-1], n) for n in (N, 2 * N))
@@ -54,14 +54,14 @@ def gated_act(pre: Tensor, activation: str) -> Tensor:
 
 def gated_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     K, N = weight.shape
-    uses_kernel = _uses_kernel(dy, N, backward=True)
+    ours = uses_kernel(dy, N, backward=True)
     dpre, h = empty_like(pre), pre.new_empty(*pre.shape[:-1], N)
-    if not uses_kernel or pre.numel() == 0:
+    if not ours or pre.numel() == 0:
         return dpre, h, _elementwise(dy @ weight, pre, activation, dpre, h)
-    (dy, dy_stride), (pre, pre_stride) = _aligned_rows(dy), _aligned_rows(pre)
-    weight, weight_stride = _aligned_rows(weight)
+    (dy, dy_stride), (pre, pre_stride) = aligned_rows(dy), aligned_rows(pre)
+    weight, weight_stride = aligned_rows(weight)
     M = pre.numel() // (2 * N)
-    programs, constants = _gemm(M, N, K, dy, activation)
+    programs, constants = gemm(M, N, K, dy, activation)
     partial = pre.new_empty((1, cdiv(M, constants["BLOCK_M"]), 2 * N), dtype=torch.float32)
     numbers = M, N, K, dy_stride, weight_stride, pre_stride
     launch(gated_dact_kernel, programs, (dy, weight, pre, dpre, h, partial), numbers, constants)
@@ -81,8 +81,8 @@ def _forward(
 ) -> Call:  # fmt: skip
     """Of gated_fwd_kernel, which writes h and pre."""
     N, K = weights[0].shape
-    x, x_stride = _aligned_rows(x)
-    (gate, gate_stride), (value, value_stride) = map(_aligned_rows, weights)
+    x, x_stride = aligned_rows(x)
+    (gate, gate_stride), (value, value_stride) = map(aligned_rows, weights)
     M = x.numel() // K
     programs, constants = _gated_plan(M, N, K, x.element_size(), _library.arch(x), dot_precision(x), activation)
     return (

@@ -21,7 +21,7 @@ from fastvit.ops.launch.column_sum import column_sums
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
     ends = Epilogue(*epilogue)
     plain = activation == "none" and ends.layer_scale is None and ends.row_scale is None and ends.residual is None
-    if not _uses_kernel(x, weight.shape[0], has_epilogue=not plain):
+    if not uses_kernel(x, weight.shape[0], has_epilogue=not plain):
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
     out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=ends.dtype(x))
     if out.numel():
@@ -30,7 +30,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
 
 
 def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    if not _uses_kernel(x, weight.shape[0]):
+    if not uses_kernel(x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
     h = x.new_empty(*x.shape[:-1], weight.shape[0])
     pre = torch.empty_like(h)
@@ -41,15 +41,15 @@ def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
-    if not _uses_kernel(dy, pre.shape[-1], backward=True):
+    if not uses_kernel(dy, pre.shape[-1], backward=True):
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    (dy, dy_stride), (pre, pre_stride) = _aligned_rows(dy), _aligned_rows(pre)
+    (dy, dy_stride), (pre, pre_stride) = aligned_rows(dy), aligned_rows(pre)
     K, N = weight.shape
-    weight, weight_stride = _aligned_rows(weight)
+    weight, weight_stride = aligned_rows(weight)
     M = pre.numel() // N
-    programs, constants = _gemm(M, N, K, dy, activation)
+    programs, constants = gemm(M, N, K, dy, activation)
     partial = pre.new_empty((1, cdiv(M, constants["BLOCK_M"]), N), dtype=torch.float32)
     numbers = M, N, K, dy_stride, weight_stride, pre_stride
     launch(linear_dact_kernel, programs, (dy, weight, pre, dpre, h, partial), numbers, constants)
@@ -63,7 +63,7 @@ def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return dpre, _activation_backward(dy, pre, activation, dpre, None)
 
 
-def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool = False) -> bool:
+def uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool = False) -> bool:
     """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
     if x.dtype is torch.float64:
         raise Unsupported("float64")
@@ -73,7 +73,7 @@ def _uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool
     return has_epilogue and _configs.use_triton_gemm(x.numel() // k, n, k, x.element_size(), backward, _library.arch(x))
 
 
-def _gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
+def gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
     """How many programs of a kernel that multiplies a [M, K] with [K, N], and its constants."""
     return _gemm_plan(M, N, K, a.element_size(), _library.arch(a), dot_precision(a), activation)
 
@@ -100,11 +100,11 @@ def _forward(
 ) -> Call:
     """Of linear_fwd_kernel, which writes out and pre."""
     N, K = weight.shape
-    (x, x_stride), (weight, weight_stride) = _aligned_rows(x), _aligned_rows(weight)
-    residual, residual_stride = _aligned_rows(ends.residual)
+    (x, x_stride), (weight, weight_stride) = aligned_rows(x), aligned_rows(weight)
+    residual, residual_stride = aligned_rows(ends.residual)
     bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
     M = x.numel() // K
-    programs, constants = _gemm(M, N, K, x, activation)
+    programs, constants = gemm(M, N, K, x, activation)
     return (
         linear_fwd_kernel, programs, (x, weight, bias, layer_scale, row_scale, residual, out, pre),
         (M, N, K, rows_per_sample(x, row_scale), x_stride, weight_stride, residual_stride), constants,
@@ -130,7 +130,7 @@ def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor,
     return column_sums(partial, pre)[0]
 
 
-def _aligned_rows(x: Tensor | None) -> tuple[Any, int]:
+def aligned_rows(x: Tensor | None) -> tuple[Any, int]:
     """`by_rows`, but a copy where rows are not a multiple of 16 elements apart, without which the compiler sees no
     alignment, or so far that offsets within a tile of up to 256 rows would not fit 32 bits."""
     rows, stride = by_rows(x)
