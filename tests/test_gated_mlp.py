@@ -246,7 +246,7 @@ def test_vendor_matmuls(monkeypatch, triton_backend, device):
     """Where the kernel is not used, gate and value are two matmuls into one buffer and a pass over it."""
     from fastvit.ops.launch import gated_linear as launch
 
-    monkeypatch.setattr(launch, "uses_kernel", lambda *_, **__: False)
+    monkeypatch.setattr(launch, "is_our_matmul", lambda *_, **__: False)
     monkeypatch.delattr(launch, "_forward")
     monkeypatch.delattr(launch, "gemm")
     for pair in (False, True):

@@ -209,7 +209,7 @@ def test_bias_gradient_of_many_row_tiles(backend, device):
 def test_dact_without_our_matmul(triton_backend, device, monkeypatch):
     """float32 on a GPU: the vendor's matmul, then one elementwise pass that also recomputes h."""
     launch = importlib.import_module("fastvit.ops.launch.linear")
-    monkeypatch.setattr(launch, "uses_kernel", lambda *_, **__: False)
+    monkeypatch.setattr(launch, "is_our_matmul", lambda *_, **__: False)
     dy, weight, pre = (torch.randn(*s, device=device) for s in ((70, 24), (24, 40), (70, 40)))
     got = registered.linear_dact(dy, weight, pre, "gelu")
     with ops.use_backend("aten"):

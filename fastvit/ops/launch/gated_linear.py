@@ -15,14 +15,14 @@ from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops.aten import gated_linear as aten
 from fastvit.ops.launch.column_sum import column_sums
-from fastvit.ops.launch.linear import aligned_rows, gemm, gemm_constants, uses_kernel
+from fastvit.ops.launch.linear import aligned_rows, gemm, gemm_constants, is_our_matmul
 
 
 def gated_fwd(
     x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    if not uses_kernel(x, gate_weight.shape[0]):
+    if not is_our_matmul(x, gate_weight.shape[0]):
         return gated_act(aten.both(x, gate_weight, value_weight, gate_bias, value_bias), activation)
     h = x.new_empty(*x.shape[:-1], gate_weight.shape[0])
     if h.numel():
@@ -35,7 +35,7 @@ def gated_act_fwd(
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     N = gate_weight.shape[0]
-    if not uses_kernel(x, N):
+    if not is_our_matmul(x, N):
         pre = aten.both(x, gate_weight, value_weight, gate_bias, value_bias)
         return gated_act(pre, activation), pre
     h, pre = (x.new_empty(*x.shape[:-1], n) for n in (N, 2 * N))
@@ -54,7 +54,7 @@ def gated_act(pre: Tensor, activation: str) -> Tensor:
 
 def gated_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     K, N = weight.shape
-    ours = uses_kernel(dy, N, backward=True)
+    ours = is_our_matmul(dy, N, backward=True)
     dpre, h = empty_like(pre), pre.new_empty(*pre.shape[:-1], N)
     if not ours or pre.numel() == 0:
         return dpre, h, _elementwise(dy @ weight, pre, activation, dpre, h)

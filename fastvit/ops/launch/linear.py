@@ -21,7 +21,7 @@ from fastvit.ops.launch.column_sum import column_sums
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
     ends = Epilogue(*epilogue)
     plain = activation == "none" and ends.layer_scale is None and ends.row_scale is None and ends.residual is None
-    if not uses_kernel(x, weight.shape[0], has_epilogue=not plain):
+    if not is_our_matmul(x, weight.shape[0], has_epilogue=not plain):
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
     out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=ends.dtype(x))
     if out.numel():
@@ -30,7 +30,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
 
 
 def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    if not uses_kernel(x, weight.shape[0]):
+    if not is_our_matmul(x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
     h = x.new_empty(*x.shape[:-1], weight.shape[0])
     pre = torch.empty_like(h)
@@ -41,7 +41,7 @@ def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: s
 
 def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
-    if not uses_kernel(dy, pre.shape[-1], backward=True):
+    if not is_our_matmul(dy, pre.shape[-1], backward=True):
         return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
@@ -63,7 +63,7 @@ def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return dpre, _activation_backward(dy, pre, activation, dpre, None)
 
 
-def uses_kernel(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool = False) -> bool:
+def is_our_matmul(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool = False) -> bool:
     """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
     if x.dtype is torch.float64:
         raise Unsupported("float64")
