@@ -33,7 +33,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
-        found[name.removeprefix("_orig_mod.").removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        found[name.removeprefix("_orig_mod.").removeprefix("module.")] = (
+            grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        )
     return found
 
 
