@@ -1,4 +1,5 @@
-"""An accelerated and a compiled model in two processes on gloo: DDP and FSDP2 give the gradients of one process on the whole batch."""
+"""An accelerated and a compiled model in two processes on gloo: DDP and FSDP2 give the gradients of one process on the
+whole batch."""
 
 import os
 import socket
