@@ -121,7 +121,7 @@ def test_residual_that_is_the_norms_output(x):
         return y + m.fc2(F.gelu(m.fc1(y)))
 
     (detail,) = details(compile_and_check(mlp(forward), x), "MLP")
-    assert detail == "mlp (what it computes on the way is used by its end, too)"
+    assert detail == "mlp (the output of its layer_norm is used elsewhere, too)"
 
 
 def test_frozen_weights_and_no_gradient_of_x(x):
