@@ -41,7 +41,7 @@ def compile(
         options: those of `torch.compile`: fullgraph, dynamic, mode, options.
 
     Returns:
-        What torch.compile returns: the model, compiled for each new kind of input when it is first called with it.
+        What `torch.compile` returns: the model, compiled for each new kind of input when it is first called with it.
     """
     from fastvit.graph._backend import Backend
 
@@ -50,7 +50,16 @@ def compile(
 
 def backend(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """The backend behind torch.compile(model, backend="fastvit"). Its reports go to the logger `fastvit.graph`, at
-    level INFO."""
+    level INFO.
+
+    Args:
+        gm: a graph of torch functions as Dynamo writes it.
+        inputs: its inputs.
+        options: torch.compile's mode and options, if they were given.
+
+    Returns:
+        The compiled graph, a function of the inputs.
+    """
     from fastvit.graph._backend import Backend
 
     return Backend()(gm, inputs, **options)
