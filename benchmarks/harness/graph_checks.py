@@ -26,8 +26,8 @@ class Wrong(AssertionError):
 
 
 class Double(TorchFunctionMode):
-    """What a model does in float32 by name is float64: softmax(dtype=float32), x.float(), torch.zeros(n). Random numbers
-    are those of float32."""
+    """What a model does in float32 by name is float64: softmax(dtype=float32), x.float(), torch.zeros(n). Random
+    numbers are those of float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:

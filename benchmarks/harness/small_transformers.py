@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import small_exceptions
 from benchmarks.harness.libraries import load
 
 WIDTH, HEADS, HIDDEN, LABELS = 96, 4, 128, 5
@@ -38,9 +39,9 @@ def classes() -> Iterator[tuple[str, type]]:
         name = ".".join(("transformers", *path.relative_to(folder).with_suffix("").parts))
         module = importlib.import_module(name)
         for kind in list(vars(module).values()):
-            if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and kind.__module__ == name:
-                if _is_vision(kind) and kind.__name__ not in _TIMM:
-                    yield kind.__name__, kind
+            own = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and kind.__module__ == name
+            if own and kind.__name__ not in _TIMM and _is_vision(kind):
+                yield kind.__name__, kind
 
 
 _TIMM = ("TimmBackbone", "TimmWrapperModel", "TimmWrapperForImageClassification")  # timm's, which are here themselves
@@ -55,7 +56,7 @@ def _is_vision(kind: Any) -> bool:
 
 def build(kind: Any, *, narrow: bool = True) -> nn.Module:
     """narrow: in width, too, and not only in depth and image."""
-    options = shrink(kind.config_class().to_dict(), narrow) | EXTRA.get(kind.__name__, {})
+    options = shrink(kind.config_class().to_dict(), narrow) | small_exceptions.OPTIONS.get(kind.__name__, {})
     return kind(kind.config_class(**options))
 
 
@@ -131,6 +132,8 @@ def _smaller_list(key: str, value: list[Any], config: dict[str, Any], layers: in
         return value[:layers]
     if key in ("depths", "blocks_per_stage"):
         return [2] + [1] * (len(value) - 1)
+    if narrow and key == "downsample_channels":
+        return [*value[:-1], WIDTH]
     heads = config.get("num_attention_heads")
     if narrow and key == "hidden_sizes" and isinstance(heads, list | tuple) and len(heads) == len(value):
         return [16 * number for number in heads]
@@ -158,8 +161,8 @@ def inputs(model: Any, batch: int = 2) -> dict[str, Tensor]:
         return torch.randn(shape, generator=generator)
 
     name = type(model).__name__
-    if name in INPUTS:
-        return INPUTS[name](model.config, normal)
+    if name in small_exceptions.INPUTS:
+        return small_exceptions.INPUTS[name](model.config, normal)
     first = next(key for key in parameters if key != "self")
     config = _vision(model.config)
     channels, size = getattr(config, "num_channels", 3) or 3, _side(config)
@@ -169,13 +172,11 @@ def inputs(model: Any, batch: int = 2) -> dict[str, Tensor]:
         found = {first: normal(16 * batch, channels * times * patch * patch), "grid_thw": grid}
         return found | ({"merge_sizes": torch.ones(batch, dtype=torch.long)} if "merge_sizes" in parameters else {})
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
-    if first == "pixel_values_videos" or frames and "video" in str(model.input_modalities):
+    if first == "pixel_values_videos" or (frames and "video" in str(model.input_modalities)):
         return {first: normal(batch, frames or 4, channels, size, size)}
     found = {first: normal(batch, channels, size, size)}
-    if "noise" in parameters:  # its random masking, fixed
-        patch = getattr(config, "patch_stride", config.patch_size)
-        patch = patch[0] if isinstance(patch, list | tuple) else patch
-        found["noise"] = torch.rand(batch, (size // patch) ** 2, generator=generator)
+    if "noise" in parameters and isinstance(config.patch_size, int):  # its random masking, fixed
+        found["noise"] = torch.rand(batch, (size // config.patch_size) ** 2, generator=generator)
     return found
 
 
@@ -191,9 +192,3 @@ def _vision(config: Any) -> Any:
 def _side(config: Any) -> int:
     size = getattr(config, "image_size", None) or 64
     return size[0] if isinstance(size, list | tuple) else size
-
-
-Normal = Callable[..., Tensor]
-
-EXTRA: dict[str, dict[str, Any]] = {}
-INPUTS: dict[str, Callable[[Any, Normal], dict[str, Tensor]]] = {}
