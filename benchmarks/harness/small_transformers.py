@@ -126,6 +126,8 @@ def _smaller_list(key: str, value: list[Any], config: dict[str, Any], layers: in
         return [ranks[item] for item in value]
     if key == "image_size":
         return [_image_size(config)] * len(value)
+    if key == "backbone_feature_sizes":
+        return [[16, 16], [8, 8], [4, 4]]
     if "drop" in key:
         return [0.0] * len(value)
     if old and len(value) == old:
