@@ -69,30 +69,36 @@ class Row:
 def candidates(library: str) -> Iterator[Candidate]:
     if library == "transformers":
         for name, kind in small_transformers.classes():
-            family = kind.__module__.split(".")[2]
-            yield Candidate(library, name, family, tuple(_transformers(kind, narrow) for narrow in (True, False)))
+            yield Candidate(library, name, kind.__module__.split(".")[2], _transformers(kind))
     elif library == "timm":
-        for family, name in small_timm.names():
-            yield Candidate(library, name, family, (_timm(family, name),))
+        yield from (Candidate(library, name, family, _timm(family, name)) for family, name in small_timm.names())
     else:
-        for name in small_timm.torchvision_names():
-            yield Candidate(library, name, name.partition("_")[0], (_torchvision(name),))
+        yield from (candidate(library, name) for name in small_timm.torchvision_names())
 
 
-def _transformers(kind: Any, narrow: bool) -> Callable[[], Made]:
-    def make() -> Made:
+def candidate(library: str, name: str) -> Candidate:
+    """One, without a look at all others."""
+    if library == "transformers":
+        return Candidate(library, name, "", _transformers(getattr(load(library), name)))
+    if library == "timm":
+        return Candidate(library, name, "", _timm("", name))
+    return Candidate(library, name, name.partition("_")[0], _torchvision(name))
+
+
+def _transformers(kind: Any) -> tuple[Callable[[], Made], ...]:
+    def make(narrow: bool) -> Made:
         model = small_transformers.build(kind, narrow=narrow)
         return model, small_transformers.inputs(model)
 
-    return make
+    return (lambda: make(True)), (lambda: make(False))
 
 
-def _timm(family: str, name: str) -> Callable[[], Made]:
-    return lambda: (small_timm.build(family, name), small_timm.inputs(name))
+def _timm(family: str, name: str) -> tuple[Callable[[], Made], ...]:
+    return (lambda: (small_timm.build(family, name), small_timm.inputs(name)),)
 
 
-def _torchvision(name: str) -> Callable[[], Made]:
-    return lambda: (small_timm.build_torchvision(name), small_timm.torchvision_inputs(name))
+def _torchvision(name: str) -> tuple[Callable[[], Made], ...]:
+    return (lambda: (small_timm.build_torchvision(name), small_timm.torchvision_inputs(name)),)
 
 
 def made(candidate: Candidate) -> Made:

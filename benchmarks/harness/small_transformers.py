@@ -91,6 +91,8 @@ def _smaller(key: str, value: Any, config: dict[str, Any], layers: int, narrow: 
         return _smaller_list(key, list(value), config, layers, narrow)
     if "drop" in key and isinstance(value, float):
         return 0.0
+    if key == "backbone" and value == "resnet50":
+        return "resnet10t"
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if _LAYERS.search(key):
