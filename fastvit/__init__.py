@@ -1,9 +1,11 @@
 """Fused Triton kernels for Vision Transformers: as torch ops (`fastvit.ops`), as nn.Modules, and inside the models of
-other libraries (`accelerate`). `fastvit.checkpoints` reads their weights; `fastvit.reference` is plain PyTorch."""
+other libraries, by class (`accelerate`) or by graph (`compile`). `fastvit.checkpoints` reads their weights;
+`fastvit.reference` is plain PyTorch."""
 
 from typing import Any
 
 from fastvit import export, ops, reference
+from fastvit.graph import compile
 from fastvit.integrations import accelerate, accelerated, restore
 from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
 from fastvit.vit import VisionTransformer
@@ -21,6 +23,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "accelerated",
+    "compile",
     "create_model",
     "export",
     "list_models",

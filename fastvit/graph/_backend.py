@@ -1,0 +1,113 @@
+"""The backend that Dynamo calls, and what it hands the rewritten graph to."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fastvit.graph import _identities, add_norm, attention, attention_half, linear, mlp, norm_linear, patch_embed
+from fastvit.graph._calls import Refused
+from fastvit.graph._report import Entry, Report
+from fastvit.graph._subject import Subject
+
+_log = logging.getLogger("fastvit.graph")
+_REWRITES = (_identities, attention, attention_half, mlp, norm_linear, add_norm, linear, patch_embed)
+
+
+def rewrite(gm: GraphModule) -> Report:
+    """Puts fastvit's ops into a graph of torch functions as Dynamo writes it, and into those that it checkpoints."""
+    start = time.perf_counter()
+    entries = [entry for graph in _graphs(gm) for entry in _rewrite(graph)]
+    return Report(tuple(entries), time.perf_counter() - start)
+
+
+def _rewrite(gm: GraphModule) -> list[Entry]:
+    subject = Subject(gm)
+    if not subject.rewritable:
+        return []
+    untouched = copy.deepcopy(gm.graph)
+    for module in _REWRITES:
+        module.rewrite(subject)
+    sites = sorted(subject.entries, key=lambda node: subject.position[node])
+    entries = [subject.entries[site] for site in sites]
+    try:
+        subject.settle()
+    except Refused as reason:
+        gm.graph = untouched
+        entries = [replace(entry, fused=False, detail=str(reason)) for entry in entries]
+    gm.graph.lint()
+    gm.recompile()
+    return entries
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    """gm, and the bodies of what is checkpointed in it."""
+    found = [gm]
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            body = getattr(gm, str(node.args[0].target))
+            if body not in found:
+                found += _graphs(body)
+    return found
+
+
+class Backend:
+    """A backend of torch.compile."""
+
+    def __init__(self, inner: str | Callable[..., Any] | None = None, report: Callable[[Report], None] | None = None):
+        self._inner, self._report = inner, report
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        report = rewrite(gm)
+        _log.info("%s", report)
+        if self._report is not None:
+            self._report(report)
+        return _compile_rest(self._inner or default_inner(_device(inputs)), gm, inputs, **options)
+
+
+def _device(inputs: Sequence[Any]) -> str:
+    return next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+
+
+@cache
+def default_inner(device: str) -> str:
+    """inductor where it can build for that device, else aot_eager, said once."""
+    if device == "cpu":
+        missing = None if _has_compiler() else "no C++ compiler"
+    else:
+        from torch.utils._triton import has_triton
+
+        missing = None if has_triton() else f"no Triton for {device}"
+    if missing:
+        warnings.warn(f"fastvit compiles with aot_eager: inductor has {missing} here", stacklevel=2)
+    return "aot_eager" if missing else "inductor"
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++", "cl"))
+
+
+def _compile_rest(
+    inner: str | Callable[..., Any], gm: GraphModule, inputs: Sequence[Any], mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    if inner == "inductor" and (mode or options):
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**list_mode_options(mode or "default"), **(options or {})}
+        return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+    function: Any = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+    given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    return function(gm, inputs, **given)

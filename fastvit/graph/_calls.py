@@ -1,0 +1,77 @@
+"""What a node of Dynamo's graph calls, under one name for all spellings: torch.add(a, b), a + b and a.add(b)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+
+class Refused(Exception):
+    """Why a pattern that was found is left as it is."""
+
+
+_SPACES = (torch, F, torch._C._nn, torch.Tensor, torch.special, operator)
+_NAMES = """
+    layer_norm linear scaled_dot_product_attention softmax matmul bmm einsum conv2d dropout gelu relu silu sigmoid tanh
+    add iadd mul imul multiply div truediv true_divide divide pow cat setitem
+    getitem reshape flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim moveaxis t unbind
+    chunk split narrow select clone
+"""
+_ALIASES = {
+    "bmm": "matmul", "__matmul__": "matmul", "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul",
+    "iadd": "add_", "imul": "mul_", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
+    "__getitem__": "getitem",
+}  # fmt: skip
+_FUNCTIONS: dict[Any, str] = {}
+for _name in _NAMES.split():
+    for _space in _SPACES:
+        if (_function := getattr(_space, _name, None)) is not None:
+            _FUNCTIONS[_function] = _ALIASES.get(_name, _name)
+
+
+def name_of(node: Any) -> str:
+    """ "" for what is no call of a known function or method."""
+    if not isinstance(node, Node):
+        return ""
+    if node.op == "call_method":
+        return _ALIASES.get(str(node.target), str(node.target))
+    if node.op == "call_function":
+        if node.target is getattr:  # x.mT
+            return str(node.args[1])
+        return _FUNCTIONS.get(node.target, "")
+    return ""
+
+
+def arguments(node: Node, **defaults: Any) -> list[Any]:
+    """The arguments of a call by name, in the order of `defaults`, which are what is not given. Raises Refused for
+    others, and for one that is required."""
+    bound = dict(zip(defaults, node.args, strict=False)) | node.kwargs
+    if len(node.args) > len(defaults) or not bound.keys() <= defaults.keys():
+        raise Refused(f"unknown arguments of {name_of(node)}")
+    return [bound.get(name, default) for name, default in defaults.items()]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def scaled(node: Any) -> tuple[Node, float] | None:
+    """tensor and factor of tensor * number, number * tensor or tensor / number."""
+    name = name_of(node)
+    if name not in ("mul", "mul_", "div", "div_") or len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = node.args  # type: Any, Any
+    if isinstance(a, Node) and is_number(b):
+        if name.startswith("mul"):
+            return a, float(b)
+        return (a, 1.0 / b) if b else None
+    return (b, float(a)) if name == "mul" and is_number(a) and isinstance(b, Node) else None
+
+
+def first(node: Node) -> Any:
+    """What a call's first argument is: the tensor that it is a view, a cast or a scaling of."""
+    return node.args[0]

@@ -1,0 +1,67 @@
+"""What does nothing in this graph is taken out, and one call that hides a pattern is written out as the calls that it
+is made of, before anything is sought."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch.fx import Node
+
+from fastvit.graph._calls import Refused, arguments, name_of
+from fastvit.graph._subject import Emitter, Subject, fake, storages, value_of
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if name_of(node) == "dropout":
+            _take_out(subject, node)
+        elif node.target is F.multi_head_attention_forward:
+            try:
+                _write_out(subject, node)
+            except Refused as reason:
+                subject.note(node, "attention", False, str(reason))
+
+
+def _take_out(subject: Subject, node: Node) -> None:
+    """dropout(x, 0.0), or in evaluation, is x, unless somebody could tell that it is the same tensor."""
+    try:
+        x, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
+    except Refused:
+        return
+    if not (training is False or p == 0.0) or not isinstance(x, Node) or any(u.op == "output" for u in node.users):
+        return
+    if subject.is_mutated(storages(value_of(x)) | storages(value_of(node))):
+        return
+    node.replace_all_uses_with(x)
+    subject.graph.erase_node(node)
+
+
+def _write_out(subject: Subject, node: Node) -> None:
+    """What nn.MultiheadAttention calls, on (N, B, D), whatever its batch_first says."""
+    (
+        query, key, value, _, num_heads, weight, bias, bias_k, bias_v, add_zero, p, out_weight, out_bias, training,
+        padding, _, mask, separate, _, _, _, static_k, static_v, _, causal,
+    ) = arguments(
+        node, query=None, key=None, value=None, embed_dim_to_check=None, num_heads=None, in_proj_weight=None,
+        in_proj_bias=None, bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0, out_proj_weight=None,
+        out_proj_bias=None, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
+        use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None,
+        static_v=None, average_attn_weights=True, is_causal=False,
+    )  # fmt: skip
+    if mask is not None or padding is not None or causal:
+        raise Refused("a mask")
+    if not (query is key is value) or separate:
+        raise Refused("attention to another tensor")
+    if any(t is not None for t in (bias_k, bias_v, static_k, static_v)) or add_zero or fake(query).dim() != 3:
+        raise Refused("an option of nn.MultiheadAttention that no ViT has")
+    if any(name_of(user) != "getitem" or user.args[1] != 0 for user in node.users):
+        raise Refused("its attention weights are used, too")
+
+    def build(emit: Emitter) -> Node:
+        qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
+        q, k, v = (emit.method("permute", emit.method("select", qkv, 2, i), 1, 2, 0, 3) for i in range(3))
+        attended = emit.call(F.scaled_dot_product_attention, q, k, v, dropout_p=p if training else 0.0)
+        rows = emit.method("flatten", emit.method("permute", attended, 2, 0, 1, 3), 2)
+        return emit.call(F.linear, rows, out_weight, out_bias)
+
+    (user,) = node.users
+    subject.replace(user, {node}, build, node)

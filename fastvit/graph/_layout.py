@@ -1,0 +1,131 @@
+"""Where the elements of a tensor come from: the proof that a chain of views, transpositions and copies, however it is
+spelled, is the arrangement that an op reads or writes.
+
+A `Layout` says of each dimension which elements of a dense base tensor it runs over, as modes (size, stride), the
+outermost first. Reshaping regroups modes and permuting reorders dimensions, so that a copy in between, which an op then
+saves, changes nothing. Sizes may be symbolic: what cannot be shown for all of their values is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size = Any  # int or torch.SymInt
+Mode = tuple[Size, Size]  # size, stride in elements of the base
+
+
+class NotALayout(ValueError):
+    """An arrangement that modes do not describe, or that symbolic sizes do not decide."""
+
+
+def known_equal(a: Size, b: Size) -> bool:
+    return statically_known_true(a == b)
+
+
+def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(map(known_equal, a, b))
+
+
+def dense_strides(shape: Sequence[Size]) -> list[Size]:
+    strides: list[Size] = []
+    stride: Size = 1
+    for size in reversed(shape):
+        strides.insert(0, stride)
+        stride = stride * size
+    return strides
+
+
+@dataclass(frozen=True)
+class Layout:
+    dims: tuple[tuple[Mode, ...], ...]
+    offset: Size = 0
+
+    @classmethod
+    def of(cls, shape: Sequence[Size], strides: Sequence[Size] | None = None, offset: Size = 0) -> Layout:
+        """Of one mode a dimension; dense if no strides are given."""
+        strides = dense_strides(shape) if strides is None else strides
+        return cls(tuple(((size, stride),) for size, stride in zip(shape, strides, strict=True)), offset)
+
+    def reshape(self, shape: Sequence[Size]) -> Layout:
+        modes = [mode for dim in self.dims for mode in dim if not known_equal(mode[0], 1)]
+        dims = tuple(_take(modes, size) for size in shape)
+        if modes:
+            raise NotALayout("a reshape that leaves elements over")
+        return Layout(dims, self.offset)
+
+    def permute(self, order: Sequence[int]) -> Layout:
+        return Layout(tuple(self.dims[i] for i in order), self.offset)
+
+    def narrow(self, dim: int, start: Size, length: Size) -> Layout:
+        (_, stride), *inner = _coalesced(self.dims[dim]) or ((1, 0),)
+        for inner_size, _ in inner:
+            start, length = _exact(start, inner_size), _exact(length, inner_size)
+        dims = (*self.dims[:dim], ((length, stride), *inner), *self.dims[dim + 1 :])
+        return Layout(dims, self.offset + start * stride)
+
+    def select(self, dim: int, index: Size) -> Layout:
+        narrowed = self.narrow(dim, index, 1)
+        return Layout((*narrowed.dims[:dim], *narrowed.dims[dim + 1 :]), narrowed.offset)
+
+    def through_linear(self, out: Size) -> Layout:
+        """Of a linear layer's output, (..., out) over a base whose last dimension is `out`, where this is its input's,
+        (..., in) over one whose last is `in`."""
+        last = _coalesced(self.dims[-1])
+        if len(last) != 1 or not known_equal(last[0][1], 1) or not known_equal(self.offset, 0):
+            raise NotALayout("a linear layer of part of a row")
+        features = last[0][0]
+        leading = tuple(
+            tuple((size, _exact(stride, features) * out) for size, stride in _coalesced(dim)) for dim in self.dims[:-1]
+        )
+        return Layout((*leading, ((out, 1),)))
+
+    def is_same(self, other: Layout) -> bool:
+        if len(self.dims) != len(other.dims) or not known_equal(self.offset, other.offset):
+            return False
+        pairs = zip(map(_coalesced, self.dims), map(_coalesced, other.dims), strict=True)
+        return all(len(a) == len(b) and all(map(same_shape, a, b)) for a, b in pairs)
+
+
+def _take(modes: list[Mode], size: Size) -> tuple[Mode, ...]:
+    """The outermost modes that make up a dimension of that size, taken out of the list."""
+    taken: list[Mode] = []
+    while not known_equal(size, 1):
+        if not modes:
+            raise NotALayout("a reshape to more elements")
+        length, stride = modes.pop(0)
+        if known_equal(length, size):
+            taken.append((length, stride))
+            break
+        if known_equal(size % length, 0):
+            taken.append((length, stride))
+            size = size // length
+        elif known_equal(length % size, 0):
+            inner = length // size
+            taken.append((size, inner * stride))
+            modes.insert(0, (inner, stride))
+            break
+        else:
+            raise NotALayout("a reshape across dimensions")
+    return tuple(taken)
+
+
+def _coalesced(modes: Sequence[Mode]) -> tuple[Mode, ...]:
+    out: list[Mode] = []
+    for size, stride in modes:
+        if known_equal(size, 1):
+            continue
+        if out and known_equal(out[-1][1], size * stride):
+            out[-1] = (out[-1][0] * size, stride)
+        else:
+            out.append((size, stride))
+    return tuple(out)
+
+
+def _exact(a: Size, b: Size) -> Size:
+    if not known_equal(a % b, 0):
+        raise NotALayout("a slice across dimensions")
+    return a // b

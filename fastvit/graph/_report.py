@@ -1,0 +1,84 @@
+"""What the graph route found in a model and what became of it, as data and as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from torch.fx import Node
+
+Kind = Literal["attention", "MLP", "LayerNorm", "patch embedding", "linear"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place in a graph that the ops are for. module: its name in the model, as in model.named_modules(), as far as
+    the graph knows; line: of the source, "file.py:119"; detail: the op that runs there, or the reason why it was
+    left."""
+
+    kind: Kind
+    module: str
+    line: str
+    fused: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One graph's entries, in the order in which they run. `str(report)` is a table in which numbered modules to which
+    the same happened share a row, and below it how much is fused."""
+
+    entries: tuple[Entry, ...]
+    seconds: float = 0.0
+
+    def fused(self, kind: Kind) -> tuple[int, int]:
+        """How many places of that kind are fused, and how many there are."""
+        of_kind = [entry.fused for entry in self.entries if entry.kind == kind]
+        return sum(of_kind), len(of_kind)
+
+    def __str__(self) -> str:
+        rows = [("module", "line", "what", ""), *self._rows()]
+        if len(rows) == 1:
+            return "nothing in this graph for fastvit"
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        lines.insert(1, "-" * max(map(len, lines)))
+        kinds: list[Kind] = ["attention", "MLP", "LayerNorm", "patch embedding", "linear"]
+        counts = {kind: self.fused(kind) for kind in kinds}
+        told = [f"{kind} {fused} of {count}" for kind, (fused, count) in counts.items() if count]
+        return "\n".join([*(line.rstrip() for line in lines), f"fused: {', '.join(told)}; {self.seconds:.2f} s"])
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for entry in self.entries:
+            what = entry.kind if entry.fused else f"{entry.kind}, left"
+            pattern = re.sub(r"\d+", "*", entry.module)
+            groups.setdefault((pattern, entry.line, what, entry.detail), []).append(entry.module)
+        for (pattern, line, what, detail), names in groups.items():
+            name = names[0] or "(the model itself)"
+            yield name if len(names) == 1 else f"{pattern} ({len(names)})", line, what, detail
+
+
+def entry_of(node: Node, kind: Kind, fused: bool, detail: str) -> Entry:
+    return Entry(kind, _module(node), _line(node), fused, detail)
+
+
+def _module(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['\w+'\]\.?|^L\[\"\w+\"\]\.?", "", path)
+    return re.sub(r"_modules\['?(\w+)'?\]", r"\1", path).removeprefix("_orig_mod.")
+
+
+def _line(node: Node) -> str:
+    """Of the innermost frame: where the function is called."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    if not found:
+        return ""
+    path, line = found[-1]
+    return f"{PurePath(path).name}:{line}"

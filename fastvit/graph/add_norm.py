@@ -1,0 +1,38 @@
+"""s = residual + branch; LayerNorm(s) becomes `ops.add_layer_norm`, in one pass over the rows; both results may be
+used."""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph._calls import Refused, first, name_of
+from fastvit.graph._layout import same_shape
+from fastvit.graph._subject import Emitter, Subject, fake, value_of
+from fastvit.graph.norm_linear import norm_of
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if name_of(node) != "layer_norm" or name_of(total := first(node)) != "add" or total.kwargs:
+            continue
+        try:
+            _rewrite(subject, node, total)
+            subject.note(node, "LayerNorm", True, "add_layer_norm")
+        except Refused as reason:
+            subject.note(node, "LayerNorm", False, str(reason))
+
+
+def _rewrite(subject: Subject, node: Node, total: Node) -> None:
+    norm, (residual, branch) = norm_of(node), total.args
+    terms = [t for t in (residual, branch) if isinstance(t, Node) and value_of(t) is not None]
+    if len(terms) != 2 or not same_shape(fake(terms[0]).shape, fake(terms[1]).shape):
+        raise Refused("a sum of other shapes before it")
+
+    def build(emit: Emitter) -> list[Node]:
+        both = emit.call(ops.add_layer_norm, residual, branch, norm.weight, norm.bias, eps=norm.eps)
+        return [emit.call(operator.getitem, both, i) for i in range(2)]
+
+    subject.replace_all([total, node], {total, node}, build, node)

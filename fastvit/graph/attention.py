@@ -1,0 +1,162 @@
+"""Softmax attention, in the spellings of libraries:
+
+    scaled_dot_product_attention(q, k, v, scale=s, dropout_p=p)
+    dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (B, N, d) of one head
+
+becomes `ops.attention`, which reads q, k and v where they lie and stores no N x N tensor. The products may be spelled
+@, matmul, bmm or einsum, the scale multiply or divide, before the product or behind it, and the softmax run in float32
+and be rounded back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled
+from fastvit.graph._layout import same_shape
+from fastvit.graph._subject import Emitter, Subject, fake, value_of
+from fastvit.graph._views import COPIES
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        name = name_of(node)
+        softmax = _softmax_before(node) if name in ("matmul", "einsum") else None
+        site = node if name == "scaled_dot_product_attention" else softmax
+        if site is None:
+            continue
+        try:
+            if site is node:
+                _rewrite_call(subject, node)
+            else:
+                _rewrite_products(subject, node, site)
+            subject.note(site, "attention", True, "attention")
+        except Refused as reason:
+            subject.note(site, "attention", False, str(reason))
+
+
+def _rewrite_call(subject: Subject, node: Node) -> None:
+    q, k, v, mask, p, causal, scale, gqa = arguments(
+        node, query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+        enable_gqa=False,
+    )  # fmt: skip
+    if mask is not None:
+        raise Refused("a mask")
+    if causal is not False:
+        raise Refused("a mask: causal")
+    if gqa is not False and not same_shape(fake(q).shape, fake(k).shape):
+        raise Refused("queries in groups")
+    _emit(subject, node, {node}, (q, k, v), scale, p, node)
+
+
+def _softmax_before(node: Node) -> Node | None:
+    """The softmax whose output, dropped and rounded or not, node multiplies."""
+    at: Any = first(node) if name_of(node) == "matmul" else (*node.args, None)[1]
+    at = at[0] if isinstance(at, list | tuple) else at
+    while name_of(at) in (*COPIES, "dropout"):
+        at = first(at)
+    return at if name_of(at) == "softmax" else None
+
+
+def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
+    at, v = _operands(root)
+    matched, p = {root}, 0.0
+    while at is not softmax:
+        matched.add(at)
+        if name_of(at) == "dropout":
+            if p:
+                raise Refused("two dropouts")
+            p = dropout_of(at)
+        at = first(at)
+    matched.add(softmax)
+    at = first(softmax)
+    if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
+        raise Refused("a softmax over another dimension")
+    scale = 1.0
+    while True:
+        if factor := scaled(at):
+            matched.add(at)
+            at, scale = factor[0], scale * factor[1]
+        elif name_of(at) in COPIES:
+            matched.add(at)
+            at = first(at)
+        else:
+            break
+    if name_of(at) not in ("matmul", "einsum"):
+        raise Refused(_what_is_between(at))
+    matched.add(at)
+    q, k = _operands(at, transposed=True)
+    if fake(q).dtype != fake(root).dtype:
+        raise Refused(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
+    _emit(subject, root, matched, (q, k, v), scale, p, softmax, k_transposed=name_of(at) == "matmul")
+
+
+def _what_is_between(scores: Node) -> str:
+    name = name_of(scores)
+    if name in ("add", "add_"):
+        learnt = any(getattr(value_of(term), "requires_grad", False) for term in _terms(scores))
+        return "a bias is added to the scores" if learnt else "a mask is added to the scores"
+    if name in ("masked_fill", "masked_fill_", "where"):
+        return f"a mask: {name}"
+    return f"{name or scores.name} between scores and softmax"
+
+
+def _terms(scores: Node) -> list[Node]:
+    """What is added to a product of q and k, as far as it can be told."""
+    nodes = [term for term in scores.args if isinstance(term, Node)]
+    return [term for term in nodes if name_of(term) not in ("matmul", "einsum") and not scaled(term)]
+
+
+def dropout_of(node: Node) -> float:
+    """The probability of F.dropout as it applies here."""
+    _, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
+    if not is_number(p) or not isinstance(training, bool):
+        raise Refused("a dropout probability that is a tensor")
+    if p >= 1.0:
+        raise Refused("a dropout of everything")
+    return float(p) if training else 0.0
+
+
+def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
+    """a and b of a @ b; as einsum they must be spelled so that rows and columns are where matmul has them, b's, if
+    `transposed`, the other way round."""
+    if name_of(node) == "matmul":
+        a, b = arguments(node, input=None, other=None)
+        return a, b
+    equation, *rest = node.args  # type: Any, Any
+    tensors = rest[0] if rest and isinstance(rest[0], list | tuple) else rest
+    terms, _, out = str(equation).replace(" ", "").partition("->")
+    a, _, b = terms.partition(",")
+    if len(tensors) == 2 and len(a) == len(b) == len(out) > 2 and a[:-2] == b[:-2] == out[:-2]:
+        columns, contracted = (b[-2], b[-1]) if transposed else (b[-1], b[-2])
+        if a[-1] == contracted and out[-2:] == a[-2] + columns and len({*a, *b}) == len(a) + 1:
+            return tensors[0], tensors[1]
+    raise Refused(f"einsum {equation!r}")
+
+
+def _emit(
+    subject: Subject, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
+    site: Node, *, k_transposed: bool = False,
+) -> None:  # fmt: skip
+    """qkv: (B, H, N, d) or (B, N, d) each, k perhaps (..., d, N)."""
+    if not (scale is None or is_number(scale)) or not is_number(p):
+        raise Refused("a scale or probability that is a tensor")
+    heads = fake(qkv[0]).dim() == 4
+    if not heads and fake(qkv[0]).dim() != 3:
+        raise Refused(f"q, k and v of {fake(qkv[0]).dim()} dimensions")
+
+    def build(emit: Emitter) -> Node:
+        q, k, v = qkv
+        k = emit.method("transpose", k, -2, -1) if k_transposed else k
+        q, k, v = (emit.method("transpose", t, 1, 2) if heads else emit.method("unsqueeze", t, 2) for t in (q, k, v))
+        out = emit.call(ops.attention, q, k, v, scale=scale, dropout_p=p)
+        return emit.method("transpose", out, 1, 2) if heads else emit.method("squeeze", out, 2)
+
+    for t in qkv:
+        if not isinstance(value_of(t), Tensor):
+            raise Refused("operands of no known shape")
+    subject.replace(root, matched, build, site)

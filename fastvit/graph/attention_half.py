@@ -1,0 +1,162 @@
+"""The attention half of a pre-norm block, around `ops.attention` where `attention.py` has put it:
+
+    LayerNorm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
+
+becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. Where only the projection is
+packed, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph._calls import Refused, name_of, scaled
+from fastvit.graph._epilogue import replace_longest
+from fastvit.graph._layout import Layout, Size, known_equal, same_shape
+from fastvit.graph._subject import Emitter, Subject, fake
+from fastvit.graph._views import behind_views, follow, is_view
+from fastvit.graph.norm_linear import LinearCall, linear_of, norm_of
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if node.op == "call_function" and node.target is ops.attention:
+            site = node.meta["fastvit_site"]
+            try:
+                projections = _Projections(node)
+            except Refused as reason:
+                subject.note(site, "attention", True, f"attention ({reason})")
+                continue
+            try:
+                _rewrite_half(subject, node, projections)
+                subject.note(site, "attention", True, "layer_norm_attention")
+            except Refused as reason:
+                if projections.packed and _rewrite_packed(subject, node, projections):
+                    subject.note(site, "attention", True, f"attention_qkvpacked ({reason})")
+                else:
+                    subject.note(site, "attention", True, f"attention ({reason})")
+
+
+class _Projections:
+    """What q, k and v of an `ops.attention` node are projected from, and by what. Raises Refused where they are not
+    plain slices of one or three linear layers' outputs."""
+
+    def __init__(self, attention: Node) -> None:
+        self.matched: set[Node] = set()
+        self.factor = 1.0  # of the scale
+        self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
+        found = [self._behind(t) for t in attention.args]
+        nodes = list(dict.fromkeys(linear for linear, _ in found))
+        if len(nodes) not in (1, 3):
+            raise Refused("q, k and v come out of two layers")
+        self.packed = len(nodes) == 1
+        self.linears = [linear_of(node) for node in nodes]
+        origins = [behind_views(linear.x) for linear in self.linears]
+        self.y, views = origins[0]
+        if any(y is not self.y or chain != views for y, chain in origins):
+            raise Refused("q, k and v are of different tensors")
+        if fake(self.y).dim() != 3 or not same_shape(fake(self.y).shape[:2], (self.B, self.N)):
+            raise Refused(f"a projection of {tuple(fake(self.y).shape)}")
+        of_y = follow(Layout.of(fake(self.y).shape), views)
+        self.matched |= {*nodes, *views}
+        self.plain = not views
+        E = self.H * self.d
+        width = 3 * E if self.packed else E
+        for i, (linear, chain) in enumerate(found):
+            out = linear_of(linear).out_features
+            if not known_equal(out, width):
+                raise Refused(f"a projection to {out} for {self.H} heads of {self.d}")
+            want = Layout.of(
+                (self.B, self.N, self.H, self.d), (self.N * width, width, self.d, 1), i * E if self.packed else 0
+            )
+            try:
+                arranged = follow(of_y.through_linear(out), chain)
+            except ValueError as error:
+                raise Refused(str(error)) from None
+            if not arranged.is_same(want):
+                raise Refused("heads in another order than (3, H, d)" if self.packed else "heads in another order")
+
+    def _behind(self, t: Any) -> tuple[Node, list[Node]]:
+        """The linear layer behind q, k or v, and the views between. A factor on the way belongs to the scale."""
+        node, chain = behind_views(t)
+        while (factor := scaled(node)) is not None:
+            self.matched.add(node)
+            self.factor *= factor[1]
+            node, before = behind_views(factor[0])
+            chain = before + chain
+        if name_of(node) != "linear":
+            raise Refused(f"{name_of(node) or node.name} between projection and attention")
+        self.matched |= {*chain}
+        return node, chain
+
+
+def _scale(attention: Node, projections: _Projections) -> float:
+    scale: Any = attention.kwargs["scale"]
+    return projections.factor * float(projections.d**-0.5 if scale is None else scale)
+
+
+def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
+    norm = norm_of(of.y)
+    out, proj, behind = _projected(attention, of)
+    matched = {of.y, attention, *of.matched, *behind}
+
+    def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
+        weights: Any = tuple(linear.weight for linear in of.linears)
+        biases: Any = tuple(linear.bias for linear in of.linears)
+        if of.packed:
+            (weights,), (biases,) = weights, biases
+        return emit.call(
+            ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, proj.weight, proj.bias, of.H,
+            eps=norm.eps, scale=_scale(attention, of), dropout_p=attention.kwargs["dropout_p"], **epilogue,
+        )  # fmt: skip
+
+    replace_longest(subject, out, matched, attention, build)
+    subject.note(of.y, "LayerNorm", True, "layer_norm_attention")
+
+
+def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, list[Node]]:
+    """The projection of attention's output as (B, N, out), its layer, and the nodes on the way."""
+    behind: list[Node] = []
+    at, layout = attention, Layout.of(fake(attention).shape)
+    proj: LinearCall | None = None
+    E: Size = of.H * of.d
+    while True:
+        if proj is not None and layout.is_same(Layout.of((of.B, of.N, proj.out_features))):
+            return at, proj, behind
+        if len(at.users) != 1:
+            raise Refused("attention's output is used more than once")
+        (user,) = at.users
+        if name_of(user) == "linear" and user.args[0] is at and proj is None:
+            proj = linear_of(user)
+            if not known_equal(fake(at).shape[-1], E):
+                raise Refused("a projection of single heads")
+            try:
+                layout = layout.through_linear(proj.out_features)
+            except ValueError:
+                raise Refused("the projection reads heads in another order") from None
+        elif is_view(user) and user.args[0] is at:
+            layout = follow(layout, [user])
+        else:
+            raise Refused(f"{name_of(user) or user.name} behind attention")
+        behind.append(at)
+        at = user
+
+
+def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool:
+    linear = of.linears[0]
+    if not of.plain:
+        return False
+
+    def build(emit: Emitter) -> Node:
+        qkv = emit.method("unflatten", linear.node, -1, (3, of.H, of.d))
+        dropout_p = attention.kwargs["dropout_p"]
+        return emit.call(ops.attention_qkvpacked, qkv, scale=_scale(attention, of), dropout_p=dropout_p)
+
+    try:
+        subject.replace(attention, of.matched - {linear.node}, build, attention)
+    except Refused:
+        return False
+    return True

@@ -1,0 +1,92 @@
+"""LayerNorm -> one or several linear layers, nothing else reading the normalised rows, becomes `ops.layer_norm_linear`,
+which saves x and the row statistics."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph._calls import Refused, arguments, is_number, name_of
+from fastvit.graph._subject import Emitter, Subject, fake
+
+
+class LinearCall(NamedTuple):
+    """A call of F.linear: x (..., in), weight (out, in), bias (out,) or None."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+
+    @property
+    def out_features(self) -> Any:
+        return fake(self.weight).shape[0]
+
+
+class Norm(NamedTuple):
+    """A call of F.layer_norm over the last dimension."""
+
+    x: Node
+    weight: Node
+    bias: Node
+    eps: float
+
+
+def linear_of(node: Node) -> LinearCall:
+    if name_of(node) != "linear":
+        raise Refused(f"no linear layer but {name_of(node) or node.name}")
+    x, weight, bias = arguments(node, input=None, weight=None, bias=None)
+    if not isinstance(x, Node) or not isinstance(weight, Node) or fake(weight).dim() != 2:
+        raise Refused("a linear layer without a matrix")
+    return LinearCall(node, x, weight, bias)
+
+
+def norm_of(node: Node) -> Norm:
+    """Raises Refused for what is no LayerNorm that the ops have."""
+    if name_of(node) != "layer_norm":
+        raise Refused(f"no LayerNorm before it but {name_of(node) or node.name}")
+    x, shape, weight, bias, eps, _ = arguments(
+        node, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+    )
+    if len(shape) != 1:
+        raise Refused("a LayerNorm over more than the last dimension")
+    if weight is None or bias is None:
+        raise Refused("a LayerNorm without weight or bias")
+    if not is_number(eps):
+        raise Refused("a LayerNorm whose eps is a tensor")
+    return Norm(x, weight, bias, float(eps))
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if name_of(node) != "layer_norm":
+            continue
+        try:
+            _rewrite(subject, node)
+        except Refused as reason:
+            subject.note(node, "LayerNorm", False, str(reason))
+        else:
+            subject.note(node, "LayerNorm", True, "layer_norm_linear")
+
+
+def _rewrite(subject: Subject, node: Node) -> None:
+    norm = norm_of(node)
+    users = list(node.users)
+    others = [name_of(user) or user.name for user in users if name_of(user) != "linear" or user.args[0] is not node]
+    if others or not users:
+        raise Refused(f"{', '.join(sorted(set(others))[:3])} behind it")
+    linears = sorted(map(linear_of, users), key=lambda linear: subject.position[linear.node])
+
+    def build(emit: Emitter) -> list[Node]:
+        of_norm = norm.x, norm.weight, norm.bias
+        if len(linears) == 1:
+            return [emit.call(ops.layer_norm_linear, *of_norm, linears[0].weight, linears[0].bias, eps=norm.eps)]
+        weights, biases = tuple(linear.weight for linear in linears), tuple(linear.bias for linear in linears)
+        both = emit.call(ops.layer_norm_linear, *of_norm, weights, biases, eps=norm.eps)
+        parts = emit.method("split", both, [linear.out_features for linear in linears], -1)
+        return [emit.call(operator.getitem, parts, i) for i in range(len(linears))]
+
+    subject.replace_all([linear.node for linear in linears], {node}, build, node)
