@@ -9,7 +9,6 @@ import torch
 from library_imports import import_library
 from torch import nn
 
-import fastvit
 from benchmarks.harness import graph_checks, graph_models, graph_tables
 
 MODELS = {  # attention sites without a mask or a bias
@@ -25,7 +24,6 @@ MODELS = {  # attention sites without a mask or a bias
 }
 
 
-@pytest.mark.skipif(not hasattr(fastvit, "compile"), reason="fastvit.compile does not exist yet")
 @pytest.mark.parametrize(("library", "name"), MODELS, ids="-".join)
 def test_compiled_as_accurate_as_eager(library: str, name: str) -> None:
     import_library(library)

@@ -35,7 +35,7 @@ def names() -> Iterator[tuple[str, str]]:
 
 def build(family: str, name: str) -> nn.Module:
     """Two blocks of 96 channels and four heads, on four patches a side; wider where the model has no such options."""
-    narrow = _OPTIONS.get(family, {"depth": 2, **_WIDTH})
+    narrow = _OPTIONS.get(family, {"depth": 2, **_WIDTH}) | ({"num_kv_heads": 2} if "sapiens2" in name else {})
     size = {"img_size": 4 * _patch(name)} if family != "naflexvit" else {}
     wide = {key: value for key, value in narrow.items() if key not in _WIDTH}
     errors: list[Exception] = []

@@ -134,7 +134,7 @@ def _smaller_list(key: str, value: list[Any], config: dict[str, Any], layers: in
         return [0.0] * len(value)
     if old and len(value) == old:
         return value[:layers]
-    if key in ("depths", "blocks_per_stage"):
+    if key in ("depths", "depth", "blocks_per_stage"):
         return [2] + [1] * (len(value) - 1)
     if narrow and key == "downsample_channels":
         return [*value[:-1], WIDTH]
@@ -148,7 +148,12 @@ def _image_size(config: dict[str, Any]) -> int:
     """Four patches a side; of networks with stages, and without patches, 64 pixels."""
     patch = config.get("patch_size")
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
-    if "depths" in config or "hidden_sizes" in config or not isinstance(patch, int):
+    if (
+        isinstance(config.get("depth"), list | tuple)
+        or "depths" in config
+        or "hidden_sizes" in config
+        or not isinstance(patch, int)
+    ):
         return 64
     return 4 * patch
 
