@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 import traceback
 import warnings
@@ -190,6 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", help="models whose name has this in it, also when the results have them")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # its words on every graph break
     rows: dict[str, Any] = json.loads(chosen.path.read_text())["rows"] if chosen.path.exists() else {}
     same: dict[str, str] = {row["fingerprint"]: name for name, row in rows.items() if row.get("fingerprint")}
     for library in [chosen.library] if chosen.library else LIBRARIES:
@@ -197,15 +199,21 @@ def main(arguments: list[str] | None = None) -> None:
             load("transformers").logging.set_verbosity_error()
         for candidate in candidates(library):
             name = str(candidate)
-            if chosen.only not in candidate.name if chosen.only else name in rows:
+            if chosen.only not in candidate.name if chosen.only else _settled(rows.get(name)):
                 continue
-            rows[name] = asdict(Row(library, candidate.name, candidate.family))
+            again = "twice" if name in rows and rows[name]["status"] == "running" else ""
+            rows[name] = asdict(Row(library, candidate.name, candidate.family, detail=again))
             if library == "timm" and _same(candidate, name, rows, same):
                 continue
             save(chosen.path, rows)
             rows[name] |= asdict(run(candidate))
             save(chosen.path, rows)
             print(line(rows[name]), flush=True)
+
+
+def _settled(row: Mapping[str, Any] | None) -> bool:
+    """One that was running when the process ended is run once more."""
+    return row is not None and (row["status"] != "running" or row["detail"] == "twice")
 
 
 def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str, str]) -> bool:

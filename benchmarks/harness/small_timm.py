@@ -102,7 +102,7 @@ def build_torchvision(name: str) -> nn.Module:
 def torchvision_inputs(name: str, batch: int = 2) -> dict[str, Tensor]:
     side = 4 * _torchvision_patch(name) if name in _TORCHVISION else 32
     generator = torch.Generator().manual_seed(1)
-    return {"x" if name in _TORCHVISION else "input": torch.randn(batch, 3, side, side, generator=generator)}
+    return {"x": torch.randn(batch, 3, side, side, generator=generator)}
 
 
 def _torchvision_patch(name: str) -> int:
