@@ -58,7 +58,10 @@ def test_only_the_gradient_is_wrong() -> None:
 
 def test_table(tmp_path: Path) -> None:
     sites = {
-        "attention": {"fused": {"attention": 2}, "left": {"a bias is added": 1, "float16 scores": 1}},
+        "attention": {
+            "fused": {"attention": 2},
+            "left": {"a bias is added": 1, "k must have q's shape (": 3, "float16": 1},
+        },
         "MLP": {"fused": {"layer_norm_mlp": 2}, "left": {}},
     }
     row = vars(graph_models.Row("timm", "vit_x", "vit", "right", graphs=1, sites=sites, share=0.5))
@@ -69,5 +72,5 @@ def test_table(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 100
     assert lines[1] == "0 of 1 with every self-attention fused that has neither mask nor bias"
     assert next(line for line in lines if line.startswith("vit ")).split() == [
-        "vit", "1/2", "2/3", "1", "-", "2/2", "-", "1", "0.50",
+        "vit", "1/2", "2/3", "1", "3", "-", "2/2", "-", "1", "0.50",
     ]  # fmt: skip

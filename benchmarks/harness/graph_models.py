@@ -126,7 +126,7 @@ def spread(model: nn.Module) -> None:
                 parameter.normal_(0.0, 0.05)
 
 
-def compiled(model: nn.Module, report: Callable[[Any], object]) -> Callable[..., Any]:
+def compiled(model: nn.Module, report: Callable[[Any], None]) -> Callable[..., Any]:
     """By `fastvit.compile`; what it leaves, PyTorch runs op by op."""
     return fastvit.compile(model, inner="aot_eager", report=report)
 

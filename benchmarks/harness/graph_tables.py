@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,15 +24,18 @@ STATUS = {
 }
 
 
-def masked(reason: str) -> bool:
-    return reason.startswith(("a mask", "a bias"))
+def other(reason: str) -> str:
+    """What attention is that is no self-attention without mask and bias; "" for what is."""
+    if reason.startswith(("a mask", "a bias")):
+        return "masked"
+    return "cross" if reason.startswith("k must have q's shape") else ""
 
 
 def counts(row: Row, kind: str) -> tuple[int, int]:
-    """Fused sites, and all but those whose scores have a mask or a bias."""
+    """Fused sites, and all; of attention, all self-attention whose scores have no mask and no bias."""
     found = row["sites"].get(kind, {"fused": {}, "left": {}})
     fused = sum(found["fused"].values())
-    return fused, fused + sum(n for reason, n in found["left"].items() if not masked(reason))
+    return fused, fused + sum(n for reason, n in found["left"].items() if kind != "attention" or not other(reason))
 
 
 def render(path: Path) -> list[str]:
@@ -43,9 +47,10 @@ def render(path: Path) -> list[str]:
         own = [row for row in rows if row["library"] == library]
         lines += [*_totals(library, own), "", *_families(own), ""]
     lines += [
-        "right: models of all. attention, LayerNorm, MLP, patch: sites fused of all. masked: attention with a mask or",
-        "a bias added to its scores, which is left and not counted before. graphs: the most of one model.",
-        "error: the largest of outputs and gradients as a share of the one allowed.",
+        "right: models of all. attention, LayerNorm, MLP, patch: sites fused of all. masked, cross: attention",
+        "with a mask or a bias added to its scores, and attention of other queries than keys: both are left,",
+        "and not counted before. graphs: the most of one model. error: the largest of outputs and gradients",
+        "as a share of the one allowed.",
         "",
         *_reasons(rows),
         *_exceptions(rows),
@@ -58,10 +63,13 @@ def render(path: Path) -> list[str]:
 def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
     run = [row for row in rows if row["status"] not in ("eager", "Dynamo")]
     right = sum(row["status"] == "right" for row in run)
-    yield f"{library}: {right} of {len(run)} models right (and {len(rows) - len(run)} that do not compile or run)"
+    alone = f"{len(rows) - len(run)} do not run or compile by themselves"
+    yield f"{library}: {len(rows)} models, of which {alone}; {right} of the other {len(run)} right"
     with_attention = [pair for row in run if (pair := counts(row, "attention"))[1]]
     whole = sum(fused == all_of_it for fused, all_of_it in with_attention)
     yield f"{whole} of {len(with_attention)} with every self-attention fused that has neither mask nor bias"
+    sites = [sum(pair[i] for pair in with_attention) for i in (0, 1)]
+    yield f"{sites[0]} of {sites[1]} such attention sites"
 
 
 def _families(rows: Sequence[Row]) -> list[str]:
@@ -69,23 +77,24 @@ def _families(rows: Sequence[Row]) -> list[str]:
     for family in dict.fromkeys(row["family"] for row in rows):
         own = [row for row in rows if row["family"] == family]
         run = [row for row in own if row["status"] != "eager"]
-        left_masked = sum(
-            n
-            for row in run
-            for reason, n in row["sites"].get("attention", {}).get("left", {}).items()
-            if masked(reason)
-        )
-        pairs = (
-            [tuple(map(sum, zip(*(counts(row, kind) for row in run), strict=True))) for kind in KINDS] if run else []
-        )
-        shown = [f"{fused}/{of}" if of else "-" for fused, of in pairs] or ["-"] * len(KINDS)
-        right = sum(row["status"] == "right" for row in own)
-        graphs = max((row["graphs"] for row in run), default=0)
-        error = max((row["share"] for row in own), default=0.0)
-        table.append(
-            (family, f"{right}/{len(own)}", shown[0], str(left_masked or "-"), *shown[1:], str(graphs), f"{error:.2f}")
-        )
-    return make(("model", "right", "attention", "masked", *list(KINDS.values())[1:], "graphs", "error"), table)
+        shown = {kind: _of([counts(row, kind) for row in run]) for kind in KINDS}
+        left = Counter[str]()
+        for row in run:
+            for reason, number in row["sites"].get("attention", {"left": {}})["left"].items():
+                left[other(reason)] += number
+        right = f"{sum(row['status'] == 'right' for row in own)}/{len(own)}"
+        graphs = str(max((row["graphs"] for row in run), default="-"))
+        error = f"{max(row['share'] for row in own):.2f}"
+        beside = [str(left[name] or "-") for name in ("masked", "cross")]
+        attention, *others = shown.values()
+        name = family.replace("vision_transformer", "vit")
+        table.append((name, right, attention, *beside, *others, graphs, error))
+    return make(("model", "right", "attention", "masked", "cross", *list(KINDS.values())[1:], "graphs", "error"), table)
+
+
+def _of(pairs: Sequence[tuple[int, int]]) -> str:
+    fused, of = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    return f"{fused}/{of}" if of else "-"
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
@@ -93,11 +102,12 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     found: dict[str, Counter[str]] = {}
     for row in rows:
         for kind, parts in row["sites"].items():
-            found.setdefault(kind, Counter()).update(dict.fromkeys(parts["left"], 1))
-    for kind, reasons in found.items():
-        if reasons:
+            reasons = {re.sub(r"(shape) \(.*", r"\1", reason) for reason in parts["left"]}
+            found.setdefault(kind, Counter()).update(reasons)
+    for kind, counted in found.items():
+        if counted:
             yield f"{kind} left, and in how many models:"
-            yield from (f"  {number:4d}  {reason}" for reason, number in reasons.most_common())
+            yield from (f"  {number:4d}  {reason}" for reason, number in counted.most_common())
             yield ""
 
 
