@@ -29,6 +29,8 @@ _HEAD = {
 _SAPIENS2 = ("SemanticSegmentation", "PoseEstimation", "NormalEstimation", "PointmapEstimation", "ImageMatting")
 OPTIONS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_mask_token": False},
+    "CvtModel": {"depth": [1, 2, 3]},
+    "CvtForImageClassification": {"depth": [1, 2, 3]},
     "EomtForUniversalSegmentation": _EOMT,
     "EomtDinov3ForUniversalSegmentation": _EOMT,
     "Llama4VisionModel": {
