@@ -37,6 +37,8 @@ def _rewrite(gm: GraphModule) -> list[Entry]:
     if not subject.rewritable:
         return []
     untouched = copy.deepcopy(gm.graph)
+    for node, copied in zip(gm.graph.nodes, untouched.nodes, strict=True):
+        vars(copied).update({name: value for name, value in vars(node).items() if name not in vars(copied)})
     for module in _REWRITES:
         module.rewrite(subject)
     sites = sorted(subject.entries, key=lambda node: subject.position[node])
@@ -70,10 +72,11 @@ class Backend:
 
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         report = rewrite(gm)
-        _log.info("%s", report)
+        compiled = _compile_rest(self._inner or default_inner(_device(inputs)), gm, inputs, **options)
+        _log.info("%s", report)  # now, since Dynamo may have begun anew
         if self._report is not None:
             self._report(report)
-        return _compile_rest(self._inner or default_inner(_device(inputs)), gm, inputs, **options)
+        return compiled
 
 
 def _device(inputs: Sequence[Any]) -> str:

@@ -139,8 +139,8 @@ class Subject:
             try:
                 with self.as_in(node):
                     node.meta["example_value"] = after = evaluate(node)
-            except RuntimeError as error:
-                raise Refused(f"{name_of(node) or node.name} needs other strides: {error}") from None
+            except (RuntimeError, ValueError):
+                raise Refused(f"{name_of(node) or node.name}, behind it, needs other strides") from None
             if _differ(before, after):
                 changed.update(node.users)
 
@@ -263,7 +263,7 @@ def _replays(root: Node, value: Any) -> bool:
                 if not _replays(user, evaluate(user)):
                     return False
         return True
-    except RuntimeError:  # a view across strides
+    except (RuntimeError, ValueError):  # a view across strides
         return False
     finally:
         root.meta["example_value"] = before

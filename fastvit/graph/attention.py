@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 from torch.fx import Node
 
 from fastvit import ops
@@ -150,13 +149,14 @@ def _emit(
         raise Refused(f"q, k and v of {fake(qkv[0]).dim()} dimensions")
 
     def build(emit: Emitter) -> Node:
-        q, k, v = qkv
-        k = emit.method("transpose", k, -2, -1) if k_transposed else k
-        q, k, v = (emit.method("transpose", t, 1, 2) if heads else emit.method("unsqueeze", t, 2) for t in (q, k, v))
-        out = emit.call(ops.attention, q, k, v, scale=scale, dropout_p=p)
+        k = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1]
+        tokens_first = [
+            emit.method("transpose", t, 1, 2) if heads else emit.method("unsqueeze", t, 2) for t in (qkv[0], k, qkv[2])
+        ]
+        out = emit.call(ops.attention, *tokens_first, scale=scale, dropout_p=p)
         return emit.method("transpose", out, 1, 2) if heads else emit.method("squeeze", out, 2)
 
-    for t in qkv:
-        if not isinstance(value_of(t), Tensor):
-            raise Refused("operands of no known shape")
+    q, k, v = map(fake, qkv)
+    if not same_shape(q.shape, k.mT.shape if k_transposed else k.shape) or not same_shape(q.shape, v.shape):
+        raise Refused("k and v of another length than q")
     subject.replace(root, matched, build, site)

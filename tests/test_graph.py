@@ -1,0 +1,310 @@
+"""Rewrites of graphs: what is provably the same is fused in every spelling, what is not is left, and either way outputs
+and gradients are right."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_models import B, D, H, N, Subject, compile_and_check, details, half, heads, joined
+from torch import Tensor, nn
+
+from fastvit.ops import use_backend
+
+
+@pytest.fixture(autouse=True)
+def _on_aten(device):
+    """The ops themselves are tested elsewhere: here on whatever is fast."""
+    with use_backend("auto" if device.type == "cuda" else "aten"):
+        yield
+
+
+@pytest.fixture
+def x(device) -> Tensor:
+    return torch.randn(B, N, D, device=device)
+
+
+def sdpa(m: Subject, x: Tensor, **options) -> Tensor:
+    return joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))), **options))
+
+
+def plain_half(m: Subject, x: Tensor) -> Tensor:
+    return x + m.proj(sdpa(m, x))
+
+
+# ---- spellings of attention ----
+
+
+def manual(m, x, attend):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return x + m.proj(joined(attend(q, k, v)))
+
+
+d = D // H
+SPELLINGS = {
+    "matmul": lambda q, k, v: torch.matmul(((q @ k.transpose(-2, -1)) / math.sqrt(d)).softmax(-1), v),
+    "scale on q": lambda q, k, v: F.softmax((q * d**-0.5) @ k.mT, dim=-1) @ v,
+    "einsum": lambda q, k, v: torch.einsum(
+        "bhij,bhjd->bhid", torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) * d**-0.5, dim=-1), v
+    ),
+    "softmax in float32": lambda q, k, v: (
+        F.softmax(torch.matmul(q, k.permute(0, 1, 3, 2)) * 0.3, dim=-1, dtype=torch.float32).to(q.dtype).matmul(v)
+    ),
+    "three dimensions": lambda q, k, v: torch.bmm(
+        (d**-0.5 * torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))).softmax(2), v.flatten(0, 1)
+    ).view(B, H, N, d),
+    "contiguous": lambda q, k, v: (
+        (q.contiguous() @ k.transpose(-2, -1).contiguous()).mul(0.2).softmax(dim=-1).contiguous() @ v.contiguous()
+    ),
+    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.4),
+    "dropout of nothing": lambda q, k, v: F.dropout((q @ k.mT).mul(0.1).softmax(-1), 0.3, training=False) @ v,
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_attention_is_found_in_the_spelling(spelling, x):
+    report = compile_and_check(half(lambda m, x: manual(m, x, SPELLINGS[spelling])), x)
+    expected = "attention (" if spelling == "three dimensions" else "layer_norm_attention"
+    (detail,) = details(report, "attention")
+    assert detail.startswith(expected)
+
+
+def three(m, x):
+    y = m.norm(x)
+    q, k, v = (layer(y).view(*y.shape[:2], H, -1).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    return x + m.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+def three_chunks(m, x):
+    q, k, v = m.qkv(m.norm(x)).chunk(3, dim=-1)
+    q, k, v = (t.unflatten(-1, (H, -1)).swapaxes(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v)
+    return x + m.proj(torch.moveaxis(out, 1, 2).contiguous().view(*x.shape))
+
+
+def split_and_indexed(m, x):
+    qkv = m.qkv(m.norm(x))
+    q = qkv[..., :D].reshape(*x.shape[:2], H, d).permute(0, 2, 1, 3)
+    k, v = (t.reshape(*x.shape[:2], H, d).permute(0, 2, 1, 3) for t in qkv[:, :, D:].split([D, D], dim=2))
+    return x + m.proj(F.scaled_dot_product_attention(q, k, v).permute(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+
+def sequence_first(m, x):
+    qkv = m.qkv(m.norm(x).transpose(0, 1)).view(x.shape[1], x.shape[0], 3, H, d)
+    q, k, v = (qkv[:, :, i].permute(1, 2, 0, 3) for i in range(3))
+    out = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).reshape(-1, D)
+    return x + m.proj(out).view(x.shape[1], x.shape[0], D).transpose(0, 1)
+
+
+def rows(m, x):
+    qkv = m.qkv(m.norm(x).view(-1, D)).view(*x.shape[:2], 3, H, d)
+    q, k, v = (t.squeeze(2).transpose(1, 2) for t in qkv.split(1, dim=2))
+    out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    return x + m.proj(out.reshape(-1, D)).view_as(x)
+
+
+def native(m, x):
+    y = m.norm(x)
+    return x + m.attn(y, y, y, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("forward", [three, three_chunks, split_and_indexed, sequence_first, rows, native])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_heads_are_found_however_they_are_arranged(forward, dynamic, x):
+    layers = {name: nn.Linear(D, D, bias=name != "k") for name in "qkv"}
+    report = compile_and_check(
+        half(forward, **layers, attn=nn.MultiheadAttention(D, H, batch_first=True)), x, dynamic=dynamic
+    )
+    assert details(report, "attention") == ["layer_norm_attention"]
+
+
+def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
+    """(H, 3, d) and q, k and v in another order: attention reads them where they lie, the projection stays."""
+
+    def interleaved(m, x):
+        q, k, v = m.qkv(m.norm(x)).view(*x.shape[:2], H, 3, d).permute(3, 0, 2, 1, 4)
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
+
+    def turned(m, x):
+        k, v, q = heads(m.qkv(m.norm(x)))
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
+
+    def mixed(m, x):  # the projection reads (d, H)
+        return x + m.proj(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)))).permute(0, 2, 3, 1).flatten(2))
+
+    assert details(compile_and_check(half(interleaved), x), "attention") == [
+        "attention (heads in another order than (3, H, d))"
+    ]
+    assert details(compile_and_check(half(turned), x), "attention") == [
+        "attention (heads in another order than (3, H, d))"
+    ]
+    (detail,) = details(compile_and_check(half(mixed), x), "attention")
+    assert detail.startswith("attention_qkvpacked (the projection reads heads in another order")
+
+
+# ---- attention that is left, or fused in part ----
+
+
+def with_probabilities(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    probabilities = (q @ k.mT * 0.2).softmax(-1)
+    return m.proj(joined(probabilities @ v)), probabilities
+
+
+def cross(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.proj(joined(F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:])))
+
+
+def masked(m, x):
+    return m.proj(sdpa(m, x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)))
+
+
+def causal(m, x):
+    return m.proj(sdpa(m, x, is_causal=True))
+
+
+def scaled_by_a_tensor(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.proj(joined((q @ k.mT * m.scale).softmax(-1) @ v))
+
+
+def biased(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.proj(joined((q @ k.mT * 0.2 + m.bias).softmax(-1) @ v))
+
+
+def masked_fill(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+    return m.proj(joined((q @ k.mT * 0.2).masked_fill(mask, -1e9).softmax(-1) @ v))
+
+
+def over_queries(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.proj(joined((q @ k.mT * 0.2).softmax(-2) @ v))
+
+
+def small_heads(m, x):
+    q, k, v = (t.unflatten(-1, (2, -1)).permute(0, 1, 3, 2, 4).flatten(1, 2) for t in heads(m.qkv(m.norm(x))))
+    return m.proj(F.scaled_dot_product_attention(q, k, v).sum(1).repeat(1, 1, 4)[:, : x.shape[1]])
+
+
+LEFT = {
+    with_probabilities: "the output of its softmax is used elsewhere, too",
+    cross: "k and v of another length than q",
+    masked: "a mask",
+    causal: "a mask: causal",
+    scaled_by_a_tensor: "mul between scores and softmax",
+    biased: "a bias is added to the scores",
+    masked_fill: "a mask: masked_fill",
+    over_queries: "a softmax over another dimension",
+    small_heads: "head_dim",
+}
+
+
+@pytest.mark.parametrize("forward", LEFT, ids=lambda f: f.__name__)
+def test_attention_is_left(forward, x):
+    scale, bias = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(H, N, N))
+    report = compile_and_check(half(forward, scale=scale, bias=bias), x)
+    (detail,) = details(report, "attention")
+    assert detail.startswith(f"left: {LEFT[forward]}")
+
+
+def test_normalised_rows_that_are_used_elsewhere_are_kept(x):
+    def forward(m, x):
+        y = m.norm(x)
+        q, k, v = heads(m.qkv(y))
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v))), y.square()
+
+    report = compile_and_check(half(forward), x)
+    assert details(report, "attention") == ["attention_qkvpacked (the output of its layer_norm is used elsewhere, too)"]
+    assert details(report, "linear") == ["linear"]
+
+
+def test_what_is_used_twice_within_attention_is_kept(x):
+    """The projection's output is returned, too."""
+
+    def forward(m, x):
+        qkv = m.qkv(m.norm(x))
+        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(qkv)))), qkv
+
+    report = compile_and_check(half(forward), x)
+    assert details(report, "attention") == ["attention_qkvpacked (the output of its linear is used elsewhere, too)"]
+
+
+@torch.no_grad()
+def test_residual_that_changes_in_place_is_read_in_time(x):
+    def forward(m, x):
+        x = x * 1.0
+        branch = sdpa(m, x)
+        x.add_(1.0)
+        return x + m.proj(branch)
+
+    (detail,) = details(compile_and_check(half(forward), x), "attention")
+    assert detail == "attention_qkvpacked (what it reads is changed in place before its end)"
+
+
+@torch.no_grad()
+def test_in_place_residual(x):
+    def forward(m, x):
+        x = x * 1.0
+        x += m.proj(sdpa(m, x))
+        return x
+
+    assert details(compile_and_check(half(forward), x), "attention") == ["layer_norm_attention"]
+
+
+def test_views_that_need_the_strides_of_a_product(x):
+    """matmul's output is contiguous, the op's is not."""
+
+    def forward(m, x):
+        q, k, v = heads(m.qkv(m.norm(x)))
+        out = (q @ k.mT).mul(0.2).softmax(-1) @ v
+        return out.view(-1, x.shape[1], d), (out + 1.0).view(-1, d)
+
+    (detail,) = details(compile_and_check(half(forward), x), "attention")
+    assert detail.startswith("attention")
+
+
+def test_far_views_that_need_the_strides_leave_the_graph_as_it_was(x):
+    def forward(m, x):
+        q, k, v = heads(m.qkv(m.norm(x)))
+        out = (q @ k.mT).mul(0.2).softmax(-1) @ v
+        return (out + 1.0).view(-1, d)
+
+    report = compile_and_check(half(forward), x)
+    assert all(not entry.fused and "needs other strides" in entry.detail for entry in report.entries)
+
+
+# ---- regions ----
+
+
+def test_autocast_within_the_graph(x):
+    def forward(m, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return plain_half(m, x)
+
+    model = half(forward)
+    from graph_models import run  # bfloat16 is compared with eager, not with float64
+
+    reports: list = []
+    import fastvit
+
+    torch._dynamo.reset()
+    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, fullgraph=True)
+    got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w, atol=0.05 * w.abs().max().item(), rtol=0.05)
+    assert details(reports[0], "attention") == ["layer_norm_attention"]
+
+
+def test_a_pattern_across_a_change_of_grad_mode_is_left(x):
+    def forward(m, x):
+        with torch.no_grad():
+            y = m.norm(x)
+        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(y)))))
+
+    (detail,) = details(compile_and_check(half(forward), x), "attention")
+    assert detail == "attention_qkvpacked (autocast or grad mode changes within it)"
