@@ -19,6 +19,7 @@ _SEGGPT = {
 }  # fmt: skip
 _LOFTR = {"hidden_size": 64}
 _LW_DETR = {"projector_scale_factors": [1.0]}
+_SEGMENTATION = {"d_model": 128, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
 _HEAD = {
     "upsample_out_channels": [32],
     "conv_out_channels": [32],
@@ -29,6 +30,8 @@ _HEAD = {
 _SAPIENS2 = ("SemanticSegmentation", "PoseEstimation", "NormalEstimation", "PointmapEstimation", "ImageMatting")
 OPTIONS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_mask_token": False},
+    "DetrForSegmentation": _SEGMENTATION,
+    "ConditionalDetrForSegmentation": _SEGMENTATION,
     "CvtModel": {"depth": [1, 2, 3]},
     "CvtForImageClassification": {"depth": [1, 2, 3]},
     "EomtForUniversalSegmentation": _EOMT,
@@ -48,8 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "HieraForPreTraining": {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4},
     "Kosmos2_5VisionModel": {"patch_embed_hidden_size": 768, "max_num_patches": 16},
-    "SamModel": {"prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 256}},
-    "SamHQModel": {"prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 256}},
+    "SamModel": {"prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96}},
+    "SamHQModel": {"prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96}},
 }  # fmt: skip
 
 

@@ -25,7 +25,9 @@ _INDICES = re.compile(r"(ind(ices|exes)|hook_ids)$|^insert_layer_id$")
 _LAYERS = re.compile(r"(^|_)((hidden_|encoder_|decoder_|global_|spatial_|temporal_|key_value_)?layers|depth)$")
 _HEADS = re.compile(r"(^|_)(attention_)?heads$")
 _WIDTHS = re.compile(r"(_size|_sizes|_dim|_channels|_width|_features|d_model)$|^(width|dim)$")
-_NO_WIDTHS = re.compile(r"image|crop|vocab|patch|window|kernel|position|temporal|merge|chunk|max_|pool|pos_|tubelet")
+_NO_WIDTHS = re.compile(
+    r"image|crop|vocab|patch|window|kernel|position|temporal|merge|chunk|max_|pool|pos_|tubelet|x4_|keypoint|descriptor"
+)
 _QUERIES = ("num_queries", "two_stage_num_proposals", "num_detection_tokens", "num_query_tokens")
 
 
@@ -107,7 +109,7 @@ def _smaller(key: str, value: Any, config: dict[str, Any], layers: int, narrow: 
 
 
 def _narrower(key: str, value: int, config: dict[str, Any]) -> int:
-    if key == "window_size" and value > 2:
+    if key == "window_size" and 2 < value < 64:  # of patches, not of pixels
         return 4 if "depths" in config else 2
     if _HEADS.search(key):
         return HEADS
@@ -132,10 +134,14 @@ def _smaller_list(key: str, value: list[Any], config: dict[str, Any], layers: in
         return [[16, 16], [8, 8], [4, 4]]
     if "drop" in key:
         return [0.0] * len(value)
+    if narrow and key == "num_key_value_heads_per_layer":
+        return [HEADS] * layers
     if old and len(value) == old:
         return value[:layers]
     if key in ("depths", "depth", "blocks_per_stage"):
         return [2] + [1] * (len(value) - 1)
+    if narrow and key == "decoder_in_channels":
+        return [WIDTH] * len(value)
     if narrow and key == "downsample_channels":
         return [*value[:-1], WIDTH]
     heads = config.get("num_attention_heads")
