@@ -60,7 +60,7 @@ def test_table(tmp_path: Path) -> None:
     sites = {
         "attention": {
             "fused": {"attention": 2},
-            "left": {"a bias is added": 1, "k must have q's shape (": 3, "float16": 1},
+            "left": {"a bias is added": 1, "k and v of another length than q": 3, "float16": 1},
         },
         "MLP": {"fused": {"layer_norm_mlp": 2}, "left": {}},
     }

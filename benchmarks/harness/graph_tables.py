@@ -28,7 +28,7 @@ def other(reason: str) -> str:
     """What attention is that is no self-attention without mask and bias; "" for what is."""
     if reason.startswith(("a mask", "a bias")):
         return "masked"
-    return "cross" if reason.startswith("k must have q's shape") else ""
+    return "cross" if reason.startswith("k and v of another length") else ""
 
 
 def counts(row: Row, kind: str) -> tuple[int, int]:
