@@ -1,4 +1,5 @@
-"""An accelerated model in two processes on gloo: DDP and FSDP2 give the gradients of one process on the whole batch."""
+"""An accelerated and a compiled model in two processes on gloo: DDP and FSDP2 give the gradients of one process on the
+whole batch."""
 
 import os
 import socket
@@ -15,7 +16,7 @@ import fastvit
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 BATCH = 4
-KINDS = ("ddp", "ddp, accelerated", "fsdp2")
+KINDS = ("ddp", "ddp, accelerated", "fsdp2", "ddp, compiled", "fsdp2, compiled")
 
 
 def build() -> tuple[nn.Module, Tensor]:
@@ -33,7 +34,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
-        found[name.removeprefix("module.")] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        found[name.removeprefix("_orig_mod.").removeprefix("module.")] = (
+            grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        )
     return found
 
 
@@ -45,16 +48,22 @@ def worker(rank: int, port: int, folder: str) -> None:
         model, image = build()
         if kind == "ddp, accelerated":
             model = nn.parallel.DistributedDataParallel(model)
-        report = fastvit.accelerate(model)
-        assert len(report.accelerated) == 4
-        if kind == "ddp":
+        if "compiled" not in kind:
+            report = fastvit.accelerate(model)
+            assert len(report.accelerated) == 4
+        if kind in ("ddp", "ddp, compiled"):
             model = nn.parallel.DistributedDataParallel(model)
-        elif kind == "fsdp2":
+        elif "fsdp2" in kind:
             from torch.distributed.fsdp import fully_shard
 
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
+        if "compiled" in kind:
+            torch._dynamo.reset()
+            model = fastvit.compile(model, inner="aot_eager")
+            loss(model, image.chunk(2)[rank]).backward()  # compiles, on tensors without data
+            model.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss(model, image.chunk(2)[rank]).backward()
         names = [event.name for event in profile.events()]

@@ -275,36 +275,3 @@ def test_far_views_that_need_the_strides_leave_the_graph_as_it_was(x):
 
     report = compile_and_check(half(forward), x)
     assert all(not entry.fused and "needs other strides" in entry.detail for entry in report.entries)
-
-
-# ---- regions ----
-
-
-def test_autocast_within_the_graph(x):
-    def forward(m, x):
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return plain_half(m, x)
-
-    model = half(forward)
-    from graph_models import run  # bfloat16 is compared with eager, not with float64
-
-    reports: list = []
-    import fastvit
-
-    torch._dynamo.reset()
-    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, fullgraph=True)
-    got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
-    for g, w in zip(got, want, strict=True):
-        assert g.dtype == w.dtype
-        torch.testing.assert_close(g, w, atol=0.05 * w.abs().max().item(), rtol=0.05)
-    assert details(reports[0], "attention") == ["layer_norm_attention"]
-
-
-def test_a_pattern_across_a_change_of_grad_mode_is_left(x):
-    def forward(m, x):
-        with torch.no_grad():
-            y = m.norm(x)
-        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(y)))))
-
-    (detail,) = details(compile_and_check(half(forward), x), "attention")
-    assert detail == "attention_qkvpacked (autocast or grad mode changes within it)"

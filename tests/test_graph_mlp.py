@@ -115,6 +115,15 @@ def test_layers_that_are_shared(x):
     assert details(report, "MLP") == ["layer_norm_mlp"] * 2
 
 
+def test_residual_that_is_the_norms_output(x):
+    def forward(m, x):
+        y = m.norm(x)
+        return y + m.fc2(F.gelu(m.fc1(y)))
+
+    (detail,) = details(compile_and_check(mlp(forward), x), "MLP")
+    assert detail == "mlp (the output of its layer_norm is used elsewhere, too)"
+
+
 def test_frozen_weights_and_no_gradient_of_x(x):
     model = mlp(lambda m, x: x.detach() + m.fc2(F.gelu(m.fc1(m.norm(x.detach())))))
     model.fc1.weight.requires_grad_(False)

@@ -46,6 +46,12 @@ def name_of(node: Any) -> str:
     return ""
 
 
+def words(node: Node) -> str:
+    """What a node does, for a reason."""
+    name = name_of(node)
+    return name or ("the graph's output" if node.op == "output" else getattr(node.target, "__name__", str(node.target)))
+
+
 def arguments(node: Node, **defaults: Any) -> list[Any]:
     """The arguments of a call by name, in the order of `defaults`, which are what is not given. Raises Refused for
     others, and for one that is required."""

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastvit.graph._calls import Refused, name_of
+from fastvit.graph._calls import Refused, name_of, words
 from fastvit.graph._layout import same_shape
 from fastvit.graph._report import Entry, Kind, entry_of
 
@@ -90,6 +90,8 @@ class Subject:
         emitter = Emitter(self, roots[0], site.meta.get("fastvit_site", site))
         try:
             new = [emitter.in_place_of(root, node) for root, node in zip(roots, build(emitter), strict=True)]
+            if any(node in matched for written in emitter.written for node in written.all_input_nodes):
+                raise Refused("what it computes on the way is used by its end, too")
         except (TypeError, ValueError, NotImplementedError) as error:  # what the ops themselves refuse
             emitter.undo()
             raise Refused(str(error)) from None
@@ -115,7 +117,7 @@ class Subject:
             if self._region[node] != region:
                 raise Refused("autocast or grad mode changes within it")
             if node not in roots and not inside.issuperset(node.users):
-                raise Refused(f"the output of its {name_of(node) or node.name} is used elsewhere, too")
+                raise Refused(f"the output of its {words(node)} is used elsewhere, too")
             for used in node.all_input_nodes:
                 if used in inside:
                     continue
@@ -140,7 +142,7 @@ class Subject:
                 with self.as_in(node):
                     node.meta["example_value"] = after = evaluate(node)
             except (RuntimeError, ValueError):
-                raise Refused(f"{name_of(node) or node.name}, behind it, needs other strides") from None
+                raise Refused(f"{words(node)}, behind it, needs other strides") from None
             if _differ(before, after):
                 changed.update(node.users)
 
@@ -167,7 +169,7 @@ class Emitter:
 
     def __init__(self, subject: Subject, root: Node, site: Node) -> None:
         self._subject, self._root, self._site = subject, root, site
-        self._written: list[Node] = []
+        self.written: list[Node] = []
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         return self._write("call_function", function, args, kwargs)
@@ -178,7 +180,7 @@ class Emitter:
     def _write(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
         with self._subject.graph.inserting_before(self._root):
             node = self._subject.graph.create_node(op, target, args, kwargs)
-        self._written.append(node)
+        self.written.append(node)
         node.meta.update({key: self._root.meta[key] for key in _COPIED if key in self._root.meta})
         node.meta["fastvit_site"] = self._site
         self._subject.adopt(node, self._root)
@@ -198,7 +200,7 @@ class Emitter:
         return self.method("contiguous", node)
 
     def undo(self) -> None:
-        for node in reversed(self._written):
+        for node in reversed(self.written):
             self._subject.graph.erase_node(node)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled
+from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
 from fastvit.graph._layout import same_shape
 from fastvit.graph._subject import Emitter, Subject, fake, value_of
-from fastvit.graph._views import COPIES
+from fastvit.graph._views import COPIES, is_view
 
 
 def rewrite(subject: Subject) -> None:
@@ -95,13 +95,15 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
 
 
 def _what_is_between(scores: Node) -> str:
+    while is_view(scores):
+        scores = first(scores)
     name = name_of(scores)
     if name in ("add", "add_"):
         learnt = any(getattr(value_of(term), "requires_grad", False) for term in _terms(scores))
         return "a bias is added to the scores" if learnt else "a mask is added to the scores"
     if name in ("masked_fill", "masked_fill_", "where"):
         return f"a mask: {name}"
-    return f"{name or scores.name} between scores and softmax"
+    return f"{words(scores)} between scores and softmax"
 
 
 def _terms(scores: Node) -> list[Node]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, name_of, scaled
+from fastvit.graph._calls import Refused, name_of, scaled, words
 from fastvit.graph._epilogue import replace_longest
 from fastvit.graph._layout import Layout, Size, known_equal, same_shape
 from fastvit.graph._subject import Emitter, Subject, fake
@@ -88,7 +88,7 @@ class _Projections:
             node, before = behind_views(factor[0])
             chain = before + chain
         if name_of(node) != "linear":
-            raise Refused(f"{name_of(node) or node.name} between projection and attention")
+            raise Refused(f"{words(node)} between projection and attention")
         self.matched |= {*chain}
         return node, chain
 
@@ -140,7 +140,7 @@ def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, lis
         elif is_view(user) and user.args[0] is at:
             layout = follow(layout, [user])
         else:
-            raise Refused(f"{name_of(user) or user.name} behind attention")
+            raise Refused(f"{words(user)} behind attention")
         behind.append(at)
         at = user
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled
+from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
 from fastvit.graph._epilogue import replace_longest
 from fastvit.graph._layout import Layout, dense_strides
 from fastvit.graph._subject import Emitter, Subject, fake
@@ -123,7 +123,7 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
         matched.add(inner)
     end = _only_user(hidden)
     if not _is_linear(end) or end.args[0] is not hidden:
-        raise Refused(f"{name_of(end) or end.name} behind its activation")
+        raise Refused(f"{words(end)} behind its activation")
     fc2 = linear_of(end)
     matched.add(end)
     if drop1:  # the ops drop behind both layers, with one probability
@@ -153,7 +153,7 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
 
 def _only_user(node: Node) -> Node:
     if len(node.users) != 1:
-        raise Refused(f"the output of its {name_of(node) or node.name} is used {len(node.users)} times")
+        raise Refused(f"the output of its {words(node)} is used {len(node.users)} times")
     return next(iter(node.users))
 
 
@@ -176,7 +176,7 @@ def _gated(act: _Act, product: Node) -> _Gated:
         raise Refused("an activation times a number")
     (gate_layer, gate_views), (value_layer, value_views) = behind_views(act.x), behind_views(value)
     if not _is_linear(value_layer):
-        raise Refused(f"a gate for {name_of(value_layer) or value_layer.name}")
+        raise Refused(f"a gate for {words(value_layer)}")
     gate, value_linear = linear_of(gate_layer), linear_of(value_layer)
     if gate_layer is not value_layer:
         if gate_views or value_views or gate.x is not value_linear.x:

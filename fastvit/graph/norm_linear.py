@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, arguments, is_number, name_of
+from fastvit.graph._calls import Refused, arguments, is_number, name_of, words
 from fastvit.graph._subject import Emitter, Subject, fake
 
 
@@ -37,7 +37,7 @@ class Norm(NamedTuple):
 
 def linear_of(node: Node) -> LinearCall:
     if name_of(node) != "linear":
-        raise Refused(f"no linear layer but {name_of(node) or node.name}")
+        raise Refused(f"no linear layer but {words(node)}")
     x, weight, bias = arguments(node, input=None, weight=None, bias=None)
     if not isinstance(x, Node) or not isinstance(weight, Node) or fake(weight).dim() != 2:
         raise Refused("a linear layer without a matrix")
@@ -47,7 +47,7 @@ def linear_of(node: Node) -> LinearCall:
 def norm_of(node: Node) -> Norm:
     """Raises Refused for what is no LayerNorm that the ops have."""
     if name_of(node) != "layer_norm":
-        raise Refused(f"no LayerNorm before it but {name_of(node) or node.name}")
+        raise Refused(f"no LayerNorm before it but {words(node)}")
     x, shape, weight, bias, eps, _ = arguments(
         node, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5, cudnn_enable=True
     )
@@ -75,7 +75,7 @@ def rewrite(subject: Subject) -> None:
 def _rewrite(subject: Subject, node: Node) -> None:
     norm = norm_of(node)
     users = list(node.users)
-    others = [name_of(user) or user.name for user in users if name_of(user) != "linear" or user.args[0] is not node]
+    others = [words(user) for user in users if name_of(user) != "linear" or user.args[0] is not node]
     if others or not users:
         raise Refused(f"{', '.join(sorted(set(others))[:3])} behind it")
     linears = sorted(map(linear_of, users), key=lambda linear: subject.position[linear.node])
