@@ -4,7 +4,8 @@
     python -m benchmarks.harness.results
 
 In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
-`families.json`, `dispatch.json` and `launch.json` of the modules of those names, and pictures of harness/plot.py.
+`families.json`, `dispatch.json` and `launch.json` of the modules of those names, `graphs.json` of graph_models.py, and
+pictures of harness/plot.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import dispatch, families, launch, plot, table
+from benchmarks.harness import dispatch, families, graph_tables, launch, plot, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
@@ -82,7 +83,10 @@ def page(folders: Sequence[Path] = ()) -> str:
 
 
 def _folder(folder: Path) -> Iterator[str]:
-    special = {"families": families.render, "dispatch": dispatch.render, "launch": launch.render}
+    special = {
+        "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
+        "launch": launch.render,
+    }  # fmt: skip
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
         if path.stem in special or path.name.startswith("tuned_") or not path.stat().st_size:  # empty: cut off

@@ -1,0 +1,109 @@
+"""Every Vision Transformer of timm and torchvision, small."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.libraries import load
+
+FAMILIES = (
+    "vision_transformer", "eva", "beit", "deit", "naflexvit", "vision_transformer_sam", "vision_transformer_relpos",
+    "vision_transformer_hybrid", "pit",
+)  # fmt: skip
+_WIDTH = {"embed_dim": 96, "num_heads": 4}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "pit": {"base_dims": (16, 16, 16), "depth": (1, 2, 1), "heads": (2, 4, 8)},
+    "vision_transformer_sam": {"depth": 2, "global_attn_indexes": (1,), **_WIDTH},
+}
+_TORCHVISION = ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14")
+_TORCHVISION_SWIN = ("swin_t", "swin_s", "swin_b", "swin_v2_t", "swin_v2_s", "swin_v2_b")
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """Family and name of every registered model."""
+    timm = load("timm")
+    for family in FAMILIES:
+        for name in timm.list_models(module=family):
+            yield family, name
+
+
+def build(family: str, name: str) -> nn.Module:
+    """Two blocks of 96 channels and four heads, on four patches a side; wider where the model has no such options."""
+    narrow = _OPTIONS.get(family, {"depth": 2, **_WIDTH}) | ({"num_kv_heads": 2} if "sapiens2" in name else {})
+    size = {"img_size": 4 * _patch(name)} if family != "naflexvit" else {}
+    wide = {key: value for key, value in narrow.items() if key not in _WIDTH}
+    errors: list[Exception] = []
+    for options in (narrow | size, wide | size, size):
+        try:
+            return load("timm").create_model(name, num_classes=10, **options)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _patch(name: str) -> int:
+    """The stride of a token, as the name says it."""
+    found = re.search(r"(?:patch|_p|_s)(\d+)(?:_|$)", name)
+    return int(found.group(1)) if found else 16
+
+
+def inputs(name: str, batch: int = 2) -> dict[str, Tensor]:
+    side = 4 * _patch(name)
+    return {"x": torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(1))}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """The same for two models of the same modules, options and shapes of parameters."""
+    plain = (bool, int, float, str, tuple, type(None))
+    parts = [
+        (name, type(module).__qualname__, sorted((k, str(v)) for k, v in vars(module).items() if isinstance(v, plain)))
+        for name, module in model.named_modules()
+    ]
+    shapes = [(name, tuple(t.shape)) for name, t in [*model.named_parameters(), *model.named_buffers()]]
+    return hashlib.sha256(repr((parts, shapes)).encode()).hexdigest()[:16]
+
+
+# ---- torchvision ----
+
+
+def torchvision_names() -> Iterator[str]:
+    load("torchvision")
+    yield from (*_TORCHVISION, *_TORCHVISION_SWIN)
+
+
+def build_torchvision(name: str) -> nn.Module:
+    models = load("torchvision").models
+    if name in _TORCHVISION:
+        patch = _torchvision_patch(name)
+        return models.VisionTransformer(
+            image_size=4 * patch,
+            patch_size=patch,
+            num_layers=2,
+            num_heads=4,
+            hidden_dim=96,
+            mlp_dim=128,
+            num_classes=10,
+        )
+    block = {"block": models.swin_transformer.SwinTransformerBlockV2} if "v2" in name else {}
+    if block:
+        block["downsample_layer"] = models.swin_transformer.PatchMergingV2
+    return models.SwinTransformer(
+        patch_size=[4, 4], embed_dim=32, depths=[2, 1], num_heads=[2, 4], window_size=[4, 4],
+        stochastic_depth_prob=0.0, num_classes=10, **block,
+    )  # fmt: skip
+
+
+def torchvision_inputs(name: str, batch: int = 2) -> dict[str, Tensor]:
+    side = 4 * _torchvision_patch(name) if name in _TORCHVISION else 32
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(batch, 3, side, side, generator=generator)}
+
+
+def _torchvision_patch(name: str) -> int:
+    return int(name.rpartition("_")[2])
