@@ -53,6 +53,11 @@ SPELLINGS = {
     "three dimensions": lambda q, k, v: torch.bmm(
         (d**-0.5 * torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))).softmax(2), v.flatten(0, 1)
     ).view(B, H, N, d),
+    "five dimensions": lambda q, k, v: (
+        F.scaled_dot_product_attention(*(t.unflatten(2, (3, 3)).transpose(2, 3) for t in (q, k, v)))
+        .transpose(2, 3)
+        .flatten(2, 3)
+    ),
     "contiguous": lambda q, k, v: (
         (q.contiguous() @ k.transpose(-2, -1).contiguous()).mul(0.2).softmax(dim=-1).contiguous() @ v.contiguous()
     ),
@@ -64,7 +69,7 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_attention_is_found_in_the_spelling(spelling, x):
     report = compile_and_check(half(lambda m, x: manual(m, x, SPELLINGS[spelling])), x)
-    expected = "attention (" if spelling == "three dimensions" else "layer_norm_attention"
+    expected = "attention (" if "five" in spelling else "layer_norm_attention"
     (detail,) = details(report, "attention")
     assert detail.startswith(expected)
 
@@ -108,7 +113,18 @@ def native(m, x):
     return x + m.attn(y, y, y, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("forward", [three, three_chunks, split_and_indexed, sequence_first, rows, native])
+def heads_in_the_batch(m, x):
+    """As transformers 4 has it, with probabilities viewed there and back."""
+    q, k, v = (t.contiguous().view(-1, x.shape[1], d) for t in heads(m.qkv(m.norm(x))))
+    probabilities = (torch.bmm(q, k.transpose(1, 2)) * 0.3).softmax(dim=-1)
+    probabilities = probabilities.view(x.shape[0], H, x.shape[1], x.shape[1]).view(-1, x.shape[1], x.shape[1])
+    out = torch.bmm(F.dropout(probabilities, 0.1, training=False), v)
+    return x + m.proj(out.view(x.shape[0], H, x.shape[1], d).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize(
+    "forward", [three, three_chunks, split_and_indexed, sequence_first, rows, native, heads_in_the_batch]
+)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_heads_are_found_however_they_are_arranged(forward, dynamic, x):
     layers = {name: nn.Linear(D, D, bias=name != "k") for name in "qkv"}
@@ -140,6 +156,33 @@ def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
     ]
     (detail,) = details(compile_and_check(half(mixed), x), "attention")
     assert detail.startswith("attention_qkvpacked (the projection reads heads in another order")
+
+
+def test_a_factor_of_q_and_k_is_the_scores_and_one_of_v_is_not(x):
+    def forward(factors):
+        def forward(m, x):
+            q, k, v = (t * c for t, c in zip(m.qkv(m.norm(x)).chunk(3, -1), factors, strict=True))
+            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
+            return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
+
+        return forward
+
+    def of_all(m, x):
+        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)) * 1.5))))
+
+    assert details(compile_and_check(half(forward((0.5, 3.0, 1))), x), "attention") == [
+        "attention (mul between projection and attention)"
+    ]
+    assert details(compile_and_check(half(of_all), x), "attention") == [
+        "attention (mul between projection and attention)"
+    ]
+
+    def of_two(m, x):
+        q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q * 0.5, k / 0.2, v))
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
+
+    assert details(compile_and_check(half(of_two), x), "attention") == ["layer_norm_attention"]
 
 
 # ---- attention that is left, or fused in part ----
@@ -185,6 +228,12 @@ def over_queries(m, x):
     return m.proj(joined((q @ k.mT * 0.2).softmax(-2) @ v))
 
 
+def reshaped_scores(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    scores = (q @ k.mT * 0.2).view(x.shape[0], H, 3, -1).softmax(-1)
+    return m.proj(joined(scores.view(x.shape[0], H, x.shape[1], -1) @ v))
+
+
 def small_heads(m, x):
     q, k, v = (t.unflatten(-1, (2, -1)).permute(0, 1, 3, 2, 4).flatten(1, 2) for t in heads(m.qkv(m.norm(x))))
     return m.proj(F.scaled_dot_product_attention(q, k, v).sum(1).repeat(1, 1, 4)[:, : x.shape[1]])
@@ -199,6 +248,7 @@ LEFT = {
     biased: "a bias is added to the scores",
     masked_fill: "a mask: masked_fill",
     over_queries: "a softmax over another dimension",
+    reshaped_scores: "a reshape of scores or probabilities",
     small_heads: "head_dim",
 }
 

@@ -20,6 +20,7 @@ from fastvit.graph import _identities, add_norm, attention, attention_half, line
 from fastvit.graph._calls import Refused
 from fastvit.graph._report import Entry, Report
 from fastvit.graph._subject import Subject
+from fastvit.ops._library import HAVE_TRITON
 
 _log = logging.getLogger("fastvit.graph")
 _REWRITES = (_identities, attention, attention_half, mlp, norm_linear, add_norm, linear, patch_embed)
@@ -89,9 +90,7 @@ def default_inner(device: str) -> str:
     if device == "cpu":
         missing = None if _has_compiler() else "no C++ compiler"
     else:
-        from torch.utils._triton import has_triton
-
-        missing = None if has_triton() else f"no Triton for {device}"
+        missing = None if HAVE_TRITON else f"no Triton for {device}"
     if missing:
         warnings.warn(f"fastvit compiles with aot_eager: inductor has {missing} here", stacklevel=2)
     return "aot_eager" if missing else "inductor"

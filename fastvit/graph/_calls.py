@@ -14,7 +14,7 @@ class Refused(Exception):
     """Why a pattern that was found is left as it is."""
 
 
-_SPACES = (torch, F, torch._C._nn, torch.Tensor, torch.special, operator)
+_SPACES = (torch, F, torch.Tensor, torch.special, operator)
 _NAMES = """
     layer_norm linear scaled_dot_product_attention softmax matmul bmm einsum conv2d dropout gelu relu silu sigmoid tanh
     add iadd mul imul multiply div truediv true_divide divide pow cat setitem

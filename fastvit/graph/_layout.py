@@ -50,6 +50,12 @@ class Layout:
         strides = dense_strides(shape) if strides is None else strides
         return cls(tuple(((size, stride),) for size, stride in zip(shape, strides, strict=True)), offset)
 
+    def size(self, dim: int) -> Size:
+        size: Size = 1
+        for length, _ in self.dims[dim]:
+            size = size * length
+        return size
+
     def reshape(self, shape: Sequence[Size]) -> Layout:
         modes = [mode for dim in self.dims for mode in dim if not known_equal(mode[0], 1)]
         dims = tuple(_take(modes, size) for size in shape)

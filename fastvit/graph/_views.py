@@ -12,7 +12,7 @@ from fastvit.graph._calls import Refused, first, name_of
 from fastvit.graph._layout import Layout, NotALayout, Size
 from fastvit.graph._subject import fake, value_of
 
-_RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 _PERMUTES = ("permute", "transpose", "movedim", "t", "mT", "T")
 COPIES = ("contiguous", "clone", "to", "type_as", "float", "half", "bfloat16")
 _PIECES = ("unbind", "chunk", "split", "split_with_sizes")
@@ -25,7 +25,7 @@ def is_view(node: Any) -> bool:
     if name in COPIES:
         before, after = fake(node.args[0]), fake(node)
         return (before.dtype, before.device) == (after.dtype, after.device)
-    return name in (*_RESHAPES, *_PERMUTES, *_PIECES, "getitem", "select", "narrow")
+    return name in (*RESHAPES, *_PERMUTES, *_PIECES, "getitem", "select", "narrow")
 
 
 def behind_views(node: Node) -> tuple[Node, list[Node]]:
@@ -57,7 +57,7 @@ def _step(at: Layout | list[Layout], node: Node) -> Layout | list[Layout]:
         if name == "getitem" and isinstance(args[0], int):
             return at[args[0]]
         raise NotALayout("several tensors at once")
-    if name in _RESHAPES:
+    if name in RESHAPES:
         return at.reshape(fake(node).shape)
     if name in COPIES:
         return at
@@ -105,7 +105,7 @@ def _indexed(at: Layout, index: Any) -> Layout:
         elif isinstance(item, slice):
             if item.step not in (None, 1):
                 raise NotALayout("a slice with a step")
-            size = _size(at, dim)
+            size = at.size(dim)
             start = 0 if item.start is None else _index(item.start, at, dim)
             stop = size if item.stop is None else _index(item.stop, at, dim)
             if isinstance(stop, int) and isinstance(size, int):
@@ -121,14 +121,7 @@ def _indexed(at: Layout, index: Any) -> Layout:
     return at
 
 
-def _size(at: Layout, dim: int) -> Size:
-    size: Size = 1
-    for length, _ in at.dims[dim]:
-        size = size * length
-    return size
-
-
 def _index(i: Any, at: Layout, dim: int) -> Size:
     if not isinstance(i, int):
         raise NotALayout("an index that is no number")
-    return i + _size(at, dim) if i < 0 else i
+    return i + at.size(dim) if i < 0 else i

@@ -1,7 +1,7 @@
 """Softmax attention, in the spellings of libraries:
 
     scaled_dot_product_attention(q, k, v, scale=s, dropout_p=p)
-    dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (B, N, d) of one head
+    dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (..., N, d)
 
 becomes `ops.attention`, which reads q, k and v where they lie and stores no N x N tensor. The products may be spelled
 @, matmul, bmm or einsum, the scale multiply or divide, before the product or behind it, and the softmax run in float32
@@ -18,7 +18,7 @@ from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
 from fastvit.graph._layout import same_shape
 from fastvit.graph._subject import Emitter, Subject, fake, value_of
-from fastvit.graph._views import COPIES, is_view
+from fastvit.graph._views import COPIES, RESHAPES, is_view
 
 
 def rewrite(subject: Subject) -> None:
@@ -56,7 +56,7 @@ def _softmax_before(node: Node) -> Node | None:
     """The softmax whose output, dropped and rounded or not, node multiplies."""
     at: Any = first(node) if name_of(node) == "matmul" else (*node.args, None)[1]
     at = at[0] if isinstance(at, list | tuple) else at
-    while name_of(at) in (*COPIES, "dropout"):
+    while name_of(at) in (*COPIES, *RESHAPES, "dropout"):
         at = first(at)
     return at if name_of(at) == "softmax" else None
 
@@ -73,6 +73,7 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
         at = first(at)
     matched.add(softmax)
     at = first(softmax)
+    probabilities = _operands(root)[0], softmax, at
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
         raise Refused("a softmax over another dimension")
     scale = 1.0
@@ -80,13 +81,15 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
         if factor := scaled(at):
             matched.add(at)
             at, scale = factor[0], scale * factor[1]
-        elif name_of(at) in COPIES:
+        elif name_of(at) in (*COPIES, *RESHAPES):
             matched.add(at)
             at = first(at)
         else:
             break
     if name_of(at) not in ("matmul", "einsum"):
         raise Refused(_what_is_between(at))
+    if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
+        raise Refused("a reshape of scores or probabilities")
     matched.add(at)
     q, k = _operands(at, transposed=True)
     if fake(q).dtype != fake(root).dtype:
@@ -143,22 +146,27 @@ def _emit(
     subject: Subject, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
     site: Node, *, k_transposed: bool = False,
 ) -> None:  # fmt: skip
-    """qkv: (B, H, N, d) or (B, N, d) each, k perhaps (..., d, N)."""
+    """qkv: (B, H, N, d) or (..., N, d) each, k perhaps (..., d, N)."""
     if not (scale is None or is_number(scale)) or not is_number(p):
         raise Refused("a scale or probability that is a tensor")
-    heads = fake(qkv[0]).dim() == 4
-    if not heads and fake(qkv[0]).dim() != 3:
-        raise Refused(f"q, k and v of {fake(qkv[0]).dim()} dimensions")
-
-    def build(emit: Emitter) -> Node:
-        k = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1]
-        tokens_first = [
-            emit.method("transpose", t, 1, 2) if heads else emit.method("unsqueeze", t, 2) for t in (qkv[0], k, qkv[2])
-        ]
-        out = emit.call(ops.attention, *tokens_first, scale=scale, dropout_p=p)
-        return emit.method("transpose", out, 1, 2) if heads else emit.method("squeeze", out, 2)
-
     q, k, v = map(fake, qkv)
     if not same_shape(q.shape, k.mT.shape if k_transposed else k.shape) or not same_shape(q.shape, v.shape):
         raise Refused("k and v of another length than q")
+
+    def build(emit: Emitter) -> Node:
+        key = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1]
+        tensors = [_tokens_first(emit, t) for t in (qkv[0], key, qkv[2])]
+        out = emit.call(ops.attention, *tensors, scale=scale, dropout_p=p)
+        if q.dim() == 4:
+            return emit.method("transpose", out, 1, 2)
+        out = emit.method("squeeze", out, 2)
+        return out if q.dim() == 3 else emit.method("reshape_as", out, qkv[0])
+
     subject.replace(root, matched, build, site)
+
+
+def _tokens_first(emit: Emitter, t: Node) -> Node:
+    """As (B, N, H, d); with other dimensions than four, all before N are one, and one head."""
+    if fake(t).dim() == 4:
+        return emit.method("transpose", t, 1, 2)
+    return emit.method("unsqueeze", emit.method("flatten", t, 0, -3) if fake(t).dim() > 3 else t, 2)

@@ -48,7 +48,8 @@ class _Projections:
         self.matched: set[Node] = set()
         self.factor = 1.0  # of the scale
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
-        found = [self._behind(t) for t in attention.args]
+        self.plain = True  # whether attention_qkvpacked could read the projection's output
+        found = [self._behind(t, scores=i < 2) for i, t in enumerate(attention.args)]
         nodes = list(dict.fromkeys(linear for linear, _ in found))
         if len(nodes) not in (1, 3):
             raise Refused("q, k and v come out of two layers")
@@ -58,11 +59,14 @@ class _Projections:
         self.y, views = origins[0]
         if any(y is not self.y or chain != views for y, chain in origins):
             raise Refused("q, k and v are of different tensors")
+        if known_equal(self.H, 1) and self.linears[0].out_features > self.d:  # perhaps (B * H, N, 1, d)
+            self.H = self.linears[0].out_features // (3 * self.d if self.packed else self.d)
+            self.B, self.plain = fake(self.y).shape[0], self.H == 1
         if fake(self.y).dim() != 3 or not same_shape(fake(self.y).shape[:2], (self.B, self.N)):
             raise Refused(f"a projection of {tuple(fake(self.y).shape)}")
         of_y = follow(Layout.of(fake(self.y).shape), views)
         self.matched |= {*nodes, *views}
-        self.plain = not views
+        self.plain = self.plain and not views
         E = self.H * self.d
         width = 3 * E if self.packed else E
         for i, (linear, chain) in enumerate(found):
@@ -74,15 +78,18 @@ class _Projections:
             )
             try:
                 arranged = follow(of_y.through_linear(out), chain)
+                if not known_equal(arranged.size(0), self.B):
+                    arranged = arranged.reshape((self.B, self.H, self.N, self.d)).permute((0, 2, 1, 3))
             except ValueError as error:
                 raise Refused(str(error)) from None
             if not arranged.is_same(want):
                 raise Refused("heads in another order than (3, H, d)" if self.packed else "heads in another order")
 
-    def _behind(self, t: Any) -> tuple[Node, list[Node]]:
-        """The linear layer behind q, k or v, and the views between. A factor on the way belongs to the scale."""
+    def _behind(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
+        """The linear layer behind q, k or v, and the views between. A factor of q or k on the way belongs to the
+        scale of the scores."""
         node, chain = behind_views(t)
-        while (factor := scaled(node)) is not None:
+        while scores and (factor := scaled(node)) is not None:
             self.matched.add(node)
             self.factor *= factor[1]
             node, before = behind_views(factor[0])
@@ -120,7 +127,9 @@ def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
 def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, list[Node]]:
     """The projection of attention's output as (B, N, out), its layer, and the nodes on the way."""
     behind: list[Node] = []
-    at, layout = attention, Layout.of(fake(attention).shape)
+    at, layout = attention, Layout.of((of.B, of.N, of.H, of.d))
+    if not known_equal(fake(attention).shape[0], of.B):
+        layout = layout.permute((0, 2, 1, 3)).reshape(fake(attention).shape)
     proj: LinearCall | None = None
     E: Size = of.H * of.d
     while True:
