@@ -17,14 +17,14 @@ class Refused(Exception):
 _SPACES = (torch, F, torch.Tensor, torch.special, operator)
 _NAMES = """
     layer_norm linear scaled_dot_product_attention softmax matmul bmm einsum conv2d dropout gelu relu silu sigmoid tanh
-    add iadd mul imul multiply div truediv true_divide divide pow cat setitem
+    add iadd mul imul multiply div truediv true_divide divide pow neg cat concat stack setitem
     getitem reshape flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim moveaxis t unbind
     chunk split narrow select clone
 """
 _ALIASES = {
     "bmm": "matmul", "__matmul__": "matmul", "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul",
     "iadd": "add_", "imul": "mul_", "swapaxes": "transpose", "swapdims": "transpose", "moveaxis": "movedim",
-    "__getitem__": "getitem",
+    "__getitem__": "getitem", "concat": "cat", "__neg__": "neg",
 }  # fmt: skip
 _FUNCTIONS: dict[Any, str] = {}
 for _name in _NAMES.split():

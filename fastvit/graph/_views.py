@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fastvit.graph._calls import Refused, first, name_of
-from fastvit.graph._layout import Layout, NotALayout, Size
+from fastvit.graph._layout import Layout, NotALayout, Size, known_equal
 from fastvit.graph._subject import fake, value_of
 
 RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
@@ -103,9 +103,11 @@ def _indexed(at: Layout, index: Any) -> Layout:
             at = Layout((*at.dims[:dim], (), *at.dims[dim:]), at.offset)
             dim += 1
         elif isinstance(item, slice):
-            if item.step not in (None, 1):
-                raise NotALayout("a slice with a step")
             size = at.size(dim)
+            if item.step not in (None, 1):
+                at = _every_second(at, dim, item, size)
+                dim += 1
+                continue
             start = 0 if item.start is None else _index(item.start, at, dim)
             stop = size if item.stop is None else _index(item.stop, at, dim)
             if isinstance(stop, int) and isinstance(size, int):
@@ -119,6 +121,14 @@ def _indexed(at: Layout, index: Any) -> Layout:
         else:
             raise NotALayout("an index that is a tensor")
     return at
+
+
+def _every_second(at: Layout, dim: int, item: slice, size: Size) -> Layout:
+    """tensor[0::2] or tensor[1::2], of an even size"""
+    if item.step != 2 or item.start not in (None, 0, 1) or item.stop is not None or not known_equal(size % 2, 0):
+        raise NotALayout("a slice with a step")
+    shape = [at.size(i) for i in range(len(at.dims))]
+    return at.reshape((*shape[:dim], size // 2, 2, *shape[dim + 1 :])).select(dim + 1, item.start or 0)
 
 
 def _index(i: Any, at: Layout, dim: int) -> Size:

@@ -2,8 +2,9 @@
 
     LayerNorm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
 
-becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. Where only the projection is
-packed, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
+with or without rotary positions of q and k, becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and
+attention's output. Where only the projection is packed, attention becomes `ops.attention_qkvpacked`, whose gradient is
+one tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fastvit.graph._layout import Layout, Size, known_equal, same_shape
 from fastvit.graph._subject import Emitter, Subject, fake
 from fastvit.graph._views import behind_views, follow, is_view
 from fastvit.graph.norm_linear import LinearCall, linear_of, norm_of
+from fastvit.graph.rotary import rotation_of, same_positions
+from fastvit.ops import Rotary
 
 
 def rewrite(subject: Subject) -> None:
@@ -49,7 +52,10 @@ class _Projections:
         self.factor = 1.0  # of the scale
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
         self.plain = True  # whether attention_qkvpacked could read the projection's output
+        self.rotary: list[Rotary] = []  # of nodes, of q and of k
         found = [self._behind(t, scores=i < 2) for i, t in enumerate(attention.args)]
+        if self.rotary and (len(self.rotary) != 2 or not same_positions(*self.rotary)):
+            raise Refused("q and k with different rotary positions")
         nodes = list(dict.fromkeys(linear for linear, _ in found))
         if len(nodes) not in (1, 3):
             raise Refused("q, k and v come out of two layers")
@@ -89,15 +95,30 @@ class _Projections:
         """The linear layer behind q, k or v, and the views between. A factor of q or k on the way belongs to the
         scale of the scores."""
         node, chain = behind_views(t)
-        while scores and (factor := scaled(node)) is not None:
-            self.matched.add(node)
-            self.factor *= factor[1]
-            node, before = behind_views(factor[0])
+        while scores:
+            if (factor := scaled(node)) is not None:
+                self.matched.add(node)
+                self.factor *= factor[1]
+                node = factor[0]
+            elif (rotation := rotation_of(node)) is not None:
+                if not follow(Layout.of(fake(node).shape), chain).is_same(_tokens_first(fake(node).shape)):
+                    raise Refused("rotary positions of tokens in another order")
+                self.matched |= rotation.matched
+                self.rotary.append(rotation.rotary)
+                node = rotation.x
+            else:
+                break
+            node, before = behind_views(node)
             chain = before + chain
         if name_of(node) != "linear":
             raise Refused(f"{words(node)} between projection and attention")
         self.matched |= {*chain}
         return node, chain
+
+
+def _tokens_first(shape: Any) -> Layout:
+    """(B, H, N, d) as (B, N, H, d)"""
+    return Layout.of(shape).permute((0, 2, 1, 3))
 
 
 def _scale(attention: Node, projections: _Projections) -> float:
@@ -115,6 +136,8 @@ def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
         biases: Any = tuple(linear.bias for linear in of.linears)
         if of.packed:
             (weights,), (biases,) = weights, biases
+        if of.rotary:
+            epilogue["rotary"] = of.rotary[0]
         return emit.call(
             ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, proj.weight, proj.bias, of.H,
             eps=norm.eps, scale=_scale(attention, of), dropout_p=attention.kwargs["dropout_p"], **epilogue,
@@ -156,7 +179,7 @@ def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, lis
 
 def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool:
     linear = of.linears[0]
-    if not of.plain:
+    if not of.plain or of.rotary:  # a rotation alone is the inner backend's
         return False
 
     def build(emit: Emitter) -> Node:
