@@ -68,6 +68,7 @@ def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Repo
     """Outputs and all gradients of the compiled model are as accurate as the eager model's; -> what was found in its
     only graph."""
     torch._dynamo.reset()
+    model.to(inputs[0].device)
     reports: list[Report] = []
     compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, fullgraph=True, **options)
     exact = copy.deepcopy(model).double()

@@ -158,6 +158,18 @@ def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
     assert detail.startswith("attention_qkvpacked (the projection reads heads in another order")
 
 
+def test_heads_that_alternate_are_not_those_of_the_op(x):
+    """(d, H) instead of (H, d): the same tensor of the same size at the same place."""
+
+    def forward(m, x):
+        y = m.norm(x)
+        q, k, v = (layer(y).view(*x.shape[:2], d, H).permute(0, 3, 1, 2) for layer in (m.q, m.k, m.v))
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
+
+    (detail,) = details(compile_and_check(half(forward, **{name: nn.Linear(D, D) for name in "qkv"}), x), "attention")
+    assert detail == "attention (heads in another order)"
+
+
 def test_a_factor_of_q_and_k_is_the_scores_and_one_of_v_is_not(x):
     def forward(factors):
         def forward(m, x):

@@ -54,7 +54,7 @@ def x(device) -> Tensor:
 
 def test_report(x, capsys):
     """By module and line of the source, what is alike in one row; printed, or handed to a function."""
-    model = nn.Sequential(Block(D, H), Block(D, H))
+    model = nn.Sequential(Block(D, H), Block(D, H)).to(x.device)
     fastvit.compile(model, inner="aot_eager", report=True)(x)
     printed = capsys.readouterr().out
     line = Block.attention.__code__.co_firstlineno + 1
@@ -108,21 +108,21 @@ def test_options_reach_the_inner_backend(x):
         seen.update(options, graph=gm)
         return gm.forward
 
-    fastvit.compile(Block(D, H), inner=inner, mode="reduce-overhead", fullgraph=True)(x)
+    fastvit.compile(Block(D, H, device=x.device), inner=inner, mode="reduce-overhead", fullgraph=True)(x)
     targets = [node.target for node in seen["graph"].graph.nodes if node.op == "call_function"]
     assert targets == [fastvit.ops.layer_norm_attention, fastvit.ops.layer_norm_mlp]
     assert seen["mode"] == "reduce-overhead"
     torch._dynamo.reset()
-    fastvit.compile(Block(D, H), inner=inner, options={"a": 1})(x)
+    fastvit.compile(Block(D, H, device=x.device), inner=inner, options={"a": 1})(x)
     assert seen["options"] == {"a": 1}
     with pytest.raises(Exception, match="nonsense"):
-        fastvit.compile(Block(D, H), inner="nonsense")(x)
+        fastvit.compile(Block(D, H, device=x.device), inner="nonsense")(x)
 
 
 @pytest.mark.slow
 def test_inductor(x):
     """The whole way, with an option of inductor's."""
-    model = Block(D, H)
+    model = Block(D, H, device=x.device)
     compiled = fastvit.compile(model, inner="inductor", options={"max_autotune": False})
     got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
     for g, w in zip(got, want, strict=True):
@@ -133,7 +133,7 @@ def test_inductor(x):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(where, dtype, x):
     """Dtypes as eager has them, values up to the rounding of the operands."""
-    model = Block(D, H)
+    model = Block(D, H, device=x.device)
 
     def call(x):
         with torch.autocast(x.device.type, dtype):
@@ -149,6 +149,18 @@ def test_autocast(where, dtype, x):
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         assert g.dtype == w.dtype
         torch.testing.assert_close(g, w, atol=0.02 * (largest if i else w.abs().max().item()), rtol=0)
+
+
+def test_autocast_within_the_graph_gives_its_dtype(x):
+    model, reports = Block(D, H, device=x.device), []
+
+    def call(x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model.fc2(F.gelu(model.fc1(x)))
+
+    out = fastvit.compile(call, inner="aot_eager", report=reports.append)(x)
+    assert out.dtype is torch.bfloat16
+    assert details(reports[0], "MLP") == ["mlp (no LayerNorm before it but an input)"]
 
 
 def test_a_pattern_across_a_change_of_grad_mode_is_left(x):
@@ -202,8 +214,8 @@ def test_shapes_compile_no_oftener_than_without(device):
         fastvit.compile(model, inner="aot_eager", report=count, dynamic=True),
     ):
         torch._dynamo.reset()
-        for batch in (1, 2, 3, 5, 8):
-            for size in (32, 48, 64):
+        for batch in (1, 2, 5):
+            for size in (32, 48):
                 compiled(torch.randn(batch, 3, size, size, device=device))
     assert 0 < graphs["fastvit"] <= graphs["plain"]
 

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from graph_models import B, D, N, Subject, compile_and_check, details, half, mlp
 from torch import Tensor, nn
 
+import fastvit
+from fastvit.graph._calls import name_of
 from fastvit.ops import use_backend
 
 HIDDEN = 3 * D
@@ -207,8 +209,6 @@ def test_dropout_of_an_mlp_is_that_of_the_op(x):
         def forward(self, x, weight):
             return F.dropout(F.linear(F.dropout(F.relu(F.linear(x, weight)), self.p1), weight), self.p2)
 
-    import fastvit
-
     eye, ones = torch.eye(D, device=x.device), torch.ones(64, N, D, device=x.device)
     for p1, p2, fused in ((0.5, 0.5, True), (0.0, 0.5, True), (0.5, 0.25, False), (0.5, 0.0, False)):
         torch._dynamo.reset()
@@ -222,7 +222,6 @@ def test_dropout_of_an_mlp_is_that_of_the_op(x):
 
 def test_dropout_of_attention_is_that_of_the_op(device):
     """Of values that are the identity: the output is the probabilities, dropped."""
-    import fastvit
 
     def attend(q, k, v):
         return F.dropout((q @ k.mT).softmax(-1), 0.25, training=True) @ v
@@ -310,6 +309,21 @@ def test_patch_embedding_is_found(name, device):
     image = torch.randn(B, 3, 8, 12, device=device)
     report = compile_and_check(embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0), image)
     assert details(report, "patch embedding") == ["patch_embed"]
+
+
+@pytest.mark.parametrize("name", [name for name in EMBEDDINGS if "positions" in name])
+def test_positions_are_added_by_the_op(name, device):
+    graphs: list = []
+
+    def inner(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0).to(device)
+    fastvit.compile(model, inner=inner)(torch.randn(B, 3, 8, 12, device=device))
+    sums = [node for node in graphs[0].nodes if name_of(node) == "add"]
+    assert all(node.meta["example_value"].shape == (3, D) for node in sums)  # prefix and positions
 
 
 OTHER_CONVOLUTIONS = {

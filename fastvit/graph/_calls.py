@@ -48,8 +48,9 @@ def name_of(node: Any) -> str:
 
 def words(node: Node) -> str:
     """What a node does, for a reason."""
-    name = name_of(node)
-    return name or ("the graph's output" if node.op == "output" else getattr(node.target, "__name__", str(node.target)))
+    if node.op in ("placeholder", "output"):
+        return "an input" if node.op == "placeholder" else "the graph's output"
+    return name_of(node) or getattr(node.target, "__name__", str(node.target))
 
 
 def arguments(node: Node, **defaults: Any) -> list[Any]:
