@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import time
 import traceback
 import warnings
@@ -29,6 +30,7 @@ from benchmarks.harness.libraries import load
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
 
+LIMIT = 90  # seconds for a model, of which most take three
 LIBRARIES = ("transformers", "timm", "torchvision")
 Made = tuple[nn.Module, dict[str, Tensor]]
 Sites = dict[str, dict[str, dict[str, int]]]
@@ -50,8 +52,9 @@ class Candidate:
 @dataclass
 class Row:
     """status: "right"; "wrong"; "fails", compiled; "Dynamo", which fails or is wrong by itself; "eager", which does not
-    run untouched; "running", which ended the process. sites: by kind {"fused": {op: n}, "left": {reason: n}}, of the
-    graphs of inference, and of those of training where they differ. share: the largest error, of the allowed one."""
+    run untouched; "slow", which takes longer than LIMIT seconds; "running", which ended the process. sites: by kind
+    {"fused": {op: n}, "left": {reason: n}}, of the graphs of inference, and of those of training where they differ.
+    share: the largest error, of the allowed one."""
 
     library: str
     name: str
@@ -142,15 +145,33 @@ def sites(reports: list[Any]) -> Sites:
 def run(candidate: Candidate) -> Row:
     """Whatever happens, as a row."""
     row, start = Row(candidate.library, candidate.name, candidate.family), time.perf_counter()
+
+    def too_long(*_: Any) -> None:
+        row.status = "slow"
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(LIMIT)
+    try:
+        _run(candidate, row)
+    except TimeoutError:
+        row.status, row.detail = "slow", ""
+    finally:
+        signal.alarm(0)
+    row.seconds = time.perf_counter() - start
+    return row
+
+
+def _run(candidate: Candidate, row: Row) -> None:
     try:
         model, inputs = made(candidate)
         subject = Model(model, inputs)
     except Exception as error:
+        if row.status == "slow":
+            raise TimeoutError from None
         row.status, row.detail = "eager", _short(error)
     else:
         _check(subject, row)
-    row.seconds = time.perf_counter() - start
-    return row
 
 
 def _check(subject: Model, row: Row) -> None:
@@ -164,6 +185,8 @@ def _check(subject: Model, row: Row) -> None:
     try:
         row.share, row.status = subject.check(compile), "right"
     except Exception as error:
+        if row.status == "slow":  # whatever Dynamo made of it
+            raise TimeoutError from None
         row.status, row.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
     counters = torch._dynamo.utils.counters
     row.graphs = len(reports[0]) if reports and reports[0] else counters["stats"]["unique_graphs"]
@@ -172,8 +195,10 @@ def _check(subject: Model, row: Row) -> None:
     row.sites, row.sites_in_training = inference, training if training != inference else {}
     if row.status != "right":
         try:
-            subject.check(lambda model: torch.compile(model, backend="eager"))
+            subject.check(lambda model: torch.compile(model, backend="aot_eager"))
         except Exception as error:
+            if row.status == "slow":
+                raise TimeoutError from None
             row.status, row.detail = "Dynamo", _short(error)
 
 
