@@ -250,7 +250,15 @@ def test_layer_norm_before_one_and_several_layers(x):
 
     layers = {"a": nn.Linear(D, 24), "b": nn.Linear(D, 40, bias=False), "c": nn.Linear(D, 8)}
     report = compile_and_check(half(flat, **layers), x)
-    assert details(report, "LayerNorm") == ["layer_norm_linear", "left: mul behind it"]
+    assert details(report, "LayerNorm") == [
+        "left: several linear layers behind it, not those of attention",
+        "left: mul behind it",
+    ]
+
+    def one(m, x):
+        return m.qkv(m.norm(x)).sin()
+
+    assert details(compile_and_check(half(one), x), "LayerNorm") == ["layer_norm_linear"]
 
 
 def test_residual_sum_before_a_layer_norm(x):

@@ -14,16 +14,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fastvit.graph import _identities, add_norm, attention, attention_half, linear, mlp, norm_linear, patch_embed
-from fastvit.graph._calls import Refused
 from fastvit.graph._report import Entry, Report
 from fastvit.graph._subject import Subject
 from fastvit.ops._library import HAVE_TRITON
 
 _log = logging.getLogger("fastvit.graph")
-_REWRITES = (_identities, attention, attention_half, mlp, norm_linear, add_norm, linear, patch_embed)
+_REWRITES = (_identities, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
 
 
 def rewrite(gm: GraphModule) -> Report:
@@ -34,24 +33,26 @@ def rewrite(gm: GraphModule) -> Report:
 
 
 def _rewrite(gm: GraphModule) -> list[Entry]:
-    subject = Subject(gm)
-    if not subject.rewritable:
-        return []
     untouched = copy.deepcopy(gm.graph)
     for node, copied in zip(gm.graph.nodes, untouched.nodes, strict=True):
         vars(copied).update({name: value for name, value in vars(node).items() if name not in vars(copied)})
-    for module in _REWRITES:
-        module.rewrite(subject)
-    sites = sorted(subject.entries, key=lambda node: subject.position[node])
-    entries = [subject.entries[site] for site in sites]
+    entries: dict[Node, Entry] = {}
     try:
-        subject.settle()
-    except Refused as reason:
+        subject = Subject(gm)
+        if not subject.rewritable:
+            return []
+        entries = subject.entries
+        for module in _REWRITES:
+            module.rewrite(subject)
+            subject.settle()
+        gm.graph.lint()
+    except Exception as error:  # a graph that nobody thought of compiles as it does without us, and says so
         gm.graph = untouched
-        entries = [replace(entry, fused=False, detail=str(reason)) for entry in entries]
-    gm.graph.lint()
+        _log.warning("a graph was left as it was", exc_info=True)
+        reason = f"the whole graph was left: {type(error).__name__}: {error}".splitlines()[0]
+        entries = {node: replace(entry, fused=False, detail=reason) for node, entry in entries.items()}
     gm.recompile()
-    return entries
+    return [entries[site] for site in sorted(entries, key=lambda node: subject.position[node])]
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:

@@ -81,4 +81,4 @@ def scaled(node: Any) -> tuple[Node, float] | None:
 
 def first(node: Node) -> Any:
     """What a call's first argument is: the tensor that it is a view, a cast or a scaling of."""
-    return node.args[0]
+    return node.args[0] if node.args else node.kwargs.get("input")

@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from fastvit.graph._calls import Refused, name_of, scaled
 from fastvit.graph._layout import known_equal, same_shape
-from fastvit.graph._subject import Emitter, Subject, fake, value_of
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake, value_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit.graph._calls import Refused, arguments, name_of
-from fastvit.graph._subject import Emitter, Subject, fake, storages, value_of
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake, storages, value_of
 
 
 def rewrite(subject: Subject) -> None:
@@ -63,5 +64,7 @@ def _write_out(subject: Subject, node: Node) -> None:
         rows = emit.method("flatten", emit.method("permute", attended, 2, 0, 1, 3), 2)
         return emit.call(F.linear, rows, out_weight, out_bias)
 
+    if len(node.users) != 1:
+        raise Refused(f"its output is used {len(node.users)} times")
     (user,) = node.users
     subject.replace(user, {node}, build, node)

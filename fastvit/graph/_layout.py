@@ -39,6 +39,15 @@ def dense_strides(shape: Sequence[Size]) -> list[Size]:
     return strides
 
 
+def outermost_first(strides: Sequence[Size]) -> list[int]:
+    """The dimensions in the order of falling strides, as far as symbolic ones are known to fall."""
+    order: list[int] = []
+    for i, stride in enumerate(strides):
+        before = [j for j, other in enumerate(order) if statically_known_true(strides[other] < stride)]
+        order.insert(before[0] if before else len(order), i)
+    return order
+
+
 @dataclass(frozen=True)
 class Layout:
     dims: tuple[tuple[Mode, ...], ...]

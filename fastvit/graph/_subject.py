@@ -9,18 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastvit.graph._calls import Refused, name_of, words
-from fastvit.graph._layout import same_shape
+from fastvit.graph._calls import Refused, first, name_of, words
+from fastvit.graph._layout import outermost_first, same_shape
 from fastvit.graph._report import Entry, Kind, entry_of
+from fastvit.graph._values import VIEWS, evaluate, fake, mutated, storages, value_of
 
-VIEWS = frozenset(
-    ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "permute", "transpose",
-     "movedim", "t", "mT", "T", "unbind", "chunk", "split", "split_with_sizes", "narrow", "select", "getitem", "expand",
-     "expand_as", "contiguous", "detach", "alias")
-)  # fmt: skip
 # After one of these the values that Dynamo noted before no longer hold
 _RESHAPED_IN_PLACE = frozenset(
     ("squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_")
@@ -42,15 +37,22 @@ class Subject:
         self.position: dict[Node, int] = {}
         self._region: dict[Node, int] = {}
         self._autocast: list[tuple[Any, ...]] = [()]  # of each region, the autocasts entered in the graph
-        self._mutations: list[tuple[int, set[StorageWeakRef]]] = []
-        self._restrided: list[Node] = []  # what was put in with other strides than what stood there
-        self.fakes: Any = next((v.fake_mode for v in map(value_of, self.graph.nodes) if hasattr(v, "fake_mode")), None)
+        self._mutations: dict[Node, set[StorageWeakRef]] = {}
+        self._restrided: list[
+            tuple[Node, Any]
+        ] = []  # what was put in with other strides, and the value that stood there
+        values = [value for value in map(value_of, self.graph.nodes) if isinstance(value, Tensor)]
+        # functorch's transforms trace with tensors that have no storage, and differentiate as the ops may not
+        plain = all(hasattr(value, "fake_mode") for value in values)
+        self.fakes: Any = values[0].fake_mode if values and plain else None  # type: ignore[attr-defined]
+        if not self.fakes:
+            return
         for position, node in enumerate(self.graph.nodes):
             self.position[node] = position
             self._enter_region(node)
             self._region[node] = len(self._autocast) - 1
-            if mutated := _mutated(node):
-                self._mutations.append((position, mutated))
+            if written := mutated(node):
+                self._mutations[node] = written
 
     def _enter_region(self, node: Node) -> None:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
@@ -92,16 +94,16 @@ class Subject:
             new = [emitter.in_place_of(root, node) for root, node in zip(roots, build(emitter), strict=True)]
             if any(node in matched for written in emitter.written for node in written.all_input_nodes):
                 raise Refused("what it computes on the way is used by its end, too")
-        except (TypeError, ValueError, NotImplementedError) as error:  # what the ops themselves refuse
+        except (TypeError, ValueError, RuntimeError) as error:  # what the ops themselves refuse
             emitter.undo()
-            raise Refused(str(error)) from None
+            raise Refused(str(error).splitlines()[0]) from None
         except Refused:
             emitter.undo()
             raise
         for root, node in zip(roots, new, strict=True):
             root.replace_all_uses_with(node)
             if not same_shape(fake(root).stride(), fake(node).stride()):
-                self._restrided.append(node)
+                self._restrided.append((node, fake(root)))
         for old in sorted({*matched, *roots}, reverse=True):  # as they stand in the graph
             self.graph.erase_node(old)
         for node in new:
@@ -126,28 +128,70 @@ class Subject:
                 for storage in storages(value_of(used)):
                     first, last = read.get(storage, (here, here))
                     read[storage] = min(first, at), max(last, at)
-        for position, mutated in self._mutations:
-            if any(read[storage][0] < position < read[storage][1] for storage in mutated & read.keys()):
+        for node, written in self._mutations.items():
+            if node in inside:
+                self._check_own(node, written, inside, read.keys())
+                continue
+            if any(read[storage][0] < self.position[node] < read[storage][1] for storage in written & read.keys()):
                 raise Refused("what it reads is changed in place before its end")
+            if any(written & storages(value_of(root)) for root in roots):
+                raise Refused("its output is changed in place")
+
+    def _check_own(self, node: Node, written: set[StorageWeakRef], inside: set[Node], outside: Collection[Any]) -> None:
+        """A write in place within the pattern is that of a function that returns something new, if it is into a
+        tensor of the pattern's that nothing else reads."""
+        alias = [other for other in inside if other is not node and storages(value_of(other)) & written]
+        if "out" in node.kwargs or written & {*outside} or any(len(o.users) > 1 for o in alias if o < node):
+            raise Refused("a tensor that is used elsewhere is changed in place")
 
     def settle(self) -> None:
-        """Values anew for all that depends on other strides than before. Raises Refused where a view cannot be taken of
-        them, far behind what was put in."""
-        changed = {user for node in self._restrided for user in node.users}
-        for node in self.graph.nodes if changed else ():
-            if node not in changed or node.op == "output" or isinstance(node.target, torch._ops.HigherOrderOperator):
+        """Lets what stands behind other strides than before have them, or gives it the strides that it had: where a
+        view could not be taken any more or would become a copy, or a copy a view; where somebody else sees them."""
+        for node, before in self._restrided:
+            try:
+                self._follow(node, before)
+            except (Refused, RuntimeError, ValueError):
+                self._restore_strides(node, before)
+        self._restrided.clear()
+
+    def _follow(self, new: Node, old: Any) -> None:
+        values: dict[Node, tuple[Any, Any]] = {new: (old, fake(new))}  # before, after
+        for node in self.graph.nodes:
+            inputs = [values[used] for used in node.all_input_nodes if used in values]
+            if not inputs:
+                continue
+            opaque = node.op == "output" or isinstance(node.target, torch._ops.HigherOrderOperator)
+            if (opaque and any(_differ(*value) for value in inputs)) or node in self._mutations:
+                raise Refused("seen by somebody else")
+            if opaque:
                 continue
             before = value_of(node)
-            try:
-                with self.as_in(node):
-                    node.meta["example_value"] = after = evaluate(node)
-            except (RuntimeError, ValueError):
-                raise Refused(f"{words(node)}, behind it, needs other strides") from None
-            if _differ(before, after):
-                changed.update(node.users)
+            with self.as_in(node):
+                after = evaluate(node, {used: value[1] for used, value in values.items()})
+            for was, is_now in inputs:
+                if bool(storages(before) & storages(was)) != bool(storages(after) & storages(is_now)):
+                    raise Refused("a view that would be a copy, or a copy that would be a view")
+            if _differ(before, after) or any(storages(before) & storages(was) for was, _ in inputs):
+                values[node] = before, after
+        for node, (_, after) in values.items():
+            node.meta["example_value"] = after
+
+    def _restore_strides(self, node: Node, before: Tensor) -> None:
+        """By a copy."""
+        users = list(node.users)
+        if not users:
+            return
+        order = outermost_first(before.stride())
+        emitter = Emitter(self, min(users), node.meta["fastvit_site"])
+        copy = emitter.method("contiguous", emitter.method("permute", node, order))
+        copy = emitter.method("permute", copy, [order.index(i) for i in range(len(order))])
+        if not same_shape(fake(copy).stride(), before.stride()):
+            raise Refused("strides that no copy has")
+        for user in users:
+            user.replace_input_with(node, copy)
 
     def is_mutated(self, of: set[StorageWeakRef]) -> bool:
-        return any(mutated & of for _, mutated in self._mutations)
+        return any(written & of for written in self._mutations.values())
 
     def adopt(self, node: Node, root: Node) -> None:
         self.position[node], self._region[node] = self.position[root], self._region[root]
@@ -193,56 +237,14 @@ class Emitter:
         want, got = fake(root), fake(node)
         if not same_shape(want.shape, got.shape) or want.dtype != got.dtype or want.device != got.device:
             raise Refused(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
-        if same_shape(want.stride(), got.stride()) or _replays(root, got):
-            return node
-        if not want.is_contiguous():
-            raise Refused("strides that later views need")
-        return self.method("contiguous", node)
+        if not same_shape(want.stride(), got.stride()) and want.is_contiguous():
+            node = self.method("contiguous", node)
+        fake(node).requires_grad_(want.requires_grad)
+        return node
 
     def undo(self) -> None:
         for node in reversed(self.written):
             self._subject.graph.erase_node(node)
-
-
-def value_of(node: Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def fake(node: Any) -> Tensor:
-    value = value_of(node) if isinstance(node, Node) else None
-    if not isinstance(value, Tensor):
-        raise Refused(f"nothing is known about the shape of {node}")
-    return value
-
-
-def evaluate(node: Node) -> Any:
-    """On fake values."""
-    args, kwargs = map_arg((node.args, node.kwargs), value_of)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def storages(value: Any) -> set[StorageWeakRef]:
-    if isinstance(value, Tensor):
-        return {StorageWeakRef(value.untyped_storage())}
-    return set().union(*map(storages, value)) if isinstance(value, tuple | list) else set()
-
-
-def _mutated(node: Node) -> set[StorageWeakRef]:
-    """The storages that a node writes into: known by their coming back, by convention or by the schema. What a
-    function of higher order does with its inputs is not known."""
-    if node.op not in ("call_function", "call_method"):
-        return set()
-    name = name_of(node)
-    inputs = [storages(value_of(used)) for used in node.all_input_nodes]
-    into: set[StorageWeakRef] = set().union(*inputs)
-    schema = getattr(node.target, "_schema", None)
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or getattr(schema, "is_mutable", False):
-        return into
-    if name == "setitem" or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
-        return inputs[0] if inputs else set()
-    return set() if name in VIEWS else into & storages(value_of(node))
 
 
 def _differ(before: Any, after: Any) -> bool:
@@ -251,29 +253,10 @@ def _differ(before: Any, after: Any) -> bool:
     return isinstance(before, Tensor) and not same_shape(before.stride(), after.stride())
 
 
-def _views(node: Node) -> list[Node]:
-    return [user for user in node.users if name_of(user) in VIEWS and user.args[0] is node]
-
-
-def _replays(root: Node, value: Any) -> bool:
-    """Whether the views of root can be taken of `value`, which has other strides."""
-    before = value_of(root)
-    root.meta["example_value"] = value
-    try:
-        for user in _views(root):
-            with torch.no_grad():
-                if not _replays(user, evaluate(user)):
-                    return False
-        return True
-    except (RuntimeError, ValueError):  # a view across strides
-        return False
-    finally:
-        root.meta["example_value"] = before
-
-
 def _refresh(node: Node) -> None:
     """The values of a node's views, after it."""
-    for user in _views(node):
-        with torch.no_grad():
-            user.meta["example_value"] = evaluate(user)
-        _refresh(user)
+    for user in node.users:
+        if name_of(user) in VIEWS and first(user) is node:
+            with torch.no_grad():
+                user.meta["example_value"] = evaluate(user)
+            _refresh(user)

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 
 from fastvit.graph._calls import Refused, first, name_of
 from fastvit.graph._layout import Layout, NotALayout, Size, known_equal
-from fastvit.graph._subject import fake, value_of
+from fastvit.graph._values import fake, value_of
 
 RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 _PERMUTES = ("permute", "transpose", "movedim", "t", "mT", "T")
@@ -22,10 +22,10 @@ _SIZES = (2, 3, 5, 7, 11, 13, 17)  # tell dimensions apart
 def is_view(node: Any) -> bool:
     """Whether a node only rearranges, selects or copies what its first argument holds, in the same dtype."""
     name = name_of(node)
-    if name in COPIES:
-        before, after = fake(node.args[0]), fake(node)
+    if name in (*COPIES, *RESHAPES):
+        before, after = fake(first(node)), fake(node)
         return (before.dtype, before.device) == (after.dtype, after.device)
-    return name in (*RESHAPES, *_PERMUTES, *_PIECES, "getitem", "select", "narrow")
+    return name in (*_PERMUTES, *_PIECES, "getitem", "select", "narrow")
 
 
 def behind_views(node: Node) -> tuple[Node, list[Node]]:
@@ -53,6 +53,7 @@ def follow(layout: Layout, chain: list[Node]) -> Layout:
 def _step(at: Layout | list[Layout], node: Node) -> Layout | list[Layout]:
     name = name_of(node)
     args, kwargs = map_arg((node.args[1:], node.kwargs), value_of)  # type: Any, Any
+    kwargs = {key: value for key, value in kwargs.items() if key != "input"}
     if isinstance(at, list):
         if name == "getitem" and isinstance(args[0], int):
             return at[args[0]]

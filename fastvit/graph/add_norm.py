@@ -11,13 +11,19 @@ from torch.fx import Node
 from fastvit import ops
 from fastvit.graph._calls import Refused, first, name_of
 from fastvit.graph._layout import same_shape
-from fastvit.graph._subject import Emitter, Subject, fake, value_of
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake, value_of
 from fastvit.graph.norm_linear import norm_of
 
 
 def rewrite(subject: Subject) -> None:
     for node in list(subject.graph.nodes):
-        if name_of(node) != "layer_norm" or name_of(total := first(node)) != "add" or total.kwargs:
+        if (
+            name_of(node) != "layer_norm"
+            or name_of(total := first(node)) != "add"
+            or total.kwargs
+            or len(total.args) != 2
+        ):
             continue
         with contextlib.suppress(Refused):  # why the norm was left is known by now
             _rewrite(subject, node, total)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
 from fastvit.graph._layout import same_shape
-from fastvit.graph._subject import Emitter, Subject, fake, value_of
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake, value_of
 from fastvit.graph._views import COPIES, RESHAPES, is_view
 
 
@@ -66,12 +68,14 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
     matched, p = {root}, 0.0
     while at is not softmax:
         matched.add(at)
+        _check_precision(at, fake(root).dtype)
         if name_of(at) == "dropout":
             if p:
                 raise Refused("two dropouts")
             p = dropout_of(at)
         at = first(at)
     matched.add(softmax)
+    _check_precision(softmax, fake(root).dtype)
     at = first(softmax)
     probabilities = _operands(root)[0], softmax, at
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
@@ -82,6 +86,7 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
             matched.add(at)
             at, scale = factor[0], scale * factor[1]
         elif name_of(at) in (*COPIES, *RESHAPES):
+            _check_precision(at, fake(root).dtype)
             matched.add(at)
             at = first(at)
         else:
@@ -95,6 +100,11 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
     if fake(q).dtype != fake(root).dtype:
         raise Refused(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
     _emit(subject, root, matched, (q, k, v), scale, p, softmax, k_transposed=name_of(at) == "matmul")
+
+
+def _check_precision(node: Node, dtype: torch.dtype) -> None:
+    if fake(node).dtype not in (dtype, torch.float32, torch.float64):
+        raise Refused(f"scores or probabilities in {fake(node).dtype}")
 
 
 def _what_is_between(scores: Node) -> str:

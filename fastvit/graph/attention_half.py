@@ -14,10 +14,11 @@ from typing import Any
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, name_of, scaled, words
+from fastvit.graph._calls import Refused, first, name_of, scaled, words
 from fastvit.graph._epilogue import replace_longest
 from fastvit.graph._layout import Layout, Size, known_equal, same_shape
-from fastvit.graph._subject import Emitter, Subject, fake
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake
 from fastvit.graph._views import behind_views, follow, is_view
 from fastvit.graph.norm_linear import LinearCall, linear_of, norm_of
 from fastvit.graph.rotary import rotation_of, same_positions
@@ -161,7 +162,7 @@ def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, lis
         if len(at.users) != 1:
             raise Refused("attention's output is used more than once")
         (user,) = at.users
-        if name_of(user) == "linear" and user.args[0] is at and proj is None:
+        if name_of(user) == "linear" and first(user) is at and proj is None:
             proj = linear_of(user)
             if not known_equal(fake(at).shape[-1], E):
                 raise Refused("a projection of single heads")
@@ -169,7 +170,7 @@ def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, lis
                 layout = layout.through_linear(proj.out_features)
             except ValueError:
                 raise Refused("the projection reads heads in another order") from None
-        elif is_view(user) and user.args[0] is at:
+        elif is_view(user) and first(user) is at:
             layout = follow(layout, [user])
         else:
             raise Refused(f"{words(user)} behind attention")

@@ -19,7 +19,8 @@ from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
 from fastvit.graph._epilogue import replace_longest
 from fastvit.graph._layout import Layout, dense_strides
-from fastvit.graph._subject import Emitter, Subject, fake
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake
 from fastvit.graph._views import behind_views, follow
 from fastvit.graph.attention import dropout_of
 from fastvit.graph.norm_linear import LinearCall, Norm, linear_of, norm_of
@@ -48,8 +49,11 @@ class _Gated(NamedTuple):
 
 def rewrite(subject: Subject) -> None:
     for node in list(subject.graph.nodes):
-        act = _activation(node)
-        if act is None or not _is_linear(behind_views(act.x)[0]):
+        try:
+            act = _activation(node)
+            if act is None or not _is_linear(behind_views(act.x)[0]):
+                continue
+        except Refused:  # an activation with arguments that none has
             continue
         try:
             _rewrite(subject, act, node)
@@ -75,19 +79,25 @@ def _activation(node: Node) -> _Act | None:
 
 def _quick_gelu(sigmoid: Node) -> _Act | None:
     """x * sigmoid(1.702 * x)"""
-    inner = scaled(sigmoid.args[0])
+    inner = scaled(first(sigmoid))
     if inner is None or inner[1] != 1.702 or len(sigmoid.users) != 1:
         return None
     (root,) = sigmoid.users
     if name_of(root) != "mul" or {*root.args} != {inner[0], sigmoid}:
         return None
-    return _Act("quick_gelu", inner[0], root, {sigmoid, sigmoid.args[0], root})  # type: ignore[arg-type]
+    return _Act("quick_gelu", inner[0], root, {sigmoid, first(sigmoid), root})
 
 
 def _tanh_gelu(tanh: Node) -> _Act | None:
     """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), in any order of the products"""
-    outer = scaled(tanh.args[0])
-    if outer is None or not math.isclose(outer[1], math.sqrt(2.0 / math.pi)) or name_of(outer[0]) != "add":
+    outer = scaled(first(tanh))
+    if (
+        outer is None
+        or outer[0].kwargs
+        or len(outer[0].args) != 2
+        or not math.isclose(outer[1], math.sqrt(2.0 / math.pi))
+        or name_of(outer[0]) != "add"
+    ):
         return None
     cubes = [(scaled(term), other) for term, other in (outer[0].args[:2], outer[0].args[1::-1])]
     cube, x = next(((cube, x) for cube, x in cubes if cube is not None and name_of(cube[0]) == "pow"), (None, None))
@@ -96,6 +106,12 @@ def _tanh_gelu(tanh: Node) -> _Act | None:
     (plus_one,) = tanh.users
     if name_of(plus_one) != "add" or not {1.0} & {a for a in plus_one.args if is_number(a)} or len(plus_one.users) != 1:
         return None
+    if (
+        plus_one.kwargs
+        or cube[0].kwargs
+        or any(name_of(node).endswith("_") for node in (*tanh.all_input_nodes, *outer))
+    ):
+        return None
     (root,) = plus_one.users
     if name_of(root) != "mul" or plus_one not in root.args:
         return None
@@ -103,7 +119,7 @@ def _tanh_gelu(tanh: Node) -> _Act | None:
     if scaled(half) != (x, 0.5):
         return None
     term = next(a for a in outer[0].args if scaled(a) == cube)
-    return _Act("gelu_tanh", x, root, {tanh, tanh.args[0], outer[0], term, cube[0], plus_one, root, half})  # type: ignore[arg-type]
+    return _Act("gelu_tanh", x, root, {tanh, first(tanh), outer[0], term, cube[0], plus_one, root, half})  # type: ignore[arg-type]
 
 
 def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
@@ -122,7 +138,7 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
         inner = hidden = _only_user(hidden)
         matched.add(inner)
     end = _only_user(hidden)
-    if not _is_linear(end) or end.args[0] is not hidden:
+    if not _is_linear(end) or first(end) is not hidden:
         raise Refused(f"{words(end)} behind its activation")
     fc2 = linear_of(end)
     matched.add(end)

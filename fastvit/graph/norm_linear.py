@@ -1,16 +1,16 @@
-"""LayerNorm -> one or several linear layers, nothing else reading the normalised rows, becomes `ops.layer_norm_linear`,
-which saves x and the row statistics."""
+"""LayerNorm -> linear, nothing else reading the normalised rows, becomes `ops.layer_norm_linear`, which saves x and the
+row statistics. Of several layers only those of attention are one op: the op's output would be theirs side by side."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, arguments, is_number, name_of, words
-from fastvit.graph._subject import Emitter, Subject, fake
+from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, words
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake
 
 
 class LinearCall(NamedTuple):
@@ -51,7 +51,7 @@ def norm_of(node: Node) -> Norm:
     x, shape, weight, bias, eps, _ = arguments(
         node, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5, cudnn_enable=True
     )
-    if len(shape) != 1:
+    if not isinstance(shape, tuple | list) or len(shape) != 1:
         raise Refused("a LayerNorm over more than the last dimension")
     if weight is None or bias is None:
         raise Refused("a LayerNorm without weight or bias")
@@ -75,18 +75,15 @@ def rewrite(subject: Subject) -> None:
 def _rewrite(subject: Subject, node: Node) -> None:
     norm = norm_of(node)
     users = list(node.users)
-    others = [words(user) for user in users if name_of(user) != "linear" or user.args[0] is not node]
+    others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
     if others or not users:
         raise Refused(f"{', '.join(sorted(set(others))[:3])} behind it")
-    linears = sorted(map(linear_of, users), key=lambda linear: subject.position[linear.node])
+    if len(users) > 1:
+        raise Refused("several linear layers behind it, not those of attention")
+    linear = linear_of(users[0])
 
-    def build(emit: Emitter) -> list[Node]:
+    def build(emit: Emitter) -> Node:
         of_norm = norm.x, norm.weight, norm.bias
-        if len(linears) == 1:
-            return [emit.call(ops.layer_norm_linear, *of_norm, linears[0].weight, linears[0].bias, eps=norm.eps)]
-        weights, biases = tuple(linear.weight for linear in linears), tuple(linear.bias for linear in linears)
-        both = emit.call(ops.layer_norm_linear, *of_norm, weights, biases, eps=norm.eps)
-        parts = emit.method("split", both, [linear.out_features for linear in linears], -1)
-        return [emit.call(operator.getitem, parts, i) for i in range(len(linears))]
+        return emit.call(ops.layer_norm_linear, *of_norm, linear.weight, linear.bias, eps=norm.eps)
 
-    subject.replace_all([linear.node for linear in linears], {node}, build, node)
+    subject.replace(users[0], {node}, build, node)

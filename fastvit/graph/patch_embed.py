@@ -15,9 +15,10 @@ import torch
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, arguments, name_of
+from fastvit.graph._calls import Refused, arguments, first, name_of
 from fastvit.graph._layout import Layout, known_equal
-from fastvit.graph._subject import Emitter, Subject, fake, value_of
+from fastvit.graph._subject import Emitter, Subject
+from fastvit.graph._values import fake, value_of
 from fastvit.graph._views import follow, is_view
 
 
@@ -76,6 +77,8 @@ def _is_patches(node: Node) -> bool:
 
 def _flattened(node: Node) -> _Tokens:
     """Down to (B, N, D), row by row."""
+    if fake(node).dim() != 4:
+        raise Refused("an image without a batch")
     B, D, H, W = fake(node).shape
     want = Layout.of((B, H * W, D), (D * H * W, 1, H * W))
     at, layout, matched = node, Layout.of((B, D, H, W)), frozenset[Node]()
@@ -122,12 +125,16 @@ def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
         return None
     if dim not in (1, -2) or not isinstance(tensors, tuple | list) or tensors[-1] is not tokens:
         return None
-    before = tuple(tensors[:-1])
-    for node in before:
-        value = value_of(node) if isinstance(node, Node) else None
-        if value is None or value.dim() != 3 or not (known_equal(value.shape[0], 1) or known_equal(value.stride(0), 0)):
-            return None
-    return before if before and tokens not in before else None
+    before = tuple(map(_one_sample, tensors[:-1]))
+    return before if before and None not in before and tokens not in tensors[:-1] else None  # type: ignore[return-value]
+
+
+def _one_sample(node: Node) -> Node | None:
+    """What an expand(B, -1, -1) repeats, (1, P, D), or what is of one sample anyhow."""
+    if name_of(node) in ("expand", "expand_as"):
+        node = first(node)
+    value = value_of(node)
+    return node if value is not None and value.dim() == 3 and known_equal(value.shape[0], 1) else None
 
 
 def _rewrite(subject: Subject, conv: Node, tokens: _Tokens) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fastvit.graph._calls import Refused, arguments, first, name_of
 from fastvit.graph._layout import Layout, NotALayout, known_equal
-from fastvit.graph._subject import VIEWS, fake
+from fastvit.graph._values import VIEWS, fake
 from fastvit.graph._views import behind_views, follow, is_view
 from fastvit.ops import Rotary
 
