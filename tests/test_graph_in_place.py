@@ -134,9 +134,10 @@ def test_right(forward, device):
 
 
 @torch.no_grad()
-def test_patches_that_are_written_to(device):
+@pytest.mark.parametrize("behind", [lambda m, y: y + m.pos, lambda m, y: y.relu()], ids=["sum", "relu"])
+def test_patches_that_are_written_to(behind, device):
     def forward(m, image):
-        y = tokens(m, image) + m.pos
+        y = behind(m, tokens(m, image))
         return written(y, y.transpose(1, 2).reshape(B, -1))
 
     compile_and_check(Subject(forward, **layers()), torch.randn(B, 3, 16, 16, device=device))
