@@ -138,7 +138,7 @@ def test_right(forward, device):
 def test_patches_that_are_written_to(behind, device):
     def forward(m, image):
         y = behind(m, tokens(m, image))
-        return written(y, y.transpose(1, 2).reshape(B, -1))
+        return written(y, y.transpose(1, 2).reshape(B, -1)).sum(1)
 
     compile_and_check(Subject(forward, **layers()), torch.randn(B, 3, 16, 16, device=device))
 
