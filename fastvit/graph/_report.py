@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """One graph's entries, in the order in which they run. `str(report)` is a table in which numbered modules to which
+    """One graph's entries in the order in which they run, those of checkpointed parts last. `str(report)` is a table in which numbered modules to which
     the same happened share a row, and below it how much is fused."""
 
     entries: tuple[Entry, ...]
