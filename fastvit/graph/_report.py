@@ -28,8 +28,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """One graph's entries in the order in which they run, those of checkpointed parts last. `str(report)` is a table in which numbered modules to which
-    the same happened share a row, and below it how much is fused."""
+    """One graph's entries in the order in which they run, those of checkpointed parts last. `str(report)` is a table in
+    which numbered modules to which the same happened share a row, and below it how much is fused. seconds: that the
+    rewriting took."""
 
     entries: tuple[Entry, ...]
     seconds: float = 0.0
