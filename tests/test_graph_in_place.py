@@ -112,6 +112,12 @@ def learnt_gate_of_samples(m, x):
     return x + m.fc2(F.gelu(m.fc1(m.norm(x)))) * gate
 
 
+def learnt_gate_out_of_a_view(m, x):
+    """Of an MLP that is fused before."""
+    gate = m.fc2(F.gelu(m.fc1(x)))[:, :1, :1]
+    return x + m.fc2(F.gelu(m.fc1(m.norm(x)))) * gate
+
+
 def keywords(m, x):
     y = F.layer_norm(input=x, normalized_shape=(D,), weight=m.norm.weight, bias=m.norm.bias)
     h = F.gelu(F.linear(input=y, weight=m.fc1.weight, bias=m.fc1.bias))
@@ -122,7 +128,7 @@ def keywords(m, x):
 
 OTHERS = [
     tanh_gelu_with_alpha, tanh_gelu_with_alpha_within, scores_as_integers, probabilities_in_half,
-    probabilities_as_truth, learnt_gate_of_samples, keywords,
+    probabilities_as_truth, learnt_gate_of_samples, learnt_gate_out_of_a_view, keywords,
 ]  # fmt: skip
 OF_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half, probabilities_as_truth]
 

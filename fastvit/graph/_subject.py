@@ -96,7 +96,7 @@ class Subject:
                 raise Refused("what it computes on the way is used by its end, too")
         except (TypeError, ValueError, RuntimeError) as error:  # what the ops themselves refuse
             emitter.undo()
-            raise Refused(str(error).splitlines()[0]) from None
+            raise Refused((str(error) or repr(error)).splitlines()[0]) from None
         except Refused:
             emitter.undo()
             raise
@@ -171,6 +171,7 @@ class Subject:
             for was, is_now in inputs:
                 if bool(storages(before) & storages(was)) != bool(storages(after) & storages(is_now)):
                     raise Refused("a view that would be a copy, or a copy that would be a view")
+            _require_gradients(before, after)
             if _differ(before, after) or any(storages(before) & storages(was) for was, _ in inputs):
                 values[node] = before, after
         for node, (_, after) in values.items():
@@ -239,7 +240,7 @@ class Emitter:
             raise Refused(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
         if not same_shape(want.stride(), got.stride()) and want.is_contiguous():
             node = self.method("contiguous", node)
-        fake(node).requires_grad_(want.requires_grad)
+        _require_gradients(want, fake(node))
         return node
 
     def undo(self) -> None:
@@ -253,10 +254,21 @@ def _differ(before: Any, after: Any) -> bool:
     return isinstance(before, Tensor) and not same_shape(before.stride(), after.stride())
 
 
+def _require_gradients(before: Any, after: Any) -> None:
+    """As before, of values that were made without autograd."""
+    if isinstance(before, tuple | list):
+        for b, a in zip(before, after, strict=True):
+            _require_gradients(b, a)
+    elif isinstance(before, Tensor) and before.requires_grad:
+        after.requires_grad_()
+
+
 def _refresh(node: Node) -> None:
     """The values of a node's views, after it."""
     for user in node.users:
         if name_of(user) in VIEWS and first(user) is node:
+            before = value_of(user)
             with torch.no_grad():
                 user.meta["example_value"] = evaluate(user)
+            _require_gradients(before, value_of(user))
             _refresh(user)
