@@ -211,6 +211,11 @@ def cross(m, x):
     return m.proj(joined(F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:])))
 
 
+def wide_values(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.proj(F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1)).sum(1))
+
+
 def masked(m, x):
     return m.proj(sdpa(m, x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)))
 
@@ -254,6 +259,7 @@ def small_heads(m, x):
 LEFT = {
     with_probabilities: "the output of its softmax is used elsewhere, too",
     cross: "k and v of another length than q",
+    wide_values: "values that are wider or narrower than keys",
     masked: "a mask",
     causal: "a mask: causal",
     scaled_by_a_tensor: "mul between scores and softmax",

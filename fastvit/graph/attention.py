@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
-from fastvit.graph._layout import same_shape
+from fastvit.graph._layout import known_equal, same_shape
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake, value_of
 from fastvit.graph._views import COPIES, RESHAPES, is_view
@@ -160,8 +160,10 @@ def _emit(
     if not (scale is None or is_number(scale)) or not is_number(p):
         raise Refused("a scale or probability that is a tensor")
     q, k, v = map(fake, qkv)
-    if not same_shape(q.shape, k.mT.shape if k_transposed else k.shape) or not same_shape(q.shape, v.shape):
+    if not same_shape(q.shape, k.mT.shape if k_transposed else k.shape) or not same_shape(q.shape[:-1], v.shape[:-1]):
         raise Refused("k and v of another length than q")
+    if not known_equal(q.shape[-1], v.shape[-1]):
+        raise Refused("values that are wider or narrower than keys")
 
     def build(emit: Emitter) -> Node:
         key = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1]
