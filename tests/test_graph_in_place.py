@@ -218,6 +218,20 @@ def test_strides_that_others_see_are_eagers(forward, device):
     torch.testing.assert_close(fastvit.compile(model, inner="aot_eager")(x), model(x))
 
 
+def test_one_sample_has_the_strides_of_any(device):
+    """A dimension of size 1 may have any stride: no copy, and nothing left."""
+
+    def forward(m, qkv):  # (N, 3, H, d), as towers of packed images have it
+        q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in qkv.unbind(1))
+        parts = [
+            F.scaled_dot_product_attention(q, k, v) for q, k, v in zip(*(t.split(9, 2) for t in (q, k, v)), strict=True)
+        ]
+        return torch.cat([part.transpose(1, 2) for part in parts], dim=1).flatten(2) * 1.0
+
+    report = compile_and_check(Subject(forward), torch.randn(2 * N, 3, H, 16, device=device))
+    assert report.fused("attention") == (2, 2)
+
+
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
 def test_transforms_within_the_graph(transform, device):
     m = Subject(None, **layers()).to(device)

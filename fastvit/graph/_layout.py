@@ -30,6 +30,12 @@ def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
     return len(a) == len(b) and all(map(known_equal, a, b))
 
 
+def same_strides(a: Any, b: Any) -> bool:
+    """Of two tensors of one shape: those of dimensions of size 1 lead nowhere."""
+    sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(known_equal(size, 1) or known_equal(s, t) for size, s, t in sizes)
+
+
 def dense_strides(shape: Sequence[Size]) -> list[Size]:
     strides: list[Size] = []
     stride: Size = 1

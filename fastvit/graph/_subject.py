@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit.graph._calls import Refused, first, name_of, words
-from fastvit.graph._layout import outermost_first, same_shape
+from fastvit.graph._layout import outermost_first, same_shape, same_strides
 from fastvit.graph._report import Entry, Kind, entry_of
 from fastvit.graph._values import VIEWS, evaluate, fake, mutated, storages, value_of
 
@@ -102,7 +102,7 @@ class Subject:
             raise
         for root, node in zip(roots, new, strict=True):
             root.replace_all_uses_with(node)
-            if not same_shape(fake(root).stride(), fake(node).stride()):
+            if not same_strides(fake(root), fake(node)):
                 self._restrided.append((node, fake(root)))
         for old in sorted({*matched, *roots}, reverse=True):  # as they stand in the graph
             self.graph.erase_node(old)
@@ -186,7 +186,7 @@ class Subject:
         emitter = Emitter(self, min(users), node.meta["fastvit_site"])
         copy = emitter.method("contiguous", emitter.method("permute", node, order))
         copy = emitter.method("permute", copy, [order.index(i) for i in range(len(order))])
-        if not same_shape(fake(copy).stride(), before.stride()):
+        if not same_strides(fake(copy), before):
             raise Refused("strides that no copy has")
         for user in users:
             user.replace_input_with(node, copy)
@@ -238,7 +238,7 @@ class Emitter:
         want, got = fake(root), fake(node)
         if not same_shape(want.shape, got.shape) or want.dtype != got.dtype or want.device != got.device:
             raise Refused(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
-        if not same_shape(want.stride(), got.stride()) and want.is_contiguous():
+        if not same_strides(want, got) and want.is_contiguous():
             node = self.method("contiguous", node)
         _require_gradients(want, fake(node))
         return node
@@ -251,7 +251,7 @@ class Emitter:
 def _differ(before: Any, after: Any) -> bool:
     if isinstance(before, tuple | list):
         return any(map(_differ, before, after))
-    return isinstance(before, Tensor) and not same_shape(before.stride(), after.stride())
+    return isinstance(before, Tensor) and not same_strides(before, after)
 
 
 def _require_gradients(before: Any, after: Any) -> None:
