@@ -108,7 +108,8 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
     for kind, counted in found.items():
         if counted:
             yield f"{kind} left, and in how many models:"
-            yield from (f"  {number:4d}  {reason}" for reason, number in counted.most_common())
+            ordered = sorted(counted.items(), key=lambda item: (-item[1], item[0]))
+            yield from (f"  {number:4d}  {reason}" for reason, number in ordered)
             yield ""
 
 
