@@ -64,8 +64,8 @@ def render(path: Path) -> list[str]:
 def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
     run = [row for row in rows if row["status"] not in ("eager", "Dynamo", "slow")]
     right = sum(row["status"] == "right" for row in run)
-    alone = f"{len(rows) - len(run)} do not run or compile by themselves, or not in time"
-    yield f"{library}: {len(rows)} models, of which {alone}; {right} of the other {len(run)} right"
+    alone = f"{len(rows) - len(run)} do not run, compile alone or end in time"
+    yield f"{library}: {len(rows)} models; {alone}; {right} of the other {len(run)} right"
     with_attention = [pair for row in run if (pair := counts(row, "attention"))[1]]
     whole = sum(fused == all_of_it for fused, all_of_it in with_attention)
     yield f"{whole} of {len(with_attention)} with every self-attention fused that has neither mask nor bias"
