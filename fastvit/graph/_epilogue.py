@@ -75,7 +75,9 @@ def _longer(e: Epilogue) -> Epilogue | None:
         return replace(taken, residual=other) if same_shape(of.shape, shape) else None
     if _is_vector(of.shape, shape[-1]) and e.layer_scale is None:
         return replace(taken, layer_scale=other)
-    rows = of.dim() == len(shape) and known_equal(of.shape[0], shape[0]) and all(s == 1 for s in of.shape[1:])
+    rows = (
+        of.dim() == len(shape) and known_equal(of.shape[0], shape[0]) and all(known_equal(s, 1) for s in of.shape[1:])
+    )
     if rows and e.row_scale is None and not of.requires_grad:
         return replace(taken, row_scale=other)
     return None

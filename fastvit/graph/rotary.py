@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from fastvit.graph._calls import Refused, arguments, first, name_of
-from fastvit.graph._layout import Layout, NotALayout, known_equal
+from fastvit.graph._layout import Layout, NotALayout, known_equal, same_shape
 from fastvit.graph._values import VIEWS, fake
 from fastvit.graph._views import behind_views, follow, is_view
 from fastvit.ops import Rotary
@@ -91,7 +91,7 @@ def _same(a: Any, b: Any) -> bool:
 def _check_tables(x: Node, sin: Node, cos: Node) -> None:
     if fake(sin).requires_grad or fake(cos).requires_grad:
         raise Refused("rotary positions that are learnt")
-    if fake(sin).shape[-2:] != fake(x).shape[-2:] or fake(cos).shape != fake(sin).shape:
+    if not same_shape(fake(sin).shape[-2:], fake(x).shape[-2:]) or not same_shape(fake(cos).shape, fake(sin).shape):
         raise Refused("rotary positions of part of a head")
 
 
@@ -142,4 +142,4 @@ def _relative(node: Node, base: Node) -> Layout:
 def _behind_slice(x: Node) -> Node:
     """What x is a slice of: tensor[:, :, P:], or an item of tensor.split(...)."""
     before: Any = first(x) if is_view(x) else x
-    return first(before) if name_of(before) in ("split", "split_with_sizes", "tensor_split") else before
+    return first(before) if name_of(before) in ("split", "split_with_sizes") else before
