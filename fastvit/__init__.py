@@ -1,15 +1,19 @@
 """Fused Triton kernels for Vision Transformers: as torch ops (`fastvit.ops`), as nn.Modules, and inside the models of
 other libraries, by class (`accelerate`) or by graph (`compile`). `fastvit.checkpoints` reads their weights;
-`fastvit.reference` is plain PyTorch."""
+`fastvit.study` shows what a ViT costs; `fastvit.reference` is plain PyTorch.
 
-from typing import Any
+`import fastvit` by itself imports nothing, torch included: what is used is imported when it is first asked for."""
 
-from fastvit import export, ops, reference
-from fastvit.graph import compile
-from fastvit.integrations import accelerate, accelerated, restore
-from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
-from fastvit.vit import VisionTransformer
-from fastvit.zoo import create_model, list_models
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastvit import export, ops, reference, study
+    from fastvit.graph import compile
+    from fastvit.integrations import accelerate, accelerated, restore
+    from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
+    from fastvit.vit import VisionTransformer
+    from fastvit.zoo import create_model, list_models
 
 __all__ = [
     "Attention",
@@ -30,9 +34,19 @@ __all__ = [
     "ops",
     "reference",
     "restore",
+    "study",
 ]
 
 __version__: str
+
+_OF = {
+    "fastvit.graph": ("compile",),
+    "fastvit.integrations": ("accelerate", "accelerated", "restore"),
+    "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed"),
+    "fastvit.vit": ("VisionTransformer",),
+    "fastvit.zoo": ("create_model", "list_models"),
+}
+_MODULE = {name: module for module, names in _OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
@@ -43,4 +57,17 @@ def __getattr__(name: str) -> Any:
             return version("fastvit")
         except PackageNotFoundError:  # a checkout on the path, not installed
             return "0.0.0+unknown"
+    if name in _MODULE:
+        value = globals()[name] = getattr(import_module(_MODULE[name]), name)
+        return value
+    if not name.startswith("_"):
+        try:
+            return import_module(f"fastvit.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"fastvit.{name}":
+                raise
     raise AttributeError(f"module 'fastvit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -75,6 +75,14 @@ def test_no_tensor_is_made_or_touched(vit: nn.Module) -> None:
     assert calls.names == []
 
 
+def test_on_the_meta_device(vit: nn.Module, image: Tensor) -> None:
+    """As memory is planned: shapes, and no fallback."""
+    fastvit.accelerate(vit.to("meta"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert vit(image.to("meta")).is_meta
+
+
 def test_deepcopy_and_pickle_stay_accelerated_and_apart(vit: nn.Module, image: Tensor) -> None:
     fastvit.accelerate(vit)
     want = vit(image)

@@ -27,6 +27,7 @@ from benchmarks.harness.schedule import TELLING, Schedule, selection, turns
 from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
+from fastvit.study._baselines import use_sdpa
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -209,7 +210,7 @@ def test_sdpa_baseline_is_the_reference() -> None:
     plain, sdpa = (Draw(torch.float64, CPU).module(lambda: reference.Block(32, 2)) for _ in range(2))
     x = Draw(torch.float64, CPU).normal(2, 17, 32)
     expected = plain(x)
-    eager.use_sdpa(sdpa)
+    use_sdpa(sdpa)
     with eager.SdpaBackend() as backend:
         got = sdpa(x)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastvit import reference
 from fastvit.ops import Rotary
-from fastvit.reference_eva import EvaAttention
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -136,33 +133,6 @@ def patch_embed(
         image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
     patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
     return torch.cat([prefix.expand(image.shape[0], -1, -1), patches + pos_embed], dim=1)
-
-
-def _sdpa_forward(self: reference.Attention, x: Tensor) -> Tensor:
-    B, N, D = x.shape
-    q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-    dropout = self.attn_drop.p if self.training else 0.0
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-    return self.proj_drop(self.proj(out.transpose(1, 2).reshape(B, N, D)))
-
-
-def _sdpa_forward_of_eva(self: EvaAttention, x: Tensor, rope: Tensor | None = None) -> Tensor:
-    q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.project(x))
-    if rope is not None:
-        q, k = self.rotate(q, rope), self.rotate(k, rope)
-    dropout = self.attn_drop.p if self.training else 0.0
-    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-    return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).flatten(2))))
-
-
-def use_sdpa(model: nn.Module) -> nn.Module:
-    """The reference model, its attention replaced by PyTorch's."""
-    for module in model.modules():
-        if isinstance(module, reference.Attention):
-            module.forward = MethodType(_sdpa_forward, module)  # type: ignore[method-assign]
-        elif isinstance(module, EvaAttention):
-            module.forward = MethodType(_sdpa_forward_of_eva, module)  # type: ignore[method-assign]
-    return model
 
 
 class SdpaBackend(TorchDispatchMode):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastvit
 from benchmarks.harness import eager
@@ -20,6 +20,8 @@ from fastvit import layers, ops, reference, zoo
 from fastvit._zoo_eva import CONFIGS as EVAS
 from fastvit.eva import Eva
 from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.study._baselines import use_sdpa
+from fastvit.study._subject import reference_arguments
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
 
@@ -148,7 +150,7 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
     kind = layers.Block if provider == "fused" else reference.Block
     module = draw.module(lambda: kind(D, H, qkv_bias=True))
     if provider == "sdpa":
-        eager.use_sdpa(module)
+        use_sdpa(module)
     return Runner.of(module, draw.normal(B, N, D))
 
 
@@ -156,12 +158,10 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
     """A model of the zoo on photographs."""
     kinds = (Eva, ReferenceEva) if name in EVAS else (fastvit.VisionTransformer, reference.VisionTransformer)
     kind: Callable[..., Any] = kinds[provider != "fused"]
-    config = zoo.config(name) | {"img_size": px, **options}
-    if provider != "fused" and "norm_layer" in config:  # of the zoo, which names our LayerNorm
-        config["norm_layer"] = functools.partial(nn.LayerNorm, **config["norm_layer"].keywords)
-    vit = draw.module(lambda: kind(**config))
+    config = zoo.config(name) if provider == "fused" else reference_arguments(name)
+    vit = draw.module(lambda: kind(**{**config, "img_size": px, **options}))
     if provider == "sdpa":
-        eager.use_sdpa(vit)
+        use_sdpa(vit)
     return Runner.of(vit, draw.photographs(B, px))
 
 

@@ -137,7 +137,7 @@ def check_input(x: Any, description: Any, plan: Plan) -> None:
     pixels = plan.takes_pixels and x.dtype is torch.uint8
     if not x.is_floating_point() and not pixels:
         raise Unsupported(f"its input is {x.dtype}")
-    any_dtype = pixels or torch.is_autocast_enabled(x.device.type)
+    any_dtype = pixels or (not x.is_meta and torch.is_autocast_enabled(x.device.type))  # which refuses meta tensors
     for tensor in _tensors((x, description)):
         if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, as DTensor
             raise Unsupported(f"a {type(tensor).__name__}")

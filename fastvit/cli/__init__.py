@@ -1,0 +1,54 @@
+"""The command `fastvit`: a verb a file, each a thin layer over `fastvit.study`. Nothing here imports torch before a
+verb runs, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from fastvit.cli import _terminal
+
+# verb -> the line that describes it; the file of a verb has `configure(parser)` and `run(args)`, its exit status
+VERBS = {
+    "memory": "what a model needs at every image size: planned without running it, and measured",
+    "models": "parameters, tokens, FLOPs and activations of every known model",
+    "attention": "attention maps and rollout over a picture",
+    "explore": "one page to explore a model: patches, tokens, memory, attention",
+    "verify": "hold the fused ops against float64 on this device",
+    "doctor": "this machine: device, versions, and which path each op takes",
+    "bench": "the benchmarks in their quickest form, in a checkout",
+}
+_EXAMPLE = """examples:
+  fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048 --batch 8 --mode train
+  fastvit models 'vit_base_*' --image-size 384
+  fastvit VERB --help   has examples of each verb
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; 0, or 1 where a check failed, or 2 for a mistake of whoever called it."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in argv if word in VERBS), None)
+    parser = _terminal.Parser("fastvit", "See what a Vision Transformer costs, and what it looks at.", _EXAMPLE)
+    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
+    for verb, line in VERBS.items():
+        of_verb = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
+        if verb == chosen:
+            importlib.import_module(f"fastvit.cli._{verb}").configure(of_verb)
+    args = parser.parse_args(argv)
+    return _terminal.guarded(lambda: importlib.import_module(f"fastvit.cli._{args.verb}").run(args), args.traceback)
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="the version of fastvit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from fastvit import __version__
+
+        print(f"fastvit {__version__}")
+        parser.exit()

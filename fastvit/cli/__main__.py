@@ -1,0 +1,8 @@
+"""python -m fastvit.cli"""
+
+import sys
+
+from fastvit.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

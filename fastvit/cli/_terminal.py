@@ -1,0 +1,144 @@
+"""What the verbs share: how they read sizes, print tables, show progress, write files and fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100  # of every table
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with examples below, as they are written."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str | None = None, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=description, epilog=epilog, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def guarded(run: Callable[[], int], traceback: bool = False) -> int:
+    """run(); a mistake in what was asked for becomes one line and status 2, an interruption status 130."""
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        expected = isinstance(error, ValueError | OSError | ImportError) or type(error).__name__ == "OutOfMemoryError"
+        if traceback or not expected:
+            raise
+        print(f"fastvit: {described(error)}", file=sys.stderr)
+        return 2
+
+
+def described(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def console() -> Console:
+    """Of standard output: 100 columns at most; colours only on a terminal, and none under NO_COLOR."""
+    rich = wanted("rich.console", "rich")
+    width = None if sys.stdout.isatty() else WIDTH
+    found = rich.Console(width=width, highlight=False, soft_wrap=False)
+    if found.width > WIDTH:
+        found.width = WIDTH
+    return found
+
+
+def wanted(module: str, package: str) -> Any:
+    """A module of the extra `study`, or an ImportError that says how to get it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name and error.name.split(".")[0] != package:
+            raise
+        raise ImportError(f"this wants {package}, which is not installed: pip install 'fastvit[study]'") from None
+
+
+@contextlib.contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, if that is a terminal: the function yielded tells what is next, and that one is done."""
+    if not sys.stderr.isatty() or total < 2:
+        yield lambda now: None
+        return
+    bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
+    columns = (
+        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn(),
+    )  # fmt: skip
+    with bars.Progress(*columns, console=rich.Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        started = False
+
+        def step(now: str) -> None:
+            nonlocal started
+            bar.update(task, description=f"{what}: {now}", advance=int(started))
+            started = True
+
+        yield step
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """A whole file or none: what a full disk cuts off is removed, and the error names the file."""
+    path = Path(path)
+    try:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        if path.is_file() and error.errno == 28:
+            path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    print(f"wrote {path}", file=sys.stderr)
+
+
+# ---- arguments that several verbs take ----
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """ "224,384x512" -> [(224, 224), (384, 512)]: height x width."""
+    return [_size(word) for word in text.split(",") if word]
+
+
+def _size(word: str) -> tuple[int, int]:
+    parts = word.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"a size is 224 or 224x448 (height x width), got {word!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def size(text: str) -> tuple[int, int]:
+    """ "224" or "224x448" -> (height, width)."""
+    return _size(text)
+
+
+def integers(text: str) -> list[int]:
+    """ "1,8,64" -> [1, 8, 64]"""
+    if not all(word.isdigit() and int(word) for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be positive integers such as 1,8,64, got {text!r}")
+    return [int(word) for word in text.split(",")]
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)

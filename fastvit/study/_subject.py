@@ -1,0 +1,268 @@
+"""What a study is about: a model by name, file or function, as each provider runs it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import integrations, reference, zoo
+from fastvit._arguments import Pair, checked_pair
+from fastvit._zoo_eva import CONFIGS as EVAS
+from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.study import _baselines
+
+PROVIDERS = ("eager", "sdpa", "fused")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that can be built at other image sizes.
+
+    Attributes:
+        name: as it was asked for.
+        source: "fastvit", "timm", "transformers", or "function".
+        image_size, patch_size: (height, width), where nobody asks for another.
+    """
+
+    name: str
+    source: str
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    _make: Callable[..., nn.Module] = field(repr=False)
+
+    def build(
+        self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
+    ) -> nn.Module:
+        """The model with random weights, on the default device.
+
+        Args:
+            provider: "eager" (attention with N x N scores), "sdpa" (PyTorch's), "fused" (fastvit's ops): the reference,
+                or what another library writes; accelerated for "fused".
+            image_size, patch_size: None for the model's own.
+            options: of the model's constructor, such as num_classes.
+
+        Raises:
+            ValueError: an image size that the patch size does not divide, and what a constructor refuses.
+        """
+        if provider not in PROVIDERS:
+            raise ValueError(f"provider must be one of {PROVIDERS}, got {provider!r}")
+        size, patch = self.sizes(image_size, patch_size)
+        if size != self.image_size:
+            options["image_size"] = size
+        if patch != self.patch_size:
+            options["patch_size"] = patch
+        return self._make(provider, **options)
+
+    def sizes(
+        self, image_size: Pair | None = None, patch_size: Pair | None = None
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Image and patch size as (height, width); a ValueError where the patch does not divide the image."""
+        size = self.image_size if image_size is None else checked_pair("image_size", image_size)
+        patch = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
+        if size[0] % patch[0] or size[1] % patch[1]:
+            raise ValueError(
+                f"image size {_pixels(size)} is not a multiple of the patch size {_pixels(patch)} of {self.name}; "
+                f"nearest: {_pixels(_nearest(size, patch))}"
+            )
+        return size, patch
+
+
+def find(name: str) -> Subject:
+    """The model that a name stands for: one of `fastvit.list_models()`, of timm's, a configuration file of transformers
+    (`config.json`, or the folder that has it), or `module:function`, where function([image_size=, patch_size=]) returns
+    the model.
+
+    Raises:
+        ValueError: an unknown name, with the nearest; a configuration or function that makes no model.
+        FileNotFoundError: no such file.
+        ImportError: a module, or a library, that is not installed.
+    """
+    if name in zoo.CONFIGS:
+        return _of_zoo(name)
+    if ":" in name:
+        return _of_function(name)
+    if name.endswith(".json") or "/" in name or Path(name).is_dir():
+        return _of_configuration(name)
+    names, note = list(zoo.CONFIGS), ""
+    if importlib.util.find_spec("timm") is not None:
+        try:
+            timm = importlib.import_module("timm")
+        except Exception as error:  # as beside a torchvision of another build
+            note = f" (timm is installed, but its import fails: {error})"
+        else:
+            if timm.is_model(name):
+                return _of_timm(name, timm)
+            names += timm.list_models()
+    near = difflib.get_close_matches(name, names)
+    hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else "; `fastvit models` lists them"
+    raise ValueError(f"{name!r} is not a known model{hint}{note}")
+
+
+def output_of(result: Any) -> Tensor:
+    """The tensor in what a model returns: itself, the logits or last hidden state, or the first of several."""
+    if isinstance(result, Tensor):
+        return result
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(value := getattr(result, name, None), Tensor):
+            return value
+    values = result.values() if isinstance(result, dict) else result
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int = 3) -> Tensor:
+    """(count, channels, height, width) on the default device, random normal, without a gradient."""
+    return torch.randn(count, channels, *size).to(dtype)
+
+
+# ---- where models come from ----
+
+
+def _of_zoo(name: str) -> Subject:
+    config = zoo.config(name)
+
+    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+        if image_size is not None:
+            options["img_size"] = image_size
+        if provider == "fused":
+            return zoo.create_model(name, **options)
+        kind = ReferenceEva if name in EVAS else reference.VisionTransformer
+        return _as(provider, kind(**{**reference_arguments(name), **options}))
+
+    size, patch = (checked_pair(key, config[key]) for key in ("img_size", "patch_size"))
+    return Subject(name, "fastvit", size, patch, make)
+
+
+def reference_arguments(name: str) -> dict[str, Any]:
+    """The arguments that make the plain PyTorch model of a name of the zoo."""
+    config = zoo.config(name)
+    if "norm_layer" in config:  # the zoo names our LayerNorm
+        config["norm_layer"] = partial(nn.LayerNorm, **config["norm_layer"].keywords)
+    return config
+
+
+def _of_timm(name: str, timm: Any) -> Subject:
+    height_width = timm.get_pretrained_cfg(name)
+    size = checked_pair("image_size", tuple(height_width.input_size[1:]) if height_width else 224)
+
+    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+        if image_size is not None:
+            options["img_size"] = image_size
+        model: nn.Module = timm.create_model(name, **options)
+        return _as(provider, model)
+
+    with torch.device("meta"):
+        patch = _patch_size(timm.create_model(name), name)
+    return Subject(name, "timm", size, patch, make)
+
+
+def _of_configuration(name: str) -> Subject:
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a configuration in JSON: {error}") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
+    transformers = importlib.import_module("transformers")
+    values = dict(values)
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    config = getattr(config, "vision_config", config)
+    if getattr(config, "patch_size", None) is None or getattr(config, "image_size", None) is None:
+        raise ValueError(f"{path} describes no ViT: {config.model_type} has no image_size and patch_size")
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        sized = type(config).from_dict(config.to_dict())
+        for key, value in options.items():
+            setattr(sized, key, _square(value))
+        return _as(provider, transformers.AutoModel.from_config(sized))
+
+    size, patch = (checked_pair(key, _pair(getattr(config, key))) for key in ("image_size", "patch_size"))
+    return Subject(name, "transformers", size, patch, make)
+
+
+def _of_function(name: str) -> Subject:
+    module_name, _, function_name = name.partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{module_name} has no function {function_name!r}")
+    takes = inspect.signature(function).parameters
+    spelling = "img_size" if "img_size" in takes and "image_size" not in takes else "image_size"
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        if "image_size" in options:
+            options[spelling] = options.pop("image_size")
+        if unknown := [key for key in options if key not in takes and not _takes_any(takes)]:
+            raise ValueError(f"{name} takes no {unknown[0]}: its model has one size only")
+        model = function(**{key: _square(value) for key, value in options.items()})
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
+        return _as(provider, model)
+
+    with torch.device("meta"):
+        model = make("sdpa")
+    patch = _patch_size(model, name)
+    size = takes[spelling].default if spelling in takes else None
+    size = size if size not in (None, inspect.Parameter.empty) else _image_size(model)
+    return Subject(name, "function", checked_pair("image_size", size), patch, make)
+
+
+def _as(provider: str, model: nn.Module) -> nn.Module:
+    """The model of a library, as a provider runs it."""
+    if isinstance(model, reference.VisionTransformer):
+        return _baselines.use_sdpa(model) if provider == "sdpa" else model
+    if provider == "fused":
+        integrations.accelerate(model)
+    elif provider == "eager":
+        _baselines.use_eager(model)
+    return model
+
+
+def _patch_size(model: nn.Module, name: str) -> tuple[int, int]:
+    """Of the first convolution that strides as wide as its kernel."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size and module.stride[0] > 1:
+            return module.stride[0], module.stride[1]
+    raise ValueError(f"{name} has no patch embedding that strides as wide as its kernel: it is no plain ViT")
+
+
+def _image_size(model: nn.Module) -> Pair:
+    for module in (model, *model.modules()):
+        for key in ("img_size", "image_size"):
+            if isinstance(value := getattr(module, key, None), int | tuple):
+                return value
+    return 224
+
+
+def _takes_any(parameters: Any) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _square(value: Any) -> Any:
+    """One integer where (height, width) are equal, which is what some constructors take."""
+    return value[0] if isinstance(value, tuple) and value[0] == value[1] else value
+
+
+def _pixels(size: tuple[int, int]) -> str:
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def _nearest(size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
+    height, width = (max(1, round(s / p)) * p for s, p in zip(size, patch, strict=True))
+    return height, width
