@@ -53,18 +53,26 @@ class Allocations(TorchDispatchMode):
     scores: set[int] = field(default_factory=set)  # elements of what softmax returned
     _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
 
+    _inside: bool = False
+
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (tokens := _TOKENS.get(func)) is not None:
             self.tokens = self.tokens or tokens(*args)
+        if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            return 0  # a seed, the only thing that an op reads; fakes have no values
         implementation = _library.IMPLEMENTATIONS.get(func)
         if implementation is None:
             out = func(*args, **(kwargs or {}))
         else:
-            with self:
-                out = implementation(*args, backend="triton" if self.gpu else "aten")
+            self._inside = True
+            try:
+                with self:
+                    out = implementation(*args, backend="triton" if self.gpu else "aten")
+            finally:
+                self._inside = False
         self.see(out)
         if func is torch.ops.aten._softmax.default:
             self.scores.add(out.numel())

@@ -167,11 +167,16 @@ def plan(
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
     if setting.mode == "infer":
         saved = set()
-    sizes = []
-    for group in (weights, gradients, optimizer, inputs, saved - matrices, matrices):
-        sizes.append(seen.bytes_of(there & group))
+    groups = {
+        "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
+        "saved": saved - matrices, "attention": matrices,
+    }  # fmt: skip
+    parts = {}
+    for name, group in groups.items():
+        parts[name] = seen.bytes_of(there & group)
         there -= group
-    return Plan(Parts(*sizes, seen.bytes_of(there)), seen.tokens, seen.bytes_of(seen.held(of=matrices)))
+    parts["temporaries"] = seen.bytes_of(there)
+    return Plan(Parts(**parts), seen.tokens, seen.bytes_of(seen.held(of=matrices)))
 
 
 def _without_data(model: nn.Module) -> None:
