@@ -76,6 +76,7 @@ def test_dropout_saves_its_seed(kind, monkeypatch):
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_how_memory_grows(kind, mode):
     found = study.memory(SMALL, image_sizes=(32, 64, 128, 256), batches=(2,), mode=mode, device=kind)
+    assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
     eager, fused = found.exponents("eager"), found.exponents("fused")
     assert eager["attention"] == pytest.approx(2.0, abs=0.05)
     assert fused["activations"] == pytest.approx(1.0, abs=0.05)

@@ -109,9 +109,10 @@ class Allocations(TorchDispatchMode):
             elements *= extent
         return block.shape[-2:] == (N, N) and elements in self.scores
 
-    def held(self, first: int = 0, of: set[int] | None = None) -> set[int]:
-        """The blocks that are there at the moment when they are most, from the event `first` on. of: no others."""
-        events = [(i, n, came) for i, (n, came) in enumerate(self.events) if of is None or n in of]
+    def held(self, first: int, last: int | None = None, of: set[int] | None = None) -> set[int]:
+        """The blocks that are there at the moment when they are most, from the event `first` on and before `last`.
+        of: no others."""
+        events = [(i, n, came) for i, (n, came) in enumerate(self.events[:last]) if of is None or n in of]
         now, most, when = 0, 0, -1
         for i, number, came in events:
             now += self.blocks[number].nbytes if came else -self.blocks[number].nbytes

@@ -55,10 +55,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one step: the parts of its peak, tokens N, and bytes of the N x N matrices when these are most."""
+    """Of one step: the parts of its peak; tokens N; and the bytes of all activations, and of the N x N matrices among
+    them, each when these are most, an optimizer's step left out."""
 
     parts: Parts
     tokens: int
+    activations: int
     attention: int
 
 
@@ -127,17 +129,18 @@ class Step:
             out = output_of(self.model(self.images))
         return out.float().square().mean() if self.setting.mode == "train" else out
 
-    def run(self, between: Callable[[], None] = lambda: None) -> None:
-        """The step. between: called behind the forward pass."""
+    def run(self, reached: Callable[[str], None] = lambda what: None) -> None:
+        """The step. reached: called behind the "forward" and the "backward" pass."""
         if self.setting.mode == "infer":
             with torch.no_grad():
                 out = self.forward()
-            between()
+            reached("forward")
             del out
             return
         loss = self.forward()
-        between()
+        reached("forward")
         loss.backward()
+        reached("backward")
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -159,14 +162,13 @@ def plan(
         optimizer = set(seen.see(step.state()))
         if gpu and setting.dtype == "amp":
             stack.enter_context(_AutocastAsOnGpu())
-        begin, saved = len(seen.events), set[int]()
+        begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
         with seen:
-            step.run(lambda: saved.update(seen.alive()))
+            step.run(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
             gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
         there = seen.held(begin)
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
-    if setting.mode == "infer":
-        saved = set()
+    saved = ends["forward"][1] if setting.mode == "train" else set()
     groups = {
         "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
         "saved": saved - matrices, "attention": matrices,
@@ -176,7 +178,10 @@ def plan(
         parts[name] = seen.bytes_of(there & group)
         there -= group
     parts["temporaries"] = seen.bytes_of(there)
-    return Plan(Parts(**parts), seen.tokens, seen.bytes_of(seen.held(of=matrices)))
+    last, _ = list(ends.values())[-1]
+    activations = set(range(len(seen.blocks))) - weights - gradients - optimizer - inputs
+    most = [seen.bytes_of(seen.held(begin, last, of)) for of in (activations, matrices)]
+    return Plan(Parts(**parts), seen.tokens, *most)
 
 
 def _without_data(model: nn.Module) -> None:
