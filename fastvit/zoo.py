@@ -240,7 +240,8 @@ def create_model(
         weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, of timm, torchvision, Hugging Face
             transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP or open_clip; positions are interpolated to
             `img_size`. No code from a file is run.
-        drop_head: leave out the file's head (classifier, pooler, attention pooling); the model's own stays untrained.
+        drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
+            model's own stays untrained.
         overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's and
             Perception Encoder's models. A file does not tell the activation and the norms' eps: where
             the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).
