@@ -390,7 +390,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "mlp_ratio": draw(st.sampled_from([0.5, 1.3, 4.0])),
         "class_token": class_token,
         "reg_tokens": draw(st.integers(0, 3)),
-        "global_pool": draw(st.sampled_from(["", "avg", "avgmax", "max"] + ["token"] * class_token)),
+        "global_pool": draw(st.sampled_from(["", "avg", "avgmax", "max", "map"] + ["token"] * class_token)),
         "init_values": draw(st.sampled_from([None, 0.3])),
         "pos_embed": draw(st.sampled_from(["learn", "none"])),
         "act_layer": draw(st.sampled_from(ACTIVATIONS)),
