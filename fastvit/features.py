@@ -29,7 +29,10 @@ class Trunk(nn.Module):
     patch_drop: nn.Module
     num_prefix_tokens: int
     has_class_token: bool
-    grad_checkpointing: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grad_checkpointing = False
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""

@@ -140,7 +140,6 @@ class VisionTransformer(Trunk):
         self.no_embed_class = no_embed_class
         self.pool_include_prefix = pool_include_prefix
         self.dynamic_img_size = dynamic_img_size
-        self.grad_checkpointing = False
 
         embed = by_name("embed_layer", embed_layer, EMBED_LAYERS)
         options: dict[str, Any] = {"bias": not pre_norm, "dynamic_img_pad": dynamic_img_pad, **factory}

@@ -30,8 +30,8 @@ PARAMETERS = {
     "vit_pe_core_base_patch16_224": 93_673_984,
 }
 # one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;
-# three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks, with attention pooling
-# and without; xy; registers alone
+# three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks, with attention
+# pooling and without; xy; registers alone
 KINDS = [
     "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "vit_tiny_patch16_dinov3_qkvb",
     "eva02_tiny_patch14_224", "eva02_base_patch14_448", "eva02_base_patch16_clip_224", "eva_giant_patch14_224",

@@ -115,6 +115,15 @@ def test_eva_with_learnt_positions() -> None:
     assert close(seeded(ours, x), seeded(theirs, x))
 
 
+def test_position_dropout_comes_first() -> None:
+    """As in timm: the same draws leave the same numbers."""
+    arguments = {"img_size": 64, "depth": 1, "num_classes": 5, "patch_drop_rate": 0.5, "pos_drop_rate": 0.3}
+    ours, theirs = (lib.create_model("vit_tiny_patch16_224", **arguments) for lib in (fastvit, import_timm()))
+    twins(ours, theirs)
+    x = torch.randn(2, 3, 64, 64)
+    assert close(seeded(ours, x), seeded(theirs, x))
+
+
 def test_rotary_positions_are_refused() -> None:
     message = r"^patch_drop_rate must be 0 with use_rot_pos_emb=True, got 0.5: "
     with pytest.raises(ValueError, match=message):
