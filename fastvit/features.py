@@ -15,7 +15,6 @@ from fastvit._patch_dropout import PatchDropout
 __all__ = ["Trunk"]
 
 Indices = int | Sequence[int]
-Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]
 
 
 class Trunk(nn.Module):
@@ -47,7 +46,7 @@ class Trunk(nn.Module):
     def forward_intermediates(
         self, x: Tensor, indices: Indices | None = None, return_prefix_tokens: bool = False, norm: bool = False,
         stop_early: bool = False, output_fmt: str = "NCHW", intermediates_only: bool = False, output_dict: bool = False,
-    ) -> Intermediates | tuple[Tensor, Intermediates] | dict[str, Any]:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """The patches' tokens behind some blocks, as timm's method of this name.
 
         Args:
@@ -86,7 +85,7 @@ class Trunk(nn.Module):
     def get_intermediate_layers(
         self, x: Tensor, n: Indices = 1, reshape: bool = False, *, return_prefix_tokens: bool = False,
         return_class_token: bool = False, norm: bool = True,
-    ) -> tuple[Tensor, ...] | tuple[tuple[Tensor, Tensor], ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:  # fmt: skip
         """The patches' tokens behind some blocks, as DINOv2's method of this name, and timm's.
 
         **norm is True by default, as in DINOv2, whose callers rely on it; in timm it is False.** What both have behind
