@@ -227,8 +227,9 @@ class AttentionPoolLatent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
-        q = self.q(self.latent).reshape(1, 1, self.num_heads, -1).transpose(1, 2)  # (1, H, 1, d)
-        k, v = self.kv(x).reshape(B, N, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
+        H, d = self.num_heads, D // self.num_heads
+        q = self.q(self.latent).reshape(1, 1, H, d).transpose(1, 2)  # (1, H, 1, d)
+        k, v = self.kv(x).reshape(B, N, 2, H, d).permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
         probabilities = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)  # (B, H, 1, N)
         y = self.proj((probabilities @ v).transpose(1, 2).reshape(B, D))
         return y + self.mlp(self.norm(y))
