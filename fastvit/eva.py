@@ -147,5 +147,5 @@ class Eva(VisionTransformer):
             self.head.weight.mul_(self.__dict__.get("head_init_scale", 1.0))
 
     def _embedded(self, x: Tensor) -> tuple[Any, ...]:
-        rope = None if self.rope is None else self.rope.get_embed(self.patch_embed.grid_of(x), x.device)
+        rope = None if self.rope is None else self.rope.get_embed(self._grid_of(x), x.device)
         return *super()._embedded(x), rope

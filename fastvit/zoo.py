@@ -5,7 +5,7 @@ DeiT      Touvron et al. 2021, arXiv:2012.12877; DeiT-III: Touvron et al. 2022, 
 DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
 CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143
 SigLIP    Zhai et al. 2023, arXiv:2303.15343, SigLIP 2: Tschannen et al. 2025, arXiv:2502.14786; *_gap_*: the tower with
-          average pooling in place of its attention pooling
+          average pooling in place of its attention pooling; patch14_*378: the weights of 384 px too, of which 378 count
 BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
