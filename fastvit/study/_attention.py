@@ -177,7 +177,7 @@ def _one(image: Tensor) -> Tensor:
 def _checked(name: str, value: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    numbers = (value,) if isinstance(value, int) else tuple(value)
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
     if not numbers or any(type(number) is not int for number in numbers):
         raise ValueError(f"{name} must be an integer, some integers, or None for all, got {value!r}")
     return numbers

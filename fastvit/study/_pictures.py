@@ -45,9 +45,11 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
     height, width = checked_pair("size", size)
     if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
         raise ValueError(f"mean and std must have three values, std positive ones, got {tuple(mean)} and {tuple(std)}")
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ImportError("pictures want pillow, which is not installed: pip install 'fastvit[study]'") from None
     rgb = _rgb(path)
-    from PIL import Image, ImageOps
-
     scale = min(rgb.width / width, rgb.height / height)
     shown = ImageOps.fit(rgb, (max(1, round(scale * width)), max(1, round(scale * height))))
     resized = torch.from_numpy(np.array(shown.resize((width, height), Image.Resampling.BICUBIC)))
@@ -57,12 +59,8 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
 
 
 def _rgb(path: str | Path) -> Image:
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise ImportError(
-            "reading a picture wants pillow, which is not installed: pip install 'fastvit[study]'"
-        ) from None
+    from PIL import Image, ImageOps
+
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)
