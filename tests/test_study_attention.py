@@ -74,6 +74,15 @@ def materialised(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(seen)
 
 
+def dense_rollout(weights: Tensor) -> Tensor:
+    """(layers, H, N, N) -> (N, N), in float64."""
+    eye = torch.eye(weights.shape[-1], dtype=torch.float64)
+    product = eye
+    for layer in weights.double().mean(1):
+        product = (0.5 * layer + 0.5 * eye) @ product
+    return product
+
+
 # ---- rows ----
 
 
@@ -101,6 +110,18 @@ def test_rows_in_bfloat16_are_as_accurate_as_eager_ones() -> None:
     expected, eager = materialised(exact.double(), x.double()), materialised(low, x).float()
     assert found.rows.dtype is torch.float32
     assert_as_accurate(found.rows, eager[:, :, [0, 3 + 8]], expected[:, :, [0, 3 + 8]])
+
+
+def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones() -> None:
+    ours, theirs = pair("vit")
+    expected = materialised(copy.deepcopy(theirs).double(), image().double())
+    with torch.autocast("cpu", torch.bfloat16):
+        maps, rollout = study.attention_maps(ours, image()), study.attention_rollout(ours, image())
+        eager = materialised(theirs, image()).float()
+    assert_as_accurate(maps.rows[:, :, 0], eager[:, :, 0], expected[:, :, 0])
+    assert_as_accurate(rollout.rows[0], dense_rollout(eager)[0].float(), dense_rollout(expected)[0])
+    for found in (maps, rollout):
+        torch.testing.assert_close(found.rows.sum(-1), torch.ones(found.rows.shape[:-1]), rtol=0.0, atol=1e-6)
 
 
 def test_rows_are_the_same_on_both_backends(backend: str) -> None:
@@ -403,11 +424,7 @@ def test_rollout_is_its_definition(kind: str, chunk: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(_attention, "_CHUNK", chunk)
     ours, theirs = pair(kind)
     found = study.attention_rollout(ours, image(), queries=["cls", (2, 1)])
-    weights = materialised(theirs, image()).double().mean(1)
-    eye = torch.eye(weights.shape[-1], dtype=torch.float64)
-    expected = eye
-    for layer in weights:
-        expected = (0.5 * layer + 0.5 * eye) @ expected
+    expected = dense_rollout(materialised(theirs, image()))
     numbers = [0, found.num_prefix_tokens + 2 * 6 + 1]
     torch.testing.assert_close(found.rows.double(), expected[numbers], **VISIBLE)
     assert (found.queries, found.grid, found.patches.shape) == (("cls", (2, 1)), GRID, (2, *GRID))

@@ -141,16 +141,18 @@ def _mixed(rows: Tensor, call: Call) -> Tensor:
     H, N, _ = call.q.shape
     chunk = max(1, _CHUNK // (H * N))
     mixed = torch.zeros_like(rows)
-    for start in range(0, N, chunk):
-        weights = _softmax(call.q[:, start : start + chunk], call.k, call.scale).mean(0)
-        mixed += rows[:, start : start + chunk] @ weights
+    with torch.autocast(rows.device.type, enabled=False):
+        for start in range(0, N, chunk):
+            weights = _softmax(call.q[:, start : start + chunk], call.k, call.scale).mean(0)
+            mixed += rows[:, start : start + chunk] @ weights
     return mixed
 
 
 def _rows(call: Call, heads: Sequence[int] | None, queries: list[int]) -> _Rows:
     chosen = _resolved("heads", heads, call.q.shape[0])
     index = list(chosen)
-    return chosen, _softmax(call.q[:, queries][index], call.k[index], call.scale)
+    with torch.autocast(call.q.device.type, enabled=False):
+        return chosen, _softmax(call.q[:, queries][index], call.k[index], call.scale)
 
 
 def _softmax(q: Tensor, k: Tensor, scale: float) -> Tensor:
