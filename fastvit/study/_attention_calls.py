@@ -27,6 +27,7 @@ class Call(NamedTuple):
 
     layer: its number in the order of the forward, from 0.
     q, k: (H, N, d); scale: of the scores.
+    bias: (H, N, N) added to the scores, as relative positions are, or None.
     grid: (h, w) of the patches, or None where no patch embedding ran before.
     unseen: why the above are not what weights could be computed from; q, k are empty then. Otherwise "".
     """
@@ -35,6 +36,7 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     scale: float
+    bias: Tensor | None
     grid: tuple[int, int] | None
     unseen: str = ""
 
@@ -70,8 +72,7 @@ class _Catches:
         elif name.startswith("aten::_scaled_dot_product_"):
             q, k = given["query"], given["key"]
             if q.shape[-2] == k.shape[-2]:  # else from few tokens to all, as heads pool: no layer
-                biased = given.get("attn_mask", given.get("attn_bias")) is not None
-                self._attends(q, k, given, "it has a mask, or a bias of its scores" if biased else "")
+                self._attends(q, k, given)
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
             seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"
@@ -84,11 +85,16 @@ class _Catches:
     def _attends(self, q: Tensor, k: Tensor, given: dict[str, Any], unseen: str = "") -> None:
         if not unseen:
             unseen = _unusable(q, k, given)
-        scale = given.get("scale")
+        scale, bias = given.get("scale"), given.get("attn_mask", given.get("attn_bias"))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        q, k = (q.new_empty(0), q.new_empty(0)) if unseen else (q[0], k[0])
+        if unseen:
+            q = k = q.new_empty(0)
+            bias = None
+        else:
+            q, k = q[0], k[0]
+            bias = None if bias is None else bias.expand(1, *q.shape[:2], q.shape[1])[0]
         self.calls += 1
-        self.on_call(Call(self.calls - 1, q, k, scale, self.grid, unseen))
+        self.on_call(Call(self.calls - 1, q, k, scale, bias, self.grid, unseen))
 
 
 class _Catcher(_Catches, TorchDispatchMode):
