@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """Attributes:
-    shown: the part of the picture that the model sees, RGB, in the file's own resolution.
-    pixels: (3, H, W) float32, resized and normalised.
+    """What of a picture a model sees.
+
+    Attributes:
+        shown: that part of it, RGB, in the file's own resolution.
+        pixels: the same as a model takes it: (3, H, W), float32, on the CPU.
     """
 
     shown: Image
@@ -52,10 +54,9 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
     rgb = _rgb(path)
     scale = min(rgb.width / width, rgb.height / height)
     shown = ImageOps.fit(rgb, (max(1, round(scale * width)), max(1, round(scale * height))))
-    resized = torch.from_numpy(np.array(shown.resize((width, height), Image.Resampling.BICUBIC)))
-    pixels = resized.permute(2, 0, 1).float() / 255
-    values = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
-    return Picture(shown, (pixels - next(values)) / next(values))
+    pixels = np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC), np.float32) / 255
+    pixels = (pixels - np.array(mean, np.float32)) / np.array(std, np.float32)
+    return Picture(shown, torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
 
 
 def _rgb(path: str | Path) -> Image:
