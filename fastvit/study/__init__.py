@@ -1,7 +1,24 @@
 """What a ViT costs and what it looks at: plain functions that return dataclasses. The command
 `fastvit` is over them."""
 
+from fastvit.study._attention import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study._memory import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
+from fastvit.study._pictures import Picture, read_picture
 from fastvit.study._plan import Parts, Setting
 
-__all__ = ["MemoryPoint", "MemoryStudy", "Parts", "Setting", "image_size", "largest_batch", "largest_image", "memory"]
+__all__ = [
+    "AttentionMaps",
+    "MemoryPoint",
+    "MemoryStudy",
+    "Parts",
+    "Picture",
+    "Setting",
+    "TokenWeights",
+    "attention_maps",
+    "attention_rollout",
+    "image_size",
+    "largest_batch",
+    "largest_image",
+    "memory",
+    "read_picture",
+]
