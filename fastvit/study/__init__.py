@@ -2,12 +2,15 @@
 `fastvit` is over them."""
 
 from fastvit.study._attention import AttentionMaps, TokenWeights, attention_maps, attention_rollout
+from fastvit.study._block import BlockCost, BlockOp, block
 from fastvit.study._memory import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
 from fastvit.study._pictures import Picture, read_picture
 from fastvit.study._plan import Parts, Setting
 
 __all__ = [
     "AttentionMaps",
+    "BlockCost",
+    "BlockOp",
     "MemoryPoint",
     "MemoryStudy",
     "Parts",
@@ -16,6 +19,7 @@ __all__ = [
     "TokenWeights",
     "attention_maps",
     "attention_rollout",
+    "block",
     "image_size",
     "largest_batch",
     "largest_image",
