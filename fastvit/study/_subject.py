@@ -127,6 +127,8 @@ def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int 
 
 # ---- where models come from ----
 
+_DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
+
 
 def _of_zoo(name: str) -> Subject:
     config = zoo.config(name)
@@ -139,7 +141,7 @@ def _of_zoo(name: str) -> Subject:
         kind = ReferenceEva if name in EVAS else reference.VisionTransformer
         return _as(provider, kind(**{**reference_arguments(name), **options}))
 
-    size, patch = (checked_pair(key, config[key]) for key in ("img_size", "patch_size"))
+    size, patch = (checked_pair(key, config.get(key, default)) for key, default in _DEFAULTS)
     return Subject(name, "fastvit", size, patch, make)
 
 
