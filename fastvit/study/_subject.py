@@ -20,6 +20,7 @@ from fastvit import integrations, reference, zoo
 from fastvit._arguments import Pair, checked_pair
 from fastvit._zoo_eva import CONFIGS as EVAS
 from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.reference_eva import SwiGLUPacked
 from fastvit.study import _baselines
 
 PROVIDERS = ("eager", "sdpa", "fused")
@@ -150,6 +151,8 @@ def reference_arguments(name: str) -> dict[str, Any]:
     config = zoo.config(name)
     if "norm_layer" in config:  # the zoo names our LayerNorm
         config["norm_layer"] = partial(nn.LayerNorm, **config["norm_layer"].keywords)
+    if config.get("mlp_layer") == "swiglupacked":  # the reference takes classes only
+        config["mlp_layer"] = SwiGLUPacked
     return config
 
 
