@@ -3,5 +3,6 @@
 
 from fastvit.study._hardware import GPUS
 from fastvit.study._models import ModelCost, models
+from fastvit.study._verify import Verdict, verify
 
-__all__ = ["GPUS", "ModelCost", "models"]
+__all__ = ["GPUS", "ModelCost", "Verdict", "models", "verify"]
