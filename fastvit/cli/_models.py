@@ -99,9 +99,9 @@ def _cell(value: Any) -> Any:
 
 
 def _table(costs: Sequence[ModelCost], parts: bool) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = _terminal.wanted("rich.table", "rich").Table(
+        box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+    )
     table.add_column("model", overflow="fold")
     heads = ["image"] if parts else ["image", "patch"] + ["batch"] * any(cost.batch > 1 for cost in costs)
     if parts:
@@ -130,12 +130,11 @@ def _table(costs: Sequence[ModelCost], parts: bool) -> None:
 
 
 def _one(cost: ModelCost) -> None:
-    from rich.table import Table
-
     from fastvit.study import GPUS
 
     of, batch = cost.parameters, f" of {cost.batch} images" if cost.batch > 1 else " of an image"
-    table = Table(box=None, pad_edge=False, show_header=False, title=cost.name, title_justify="left")
+    make = _terminal.wanted("rich.table", "rich").Table
+    table = make(box=None, pad_edge=False, show_header=False, title=cost.name, title_justify="left")
     table.title_style = "bold"
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify)

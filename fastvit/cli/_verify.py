@@ -91,10 +91,9 @@ def described(verdict: Verdict) -> str:
 
 
 def _table(verdicts: Sequence[Verdict]) -> None:
-    from rich.table import Table
-
     dtypes = list(dict.fromkeys(verdict.dtype for verdict in verdicts))
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    make = _terminal.wanted("rich.table", "rich").Table
+    table = make(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for head in ("op", "size", "tokens", "path"):
         table.add_column(head, overflow="fold", justify="right" if head == "tokens" else "left")
     for dtype in dtypes:

@@ -1,8 +1,9 @@
 """What a ViT costs and what it looks at: plain functions that return dataclasses. The command
 `fastvit` is over them."""
 
+from fastvit.study._doctor import Finding, doctor
 from fastvit.study._hardware import GPUS
 from fastvit.study._models import ModelCost, models
 from fastvit.study._verify import Verdict, verify
 
-__all__ = ["GPUS", "ModelCost", "Verdict", "models", "verify"]
+__all__ = ["GPUS", "Finding", "ModelCost", "Verdict", "doctor", "models", "verify"]
