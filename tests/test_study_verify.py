@@ -27,16 +27,16 @@ def test_every_public_op_is_verified_and_right():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_dtypes_and_head_dims(dtype):
-    names = ["attention", "rotary_qkvpacked", "layer_norm_attention", "mlp"]
+    names = ["attention", "rotary_qkvpacked", "linear"]
     verdicts = list(verify(dtypes=[dtype], head_dims=[72, 80], names=names, device="cpu"))
     assert all(verdict.passed and verdict.dtype == dtype for verdict in verdicts)
-    assert [verdict.head_dim for verdict in verdicts] == [72] * 3 + [80] * 3 + [None] * 2
+    assert [verdict.head_dim for verdict in verdicts] == [72] * 2 + [80] * 2 + [None] * 2
 
 
 def test_kernels_of_triton_are_verified(triton_backend):
-    verdicts = list(verify(names=["layer_norm", "dropout"], **QUICK))
-    assert [(verdict.passed, verdict.path) for verdict in verdicts] == [(True, verdicts[0].path)] * 2
-    assert verdicts[0].path in ("Triton", "interpreter")
+    (verdict,) = verify(names=["dropout"], **QUICK)
+    assert verdict.passed
+    assert verdict.path in ("Triton", "interpreter")
 
 
 def test_gradients_of_everything_are_compared(monkeypatch):
