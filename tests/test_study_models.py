@@ -93,6 +93,14 @@ def test_saved_bytes_are_those_of_a_real_step():
     assert cost.saved_bytes > L * 10 * 2 * N * D * 2  # of every block ten token tensors
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_storage_counts_once_and_a_parameter_s_not_at_all(device):
+    x, weight = (torch.ones(100, device=device, requires_grad=True) for _ in range(2))
+    y = x * 2
+    saved, out = _models.saved_bytes(lambda: (y * y, y[:50] * y[50:], y * weight), [weight])
+    assert (saved, len(out)) == (400, 3)
+
+
 def test_a_bound_is_the_larger_of_arithmetic_and_memory():
     costs = models("vit_tiny_patch16_224", batch=[1, 256], gpu="h100-sxm", sort="bound")
     assert [(cost.batch, cost.bound.limit) for cost in costs] == [(256, "FLOPs"), (1, "bytes")]

@@ -143,6 +143,15 @@ def test_errors_of_several_tensors_are_those_of_one():
         assert pooled[1:] == pytest.approx(whole[1:], rel=1e-12)
 
 
+def test_both_norms_count():
+    exact = torch.ones(1000, dtype=torch.float64)
+    one, all_of_them = torch.ones(2, 1000).unbind()
+    one[0] += 1e-3
+    all_of_them += 1e-3
+    assert _oracle.error_ratio(all_of_them, one, exact, 2.0) > 10  # the maximum is the same
+    assert _oracle.error_ratio(one, all_of_them / 2 + 0.5, exact, 2.0) == pytest.approx(2, rel=1e-2)
+
+
 def test_infinities_have_to_be_in_place():
     exact = torch.tensor([1.0, math.inf], dtype=torch.float64)
     right, finite = exact.float(), torch.ones(2)
