@@ -2,8 +2,8 @@
 `fastvit` is over them."""
 
 from fastvit.study._doctor import Finding, doctor
-from fastvit.study._hardware import GPUS
+from fastvit.study._hardware import gpus
 from fastvit.study._models import ModelCost, models
 from fastvit.study._verify import Verdict, verify
 
-__all__ = ["GPUS", "Finding", "ModelCost", "Verdict", "doctor", "models", "verify"]
+__all__ = ["Finding", "ModelCost", "Verdict", "doctor", "gpus", "models", "verify"]
