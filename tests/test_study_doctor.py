@@ -156,8 +156,9 @@ def test_bench_runs_pytest_in_the_checkout(monkeypatch):
 
 
 def test_bench_collects_the_quick_cases(monkeypatch):
-    """The benchmarks refuse Triton's interpreter, in which the tests run."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    """The benchmarks refuse Triton's interpreter and several processes, in which the tests run."""
+    for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)
     assert main(["bench", "--", "--collect-only", "-q", "-k", "layer_norm"]) == 0
 
 

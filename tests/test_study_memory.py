@@ -234,7 +234,8 @@ def test_what_a_block_keeps(model, provider, kept, ops):
 
 def test_a_block_of_timm_and_of_rotary_positions():
     pytest.importorskip("triton")
-    assert study.block(TIMM, image_size=64).kept == pytest.approx(10, abs=0.5)
+    kept = study.block(TIMM, image_size=64).kept
+    assert 10 < kept < 11  # with statistics, which count beside 48 channels
     names = [op.name for op in study.block("vit_small_patch16_dinov3").ops]
     assert "rotary" in " ".join(names)
 

@@ -81,7 +81,7 @@ def fields(cost: ModelCost) -> dict[str, Any]:
     """Everything about a row, flat."""
     from dataclasses import asdict
 
-    from fastvit.study import GPUS
+    from fastvit.study._hardware import GPUS
 
     found: dict[str, Any] = {"model": cost.name}
     found |= {key: getattr(cost, key) for key in ("image_size", "patch_size", "grid", "batch")}
@@ -131,7 +131,7 @@ def _table(costs: Sequence[ModelCost], parts: bool) -> None:
 
 
 def _one(cost: ModelCost) -> None:
-    from fastvit.study import GPUS
+    from fastvit.study._hardware import GPUS
 
     of, batch = cost.parameters, f" of {cost.batch} images" if cost.batch > 1 else " of an image"
     make = _terminal.wanted("rich.table", "rich").Table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib
 import importlib.metadata
 import importlib.util
@@ -151,9 +152,8 @@ def _caches() -> Iterator[Finding]:
         from triton import knobs
 
         yield _folder("Triton", Path(knobs.cache.dir))
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    yield _folder("inductor", Path(cache_dir()))
+    of_user = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    yield _folder("inductor", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", of_user)))
 
 
 def _folder(name: str, path: Path) -> Finding:
