@@ -213,19 +213,13 @@ def _size(size: tuple[int, int]) -> str:
 
 def _check_plot(args: argparse.Namespace) -> None:
     """Before anything takes time."""
-    if args.plot.suffix not in (".png", ".svg"):
-        raise ValueError(f"--plot writes .png or .svg, got {args.plot}")
     if len(args.image_size or []) < 2:
         raise ValueError("--plot draws memory against tokens: it wants two image sizes or more")
-    if not args.plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot: there is no folder {args.plot.absolute().parent}")
-    _terminal.wanted("matplotlib", "matplotlib")
+    _terminal.check_picture("--plot", args.plot)
 
 
 def _plot(found: MemoryStudy, args: argparse.Namespace) -> None:
-    from matplotlib import rc_context
-
-    from fastvit.study._plot import BACKGROUNDS, draw
+    from fastvit.study._plot import draw
 
     panels: dict[str, dict[str, tuple[list[int], list[int]]]] = {"activations": {}, "whole step": {}}
     for provider in dict.fromkeys(p.provider for p in found.points):
@@ -237,9 +231,5 @@ def _plot(found: MemoryStudy, args: argparse.Namespace) -> None:
             panels["whole step"][provider] = tokens, [p.peak for p in planned]
     s = found.setting
     caption = f"{found.model}, batch {args.batch[0]}, {s.dtype}, {s.optimizer}, planned for a {_device(found.device)}"
-    with rc_context({"svg.hashsalt": "fastvit"}):
-        figure = draw(panels, caption, args.theme, f"peak memory, {'training' if s.mode == 'train' else 'inference'}")
-        out = io.BytesIO()
-        metadata = {"Date": None} if args.plot.suffix == ".svg" else {}
-        figure.savefig(out, format=args.plot.suffix[1:], dpi=160, facecolor=BACKGROUNDS[args.theme], metadata=metadata)
-    _terminal.write(args.plot, out.getvalue())
+    what = f"peak memory, {'training' if s.mode == 'train' else 'inference'}"
+    _terminal.write_figure(args.plot, draw(panels, caption, args.theme, what), args.theme)

@@ -7,6 +7,7 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastvit.cli import _terminal
@@ -30,6 +31,7 @@ examples:
   fastvit models 'vit_*_dinov3' --parts --sort parameters
   fastvit models vit_large_patch16_224 --image-size 224,512,1024 --batch 1,32 --gpu "H100 SXM"
   fastvit models --csv > models.csv
+  fastvit models vit_base_patch16_224 --block block.svg     what a block runs, and keeps for backward
 """
 
 
@@ -45,6 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help='add the bound of a GPU: "A100 80GB SXM", "H100 SXM", "RTX 4090", ...')
     parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, unless by name")
     parser.add_argument("--parts", action="store_true", help="parameters by part")
+    parser.add_argument("--block", type=Path, metavar="FILE", help="draw the ops of one model's block, .png or .svg")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="the drawing's background")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="everything, as JSON")
     form.add_argument("--csv", action="store_true", help="everything, as CSV")
@@ -54,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     from fastvit import study
     from fastvit.study._models import matching
 
+    if args.block is not None:
+        return _draw_block(args)
     refused: list[str] = []
     with _terminal.progress(len(matching(args.models)), "models") as step:
         costs = study.models(
@@ -74,6 +80,18 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         for reason in refused:
             print(f"left out: {reason}", file=sys.stderr)
+    return 0
+
+
+def _draw_block(args: argparse.Namespace) -> int:
+    """What a block runs and keeps, by provider."""
+    if len(args.models) != 1:
+        raise ValueError(f"--block draws one model, got {' '.join(args.models)}")
+    _terminal.check_picture("--block", args.block)
+    from fastvit.study._block import draw_blocks
+
+    size, patch = ((sizes or [None])[0] for sizes in (args.image_size, args.patch_size))
+    _terminal.write_figure(args.block, draw_blocks(args.models[0], args.theme, size, patch), args.theme)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -119,6 +120,29 @@ def write(path: str | Path, content: str | bytes) -> None:
             path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
     print(f"wrote {path}", file=sys.stderr)
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Before anything takes time: whether a picture can be written there."""
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{option} writes .png or .svg, got {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {path.absolute().parent}")
+    wanted("matplotlib", "matplotlib")
+
+
+def write_figure(path: Path, figure: Any, theme: str) -> None:
+    """A figure of matplotlib, on the background of its theme; the same bytes in every run."""
+    from matplotlib import rc_context
+
+    from fastvit.study._plot import BACKGROUNDS
+
+    out, svg = io.BytesIO(), path.suffix == ".svg"
+    with rc_context({"svg.hashsalt": "fastvit"}):
+        figure.savefig(
+            out, format=path.suffix[1:], dpi=160, facecolor=BACKGROUNDS[theme], metadata={"Date": None} if svg else {}
+        )
+    write(path, out.getvalue())
 
 
 # ---- arguments that several verbs take ----

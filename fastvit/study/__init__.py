@@ -4,7 +4,7 @@
 from fastvit.study._attention import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study._block import BlockCost, BlockOp, block
 from fastvit.study._doctor import Finding, doctor
-from fastvit.study._hardware import GPUS, gpus
+from fastvit.study._hardware import gpus
 from fastvit.study._memory import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
 from fastvit.study._models import ModelCost, models
 from fastvit.study._pictures import Picture, read_picture
@@ -12,7 +12,6 @@ from fastvit.study._plan import Parts, Setting
 from fastvit.study._verify import Verdict, verify
 
 __all__ = [
-    "GPUS",
     "AttentionMaps",
     "BlockCost",
     "BlockOp",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +128,7 @@ def _name_of(module: nn.Module, parameter: nn.Parameter) -> str:
 TITLES = {"eager": "eager", "sdpa": "SDPA", "fused": "fastvit"}
 
 
-def draw_blocks(model: str, theme: str, providers: Sequence[str] = PROVIDERS) -> Any:
+def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_size: Pair | None = None) -> Any:
     """A matplotlib figure: the ops of a block, a column a provider; what is kept is filled."""
     from matplotlib import rc_context
     from matplotlib.colors import to_rgba
@@ -138,7 +137,7 @@ def draw_blocks(model: str, theme: str, providers: Sequence[str] = PROVIDERS) ->
 
     from fastvit.study._plot import COLOURS
 
-    costs = [block(model, provider=provider) for provider in providers]
+    costs = [block(model, provider=provider, image_size=image_size, patch_size=patch_size) for provider in PROVIDERS]
     most = max(len(cost.ops) for cost in costs)
     colours = COLOURS[theme]
     with rc_context({"font.family": "DejaVu Sans", "text.color": colours["ink"]}):

@@ -81,4 +81,8 @@ def _label(name: str, tokens: list[int], peaks: list[int]) -> str:
 
 
 def _size(value: float) -> str:
+    if value >= 1e12:
+        return f"{value / 1e12:.2g} TB"
+    if value >= 1e11:
+        return f"{value / 1e9:,.0f} GB"
     return f"{value / 1e9:.2g} GB" if value >= 1e9 else f"{value / 1e6:,.0f} MB"
