@@ -114,6 +114,8 @@ def _table(verdicts: Sequence[Verdict]) -> None:
     for note in dict.fromkeys(verdict.note for verdict in verdicts if verdict.passed and verdict.note):
         console.print(f"on ATen, which Triton's kernels leave to it: {note}")
     count = f"{len(verdicts) - bad} of {len(verdicts)} hold"
+    if any(not v.passed and v.path == "interpreter" and v.dtype == "bfloat16" for v in verdicts):
+        console.print("Triton's interpreter multiplies bfloat16 wrongly by itself, which is no fault of the kernels")
     console.print(f"{count}: error over eager's, against float64; an output may have 2, a gradient 3")
 
 

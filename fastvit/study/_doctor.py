@@ -200,7 +200,10 @@ def _path(device: torch.device, backend: str) -> tuple[str, str]:
             return "ATen", "triton is not installed"
         return "ATen", "no GPU, and on a CPU Triton has only its interpreter"
     if _library.INTERPRET:
-        return "Triton's interpreter", "TRITON_INTERPRET=1; it is slow, and for tests"
+        return (
+            "Triton's interpreter",
+            "TRITON_INTERPRET=1; slow, and its bfloat16 matmuls are wrong (tests/ mends them)",
+        )
     try:
         return "Triton", f"{device} is {_library.arch(x)}; float64 runs on ATen"
     except _library.Unsupported as reason:
