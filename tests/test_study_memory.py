@@ -14,11 +14,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
 from fastvit.cli import main
 from fastvit.ops import _library
 from fastvit.study import _subject
+from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._block import first_block
 from fastvit.study._memory import _largest
 from fastvit.study._plan import Setting, plan
@@ -123,6 +125,20 @@ def test_autocast_on_a_gpu_has_scores_in_float32():
     subject = _subject.find(SMALL)
     matrices = [plan(subject, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
     assert matrices[1] > 1.3 * matrices[0]
+
+
+def test_what_an_op_allocates_by_itself_is_seen():
+    """The partial sums of LayerNorm's gradient of its weight: a row for each program of 132 multiprocessors or fewer."""
+    pytest.importorskip("triton")
+    with FakeTensorMode(), as_on(gpu=True):
+        x, weight, bias = (torch.empty(*shape, requires_grad=True) for shape in ((4096, 64), (64,), (64,)))
+        with Allocations(gpu=True) as seen:
+            ops.layer_norm(x, weight, bias).sum().backward()
+    (partial,) = [block for block in seen.blocks if len(block.shape) == 3]
+    count, programs, D = partial.shape
+    assert (count, D) == (2, 64)
+    assert programs >= 132
+    assert partial.nbytes == 2 * programs * 64 * 4
 
 
 def test_planning_leaves_no_trace():
