@@ -1,0 +1,177 @@
+"""`fastvit attention`: attention maps and rollout over a picture."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastvit.cli import _terminal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastvit.study import AttentionMaps, Picture, TokenWeights
+
+_EXAMPLES = """examples:
+  fastvit attention vit_small_patch14_dinov2 cat.jpg --weights dinov2_vits14_pretrain.pth --out map.png
+  fastvit attention vit_base_patch16_224 cat.jpg --weights vit.safetensors --layer 6 --head 3 --query 7,9 --out map.png
+  fastvit attention vit_base_patch16_dinov3 cat.jpg --weights dinov3.safetensors --rollout --image-size 448x672
+  fastvit attention my_models:trained cat.jpg --layer 0 --json > rows.json
+
+Layers and heads count from 0, or with negative numbers from the last. Colours are of a map's own largest weight.
+Images are normalised as timm does it for the model of that name, for a configuration or function by ImageNet's values.
+"""
+_TOP = 4  # patches in a row of the table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EXAMPLES
+    add = parser.add_argument
+    add(
+        "model",
+        metavar="MODEL",
+        help="a name of `fastvit models` or of timm, config.json of transformers, or module:function",
+    )
+    add("image", metavar="IMAGE", help="a picture")
+    add("--weights", metavar="FILE", help="trained weights, for a name of `fastvit models` (default: random)")
+    add("--layer", type=int, default=-1, metavar="N", help="default: the last")
+    add("--head", type=int, metavar="N", help="default: all heads")
+    add(
+        "--query",
+        type=_query,
+        metavar="cls|ROW,COL",
+        help="whose weights: CLS, or a patch (default: CLS, else the centre)",
+    )
+    add("--rollout", action="store_true", help="also the rollout of attention through all layers")
+    add("--image-size", type=_terminal.size, metavar="N|HxW", help="what the picture is cropped and resized to")
+    add("--mean", type=_three, metavar="R,G,B", help="subtracted from pixels of 0 to 1")
+    add("--std", type=_three, metavar="R,G,B", help="divided by")
+    add("--out", type=_png, metavar="FILE.png", help="a picture of the maps, instead of a table")
+    add("--json", action="store_true", help="every weight, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from fastvit import study
+    from fastvit.study._normalization import of_subject
+    from fastvit.study._subject import find
+
+    subject = find(args.model)
+    size, _ = subject.sizes(args.image_size)
+    mean, std = of_subject(subject)
+    picture = study.read_picture(args.image, size, args.mean or mean, args.std or std)
+    options: dict[str, Any] = {}
+    if args.weights is not None:
+        if subject.source != "fastvit":
+            raise ValueError(
+                f"--weights is for names of `fastvit models`, and {args.model} is of {subject.source}: for others, "
+                "name a function that returns the model with its weights, as module:function"
+            )
+        options = {"weights": args.weights, "num_classes": 0, "drop_head": True}  # attention wants no head
+    elif subject.source != "function":
+        print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
+    model = subject.build(image_size=args.image_size, **options)
+    queries = None if args.query is None else [args.query]
+    maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
+    rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None
+    if args.out is not None:
+        _terminal.write(args.out, _drawn(args, picture, maps, rollout))
+    if args.json:
+        print(json.dumps(_values(args, size, maps, rollout)))
+    elif args.out is None:
+        _show(args, maps, rollout)
+    return 0
+
+
+# ---- rows, of the heads and of the rollout, by name ----
+
+
+def _rows(maps: AttentionMaps, rollout: TokenWeights | None) -> dict[str, Tensor]:
+    """(N,) each"""
+    rows = {f"head {head}": row[0] for head, row in zip(maps.heads, maps.rows[0], strict=True)}
+    return rows if rollout is None else rows | {"rollout": rollout.rows[0]}
+
+
+def _drawn(args: argparse.Namespace, picture: Picture, maps: AttentionMaps, rollout: TokenWeights | None) -> bytes:
+    from fastvit.study._attention_drawing import draw_maps
+
+    tiles = []
+    for name, row in _rows(maps, rollout).items():
+        patches = row[maps.num_prefix_tokens :]
+        tiles.append((f"{name}, up to {_percent(patches.max())}", patches.unflatten(0, maps.grid)))
+    sheet = draw_maps(picture.shown, f"layer {maps.layers[0]}, {_query_name(maps)}", tiles, maps.queries[0])
+    file = io.BytesIO()
+    sheet.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _values(
+    args: argparse.Namespace, size: tuple[int, int], maps: AttentionMaps, rollout: TokenWeights | None
+) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "image": args.image,
+        "weights": args.weights,
+        "image_size": size,
+        "grid": maps.grid,
+        "num_prefix_tokens": maps.num_prefix_tokens,
+        "layer": maps.layers[0],
+        "query": maps.queries[0],
+        "rows": {name: row.tolist() for name, row in _rows(maps, rollout).items()},
+    }
+
+
+def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights | None) -> None:
+    (h, w), prefix = maps.grid, maps.num_prefix_tokens
+    table = _terminal.wanted("rich.table", "rich").Table(
+        title=f"{args.model}: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, over {h} x {w} patches",
+        title_justify="left", box=None, pad_edge=False,
+    )  # fmt: skip
+    table.add_column("")
+    table.add_column("CLS, registers", justify="right")
+    table.add_column("patches (row, column) with the most weight")
+    for name, row in _rows(maps, rollout).items():
+        values, places = row[prefix:].topk(min(_TOP, h * w))
+        top = [f"({i // w}, {i % w}) {_percent(v)}" for v, i in zip(values, places.tolist(), strict=True)]
+        table.add_row(name, _percent(row[:prefix].sum()) if prefix else "none", "  ".join(top))
+    _terminal.console().print(table)
+
+
+def _query_name(maps: AttentionMaps) -> str:
+    query = maps.queries[0]
+    return "query CLS" if isinstance(query, str) else f"query ({query[0]}, {query[1]})"
+
+
+def _percent(share: Tensor) -> str:
+    return f"{100 * float(share):.1f} %"
+
+
+# ---- arguments ----
+
+
+def _query(text: str) -> str | tuple[int, int]:
+    parts = text.split(",")
+    if text == "cls":
+        return text
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be cls, or row,column of a patch such as 7,9, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def _three(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) != 3:
+        raise argparse.ArgumentTypeError(f"must be three numbers such as 0.5,0.5,0.5, got {text!r}")
+    return values
+
+
+def _png(text: str) -> Path:
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"must be a .png file, got {text!r}")
+    return Path(text)
