@@ -7,8 +7,8 @@ import torch
 from oracle import inputs
 from torch import Tensor
 
-from benchmarks.harness.memory import saved_bytes
 from fastvit import ops
+from fastvit.study._peak import saved_bytes
 
 # "B", "N" and "T": the batch, the tokens of a sample, and those of them that have a rotary position
 X = ("B", "N", 16)

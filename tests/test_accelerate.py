@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from benchmarks.harness.memory import saved_bytes
+from fastvit.study._peak import saved_bytes
 
 FUSED = "layer_norm_attention, layer_norm_mlp"
 

@@ -20,7 +20,6 @@ from benchmarks.harness import dispatch, eager, measure, plot, provenance, resul
 from benchmarks.harness.agreement import _ulp, agreement, error_ratio
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
-from benchmarks.harness.memory import exponent, peak_bytes, running_peak, saved_bytes
 from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import TELLING, Schedule, selection, turns
@@ -28,6 +27,8 @@ from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
 from fastvit.study._baselines import use_sdpa
+from fastvit.study._peak import exponent, peak_bytes, running_peak, saved_bytes
+from fastvit.study._plot import draw
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -343,7 +344,7 @@ def test_the_picture_names_every_line_and_its_slope(tmp_path: Path) -> None:
     for r, peak in zip(records, (n * 64100 for n in (197, 577, 1025)), strict=True):
         r.shape |= {"B": 1, "H": 12}
         r.providers["sdpa"] = Provider(peak_bytes=peak)
-    (panel,) = plot.draw(table.growth(records), "a CPU", "dark").axes
+    (panel,) = draw(table.growth(records), "a CPU", "dark", "peak").axes
     texts = [text.get_text() for text in panel.texts]
     assert [text.split()[0] for text in texts] == ["eager", "SDPA", "fastvit", "the"]
     assert ["{2.00}" in texts[0], "{1.00}" in texts[1], "{1.00}" in texts[2], texts[3]] == [

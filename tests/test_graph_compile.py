@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from benchmarks.harness.memory import saved_bytes
 from fastvit.graph import _backend
 from fastvit.ops import use_backend
+from fastvit.study._peak import saved_bytes
 
 
 @pytest.fixture(autouse=True)

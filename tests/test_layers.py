@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from benchmarks.harness.memory import saved_bytes
 from fastvit import _modules, fuse, layers, readers, reference
+from fastvit.study._peak import saved_bytes
 
 BLOCKS = {
     "plain": {},

@@ -7,9 +7,9 @@ from op_cases import tensors_of
 from oracle import assert_op_as_accurate, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness.memory import saved_bytes
 from fastvit import ops
 from fastvit.ops.rotary import rotary_op
+from fastvit.study._peak import saved_bytes
 
 SPELLINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -13,7 +13,7 @@ from oracle import assert_as_accurate
 from torch import Tensor, nn
 
 import fastvit
-from benchmarks.harness.memory import saved_bytes
+from fastvit.study._peak import saved_bytes
 
 BLOCK = "layer_norm_attention, layer_norm_mlp"
 TIMM = {  # name -> image

@@ -7,9 +7,9 @@ from models import randomised
 from oracle import inputs
 
 from benchmarks.harness.draw import Draw
-from benchmarks.harness.memory import peak_bytes, saved_bytes
 from benchmarks.harness.workloads import Workload
 from fastvit import layers, ops
+from fastvit.study._peak import peak_bytes, saved_bytes
 
 B, N, H, D = 2, 17, 2, 32
 

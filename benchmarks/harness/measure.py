@@ -15,7 +15,6 @@ from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.eager import SdpaBackend
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.memory import peak_bytes, saved_bytes
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import Schedule
@@ -31,6 +30,7 @@ from benchmarks.harness.timing import (
     warm,
 )
 from benchmarks.harness.workloads import Workload
+from fastvit.study._peak import peak_bytes, saved_bytes
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
 

@@ -10,22 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness.memory import exponent
 from benchmarks.harness.record import Record
 from benchmarks.harness.table import growth
+from fastvit.study._plot import draw
 
 FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
-COLOURS = {
-    "light": {"eager": "#cf222e", "sdpa": "#8250df", "compile": "#9a6700", "fused": "#1a7f37"}
-    | {"ink": "#1f2328", "faint": "#d1d9e0"},
-    "dark": {"eager": "#ff7b72", "sdpa": "#d2a8ff", "compile": "#d29922", "fused": "#3fb950"}
-    | {"ink": "#e6edf3", "faint": "#3d444d"},
-}
-NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "compile", "fused": "fastvit"}
-LEVEL = 1.25  # lines of SDPA and fused that end within this factor share a label
-Curves = dict[str, tuple[list[int], list[int]]]  # by provider: tokens and peaks
 
 
 def picture(folder: str) -> str:
@@ -35,63 +25,6 @@ def picture(folder: str) -> str:
         f'<img alt="Peak memory of a training step against the number of tokens" src="{folder}/{FILES["light"]}">'
         "</picture>\n"
     )
-
-
-def draw(studies: dict[str, Curves], caption: str, theme: str) -> Any:
-    """A matplotlib figure, logarithmic, a panel for each op; every line is named at its end, with its slope there."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    ink = COLOURS[theme]["ink"]
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 11, "text.color": ink}):
-        figure = Figure(figsize=(9.2, 4.6), layout="constrained")
-        panels = figure.subplots(1, len(studies), squeeze=False, sharey=True)[0]
-        for panel, (op, curves) in zip(panels, studies.items(), strict=True):
-            _panel(panel, op.removeprefix("memory, "), curves, COLOURS[theme])
-        panels[0].set_ylabel("peak memory of a training step", color=ink)
-        figure.supxlabel(caption, fontsize=9, color=ink, alpha=0.7)
-        return figure
-
-
-def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> None:
-    ends = {name: peaks[-1] for name, (_, peaks) in curves.items()}
-    pair = sorted({"sdpa", "fused"} & ends.keys(), key=lambda name: -ends[name])
-    level = len(pair) == 2 and ends[pair[0]] / ends[pair[1]] < LEVEL
-    for name, (tokens, peaks) in curves.items():
-        above = level and name == "sdpa"  # dashed, so that the line below it is seen
-        panel.loglog(
-            tokens, peaks, color=colours[name], linewidth=2.2, marker="o", markersize=5, zorder=3 + above,
-            linestyle=(0, (3, 2.2)) if above else "-",
-        )  # fmt: skip
-    for names in [[name] for name in ends if not (level and name in pair)] + [pair] * level:
-        words = [(_label(name, *curves[name]), colours[name], "bold") for name in names]
-        words += [("the lines overlap", colours["ink"], "normal")] * (len(names) > 1)
-        for i, (text, colour, weight) in enumerate(words):
-            panel.annotate(
-                text, (curves[names[0]][0][-1], ends[names[0]]), (9, 15 * ((len(words) - 1) / 2 - i)),
-                textcoords="offset points", va="center", color=colour, fontweight=weight, fontsize=10.5,
-                annotation_clip=False,
-            )  # fmt: skip
-    tokens = next(iter(curves.values()))[0]
-    labelled = (tokens[0], tokens[len(tokens) // 2], tokens[-1])
-    panel.set_facecolor("none")
-    panel.set_title(title, loc="left", fontsize=13, fontweight="bold", color=colours["ink"])
-    panel.set_xlabel("tokens N", color=colours["ink"])
-    panel.set_xticks(tokens, [str(n) if n in labelled else "" for n in tokens])
-    panel.yaxis.set_major_formatter(lambda value, _: _size(value))
-    panel.minorticks_off()
-    panel.tick_params(colors=colours["ink"], length=0)
-    panel.grid(color=colours["faint"], linewidth=0.8)
-    panel.spines[:].set_visible(False)
-
-
-def _label(name: str, tokens: list[int], peaks: list[int]) -> str:
-    slope = f", $\\mathregular{{N^{{{exponent(tokens[-3:], peaks[-3:]):.2f}}}}}$" if len(tokens) > 2 else ""
-    return f"{NAMES[name]} {_size(peaks[-1])}{slope}"
-
-
-def _size(value: float) -> str:
-    return f"{value / 1e9:.2g} GB" if value >= 1e9 else f"{value / 1e6:,.0f} MB"
 
 
 def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
@@ -104,7 +37,9 @@ def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
     shape = next(r.shape for r in records if r.op in studies)
     for theme, name in FILES.items():
         with rc_context({"svg.hashsalt": "fastvit"}):  # the same file in every run
-            figure = draw(studies, f"{where}; batch {shape['B']}, {shape['H']} heads", theme)
+            panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
+            caption = f"{where}; batch {shape['B']}, {shape['H']} heads"
+            figure = draw(panels, caption, theme, "peak memory of a training step")
             figure.savefig(folder / name, transparent=True, metadata={"Date": None})
     return [folder / name for name in FILES.values()]
 

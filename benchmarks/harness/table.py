@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.columns import WIDTH, make
-from benchmarks.harness.memory import exponent
 from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
+from fastvit.study._peak import exponent
 
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\

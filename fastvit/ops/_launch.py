@@ -11,10 +11,11 @@ Triton's public way it stays wherever somebody watches launches (profilers hook 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import triton
@@ -22,7 +23,8 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from fastvit.ops._library import INTERPRET, Unsupported
+from fastvit.ops import _library
+from fastvit.ops._library import Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
 _DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
@@ -42,6 +44,26 @@ class Compiled(NamedTuple):
     constexprs: tuple[None, ...]
 
 
+@contextlib.contextmanager
+def nothing_launched(multiprocessors: int) -> Iterator[None]:
+    """Within the context launchers allocate what they would on a GPU of so many multiprocessors, and launch nothing:
+    how memory is planned."""
+    global _instead
+    before = _instead, _library.INTERPRET, _library.without_gpu
+    _instead, _library.INTERPRET, _library.without_gpu = (lambda *_: None), False, multiprocessors
+    try:
+        yield
+    finally:
+        _instead, _library.INTERPRET, _library.without_gpu = before
+
+
+def _interpreted(
+    kernel: Any, programs: int, tensors: tuple[Any, ...], numbers: tuple[float, ...], constants: Constants
+) -> None:
+    kernel[(programs,)](*tensors, *numbers, **constants)
+
+
+_instead: Callable[..., object] | None = _interpreted if _library.INTERPRET else None  # of a launch on a GPU
 _compiled: dict[Key, Compiled] = {}
 _refused: dict[Key, str] = {}  # why a GPU or the compiler does not take a kernel
 _triton = threading.RLock()
@@ -56,8 +78,8 @@ def launch(
     are the latter and launch options, in one order for one kernel. Raises `Unsupported` where it does not compile or
     fit: each time, but is compiled only once.
     """
-    if INTERPRET:
-        kernel[(programs,)](*tensors, *numbers, **constants)
+    if _instead is not None:
+        _instead(kernel, programs, tensors, numbers, constants)
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = driver.active.get_current_device()

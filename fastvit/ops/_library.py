@@ -49,6 +49,7 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 _LIB = torch.library.Library("fastvit", "DEF")
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> the same in functions that exporters know
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> what runs behind it: (*arguments, backend=)
 _warned: set[tuple[str, str]] = set()
 
 
@@ -182,6 +183,7 @@ def register(
     _LIB.impl(name, dispatched, "CUDA")
     torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
     overload = getattr(torch.ops.fastvit, name).default
+    IMPLEMENTATIONS[overload] = op
     if decomposition is not None:
         DECOMPOSITIONS[overload] = decomposition
     if flops is not None:
@@ -273,10 +275,17 @@ def _cuda_arch(index: int) -> str:
     return arch
 
 
-@functools.cache
+without_gpu = 4  # multiprocessors, where there is no GPU; in the interpreter few, so that persistent loops iterate
+
+
 def multiprocessors(index: int | None) -> int:
-    """Streaming multiprocessors of a GPU; 4 in the interpreter, so that persistent loops iterate there too."""
-    return 4 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+    """Streaming multiprocessors of a GPU."""
+    return without_gpu if index is None else _multiprocessors(index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _target(x: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Memory of a step: peak bytes, bytes saved for backward, and how a peak grows with N."""
+"""Memory of a function: peak bytes, bytes saved for backward, and how a peak grows with N."""
 
 from __future__ import annotations
 

@@ -1,0 +1,245 @@
+"""fastvit memory: planned and measured peaks, what fits into a budget, and how memory grows."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastvit.cli import _terminal
+
+if TYPE_CHECKING:
+    from fastvit.study import MemoryPoint, MemoryStudy
+
+PROVIDERS = ("eager", "sdpa", "compile", "fused")
+NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "SDPA, compiled", "fused": "fastvit"}
+PARTS = ("weights", "gradients", "optimizer", "inputs", "saved", "attention", "temporaries")
+UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+EXAMPLES = """examples:
+  fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048 --batch 8 --mode train
+  fastvit memory vit_base_patch14_dinov2 --image-size 518 --budget 24GiB --device cuda
+  fastvit memory vit_tiny_patch16_224 --dtype fp32 --measured --plot memory.svg
+  fastvit memory ./config.json --mode infer --json
+
+Planned figures come from the model itself, run on fake tensors: nothing is allocated, and no GPU is needed
+for --device cuda. saved: what the forward pass keeps, attention: N x N scores, at the moment of the peak.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("model", help="a model's name, a config.json of transformers, or module:function")
+    parser.add_argument("--image-size", type=_terminal.sizes, metavar="PX,...", help="224 or 224x448; the model's own")
+    parser.add_argument("--patch-size", type=_terminal.size, metavar="PX", help="another than the model's")
+    parser.add_argument("--batch", type=_terminal.integers, default=[8], metavar="B,...", help="images (8)")
+    parser.add_argument("--mode", choices=("train", "infer"), default="train")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16", "amp"), default="bf16", help="amp: float32 under autocast to bf16"
+    )
+    parser.add_argument("--optimizer", choices=("adamw", "sgd", "none"), default="adamw")
+    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
+    parser.add_argument("--providers", type=_providers, default=["eager", "sdpa", "fused"], metavar="P,...")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="to plan for; the one at hand")
+    parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
+    parser.add_argument("--budget", type=memory_size, metavar="24GiB", help="the largest batch and image that fit")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="everything, in bytes, on standard output")
+    output.add_argument("--csv", action="store_true", help="a line a point, in bytes, on standard output")
+    output.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
+    output.add_argument("--theme", choices=("light", "dark"), default="light", help="the picture's background")
+
+
+def memory_size(text: str) -> int:
+    """ "24GiB", "80GB", "500 MiB" -> bytes."""
+    text = text.strip().lower()
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    try:
+        value = float(number) * UNITS[unit]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"must be an amount of memory such as 24GiB or 80GB, got {text!r}")
+    return int(value)
+
+
+def _providers(text: str) -> list[str]:
+    words = [word for word in text.split(",") if word]
+    if unknown := [word for word in words if word not in PROVIDERS]:
+        raise argparse.ArgumentTypeError(f"providers are {', '.join(PROVIDERS)}, got {unknown[0]!r}")
+    return words
+
+
+def run(args: argparse.Namespace) -> int:
+    import os
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that reads the CPU's allocator tells when it starts
+    if args.plot is not None:
+        _check_plot(args)
+    from fastvit import study
+
+    setting: dict[str, Any] = {
+        "mode": args.mode, "dtype": args.dtype, "optimizer": args.optimizer, "checkpointing": args.checkpointing,
+    }  # fmt: skip
+    common: dict[str, Any] = {"patch_size": args.patch_size, "device": args.device, **setting}
+    sizes = args.image_size or [study.image_size(args.model)]
+    points = len(sizes) * len(args.batch) * len(args.providers)
+    with _terminal.progress(points, "planning") as progress:
+        found = study.memory(
+            args.model, image_sizes=sizes, batches=args.batch, providers=args.providers, measured=args.measured,
+            progress=progress, **common,
+        )  # fmt: skip
+    fits = _fits(args, sizes, common) if args.budget else []
+    if args.plot is not None:
+        _plot(found, args)
+    if args.json:
+        print(json.dumps(as_json(found) | ({"budget": args.budget, "fits": fits} if fits else {}), indent=2))
+    elif args.csv:
+        print(_csv(found), end="")
+    else:
+        _print(found, args, fits)
+    return 0
+
+
+def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[str, Any]) -> list[dict[str, Any]]:
+    """For every provider: the largest batch at every image size, and the largest image at every batch."""
+    from fastvit import study
+
+    planned = [p for p in args.providers if p != "compile"]
+    rows: list[dict[str, Any]] = []
+    with _terminal.progress(len(planned) * (len(sizes) + len(args.batch)), "what fits") as progress:
+        for provider in planned:
+            batch_of, image_of = dict[str, int](), dict[str, int]()
+            for size in sizes:
+                progress(f"{provider}, batch at {_size(size)}")
+                options = {"image_size": size, "provider": provider, **common}
+                batch_of[_size(size)] = study.largest_batch(args.model, args.budget, **options)
+            for batch in args.batch:
+                progress(f"{provider}, image at batch {batch}")
+                options = {"batch": batch, "provider": provider, **common}
+                image_of[str(batch)] = study.largest_image(args.model, args.budget, **options)
+            rows.append({"provider": provider, "batch": batch_of, "image_size": image_of})
+    return rows
+
+
+def as_json(found: MemoryStudy) -> dict[str, Any]:
+    """The study as plain values; peaks beside the parts that they are the sum of."""
+    values = dataclasses.asdict(found)
+    for point, plain in zip(found.points, values["points"], strict=True):
+        if point.planned is not None:
+            plain["planned"]["peak"] = point.planned.peak
+    providers = dict.fromkeys(p.provider for p in found.points if p.planned is not None)
+    return values | {"exponents": {provider: found.exponents(provider) for provider in providers}}
+
+
+def _csv(found: MemoryStudy) -> str:
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(["model", "device", "provider", "height", "width", "tokens", "batch", *PARTS, "planned", "measured"])
+    for p in found.points:
+        parts = [""] * len(PARTS) if p.planned is None else [getattr(p.planned, name) for name in PARTS]
+        peak = "" if p.planned is None else p.planned.peak
+        measured = "" if p.measured is None else p.measured
+        table.writerow(
+            [found.model, found.device, p.provider, *p.image_size, p.tokens, p.batch, *parts, peak, measured]
+        )
+    return out.getvalue()
+
+
+def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, Any]]) -> None:
+    rich = _terminal.wanted("rich.table", "rich")
+    console = _terminal.console()
+    s = found.setting
+    step = f"a step of training with {s.optimizer}" if s.mode == "train" else "inference"
+    more = ", checkpointed" if s.checkpointing else ""
+    table = rich.Table(
+        title=f"{found.model}: peak of {step}{more}, {s.dtype}, on a {_device(found.device)}; MiB",
+        title_justify="left", box=_terminal.wanted("rich.box", "rich").SIMPLE_HEAD, pad_edge=False,
+        title_style="bold",
+    )  # fmt: skip
+    batches = ["batch"] if len({p.batch for p in found.points}) > 1 else []
+    heads = ["image", "N", *batches, "", "weights", "grads", "optim", "saved", "attention", "other", "planned"]
+    heads += ["measured"] if args.measured else []
+    for head in heads:
+        table.add_column(head, justify="left" if not head else "right", no_wrap=True)
+    last = None
+    for p in found.points:
+        if last is not None and last != (p.image_size, p.batch):
+            table.add_section()
+        first = last != (p.image_size, p.batch)
+        last = p.image_size, p.batch
+        row = [_size(p.image_size), str(p.tokens or ""), str(p.batch)][: 2 + len(batches)]
+        row = row if first else [""] * len(row)
+        table.add_row(*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else []))
+    console.print(table)
+    for provider in dict.fromkeys(p.provider for p in found.points):
+        slopes = found.exponents(provider) if found.of(provider) else {}
+        if slopes:
+            told = ", ".join(f"{name} as N^{p:.2f}" for name, p in slopes.items())
+            console.print(f"{NAMES[provider]}: {told}")
+    for fit in fits:
+        batches_that_fit = ", ".join(f"{b} at {size}" for size, b in fit["batch"].items())
+        images = ", ".join(f"{px or 'none'} at batch {b}" for b, px in fit["image_size"].items())
+        console.print(f"{NAMES[fit['provider']]}, within the budget: batch {batches_that_fit}; image size {images}")
+
+
+def _cells(p: MemoryPoint) -> list[str]:
+    if p.planned is None:
+        return [""] * 7
+    parts = {name: getattr(p.planned, name) for name in PARTS}
+    other = parts["inputs"] + parts["temporaries"]
+    shown = [parts[name] for name in ("weights", "gradients", "optimizer", "saved", "attention")]
+    return [_mib(value) for value in (*shown, other, p.planned.peak)]
+
+
+def _device(kind: str) -> str:
+    return "GPU" if kind == "cuda" else "CPU"
+
+
+def _mib(value: int | None) -> str:
+    return (
+        "" if value is None else f"{value / 2**20:,.0f}" if value >= 2**20 * 99 or not value else f"{value / 2**20:.1f}"
+    )
+
+
+def _size(size: tuple[int, int]) -> str:
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+
+
+def _check_plot(args: argparse.Namespace) -> None:
+    """Before anything takes time."""
+    if args.plot.suffix not in (".png", ".svg"):
+        raise ValueError(f"--plot writes .png or .svg, got {args.plot}")
+    if len(args.image_size or []) < 2:
+        raise ValueError("--plot draws memory against tokens: it wants two image sizes or more")
+    if not args.plot.absolute().parent.is_dir():
+        raise ValueError(f"--plot: there is no folder {args.plot.absolute().parent}")
+    _terminal.wanted("matplotlib", "matplotlib")
+
+
+def _plot(found: MemoryStudy, args: argparse.Namespace) -> None:
+    from matplotlib import rc_context
+
+    from fastvit.study._plot import BACKGROUNDS, draw
+
+    panels: dict[str, dict[str, tuple[list[int], list[int]]]] = {"activations": {}, "whole step": {}}
+    for provider in dict.fromkeys(p.provider for p in found.points):
+        points = [p for p in found.of(provider) if p.batch == args.batch[0]]
+        if points:
+            tokens = [p.tokens for p in points]
+            planned = [p.planned for p in points if p.planned is not None]
+            panels["activations"][provider] = tokens, [p.saved + p.attention + p.temporaries for p in planned]
+            panels["whole step"][provider] = tokens, [p.peak for p in planned]
+    s = found.setting
+    caption = f"{found.model}, batch {args.batch[0]}, {s.dtype}, {s.optimizer}, planned for a {_device(found.device)}"
+    with rc_context({"svg.hashsalt": "fastvit"}):
+        figure = draw(panels, caption, args.theme, f"peak memory, {'training' if s.mode == 'train' else 'inference'}")
+        out = io.BytesIO()
+        metadata = {"Date": None} if args.plot.suffix == ".svg" else {}
+        figure.savefig(out, format=args.plot.suffix[1:], dpi=160, facecolor=BACKGROUNDS[args.theme], metadata=metadata)
+    _terminal.write(args.plot, out.getvalue())

@@ -1,0 +1,136 @@
+"""Every allocation and release of a run on fake tensors: what a step would hold, at its most, and of what."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fastvit import ops
+from fastvit.ops import _library
+
+_ROUNDED = 512  # CUDA's caching allocator hands out multiples of it
+_MULTIPROCESSORS = 132  # of the GPU that is planned for: an H100's. The partial sums of norms are a row for each
+
+# What attention runs -> N of its arguments
+_TOKENS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._softmax.default: lambda x, *_: x.shape[-1],
+    torch.ops.fastvit.attention_fwd.default: lambda q, *_: q.shape[1],
+    torch.ops.fastvit.attention_qkvpacked_fwd.default: lambda qkv, *_: qkv.shape[1],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, *_: q.shape[2],
+}
+
+
+@dataclass
+class Block:
+    """A storage: bytes, shape of the first tensor that was seen of it, and when it was made."""
+
+    nbytes: int
+    shape: tuple[int, ...]
+    made: int
+
+
+@dataclass
+class Allocations(TorchDispatchMode):
+    """Within the context every storage that comes or goes is an event. Fused ops are looked into: what an op allocates
+    by itself is seen too.
+
+    gpu: as on a GPU, where the ops' Triton launchers allocate; else as on a CPU, where PyTorch's functions do.
+    """
+
+    gpu: bool
+    blocks: list[Block] = field(default_factory=list)
+    events: list[tuple[int, bool]] = field(default_factory=list)  # block, whether it came
+    tokens: int = 0
+    scores: set[int] = field(default_factory=set)  # elements of what softmax returned
+    _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (tokens := _TOKENS.get(func)) is not None:
+            self.tokens = self.tokens or tokens(*args)
+        implementation = _library.IMPLEMENTATIONS.get(func)
+        if implementation is None:
+            out = func(*args, **(kwargs or {}))
+        else:
+            with self:
+                out = implementation(*args, backend="triton" if self.gpu else "aten")
+        self.see(out)
+        if func is torch.ops.aten._softmax.default:
+            self.scores.add(out.numel())
+        return out
+
+    def see(self, tensors: Any) -> list[int]:
+        """The blocks of these tensors; those that are new have come."""
+        return [self._see(t) for t in tree_iter(tensors) if isinstance(t, Tensor)]
+
+    def _see(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            nbytes = storage.nbytes()
+            if self.gpu:
+                nbytes = -(-nbytes // _ROUNDED) * _ROUNDED
+            number = len(self.blocks)
+            self.blocks.append(Block(nbytes, tuple(tensor.shape), len(self.events)))
+            self.events.append((number, True))
+            self._alive[key] = number, weakref.ref(storage, partial(self._gone, key))
+        return self._alive[key][0]
+
+    def _gone(self, key: int, _: Any) -> None:
+        number, _ = self._alive.pop(key)
+        self.events.append((number, False))
+
+    def alive(self) -> set[int]:
+        return {number for number, _ in self._alive.values()}
+
+    def is_attention_matrix(self, block: Block) -> bool:
+        """As many elements as softmax returned, N x N."""
+        N, elements = self.tokens, 1
+        for extent in block.shape:
+            elements *= extent
+        return block.shape[-2:] == (N, N) and elements in self.scores
+
+    def held(self, first: int = 0, of: set[int] | None = None) -> set[int]:
+        """The blocks that are there at the moment when they are most, from the event `first` on. of: no others."""
+        events = [(i, n, came) for i, (n, came) in enumerate(self.events) if of is None or n in of]
+        now, most, when = 0, 0, -1
+        for i, number, came in events:
+            now += self.blocks[number].nbytes if came else -self.blocks[number].nbytes
+            if i >= first and now > most:
+                most, when = now, i
+        there: set[int] = set()
+        for i, number, came in events:
+            if i <= when:
+                (there.add if came else there.discard)(number)
+        return there
+
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        return sum(self.blocks[number].nbytes for number in numbers)
+
+
+@contextlib.contextmanager
+def as_on(gpu: bool) -> Iterator[None]:
+    """Within the context the launchers of Triton kernels allocate and launch nothing."""
+    if not gpu:
+        yield
+        return
+    if not _library.HAVE_TRITON:
+        raise ImportError("planning for a GPU asks the launchers of the Triton kernels: pip install triton")
+    from fastvit.ops._launch import nothing_launched
+
+    with nothing_launched(_MULTIPROCESSORS):
+        yield
+
+
+assert ops  # has registered what _TOKENS names

@@ -1,0 +1,234 @@
+"""The memory of a step against the number of tokens: planned on fake tensors, measured on the device at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fastvit._arguments import Pair
+from fastvit.study import _measured
+from fastvit.study._peak import exponent
+from fastvit.study._plan import Parts, Setting, plan
+from fastvit.study._subject import PROVIDERS, Subject, find
+
+DEVICES = ("cpu", "cuda")
+Progress = Callable[[str], None]
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """One step of one provider.
+
+    Attributes:
+        provider: "eager", "sdpa", "fused", or "compile" (SDPA under torch.compile).
+        image_size: (height, width) in pixels.
+        tokens: N, prefix tokens included; 0 where nothing was planned.
+        batch: images.
+        planned: parts of the peak in bytes, or None for "compile", whose kernels only a run tells.
+        attention: bytes of all (B, H, N, N) matrices at the moment when they are most; planned.
+        measured: the peak in bytes, or None where nothing was measured, or the device had too little memory.
+    """
+
+    provider: str
+    image_size: tuple[int, int]
+    tokens: int
+    batch: int
+    planned: Parts | None
+    attention: int
+    measured: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryStudy:
+    """What `memory` found.
+
+    Attributes:
+        model, device, patch_size, setting: as asked for.
+        points: by image size, batch and provider.
+    """
+
+    model: str
+    device: str
+    patch_size: tuple[int, int]
+    setting: Setting
+    points: tuple[MemoryPoint, ...] = field(repr=False)
+
+    def of(self, provider: str) -> list[MemoryPoint]:
+        """The points of a provider that are planned."""
+        return [p for p in self.points if p.provider == provider and p.planned is not None]
+
+    def exponents(self, provider: str) -> dict[str, float]:
+        """p of the least-squares fit bytes = c * N**p over a provider's image sizes, at the first batch: of
+        "activations" (all but weights, gradients, optimizer state and images) and of "attention", its N x N matrices.
+        Of what has no bytes, and of one size, there is none."""
+        points = self.of(provider)
+        points = [p for p in points if p.batch == points[0].batch]
+        values = {
+            "activations": [p.planned.saved + p.planned.attention + p.planned.temporaries for p in points if p.planned],
+            "attention": [p.attention for p in points],
+        }
+        tokens = [p.tokens for p in points]
+        return {name: exponent(tokens, v) for name, v in values.items() if len(set(tokens)) > 1 and all(v)}
+
+
+def memory(
+    model: str, *, image_sizes: Sequence[Pair] = (224, 384, 512, 768, 1024), batches: Sequence[int] = (8,),
+    patch_size: Pair | None = None, mode: str = "train", dtype: str = "bfloat16", optimizer: str = "adamw",
+    checkpointing: bool = False, providers: Sequence[str] = PROVIDERS, device: str | None = None,
+    measured: bool = False, progress: Progress = _silent,
+) -> MemoryStudy:  # fmt: skip
+    """What a step of a model holds at its most, for every provider, image size and batch.
+
+    The planned figures come from the model itself, run on fake tensors, of which every allocation and release is
+    followed, the fused ops' own included: nothing is allocated, and no GPU is needed. What a vendor's library takes as
+    its workspace, and what a caching allocator keeps or breaks into pieces, is in none of them.
+
+        study = fastvit.study.memory("vit_large_patch16_224", image_sizes=(224, 1024), device="cuda")
+        print(study.of("fused")[0].planned.peak, study.exponents("eager"))
+
+    Args:
+        model: one of `fastvit.list_models()`, of timm's, a `config.json` of transformers, or "module:function", where
+            function([image_size=]) makes the model.
+        image_sizes: each an integer or (height, width), a multiple of the patch size.
+        batches: numbers of images.
+        patch_size: another than the model's.
+        mode: "train" (forward, backward, and the step of an optimizer that has its state), or "infer".
+        dtype: "float32", "bfloat16", "float16", or "amp": float32 parameters under autocast to bfloat16.
+        optimizer: "adamw", "sgd" (with momentum), or "none".
+        checkpointing: activation checkpointing of every block.
+        providers: of "eager" (N x N scores), "sdpa", "fused", and, measured only, "compile" (SDPA under torch.compile).
+        device: "cuda" or "cpu", whose way through every op is planned; None for the one at hand. A GPU needs not be
+            there to be planned for.
+        measured: run the steps too, on `device`, and take what its allocator has recorded.
+        progress: called with a text before every point.
+
+    Raises:
+        ValueError: an unknown model, a size that the patch does not divide, and other wrong arguments.
+        FileNotFoundError: no such configuration.
+        ImportError: a library that the model wants, or triton for device="cuda", is not installed.
+        RuntimeError: measured=True on a device that is not there.
+    """
+    setting = Setting(mode, dtype, optimizer if mode == "train" else "none", checkpointing)
+    subject = find(model)
+    kind = checked_device(device)
+    for provider in providers:
+        if provider not in (*PROVIDERS, "compile"):
+            raise ValueError(f"providers must be of {(*PROVIDERS, 'compile')}, got {provider!r}")
+    if "compile" in providers and not measured:
+        raise ValueError("the provider 'compile' has no planned figures, and needs measured=True")
+    if measured and kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("measured=True on 'cuda' needs a GPU; without one, figures are planned only")
+    for batch in batches:
+        if not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"batches must be positive integers, got {batch!r}")
+    sizes = [subject.sizes(size, patch_size) for size in image_sizes]
+    points = []
+    for size, patch in sizes:
+        for batch in batches:
+            for provider in providers:
+                progress(f"{provider}, {size[0]}x{size[1]}, batch {batch}")
+                points.append(_point(subject, provider, size, patch, batch, setting, kind, measured))
+    patch = sizes[0][1] if sizes else subject.patch_size
+    return MemoryStudy(model, kind, patch, setting, tuple(points))
+
+
+def largest_batch(
+    model: str, budget: int, *, image_size: Pair | None = None, patch_size: Pair | None = None,
+    provider: str = "fused", device: str | None = None, **setting: object,
+) -> int:  # fmt: skip
+    """The largest number of images whose planned peak is at most `budget` bytes; 0 where not even one fits.
+
+    Args:
+        model, patch_size, device: of `memory`.
+        image_size: None for the model's own.
+        provider: "eager", "sdpa" or "fused".
+        setting: mode, dtype, optimizer, checkpointing of `memory`.
+    """
+    subject, one = find(model), _setting(**setting)
+    size, patch = subject.sizes(image_size, patch_size)
+    gpu = checked_device(device) == "cuda"
+    return _largest(lambda b: plan(subject, provider, size, b, one, gpu=gpu, patch_size=patch).parts.peak, budget)
+
+
+def largest_image(
+    model: str, budget: int, *, batch: int = 8, patch_size: Pair | None = None, provider: str = "fused",
+    device: str | None = None, **setting: object,
+) -> int:  # fmt: skip
+    """The largest height and width of square images, in pixels, at which the planned peak of a batch is at most
+    `budget` bytes; 0 where not even images of one patch fit. Arguments as those of `largest_batch`."""
+    subject, one = find(model), _setting(**setting)
+    _, (height, width) = subject.sizes(subject.image_size, patch_size)
+    if height != width:
+        raise ValueError(f"the patches of {model} must be square, got {(height, width)}")
+    gpu, patch = checked_device(device) == "cuda", (height, width)
+
+    def peak(patches: int) -> int:
+        size = patches * height
+        return plan(subject, provider, (size, size), batch, one, gpu=gpu, patch_size=patch).parts.peak
+
+    return height * _largest(peak, budget)
+
+
+def image_size(model: str) -> tuple[int, int]:
+    """(height, width) of the images that a model takes if nobody asks for others."""
+    return find(model).image_size
+
+
+def _setting(**setting: object) -> Setting:
+    try:
+        return Setting(**setting)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(str(error).replace("Setting.__init__()", "the setting")) from None
+
+
+def _largest(peak: Callable[[int], int], budget: int) -> int:
+    """The largest n >= 1 with peak(n) <= budget, or 0. peak grows; where it does so evenly, few n are asked for."""
+    known = {1: peak(1)}
+    if known[1] > budget:
+        return 0
+    low, high, n, halve = 1, 0, 2, False  # high: the smallest that is known not to fit, or 0
+    while True:
+        known[n] = peak(n)
+        low, high = (n, high) if known[n] <= budget else (low, n)
+        if high - low == 1:
+            return low
+        # where the straight line through two known points meets the budget; every other time halfway, if it bends
+        other = high or max(k for k in known if k < low)
+        slope = max((known[other] - known[low]) / (other - low), 1.0)
+        n = low + int((budget - known[low]) / slope)
+        if high:
+            n = (low + high) // 2 if halve else min(n, high - 1)
+            halve = not halve
+        n = min(max(n, low + 1), 8 * low)  # a square of sides bends away from the line
+
+
+def checked_device(device: str | None) -> str:
+    """ "cpu" or "cuda"; None for the one at hand."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {DEVICES}, got {device!r}")
+    return device
+
+
+def _point(
+    subject: Subject, provider: str, size: tuple[int, int], patch: tuple[int, int], batch: int, setting: Setting,
+    kind: str, measured: bool,
+) -> MemoryPoint:  # fmt: skip
+    planned, found = None, None
+    if provider != "compile":
+        planned = plan(subject, provider, size, batch, setting, gpu=kind == "cuda", patch_size=patch)
+    if measured:
+        try:
+            found = _measured.measure(subject, provider, size, batch, setting, torch.device(kind), patch)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+    if planned is None:
+        return MemoryPoint(provider, size, 0, batch, None, 0, found)
+    return MemoryPoint(provider, size, planned.tokens, batch, planned.parts, planned.attention, found)

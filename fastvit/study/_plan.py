@@ -1,0 +1,215 @@
+"""The memory of a step, planned: the real model runs on fake tensors, which have sizes and no data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from fastvit.study._allocations import Allocations, as_on
+from fastvit.study._subject import Subject, images, output_of
+
+MODES = ("train", "infer")
+OPTIMIZERS = ("adamw", "sgd", "none")
+DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "amp": torch.float32,
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes that are held at the moment when a step holds most, by what they are for.
+
+    Attributes:
+        weights: parameters and buffers.
+        gradients: of the parameters.
+        optimizer: its state.
+        inputs: the images.
+        saved: what the forward pass keeps for the backward pass, but for attention matrices.
+        attention: (B, H, N, N) scores and probabilities, and their gradients.
+        temporaries: all else.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    inputs: int
+    saved: int
+    attention: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """Their sum."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one step: the parts of its peak, tokens N, and bytes of the N x N matrices when these are most."""
+
+    parts: Parts
+    tokens: int
+    attention: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one step is, beside model, provider and sizes.
+
+    Attributes:
+        mode: "train" (forward, backward, and an optimizer's step whose state is there already) or "infer".
+        dtype: of parameters and activations, or "amp": float32 parameters under autocast to bfloat16.
+        optimizer: "adamw", "sgd" (with momentum) or "none": without a step. Of "train".
+        checkpointing: blocks are computed again in the backward pass. Of "train".
+    """
+
+    mode: str = "train"
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("mode", self.mode, MODES), ("dtype", self.dtype, tuple(DTYPES)), ("optimizer", self.optimizer, OPTIMIZERS),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+class Step:
+    """One step of a model, on whatever its tensors are: fakes or real ones."""
+
+    def __init__(self, model: nn.Module, images: Tensor, setting: Setting, gpu: bool) -> None:
+        self.model, self.images, self.setting = model, images, setting
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.model.train(setting.mode == "train")
+        self.optimizer: torch.optim.Optimizer | None = None
+        # foreach is PyTorch's default on a GPU, where it holds more at a time
+        options: dict[str, Any] = {"lr": 0.0, "foreach": gpu}
+        if setting.mode == "train" and setting.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.parameters, **options)
+        elif setting.mode == "train" and setting.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.parameters, momentum=0.9, **options)
+        if setting.checkpointing and setting.mode == "train":
+            _checkpoint(model)
+        self.autocast = partial(
+            torch.autocast, images.device.type, torch.bfloat16, enabled=setting.dtype == "amp", cache_enabled=True
+        )
+
+    def make_state(self) -> None:
+        """The optimizer's state, as an earlier step leaves it."""
+        if self.optimizer is not None:
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> list[Tensor]:
+        values = [] if self.optimizer is None else self.optimizer.state.values()
+        return [t for value in values for t in value.values() if isinstance(t, Tensor)]
+
+    def tensors(self) -> list[Tensor]:
+        """What is there before the step."""
+        return [*self.model.parameters(), *self.model.buffers(), *self.state(), self.images]
+
+    def forward(self) -> Tensor:
+        with self.autocast():
+            out = output_of(self.model(self.images))
+        return out.float().square().mean() if self.setting.mode == "train" else out
+
+    def run(self, between: Callable[[], None] = lambda: None) -> None:
+        """The step. between: called behind the forward pass."""
+        if self.setting.mode == "infer":
+            with torch.no_grad():
+                out = self.forward()
+            between()
+            del out
+            return
+        loss = self.forward()
+        between()
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def plan(
+    subject: Subject, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
+    patch_size: tuple[int, int] | None = None,
+) -> Plan:  # fmt: skip
+    """What a step would hold. gpu: on a GPU, where fused ops run their kernels; else on a CPU."""
+    with torch.device("meta"):
+        model = subject.build(provider, image_size, patch_size).to(DTYPES[setting.dtype])
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), contextlib.ExitStack() as stack:
+        _without_data(model)
+        seen = Allocations(gpu)
+        step = Step(model, images(batch, image_size, DTYPES[setting.dtype], channels(model)), setting, gpu)
+        weights = set(seen.see([*model.parameters(), *model.buffers()]))
+        inputs = set(seen.see(step.images))
+        step.make_state()
+        optimizer = set(seen.see(step.state()))
+        if gpu and setting.dtype == "amp":
+            stack.enter_context(_AutocastAsOnGpu())
+        begin, saved = len(seen.events), set[int]()
+        with seen:
+            step.run(lambda: saved.update(seen.alive()))
+            gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
+        there = seen.held(begin)
+    matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
+    if setting.mode == "infer":
+        saved = set()
+    sizes = []
+    for group in (weights, gradients, optimizer, inputs, saved - matrices, matrices):
+        sizes.append(seen.bytes_of(there & group))
+        there -= group
+    return Plan(Parts(*sizes, seen.bytes_of(there)), seen.tokens, seen.bytes_of(seen.held(of=matrices)))
+
+
+def _without_data(model: nn.Module) -> None:
+    """Parameters and buffers on the meta device become fake ones on the CPU."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
+                module._parameters[name] = made[p]  # type: ignore[assignment]
+        for name, b in module._buffers.items():
+            if b is not None:
+                if b not in made:
+                    made[b] = torch.empty(b.shape, dtype=b.dtype)
+                module._buffers[name] = made[b]
+
+
+class _AutocastAsOnGpu(TorchFunctionMode):
+    """Autocast on a CPU, whose tensors stand in for a GPU's, leaves these in bfloat16; on a GPU they are in float32."""
+
+    _WIDE = (F.softmax, torch.softmax, Tensor.softmax, F.layer_norm, torch.layer_norm)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._WIDE and torch.is_autocast_enabled("cpu"):
+            args = tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+            return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def channels(model: nn.Module) -> int:
+    return next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+
+
+def _checkpoint(model: nn.Module) -> None:
+    """As timm, transformers and this library spell it."""
+    for name in ("set_grad_checkpointing", "gradient_checkpointing_enable"):
+        if callable(enable := getattr(model, name, None)):
+            enable()
+            return
+    raise ValueError(f"{type(model).__name__} has no set_grad_checkpointing and no gradient_checkpointing_enable")
