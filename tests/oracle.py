@@ -1,53 +1,37 @@
-"""The rule that every fused op is held to, against float64 and against eager PyTorch in the same dtype.
+"""The rule of `fastvit.study._oracle` as assertions, and the data that tests hold ops against it with."""
 
-    err(fused) <= factor * err(eager) + floor        on the maximum and on the RMS; factor 2, or 3 for gradients
-
-`floor` is one ulp of the output dtype, measured on the exact result, so that a case that eager happens to get exactly
-right does not fail on a rounding. A NaN or Inf where the exact result is finite fails, and so does the reverse.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-GRADIENT = 3.0
+from fastvit.study._oracle import GRADIENT, OUTPUT, compare, errors, misplaced
+
+__all__ = [
+    "GRADIENT",
+    "assert_as_accurate",
+    "assert_op_as_accurate",
+    "assert_op_is_exact",
+    "compare",
+    "inputs",
+]
 
 
-def assert_as_accurate(got: Tensor, eager: Tensor, exact: Tensor, *, factor: float = 2.0, what: str = "") -> None:
+def assert_as_accurate(got: Tensor, eager: Tensor, exact: Tensor, *, factor: float = OUTPUT, what: str = "") -> None:
     """got, eager: same shape and dtype; exact: float64, same shape."""
     assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}"
     assert got.dtype == eager.dtype, f"{what}: dtype {got.dtype}, eager has {eager.dtype}"
     got, eager, exact = got.detach().cpu(), eager.detach().cpu(), exact.detach().cpu()
-    if exact.numel() == 0:
-        return
-    finite = exact.isfinite()
-    wrong = got.isfinite() != finite
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are finite on one side only"
-    if not finite.any():
-        return
-    target = exact[finite].to(got.dtype)
-    ulp = (torch.nextafter(target, torch.full_like(target, torch.inf)) - target).double()
-    ulp = torch.where(ulp.isfinite(), ulp, ulp.new_zeros(()))
-    error = (got[finite].double() - exact[finite]).abs()
-    allowed = (eager[finite].double() - exact[finite]).abs()
-    for norm, bound in ((_max, _max(allowed)), (_rms, _rms(allowed))):
-        limit = factor * bound + norm(ulp)
-        measured = norm(error)
-        assert measured <= limit, (
-            f"{what}: {norm.__name__[1:]} error {measured:.3g} > {limit:.3g} "
-            f"(eager {bound:.3g}, ulp {norm(ulp):.3g}, factor {factor}); "
-            f"worst at flat index {int(error.argmax())} of {tuple(got.shape)}"
+    wrong = misplaced(got, exact)
+    assert not wrong, f"{what}: {wrong} of {got.numel()} elements are finite on one side only"
+    for error in errors(got, eager, exact):
+        limit = error.limit(factor)
+        assert error.measured <= limit, (
+            f"{what}: {error.norm} error {error.measured:.3g} > {limit:.3g} "
+            f"(eager {error.eager:.3g}, ulp {error.ulp:.3g}, factor {factor}); "
+            f"worst at flat index {int((got.double() - exact).nan_to_num().abs().argmax())} of {tuple(got.shape)}"
         )
-
-
-def _max(t: Tensor) -> float:
-    return float(t.max())
-
-
-def _rms(t: Tensor) -> float:
-    return float(t.square().mean().sqrt())
 
 
 def inputs(kind: str, *shape: int, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> Tensor:
@@ -66,41 +50,12 @@ def inputs(kind: str, *shape: int, dtype: torch.dtype, device: torch.device | st
     return x.to(dtype).to(device)
 
 
-def compare(
-    fused: Callable[..., Any], eager: Callable[..., Any], tensors: dict[str, Tensor | None]
-) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Name, fused's, eager's in the same dtypes and eager's in float64: of every output ("output 0", ...) of
-    function(**tensors), and of the gradient ("dx", ...) of every tensor that requires one, as their layouts are."""
-    runs: list[tuple[tuple[Tensor, ...], dict[str, Tensor], list[Tensor]]] = []
-    for function, dtype in ((fused, None), (eager, None), (eager, torch.float64)):
-        arguments = {
-            name: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
-            for name, t in tensors.items()
-        }
-        outputs = function(**arguments)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        wanted = {name: t for name, t in arguments.items() if t is not None and t.requires_grad}
-        dout = [inputs("normal", *o.shape, dtype=o.dtype, device=o.device, seed=90 + i) for i, o in enumerate(outputs)]
-        if runs:  # the rounded gradients of the first run, exactly
-            dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
-        through = [(o, g) for o, g in zip(outputs, dout, strict=True) if o.requires_grad]
-        gradients: tuple[Tensor, ...] = ()
-        if wanted:
-            gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
-        runs.append((outputs, dict(zip(wanted, gradients, strict=True)), dout))
-    (got, got_gradients, _), (same, same_gradients, _), (exact, exact_gradients, _) = runs
-    for i, triple in enumerate(zip(got, same, exact, strict=True)):
-        yield f"output {i}", *triple
-    for name in exact_gradients:
-        yield f"d{name}", got_gradients[name], same_gradients[name], exact_gradients[name]
-
-
 def assert_op_as_accurate(
     fused: Callable[..., Any], eager: Callable[..., Any], tensors: dict[str, Tensor | None], *, what: str = ""
 ) -> None:
     """Outputs and gradients of fused(**tensors) against eager in the same dtypes and in float64."""
-    for name, *triple in compare(fused, eager, tensors):
-        assert_as_accurate(*triple, factor=GRADIENT if name.startswith("d") else 2.0, what=f"{what} {name}")
+    for one in compare(fused, eager, tensors):
+        assert_as_accurate(one.got, one.eager, one.exact, factor=one.factor, what=f"{what} {one.name}")
 
 
 def assert_op_is_exact(

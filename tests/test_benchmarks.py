@@ -16,17 +16,21 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.harness import dispatch, eager, measure, plot, provenance, results, table, timing
-from benchmarks.harness.agreement import _ulp, agreement, error_ratio
+from benchmarks.harness import dispatch, measure, plot, provenance, results, table, timing
+from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
 from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import TELLING, Schedule, selection, turns
+from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
+from fastvit.study import _eager as eager
+from fastvit.study import _oracle
 from fastvit.study._baselines import use_sdpa
+from fastvit.study._oracle import error_ratio
 from fastvit.study._peak import exponent, peak_bytes, running_peak, saved_bytes
 from fastvit.study._plot import draw
 
@@ -157,7 +161,7 @@ def test_an_ulp_is_the_spacing_of_the_dtype(dtype: torch.dtype) -> None:
     x = torch.cat([x, torch.tensor([0.0, 1.0, 2.0, -1.0, limits.tiny, limits.tiny / 4], dtype=torch.float64)])
     near = x.to(dtype).abs()
     spacing = (torch.nextafter(near, torch.full_like(near, torch.inf)) - near).double()
-    assert torch.equal(_ulp(x, dtype), spacing)
+    assert torch.equal(_oracle.ulp(x, dtype), spacing)
 
 
 def _workload(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Runner], **sizes: int) -> Workload:
@@ -212,11 +216,11 @@ def test_sdpa_baseline_is_the_reference() -> None:
     x = Draw(torch.float64, CPU).normal(2, 17, 32)
     expected = plain(x)
     use_sdpa(sdpa)
-    with eager.SdpaBackend() as backend:
+    with SdpaBackend() as backend:
         got = sdpa(x)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     assert backend.name != "", "the SDPA kernel has a name"
-    with eager.SdpaBackend() as none:
+    with SdpaBackend() as none:
         plain(x)
     assert none.name == "math"
 

@@ -12,19 +12,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu import summary
 from benchmarks.gpu.journal import BEGUN, words
-from benchmarks.harness import eager
-from benchmarks.harness.agreement import FACTOR, error_ratio
+from benchmarks.harness.agreement import FACTOR
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
 from fastvit.ops.dropout import draw_seeds, dropout_op
+from fastvit.study import _eager as eager
+from fastvit.study._oracle import error_ratio, poisoned
 
 SEED = 7
 _TOGETHER = {
@@ -111,17 +112,6 @@ def _attention_mask(shape: torch.Size, p: float, device: torch.device) -> Tensor
         out = ops.attention_qkvpacked(qkv, dropout_p=p).transpose(1, 2)
         found[..., first : first + width] = (out[..., :width] != 0) / (1 - p)
     return found
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """All fresh memory is full of NaN, so that an element that nobody wrote is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def results(runner: Runner, gradients: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:

@@ -1,9 +1,5 @@
-"""Numerical agreement, asserted before anything is timed: against float64, and against eager in the same dtype.
-
-    err(provider) <= factor * err(eager) + ulp          factor 2 for outputs, 3 for gradients; maximum and RMS
-
-which is `error_ratio <= factor` for the ratio below. 1.0 reads "as accurate as eager".
-"""
+"""Numerical agreement, asserted before anything is timed: by the rule of `fastvit.study._oracle`, of which the ratio is
+kept; 1.0 reads "as accurate as eager"."""
 
 from __future__ import annotations
 
@@ -14,31 +10,9 @@ from torch import Tensor
 
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
+from fastvit.study._oracle import GRADIENT, OUTPUT, error_ratio
 
-FACTOR = {"inference": 2.0, "training": 3.0}
-
-
-def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> float:
-    """err(got) / (err(eager) + ulp / factor), the worse of maximum and RMS; infinite where got is not finite.
-
-    got, eager: one shape and dtype; exact: float64. `ulp` is the spacing of got's dtype at the exact values.
-    """
-    if got.shape != exact.shape or got.dtype != eager.dtype:
-        raise ValueError(f"got {tuple(got.shape)} {got.dtype}, exact {tuple(exact.shape)}, eager {eager.dtype}")
-    if not got.isfinite().all():
-        return float("inf")
-    ulp = _ulp(exact, got.dtype)
-    maximum_and_rms = (lambda t: float(t.abs().max()), lambda t: float(t.square().mean().sqrt()))
-    return max(
-        norm(got.double() - exact) / (norm(eager.double() - exact) + norm(ulp) / factor) for norm in maximum_and_rms
-    )
-
-
-def _ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The spacing of the dtype at these values; torch.nextafter knows no float16 on a GPU."""
-    limits = torch.finfo(dtype)
-    _, exponent = torch.frexp(exact.to(dtype).double().abs().clamp_min(limits.tiny))
-    return limits.eps * torch.exp2(exponent.double() - 1)
+FACTOR = {"inference": OUTPUT, "training": GRADIENT}
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:

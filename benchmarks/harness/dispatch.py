@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import eager
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
 from fastvit import ops
+from fastvit.study import _eager as eager
 
 N, D, HEADS = 17, 64, 2
 

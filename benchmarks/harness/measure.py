@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw
-from benchmarks.harness.eager import SdpaBackend
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import Schedule
+from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.timing import (
     HOST_BOUND,
     Ceilings,

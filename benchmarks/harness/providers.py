@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import fastvit
-from benchmarks.harness import eager
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
@@ -20,6 +19,7 @@ from fastvit import layers, ops, reference, zoo
 from fastvit._zoo_eva import CONFIGS as EVAS
 from fastvit.eva import Eva
 from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.study import _eager as eager
 from fastvit.study._baselines import use_sdpa
 from fastvit.study._subject import reference_arguments
 

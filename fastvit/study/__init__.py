@@ -2,11 +2,14 @@
 `fastvit` is over them."""
 
 from fastvit.study._attention import AttentionMaps, TokenWeights, attention_maps, attention_rollout
-from fastvit.study._memory import MemoryPoint, MemoryStudy, largest_batch, largest_image, memory
+from fastvit.study._hardware import GPUS
+from fastvit.study._memory import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
+from fastvit.study._models import ModelCost, models
 from fastvit.study._pictures import Picture, read_picture
 from fastvit.study._plan import Parts, Setting
 
 __all__ = [
-    "AttentionMaps", "MemoryPoint", "MemoryStudy", "Parts", "Picture", "Setting", "TokenWeights",
-    "attention_maps", "attention_rollout", "largest_batch", "largest_image", "memory", "read_picture",
+    "GPUS", "AttentionMaps", "MemoryPoint", "MemoryStudy", "ModelCost", "Parts", "Picture", "Setting", "TokenWeights",
+    "attention_maps", "attention_rollout", "image_size", "largest_batch", "largest_image", "memory", "models",
+    "read_picture",
 ]  # fmt: skip

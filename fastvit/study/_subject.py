@@ -20,6 +20,7 @@ from fastvit import integrations, reference, zoo
 from fastvit._arguments import Pair, checked_pair
 from fastvit._zoo_eva import CONFIGS as EVAS
 from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.reference_eva import SwiGLUPacked
 from fastvit.study import _baselines
 
 PROVIDERS = ("eager", "sdpa", "fused")
@@ -127,6 +128,8 @@ def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int 
 
 # ---- where models come from ----
 
+_DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
+
 
 def _of_zoo(name: str) -> Subject:
     config = zoo.config(name)
@@ -139,7 +142,7 @@ def _of_zoo(name: str) -> Subject:
         kind = ReferenceEva if name in EVAS else reference.VisionTransformer
         return _as(provider, kind(**{**reference_arguments(name), **options}))
 
-    size, patch = (checked_pair(key, config[key]) for key in ("img_size", "patch_size"))
+    size, patch = (checked_pair(key, config.get(key, default)) for key, default in _DEFAULTS)
     return Subject(name, "fastvit", size, patch, make)
 
 
@@ -148,6 +151,8 @@ def reference_arguments(name: str) -> dict[str, Any]:
     config = zoo.config(name)
     if "norm_layer" in config:  # the zoo names our LayerNorm
         config["norm_layer"] = partial(nn.LayerNorm, **config["norm_layer"].keywords)
+    if config.get("mlp_layer") == "swiglupacked":  # the reference takes classes only
+        config["mlp_layer"] = SwiGLUPacked
     return config
 
 

@@ -1,4 +1,5 @@
-"""The baselines in plain PyTorch: each op as a ViT without fused kernels writes it, and attention with SDPA."""
+"""The baselines in plain PyTorch: each op as a ViT without fused kernels writes it, and attention with SDPA. Benchmarks
+and `verify` compare with them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastvit.ops import Rotary
 
@@ -133,15 +133,3 @@ def patch_embed(
         image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
     patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
     return torch.cat([prefix.expand(image.shape[0], -1, -1), patches + pos_embed], dim=1)
-
-
-class SdpaBackend(TorchDispatchMode):
-    """Within the context, `name` becomes that of the kernel behind `F.scaled_dot_product_attention`."""
-
-    name = "math"
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        operator = func.__name__
-        if operator.startswith("_scaled_dot_product_") and "backward" not in operator:
-            self.name = operator.removeprefix("_scaled_dot_product_").split(".")[0].removesuffix("_attention")
-        return func(*args, **(kwargs or {}))

@@ -1,0 +1,103 @@
+"""What GPUs can do at most, by their vendors' own figures, and the least time that a computation takes there.
+
+A bound, no prediction: no kernel reaches both figures, and most reach neither.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """
+    Attributes:
+        bandwidth: of its memory, bytes per second.
+        flops: dense matmuls of bfloat16 with float32 sums, per second, without sparsity.
+        memory: bytes, as sold (1 GB is 1e9).
+        source: the vendor's document.
+    """
+
+    name: str
+    bandwidth: float
+    flops: float
+    memory: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time on a GPU: neither its arithmetic nor its memory allows less.
+
+    Attributes:
+        gpu: its name.
+        seconds: the larger of the two.
+        arithmetic, memory: seconds for the FLOPs alone, and for the bytes alone.
+    """
+
+    gpu: str
+    arithmetic: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.arithmetic, self.memory)
+
+    @property
+    def limit(self) -> str:
+        """Which of the two it is: "FLOPs" or "bytes"."""
+        return "FLOPs" if self.arithmetic >= self.memory else "bytes"
+
+
+def _gpu(name: str, gb_per_second: float, teraflops: float, gb: float, source: str) -> Gpu:
+    return Gpu(name, gb_per_second * 1e9, teraflops * 1e12, gb * 1e9, source)
+
+
+# Where a datasheet gives matmuls with sparsity only, half of it. Of consumer GPUs the rate of sums in float32, which is
+# half of the one in float16.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100 40GB SXM", 1555, 312, 40, "NVIDIA A100 Tensor Core GPU datasheet, SXM 40GB"),
+        _gpu("A100 80GB SXM", 2039, 312, 80, "NVIDIA A100 Tensor Core GPU datasheet, SXM 80GB"),
+        _gpu("H100 PCIe", 2000, 756.5, 80, "NVIDIA H100 Tensor Core GPU datasheet, PCIe: 1,513 with sparsity"),
+        _gpu("H100 SXM", 3350, 989.5, 80, "NVIDIA H100 Tensor Core GPU datasheet, SXM: 1,979 with sparsity"),
+        _gpu("H200", 4800, 989.5, 141, "NVIDIA H200 Tensor Core GPU datasheet, SXM: 1,979 with sparsity"),
+        _gpu(
+            "B200",
+            8000,
+            2250,
+            180,
+            "NVIDIA DGX B200 and HGX B200 datasheets, an eighth: 36,000 with sparsity, of eight",
+        ),
+        _gpu("L4", 300, 121, 24, "NVIDIA L4 Tensor Core GPU datasheet: 242 with sparsity"),
+        _gpu("L40S", 864, 362.05, 48, "NVIDIA L40S GPU datasheet"),
+        _gpu("RTX 4090", 1008, 165.2, 24, "NVIDIA Ada GPU architecture whitepaper, GeForce RTX 4090"),
+        _gpu("RTX 5090", 1792, 209.5, 32, "NVIDIA RTX Blackwell GPU architecture whitepaper, GeForce RTX 5090"),
+        _gpu("MI300X", 5300, 1307.4, 192, "AMD Instinct MI300X accelerator data sheet"),
+    )
+}
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name, in any spelling of case and spaces.
+
+    Raises:
+        ValueError: none in the table, with the nearest.
+    """
+    by_letters = {_letters(known): found for known, found in GPUS.items()}
+    if found := by_letters.get(_letters(name)):
+        return found
+    near = [by_letters[n].name for n in difflib.get_close_matches(_letters(name), by_letters, cutoff=0.4)]
+    hint = f"nearest: {', '.join(near)}; " if near else ""
+    raise ValueError(f"gpu {name!r} is not in the table; {hint}known: {', '.join(GPUS)}")
+
+
+def bound(of: Gpu, flops: float, least_bytes: float) -> Bound:
+    """max(flops / rate, bytes / bandwidth): the roofline of Williams et al. 2009, doi:10.1145/1498765.1498785."""
+    return Bound(of.name, flops / of.flops, least_bytes / of.bandwidth)
+
+
+def _letters(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())

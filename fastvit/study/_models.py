@@ -1,0 +1,225 @@
+"""What every known model is made of and what it costs: tokens, parameters, FLOPs, activations. Nothing is computed: the
+models are built, and run, on the "meta" device, where tensors have shapes and no data."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import zoo
+from fastvit._arguments import Pair
+from fastvit.study import _hardware, _parameters, _subject
+from fastvit.study._hardware import Bound
+from fastvit.study._parameters import Parameters
+
+_DTYPE = torch.bfloat16
+Sizes = Pair | Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """One model, at one image size, patch size and batch.
+
+    Attributes:
+        name: as it was asked for.
+        image_size, patch_size: (height, width).
+        batch: images.
+        prefix_tokens: CLS and registers.
+        parameters: by part.
+        flops: of a forward of the batch, as `torch.utils.flop_counter` counts them: two for a multiply-add of a matmul
+            or convolution, none for anything else.
+        saved_bytes: that autograd keeps of the batch for the backward pass, in bfloat16 with fastvit's ops, without the
+            parameters.
+        least_bytes: that a forward in bfloat16 moves at least: parameters and images once in, the result once out.
+        bound: the least time of such a forward on a GPU, if one was asked for: a bound, no prediction.
+    """
+
+    name: str
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int]
+    batch: int
+    prefix_tokens: int
+    parameters: Parameters
+    flops: int
+    saved_bytes: int
+    least_bytes: int
+    bound: Bound | None = None
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across."""
+        (H, W), (h, w) = self.image_size, self.patch_size
+        return H // h, W // w
+
+    @property
+    def patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def tokens(self) -> int:
+        """Patches and prefix."""
+        return self.patches + self.prefix_tokens
+
+    @property
+    def patch_pairs(self) -> int:
+        """patches^2: elements of an attention matrix as texts about ViTs count them."""
+        return self.patches**2
+
+    @property
+    def token_pairs(self) -> int:
+        """tokens^2: elements of the attention matrix of one head, prefix included."""
+        return self.tokens**2
+
+
+SORTS: dict[str, Callable[[ModelCost], float | str]] = {
+    "name": lambda cost: cost.name,
+    "parameters": lambda cost: cost.parameters.total,
+    "tokens": lambda cost: cost.tokens,
+    "flops": lambda cost: cost.flops,
+    "saved": lambda cost: cost.saved_bytes,
+    "bound": lambda cost: cost.bound.seconds if cost.bound else 0.0,
+}
+
+
+def models(
+    names: str | Sequence[str] = "*", *,
+    image_size: Sizes | None = None, patch_size: Sizes | None = None,
+    batch: int | Sequence[int] = 1, gpu: str | None = None, sort: str = "name",
+    step: Callable[[str], None] = lambda name: None, refused: Callable[[str], None] | None = None,
+) -> tuple[ModelCost, ...]:  # fmt: skip
+    """What models are made of and cost, without running them: some 0.1 s each.
+
+        fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)], gpu="H100 SXM")
+
+    Args:
+        names: a pattern of names of the zoo, or any model that a study takes; or several.
+        image_size, patch_size: pixels, or (height, width), or several of these; None for the model's own. Every
+            combination with `batch` is a row.
+        batch: images, or several such numbers.
+        gpu: for `bound`: one of `fastvit.study.GPUS`.
+        sort: "name", or largest first by "parameters", "tokens", "flops", "saved", "bound".
+        step: called with the name of each model before it is counted.
+        refused: called with the reason where a size does not fit a model of a pattern, which is then left out; None
+            raises. It raises in any case where nothing is left, and where a model is named in full.
+
+    Raises:
+        ValueError: an unknown name, with the nearest; a size that the patch size does not divide; an unknown GPU.
+    """
+    if sort not in SORTS:
+        raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r}")
+    if sort == "bound" and gpu is None:
+        raise ValueError("sort='bound' wants a gpu")
+    of_gpu = None if gpu is None else _hardware.gpu(gpu)
+    asked = matching(names)
+    batches = [batch] if isinstance(batch, int) else list(batch)
+    if bad := [b for b in batches if not isinstance(b, int) or b < 1]:
+        raise ValueError(f"batch must be a positive integer, got {bad[0]!r}")
+    found, reasons = [], []
+    for name, by_pattern in asked:
+        step(name)
+        subject = _subject.find(name)
+        for image, patch in itertools.product(_several(image_size), _several(patch_size)):
+            try:
+                sizes = subject.sizes(image, patch)
+            except ValueError as error:
+                if refused is None or not by_pattern:
+                    raise
+                reasons.append(str(error))
+                continue
+            found += [_cost(subject, *sizes, b, of_gpu) for b in batches]
+    if not found:
+        raise ValueError(reasons[0])
+    for reason in reasons:
+        assert refused is not None
+        refused(reason)
+    return tuple(sorted(found, key=SORTS[sort], reverse=sort != "name"))
+
+
+def matching(names: str | Sequence[str]) -> list[tuple[str, bool]]:
+    """Every name that is asked for, and whether it is by a pattern."""
+    found: dict[str, bool] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if any(c in name for c in "*?["):
+            matched = fnmatch.filter(zoo.CONFIGS, name)
+            if not matched:
+                raise ValueError(f"no model of the zoo is called {name!r}; `fastvit models` lists them")
+            found.update(dict.fromkeys(sorted(matched), True))
+        else:
+            found[name] = False
+    return list(found.items())
+
+
+def _several(sizes: Sizes | None) -> Sequence[Pair | None]:
+    """One size is a list of one; (224, 448) is one of height and width."""
+    if sizes is None or isinstance(sizes, int) or (isinstance(sizes, tuple) and all(isinstance(s, int) for s in sizes)):
+        return [sizes]
+    return list(sizes)
+
+
+def _cost(
+    subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
+    gpu: _hardware.Gpu | None,
+) -> ModelCost:  # fmt: skip
+    with torch.device("meta"):
+        model = subject.build("fused", image_size, patch_size).to(_DTYPE).train()
+        images = _subject.images(batch, image_size, _DTYPE)
+    grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
+    prefix = getattr(model, "num_prefix_tokens", None)
+    if prefix is None:
+        prefix = _tokens(subject, image_size, patch_size) - grid
+    if prefix < 0:
+        raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
+    parameters = _parameters.by_part(model)
+    with FlopCounterMode(display=False) as counter:
+        saved, out = saved_bytes(lambda: model(images), list(model.parameters()))
+    size = _DTYPE.itemsize
+    least = size * (parameters.total + images.numel() + _subject.output_of(out).numel())
+    flops = counter.get_total_flops()
+    bound = None if gpu is None else _hardware.bound(gpu, flops, least)
+    return ModelCost(subject.name, image_size, patch_size, batch, prefix, parameters, flops, saved, least, bound)
+
+
+def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) -> tuple[int, object]:
+    """Bytes that autograd keeps from `function` for backward, every storage once and without the parameters', and what
+    it returns. On any device, "meta" included, where storages have sizes and no addresses."""
+    own = {p.untyped_storage()._cdata for p in parameters}
+    kept: dict[int, torch.UntypedStorage] = {}  # alive until the count is done, so that no identity comes back
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function()
+    return sum(storage.nbytes() for storage in kept.values()), result
+
+
+def _tokens(subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
+    """How many tokens the first block reads, of a library that does not say."""
+    with torch.device("meta"):
+        model = subject.build("sdpa", image_size, patch_size)
+        images = _subject.images(1, image_size, torch.float32)
+    seen: list[int] = []
+    first = next(_blocks(model), None)
+    if first is not None:
+        first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        with torch.no_grad():
+            model(images)
+    if not seen:
+        raise ValueError(f"{subject.name} has no list of blocks: it is no plain ViT")
+    return seen[0]
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of the longest list of one class."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({*map(type, m)}) == 1]
+    return iter(max(lists, key=len, default=nn.ModuleList()))

@@ -1,0 +1,146 @@
+"""The rule that every fused op is held to, against float64 and against eager PyTorch in the same dtype.
+
+    err(fused) <= factor * err(eager) + ulp        on the maximum and on the RMS; factor 2, or 3 for gradients
+
+`ulp` is the spacing of the output's dtype at the exact result, so that a case that eager happens to get exactly right
+does not fail on a rounding. A NaN or Inf where the exact result is finite breaks the rule, and so does the reverse. As
+one number it is `error_ratio <= factor`. Tests, benchmarks and `verify` have it from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+OUTPUT, GRADIENT = 2.0, 3.0  # the factors
+
+
+class Error(NamedTuple):
+    """Of a tensor, in one norm ("max" or "rms"): what was measured, eager's error, and an ulp."""
+
+    norm: str
+    measured: float
+    eager: float
+    ulp: float
+
+    def limit(self, factor: float) -> float:
+        return factor * self.eager + self.ulp
+
+    def ratio(self, factor: float) -> float:
+        """measured / (eager + ulp / factor): at most `factor` where the rule holds, and 1.0 is as accurate as eager."""
+        scale = self.eager + self.ulp / factor
+        return self.measured / scale if scale else 0.0 if self.measured == 0 else float("inf")
+
+
+_NORMS: dict[str, Callable[[Tensor], float]] = {
+    "max": lambda t: float(t.abs().max()),
+    "rms": lambda t: float(t.square().mean().sqrt()),
+}
+
+
+def errors(got: Tensor, eager: Tensor, exact: Tensor) -> tuple[Error, ...]:
+    """In both norms, over the elements that are finite; none where there is no such element.
+
+    got, eager: one dtype; exact: float64, of got's shape.
+
+    Raises:
+        ValueError: another shape or dtype.
+    """
+    if got.shape != exact.shape or got.dtype != eager.dtype:
+        raise ValueError(f"got {tuple(got.shape)} {got.dtype}, exact {tuple(exact.shape)}, eager {eager.dtype}")
+    finite = exact.isfinite()
+    got, eager, exact = got.detach()[finite], eager.detach()[finite], exact.detach()[finite]
+    if exact.numel() == 0:
+        return ()
+    of_got, of_eager, spacing = got.double() - exact, eager.double() - exact, ulp(exact, got.dtype)
+    return tuple(Error(name, norm(of_got), norm(of_eager), norm(spacing)) for name, norm in _NORMS.items())
+
+
+def misplaced(got: Tensor, exact: Tensor) -> int:
+    """How many elements are finite on one side only."""
+    return int((got.isfinite() != exact.isfinite()).sum())
+
+
+def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> float:
+    """err(got) / (err(eager) + ulp / factor), the worse of maximum and RMS; infinite where got is not finite and the
+    exact result is, or the reverse. Arguments as of `errors`."""
+    found = errors(got, eager, exact)
+    if misplaced(got, exact):
+        return float("inf")
+    return max((error.ratio(factor) for error in found), default=0.0)
+
+
+def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of the dtype at these values; torch.nextafter knows no float16 on a GPU."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(exact.to(dtype).double().abs().clamp(limits.tiny, limits.max))
+    return limits.eps * torch.exp2(exponent.double() - 1)
+
+
+class Compared(NamedTuple):
+    """A result ("output 0") or a gradient ("dx"): of fused, of eager in the same dtypes, and of eager in float64."""
+
+    name: str
+    got: Tensor
+    eager: Tensor
+    exact: Tensor
+
+    @property
+    def factor(self) -> float:
+        return GRADIENT if self.name.startswith("d") else OUTPUT
+
+
+def compare(
+    fused: Callable[..., Any], eager: Callable[..., Any], tensors: Mapping[str, Tensor | None]
+) -> Iterator[Compared]:
+    """Every output of function(**tensors), and the gradient of every tensor that requires one, in their layouts."""
+    runs: list[tuple[tuple[Tensor, ...], dict[str, Tensor], list[Tensor]]] = []
+    for function, dtype in ((fused, None), (eager, None), (eager, torch.float64)):
+        arguments = {
+            name: None if t is None else t.detach().to(_computed(t, dtype)).requires_grad_(t.requires_grad)
+            for name, t in tensors.items()
+        }
+        outputs = function(**arguments)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        wanted = {name: t for name, t in arguments.items() if t is not None and t.requires_grad}
+        dout = [_gradient(o, seed=90 + i) for i, o in enumerate(outputs)]
+        if runs:  # the rounded gradients of the first run, exactly
+            dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
+        through = [(o, g) for o, g in zip(outputs, dout, strict=True) if o.requires_grad]
+        gradients: tuple[Tensor, ...] = ()
+        if wanted:
+            gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
+        runs.append((outputs, dict(zip(wanted, gradients, strict=True)), dout))
+    (got, got_gradients, _), (same, same_gradients, _), (exact, exact_gradients, _) = runs
+    for i, triple in enumerate(zip(got, same, exact, strict=True)):
+        yield Compared(f"output {i}", *triple)
+    for name in exact_gradients:
+        yield Compared(f"d{name}", got_gradients[name], same_gradients[name], exact_gradients[name])
+
+
+def _computed(t: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and t.is_floating_point() else t.dtype
+
+
+def _gradient(out: Tensor, seed: int) -> Tensor:
+    """Random normal, drawn on the CPU: the same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype).to(out.device)
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """All fresh memory is full of NaN, so that an element that nobody wrote is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

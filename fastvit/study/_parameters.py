@@ -1,0 +1,69 @@
+"""Parameters of a ViT by the part that they belong to, for whatever library wrote it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many of a model's parameters each part has. They add up to `total`: nothing is counted twice or left out.
+
+    Attributes:
+        patch_embedding: the projection of patches.
+        positions: embeddings of positions, and prefix tokens (CLS, registers, masks).
+        attention, mlp: their linear layers, with biases.
+        norms: norms and scales (LayerScale), wherever they are.
+        head: classifier, pooler, attention pooling.
+        other: what none of these names fits.
+    """
+
+    patch_embedding: int = 0
+    positions: int = 0
+    attention: int = 0
+    mlp: int = 0
+    norms: int = 0
+    head: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+# The first that is found in a parameter's name decides, where neither its module nor its number of dimensions does:
+# the names of timm, torchvision, transformers, and Meta's DINOv2 and DINOv3
+_NAMES = (
+    ("norms", r"norm|\bln_|gamma|lambda|layer_?scale|\bls\d"),
+    ("head", r"^(attn_pool|heads?(_\w+)?\b|classifier|pooler|fc\b)|\.(head|classifier|pooler)\."),
+    ("patch_embedding", r"patch_embed|conv_proj"),
+    ("positions", r"pos_|position|token|class_embedding|rope|freqs"),
+    ("attention", r"attn|attention"),
+    ("mlp", r"mlp|fc\d|intermediate|output\.dense|ffn|\bw\d"),
+)  # fmt: skip
+
+
+def by_part(model: nn.Module) -> Parameters:
+    """Every parameter once, shared ones by their first name."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = _part(model, name)
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    return Parameters(**counts)
+
+
+def _part(model: nn.Module, name: str) -> str:
+    owner = model.get_submodule(name.rpartition(".")[0])
+    kind = type(owner).__name__.lower()
+    if "norm" in kind or "layerscale" in kind:
+        return "norms"
+    if isinstance(owner, nn.Conv2d):
+        return "patch_embedding"
+    of_layer = isinstance(owner, nn.Linear)
+    for part, pattern in _NAMES:
+        if re.search(pattern, name) and not (of_layer and part == "norms"):
+            return part
+    return "other"
