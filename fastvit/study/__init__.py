@@ -2,6 +2,7 @@
 `fastvit` is over them."""
 
 from fastvit.study._attention import AttentionMaps, TokenWeights, attention_maps, attention_rollout
+from fastvit.study._explore import Exploration, PatchEmbedding, explore, patch_embedding
 from fastvit.study._hardware import GPUS
 from fastvit.study._memory import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
 from fastvit.study._models import ModelCost, models
@@ -9,7 +10,7 @@ from fastvit.study._pictures import Picture, read_picture
 from fastvit.study._plan import Parts, Setting
 
 __all__ = [
-    "GPUS", "AttentionMaps", "MemoryPoint", "MemoryStudy", "ModelCost", "Parts", "Picture", "Setting", "TokenWeights",
-    "attention_maps", "attention_rollout", "image_size", "largest_batch", "largest_image", "memory", "models",
-    "read_picture",
+    "GPUS", "AttentionMaps", "Exploration", "MemoryPoint", "MemoryStudy", "ModelCost", "Parts", "PatchEmbedding",
+    "Picture", "Setting", "TokenWeights", "attention_maps", "attention_rollout", "explore", "image_size",
+    "largest_batch", "largest_image", "memory", "models", "patch_embedding", "read_picture",
 ]  # fmt: skip

@@ -147,6 +147,21 @@ def plan(
     patch_size: tuple[int, int] | None = None,
 ) -> Plan:  # fmt: skip
     """What a step would hold. gpu: on a GPU, where fused ops run their kernels; else on a CPU."""
+    seen, begin, groups = allocations(subject, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size)
+    there, sizes = seen.held(begin), []
+    for group in groups:
+        sizes.append(seen.bytes_of(there & group))
+        there -= group
+    sizes.append(seen.bytes_of(there))
+    return Plan(Parts(*sizes), seen.tokens, seen.bytes_of(seen.held(of=groups[-1])))
+
+
+def allocations(
+    subject: Subject, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
+    patch_size: tuple[int, int] | None = None,
+) -> tuple[Allocations, int, tuple[set[int], ...]]:  # fmt: skip
+    """All that a step allocates and releases, the first event of the step itself, and the blocks of each of `Parts` but
+    its temporaries; a block is of the first that has it."""
     with torch.device("meta"):
         model = subject.build(provider, image_size, patch_size).to(DTYPES[setting.dtype])
     with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), contextlib.ExitStack() as stack:
@@ -163,15 +178,9 @@ def plan(
         with seen:
             step.run(lambda: saved.update(seen.alive()))
             gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
-        there = seen.held(begin)
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
-    if setting.mode == "infer":
-        saved = set()
-    sizes = []
-    for group in (weights, gradients, optimizer, inputs, saved - matrices, matrices):
-        sizes.append(seen.bytes_of(there & group))
-        there -= group
-    return Plan(Parts(*sizes, seen.bytes_of(there)), seen.tokens, seen.bytes_of(seen.held(of=matrices)))
+    saved = set() if setting.mode == "infer" else saved - matrices
+    return seen, begin, (weights, gradients, optimizer, inputs, saved, matrices)
 
 
 def _without_data(model: nn.Module) -> None:

@@ -26,14 +26,14 @@
     return Float32Array.from(values.subarray(at * tokens, (at + 1) * tokens), (q) => (q / 255) * most[at]);
   }
 
-  const layer = slider($("attention-controls"), "Layer", layers, layers.at(-1), changed, (l) => `${l + 1} of ${layers.length}`);
+  const layer = slider($("attention-controls"), "Layer", layers, layers.at(-1), changed, (l) => `${l} of 0–${layers.length - 1}`);
   const headStops = ["mean", ...Array(heads).keys()];
-  const head = slider($("attention-controls"), "Head", headStops, "mean", changed, (h) => (h === "mean" ? "mean of all" : `${h + 1} of ${heads}`));
+  const head = slider($("attention-controls"), "Head", headStops, "mean", changed, (h) => (h === "mean" ? "mean of all" : `${h} of 0–${heads - 1}`));
   const names = [["patch", "the chosen patch"], ...attention.prefix_names.map((name, i) => [String(i), name])];
   const from = select($("attention-controls"), "Query", names, "patch", show);
   from.closest(".field").hidden = attention.prefix_names.length === 0;
   // Weights fall off steeply: with their roots, small ones are seen beside the largest
-  const scale = choice($("attention-controls"), "Brightness", [["linear", "Weight"], ["root", "Its root"]], "linear", show);
+  const scale = choice($("attention-controls"), "Brightness", [["root", "Root of weight"], ["linear", "Weight"]], "root", show);
 
   let at = [Math.floor(rows / 2), Math.floor(columns / 2)];
   // The token whose rows are there, nearest to the chosen patch
@@ -59,7 +59,7 @@
   }
 
   const chosenHead = () => (matrix(nameOf(layer.value, head.value)) ? head.value : "mean");
-  const where = () => (query() < prefix ? attention.prefix_names[query()] : `row ${place(query())[0] + 1}, column ${place(query())[1] + 1}`);
+  const where = () => (query() < prefix ? attention.prefix_names[query()] : `row ${place(query())[0]}, column ${place(query())[1]}`);
   const view = (id, name, title) => gridView($(id), {
     grid: () => [rows, columns],
     draw(context, width, height) { paint(context, name(), width, height); },
@@ -67,7 +67,7 @@
     name: () => `${title()} of the query ${where()}; the arrow keys choose a patch`,
   });
   const views = [
-    view("attention-map", () => nameOf(layer.value, chosenHead()), () => `Attention in layer ${layer.value + 1}`),
+    view("attention-map", () => nameOf(layer.value, chosenHead()), () => `Attention in layer ${layer.value}`),
     view("rollout-map", () => "rollout", () => "Rollout"),
   ];
 
@@ -83,8 +83,8 @@
   }
 
   const buttons = headStops.slice(1).map((h) => {
-    const button = make("button", { type: "button" }, make("canvas", { "aria-hidden": "true" }), `${h + 1}`);
-    button.setAttribute("aria-label", `Head ${h + 1}`);
+    const button = make("button", { type: "button" }, make("canvas", { "aria-hidden": "true" }), `${h}`);
+    button.setAttribute("aria-label", `Head ${h}`);
     button.addEventListener("click", () => { head.value = head.value === h ? "mean" : h; changed(); });
     return button;
   });
@@ -122,7 +122,7 @@
     }
     drawHeads();
     const h = chosenHead();
-    $("attention-caption").textContent = caption(nameOf(layer.value, h), `Layer ${layer.value + 1}, ${h === "mean" ? "mean of the heads" : `head ${h + 1}`}`);
+    $("attention-caption").textContent = caption(nameOf(layer.value, h), `Layer ${layer.value}, ${h === "mean" ? "mean of the heads" : `head ${h}`}`);
     $("rollout-caption").textContent = caption("rollout", "Rollout");
   }
   function changed() {

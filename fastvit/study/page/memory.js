@@ -2,8 +2,8 @@
 
 (() => {
   const { memory } = DATA;
-  if (!memory) {
-    $("memory-body").replaceChildren(make("p", { className: "note" }, DATA.notes.memory));
+  if (!memory.plan) {
+    $("memory-body").replaceChildren(make("p", { className: "note" }, memory.note));
     return;
   }
   const GIB = 2 ** 30;
@@ -41,9 +41,10 @@
     chart();
     const budget = controls.budget.value * GIB;
     const fits = memory.providers.filter((_, i) => totals[i] <= budget).map((p) => NAMES[p]);
-    const verb = fits.length === 3 ? "All three fit" : fits.length ? `${fits.join(" and ")} ${fits.length > 1 ? "fit" : "fits"}` : "None of them fits";
+    const verb = fits.length === totals.length ? "All of them fit" : fits.length ? `${fits.join(" and ")} ${fits.length > 1 ? "fit" : "fits"}` : "None of them fits";
     const tokens = memory.tokens[`${controls.size.value}x${controls.patch.value}`];
     $("memory-sum").textContent = `${integer(tokens)} tokens an image, ${controls.batch.value} image${controls.batch.value > 1 ? "s" : ""} a step. ${verb} into ${controls.budget.value} GiB.`;
+    $("memory-command").textContent = `fastvit memory ${DATA.model.quoted} --image-size ${controls.size.value} --patch-size ${controls.patch.value} --batch ${controls.batch.value} --mode ${controls.mode.value} --dtype ${{ bfloat16: "bf16", float32: "fp32" }[controls.dtype.value]} --device ${memory.device}`;
   }
 
   function bars(plans, totals, scale, name) {
@@ -98,7 +99,7 @@
     const box = $("memory-chart");
     const width = Math.max(280, box.clientWidth);
     const [height, left, right, top, bottom] = [Math.min(300, Math.max(230, width * 0.34)), 62, 62, 12, 28];
-    const sizes = memory.sizes.filter((s) => planned("eager", s));
+    const sizes = memory.sizes.filter((s) => planned(memory.providers[0], s));
     const lines = memory.providers.map((p) => [p, sizes.map((s) => total(planned(p, s)))]);
     const values = lines.flatMap(([, line]) => line);
     const budget = controls.budget.value * GIB;
@@ -117,7 +118,12 @@
       draw(svg, "line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" });
       draw(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, bytes >= GIB ? `${bytes / GIB} GiB` : `${bytes / 2 ** 20} MiB`);
     }
-    for (const s of sizes) draw(svg, "text", { x: x(s), y: height - 6, "text-anchor": "middle" }, s);
+    let last = -Infinity;
+    for (const s of sizes) {
+      if (x(s) - last < 38) continue; // no room for another
+      last = x(s);
+      draw(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
+    }
     draw(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-width": 1 });
     draw(svg, "line", { x1: left, x2: width - right, y1: y(budget), y2: y(budget), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
     const labels = [];

@@ -19,7 +19,7 @@
       paint.stroke();
     },
     chosen: show,
-    name: () => `The picture under a grid of ${grid().join(" by ")} patches; row ${view.at[0] + 1}, column ${view.at[1] + 1} is chosen`,
+    name: () => `The picture under a grid of ${grid().join(" by ")} patches; row ${view.at[0]}, column ${view.at[1]} is chosen`,
   });
   view.at = grid().map((n) => Math.floor(n / 2));
 
@@ -40,8 +40,8 @@
     const [sx, sy] = [photograph.naturalWidth / picture.width, photograph.naturalHeight / picture.height];
     if (photograph.naturalWidth) context.drawImage(photograph, column * patch * sx, row * patch * sy, patch * sx, patch * sy, 0, 0, 208, 208);
     const token = model.prefix + row * columns + column;
-    $("patch-caption").textContent = `Row ${row + 1}, column ${column + 1}: token ${token} of the sequence, counted from 0.`;
-    zoom.setAttribute("aria-label", `The patch in row ${row + 1}, column ${column + 1}, enlarged`);
+    $("patch-caption").textContent = `Row ${row}, column ${column}: token ${token} of the sequence.`;
+    zoom.setAttribute("aria-label", `The patch in row ${row}, column ${column}, enlarged`);
   }
 
   slider($("patch-controls"), "Patch size", picture.patch_stops, patch, (stop) => {
