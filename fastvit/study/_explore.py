@@ -179,8 +179,8 @@ def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
         )
         instead = "It rotates queries and keys by the place of their patch instead." if rotary else ""
         return {"cosine": None, "note": f"This model has no learnt embeddings of positions. {instead}".strip()}
-    if len(found) > _POSITIONS:
-        note = f"The similarities of {len(found)} positions are too many for this page; a smaller image size has fewer."
+    if not 1 < len(found) <= _POSITIONS:
+        note = f"No similarities of {len(found)} positions: this page has room for those of 2 to {_POSITIONS}."
         return {"cosine": None, "note": note}
     cosine = (position_similarity(found) * 127).round().clamp(-127, 127).to(torch.int8)
     return {"grid": grid, "cosine": _page.encoded(cosine), "note": "Cosines are rounded to 127ths."}

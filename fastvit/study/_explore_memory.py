@@ -98,8 +98,8 @@ def _note(gpu: bool, refused: list[str]) -> str:
     where = "as on a GPU" if gpu else "as on a CPU, since triton is not installed"
     lines = [
         f"Planned {where}, with AdamW in training: of every provider, step, type and patch one step is traced on"
-        " tensors without data, and its allocations are scaled to the other sizes. The command plans each size by itself, which"
-        " may differ by some tenths of a per cent. The workspace of a vendor's libraries is in neither.",
+        " tensors without data, and its allocations are scaled to the other sizes. The command plans each size by"
+        " itself, which may differ by some tenths of a per cent. The workspace of a vendor's libraries is in neither.",
         *(f"Not shown: {reason}." for reason in refused),
     ]
     return " ".join(lines)
