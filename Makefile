@@ -37,8 +37,8 @@ traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possib
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
 # What has a page of its own, beside the modules that these export
-PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.eva_layers fastvit.rope fastvit.graph fastvit.integrations \
-	fastvit.integrations.transformers
+PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.eva_layers fastvit.features fastvit.rope fastvit.graph \
+	fastvit.integrations fastvit.integrations.transformers
 
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
 	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \

@@ -72,10 +72,10 @@ def check_heads(dim_name: str, dim: Any, num_heads: Any) -> None:
     check_head_dim(f"head_dim = {dim_name} / num_heads = {dim} / {num_heads}", dim // num_heads)
 
 
-def check_hidden(dim_name: str, dim: int, mlp_ratio: Any) -> None:
+def check_hidden(dim_name: str, dim: int, mlp_ratio: Any, name: str = "mlp_ratio") -> None:
     """The MLP's width, int(dim * mlp_ratio)."""
-    meaning = f"a finite number with {dim_name} * mlp_ratio >= 1, where {dim_name} = {dim}"
-    check_number("mlp_ratio", mlp_ratio, lambda ratio: 1 <= dim * ratio < math.inf, meaning)
+    meaning = f"a finite number with {dim_name} * {name} >= 1, where {dim_name} = {dim}"
+    check_number(name, mlp_ratio, lambda ratio: 1 <= dim * ratio < math.inf, meaning)
 
 
 def checked_pair(name: str, value: Any) -> tuple[int, int]:
@@ -86,6 +86,20 @@ def checked_pair(name: str, value: Any) -> tuple[int, int]:
     if len(both) != 2 or min(both) < 1:
         raise ValueError(f"{name} must be a positive integer or (height, width), got {value!r}")
     return int(both[0]), int(both[1])
+
+
+def checked_indices(name: str, value: Any, count: int) -> list[int]:
+    """Which of `count` things: indices, from the end if negative, or how many of the last ones. -> indices from 0"""
+    meaning = f"a number of last blocks from 1 to {count}, or blocks from {-count} to {count - 1}"
+    if _is_integer(value):
+        if not 1 <= value <= count:
+            raise ValueError(f"{name} must be {meaning}, got {value}")
+        return list(range(count - value, count))
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_integer, value)):
+        raise TypeError(f"{name} must be {meaning}, got {value!r}")
+    if not value or not all(-count <= index < count for index in value):
+        raise ValueError(f"{name} must be {meaning}, got {value!r}")
+    return [int(index) % count for index in value]
 
 
 Statistics = tuple[float, ...] | None

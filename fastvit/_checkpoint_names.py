@@ -1,8 +1,8 @@
 """The names in other libraries' checkpoints of Vision Transformers, and how those libraries interpolate positions.
 
-Each source is a table from its names to ours, which are timm's. Three of our names are intermediate: q, k and v apart
-(`attn.q`, `attn.k`, `attn.v`), DINOv3's `mlp.up`, which is a gated MLP's fc1_x or else fc1, and CLIP's projection
-(`head.projection`, or `head.projection_t` for its transpose).
+Each source is a table from its names to ours, which are timm's. Four of our names are intermediate: q, k and v apart
+(`attn.q`, `attn.k`, `attn.v`) or, of SigLIP's pooling, together (`attn_pool.qkv`), DINOv3's `mlp.up`, which is a gated
+MLP's fc1_x or else fc1, and CLIP's projection (`head.projection`, or `head.projection_t` for its transpose).
 
 Sources: timm 1.0.31, torchvision 0.28, transformers 4 (its files) and 5 (in memory), facebookresearch/dinov2, dinov3
 and mae,
@@ -114,7 +114,15 @@ _HF_SIGLIP = replace(
     _HF_CLIP,
     name="Hugging Face SigLIP",
     marker="embeddings.patch_embedding.weight",
-    in_model={**_HF_CLIP.in_model, "head": "attn_pool"},
+    in_model={
+        **_HF_CLIP.in_model,
+        "head": "attn_pool",
+        "head.probe": "attn_pool.latent",
+        "head.attention.in_proj_weight": "attn_pool.qkv.weight",
+        "head.attention.in_proj_bias": "attn_pool.qkv.bias",
+        "head.attention.out_proj": "attn_pool.proj",
+        "head.layernorm": "attn_pool.norm",
+    },
     elsewhere={"classifier": "head", **_HF_TEXT},
 )
 

@@ -2,7 +2,7 @@
 
 DINOv3    Simeoni et al. 2025, arXiv:2508.10104; qkvb: with the zero biases of q and v that timm keeps as parameters
 EVA       Fang et al. 2022, arXiv:2211.07636; EVA-02: 2023, arXiv:2303.11331
-PE        Perception Encoder, Bolya et al. 2025, arXiv:2504.13181: lang and spatial
+PE        Perception Encoder, Bolya et al. 2025, arXiv:2504.13181: core, with attention pooling, lang and spatial
 ROPE-ViT  Heo et al. 2024, arXiv:2403.13298; those with registers are timm's
 """
 
@@ -47,11 +47,18 @@ def _eva02_large(size: Config, img_size: int, num_classes: int, **more: Any) -> 
 
 def _pe(size: Config, patch_size: int, img_size: int, **more: Any) -> Config:
     return {
-        "img_size": img_size, "patch_size": patch_size, "num_classes": 0, **size, "attn_type": "rope",
+        "img_size": img_size, "patch_size": patch_size, "num_classes": 0, "attn_type": "rope",
         "use_pre_transformer_norm": True, "use_post_transformer_norm": False, "use_fc_norm": False,
         "use_rot_pos_emb": True, "ref_feat_shape": 32, "rope_grid_offset": 1.0, "rope_grid_indexing": "xy",
-        "norm_layer": _EPS_5, **more,
+        "norm_layer": _EPS_5, **size, **more,
     }  # fmt: skip
+
+
+def _pe_core(size: Config, patch_size: int, img_size: int, num_classes: int, ref_feat_shape: int) -> Config:
+    return _pe(
+        size, patch_size, img_size, num_classes=num_classes, ref_feat_shape=ref_feat_shape, global_pool="map",
+        attn_pool_num_heads=8, attn_pool_mlp_ratio=4.0, use_post_transformer_norm=True,
+    )  # fmt: skip
 
 
 def _rope(size: Config, **more: Any) -> Config:
@@ -100,6 +107,11 @@ CONFIGS: dict[str, Config] = {
     "eva02_large_patch14_clip_336": _eva02_large(_LARGE, 336, 768, scale_attn_inner=True, global_pool="token"),
     **{f"eva_giant_patch14_{px}": {"img_size": px, **_GIANT} for px in (224, 336, 560)},
     "eva_giant_patch14_clip_224": {"num_classes": 1024, "global_pool": "token", **_GIANT},
+    "vit_pe_core_tiny_patch16_384": _pe_core(_TINY, 16, 384, 512, 24),
+    "vit_pe_core_small_patch16_384": _pe_core(_SMALL, 16, 384, 512, 24),
+    "vit_pe_core_base_patch16_224": _pe_core(_BASE, 16, 224, 1024, 14),
+    "vit_pe_core_large_patch14_336": _pe_core(_LARGE, 14, 336, 1024, 24),
+    "vit_pe_core_gigantic_patch14_448": _pe_core(_PE_GIANT, 14, 448, 1280, 32),
     "vit_pe_spatial_tiny_patch16_512": _pe(_TINY, 16, 512),
     "vit_pe_spatial_small_patch16_512": _pe(_SMALL, 16, 512),
     "vit_pe_spatial_base_patch16_512": _pe(_BASE, 16, 512),

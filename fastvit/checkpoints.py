@@ -42,8 +42,8 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
     Args:
         weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, also inside {"state_dict": ...} or
             {"model": ...}, and with the prefixes of DistributedDataParallel and torch.compile.
-        drop_head: leave out what the file has behind the last norm (classifier, pooler, SigLIP's attention pooling),
-            and leave the model's own head as it is.
+        drop_head: leave out what the file has behind the last norm (classifier, pooler, and attention pooling unless
+            the model has it too), and leave what the model has there beside that as it is.
 
     Raises:
         CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
@@ -77,11 +77,14 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
 
     resize = antialiased if "register_tokens" in ours else source.resize
     _unfold_projection(ours, origin)
+    _split_pool_qkv(ours, origin, expected)
+    pooled = model.attn_pool is not None and any(target.startswith("attn_pool.") for target in ours)
+    heads = tuple(head for head in HEADS if head != "attn_pool.") if pooled else HEADS
     for target in list(ours):
-        if target.startswith(HEADS) and (drop_head or (target.startswith("head.") and not model.num_classes)):
+        if target.startswith(heads) and (drop_head or (target.startswith("head.") and not model.num_classes)):
             del ours[target]
     if drop_head:
-        ours.update({target: own for target, own in expected.items() if target.startswith("head.")})
+        ours.update({target: own for target, own in expected.items() if target.startswith(heads)})
     for target in ("cls_token", "pos_embed"):
         while target in ours and ours[target].dim() < 3:  # (D,) and (N, D) elsewhere
             ours[target] = ours[target][None]
@@ -162,6 +165,16 @@ def _unfold_projection(ours: dict[str, Tensor], origin: dict[str, str]) -> None:
             ours["head.weight"] = weight.T if transposed else weight
             ours["head.bias"] = weight.new_zeros(ours["head.weight"].shape[0])
             origin["head.weight"] = origin.pop(key)
+
+
+def _split_pool_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
+    """qkv of an attention pooling -> q and kv, where the model has them and the shapes are right."""
+    for kind in ("weight", "bias"):
+        key, q, kv = (f"attn_pool.{name}.{kind}" for name in ("qkv", "q", "kv"))
+        if key in ours and q in expected and ours[key].dim() and ours[key].shape[0] == 3 * expected[q].shape[0]:
+            packed, source = ours.pop(key), origin.pop(key)
+            ours[q], ours[kv] = packed.tensor_split([expected[q].shape[0]])
+            origin[q] = origin[kv] = source
 
 
 def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
@@ -252,6 +265,8 @@ def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[s
         hints.append(f"{same} the file's; drop_head=True leaves its head out and keeps the model's, untrained")
     if any(target.startswith(HEADS) and target not in expected for target in ours):
         hints.append("drop_head=True leaves out what the file has behind the last norm")
+    if "attn_pool.latent" in expected and not any(target.startswith("attn_pool.") for target in ours):
+        hints.append("global_pool='avg' is without attention pooling; drop_head=True keeps the model's, untrained")
     if "fc_norm.weight" in expected and "norm.weight" in ours:
         hints.append("fc_norm=False keeps the norm in front of the pooling")
     return hints

@@ -6,9 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from fastvit._arguments import Pair, by_name, check_choice, check_flags, check_integers, check_number
+from fastvit._arguments import (
+    Pair,
+    by_name,
+    check_choice,
+    check_flags,
+    check_integers,
+    check_number,
+    check_rates,
+)
 from fastvit.eva_layers import EvaBlock
 from fastvit.layers import NormLayer
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
@@ -40,8 +47,10 @@ class Eva(VisionTransformer):
         use_fc_norm: a norm behind the pooling; None for one where patches are averaged.
         use_post_transformer_norm: a norm behind the blocks; None for one where use_fc_norm has none.
         head_init_scale: what the head's initial weights are multiplied with.
-        options: of `VisionTransformer`: class_token, no_embed_class, dynamic_img_size, dynamic_img_pad, dropout rates,
-            drop_path_rate, mean, std, device, dtype.
+        patch_drop_rate: as in `VisionTransformer`; 0 with rotary positions, whose tables all samples share.
+        options: of `VisionTransformer`: class_token, no_embed_class, attn_pool_num_heads, attn_pool_mlp_ratio,
+            dynamic_img_size, dynamic_img_pad, dropout rates, drop_path_rate, mean, std, device, dtype. The pooling
+            "map" attends to CLS and registers too, as timm's Eva, unless pool_include_prefix is False.
 
     Raises:
         TypeError, ValueError: naming the argument, its value and what is allowed, before a parameter is made.
@@ -58,7 +67,8 @@ class Eva(VisionTransformer):
         rope_rotate_half: bool = False, ref_feat_shape: Pair | None = None, rope_shift_coords: float | None = None,
         rope_jitter_coords: float | None = None, rope_rescale_coords: float | None = None,
         use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
-        use_post_transformer_norm: bool | None = None, head_init_scale: float = 0.001, **options: Any,
+        use_post_transformer_norm: bool | None = None, patch_drop_rate: float = 0.0, head_init_scale: float = 0.001,
+        **options: Any,
     ) -> None:  # fmt: skip
         check_integers(1, embed_dim=embed_dim, num_heads=num_heads)
         check_integers(0, num_reg_tokens=num_reg_tokens, swiglu_align_to=swiglu_align_to)
@@ -70,6 +80,14 @@ class Eva(VisionTransformer):
             use_fc_norm=use_fc_norm or False, use_post_transformer_norm=use_post_transformer_norm or False,
         )  # fmt: skip
         check_number("head_init_scale", head_init_scale, lambda s: s >= 0.0, "not negative")
+        check_rates(patch_drop_rate=patch_drop_rate)
+        if patch_drop_rate and use_rot_pos_emb:
+            raise ValueError(
+                f"patch_drop_rate must be 0 with use_rot_pos_emb=True, got {patch_drop_rate}: the fused ops rotate "
+                "every sample by one table"
+            )
+        if global_pool == "map":
+            options = {"pool_include_prefix": True, **options}
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         post_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
 
@@ -86,7 +104,7 @@ class Eva(VisionTransformer):
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
             final_norm=fc_norm or post_norm, fc_norm=fc_norm, norm_layer=norm_layer, block_fn=block, fix_init=True,
-            **options,
+            patch_drop_rate=patch_drop_rate, **options,
         )  # fmt: skip
         if fc_norm and post_norm:
             factory = {name: options.get(name) for name in ("device", "dtype")}
@@ -128,13 +146,6 @@ class Eva(VisionTransformer):
         if isinstance(self.head, nn.Linear):
             self.head.weight.mul_(self.__dict__.get("head_init_scale", 1.0))
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""
-        rope = None if self.rope is None else self.rope.get_embed(self.patch_embed.grid_of(x), x.device)
-        x = self.norm_pre(self.pos_drop(self._tokens(x)))
-        for block in self.blocks:
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, use_reentrant=False)
-            else:
-                x = block(x, rope)
-        return self.norm(x)
+    def _embedded(self, x: Tensor) -> tuple[Any, ...]:
+        rope = None if self.rope is None else self.rope.get_embed(self._grid_of(x), x.device)
+        return *super()._embedded(x), rope

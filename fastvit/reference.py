@@ -13,6 +13,8 @@ Later additions to the paper's model, each off by default:
     registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
     norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
     norms inside the branches (scale_attn_norm, scale_mlp_norm)  Wang et al. 2022, arXiv:2210.06423
+    patches left out in training (patch_drop_rate)  Li et al. 2023, arXiv:2212.00794
+    pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
 factory: device and dtype of the parameters.
@@ -189,6 +191,50 @@ class ResPostBlock(Block):
 BLOCKS: dict[str, type[nn.Module]] = {"block": Block, "res_post": ResPostBlock}
 
 
+class PatchDropout(nn.Module):
+    """In training, keeps of each sample the prefix and a random subset of the patches, in random order."""
+
+    def __init__(self, prob: float, num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.prob, self.num_prefix_tokens = prob, num_prefix_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        B, n, _ = patches.shape
+        order = torch.randn(B, n, device=x.device).argsort(dim=1)
+        kept = order[:, : max(1, int(n * (1 - self.prob)))]
+        return torch.cat([prefix, patches[torch.arange(B, device=x.device)[:, None], kept]], dim=1)
+
+
+class AttentionPoolLatent(nn.Module):
+    """Attention of one learnt query to the tokens, a projection, then x + Mlp(LN(x)). (B, N, D) -> (B, D)."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float, norm_layer: Layer, act_layer: Layer, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
+        self.latent = nn.Parameter(torch.empty(1, 1, dim, **factory))
+        self.q = nn.Linear(dim, dim, **factory)
+        self.kv = nn.Linear(dim, 2 * dim, **factory)
+        self.proj = nn.Linear(dim, dim, **factory)
+        self.norm = norm_layer(dim, **factory)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, **factory)
+        nn.init.trunc_normal_(self.latent, std=dim**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        H, d = self.num_heads, D // self.num_heads
+        q = self.q(self.latent).reshape(1, 1, H, d).transpose(1, 2)  # (1, H, 1, d)
+        k, v = self.kv(x).reshape(B, N, 2, H, d).permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
+        probabilities = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)  # (B, H, 1, N)
+        y = self.proj((probabilities @ v).transpose(1, 2).reshape(B, D))
+        return y + self.mlp(self.norm(y))
+
+
 class VisionTransformer(nn.Module):
     """Image (B, C, H, W) -> logits (B, num_classes). For the arguments see `fastvit.VisionTransformer`."""
 
@@ -201,7 +247,8 @@ class VisionTransformer(nn.Module):
         class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
         pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
         pool_include_prefix: bool = False, dynamic_img_size: bool = False,
-        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_pool_num_heads: int | None = None, attn_pool_mlp_ratio: float | None = None,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
         norm_layer: str | Layer = "layernorm", act_layer: str | Layer = "gelu",
@@ -232,6 +279,8 @@ class VisionTransformer(nn.Module):
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        P = self.num_prefix_tokens
+        self.patch_drop = PatchDropout(patch_drop_rate, P) if patch_drop_rate else nn.Identity()
         self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
         make = partial(
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
@@ -243,6 +292,10 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
         self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim, **factory) if final_norm and fc_norm else nn.Identity()
+        self.attn_pool = None
+        if global_pool == "map":
+            size = attn_pool_num_heads or num_heads, attn_pool_mlp_ratio or mlp_ratio
+            self.attn_pool = AttentionPoolLatent(embed_dim, *size, norm, act, **factory)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
         self.init_weights(linears=weight_init != "skip")
@@ -293,7 +346,7 @@ class VisionTransformer(nn.Module):
         return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        x = self.norm_pre(self.embed(x))
+        x = self.norm_pre(self.patch_drop(self.embed(x)))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
         return self.norm(x)
@@ -304,6 +357,8 @@ class VisionTransformer(nn.Module):
         if self.global_pool == "token":
             return x[:, 0]
         patches = x if self.pool_include_prefix else x[:, self.num_prefix_tokens :]
+        if self.attn_pool is not None:  # map
+            return self.attn_pool(patches)
         if self.global_pool == "avg":
             return patches.mean(dim=1)
         if self.global_pool == "max":

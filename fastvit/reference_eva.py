@@ -203,6 +203,8 @@ class Eva(VisionTransformer):
         use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
         use_post_transformer_norm: bool | None = None, head_init_scale: float = 0.001, **options: Any,
     ) -> None:  # fmt: skip
+        if global_pool == "map":
+            options = {"pool_include_prefix": True, **options}
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         post_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
 
@@ -234,7 +236,7 @@ class Eva(VisionTransformer):
     def forward_features(self, x: Tensor) -> Tensor:
         grid = tuple(n // size for n, size in zip(x.shape[2:], self.patch_embed.patch_size, strict=True))
         rope = None if self.rope is None else self.rope(grid, x.device)
-        x = self.norm_pre(self.pos_drop(self.embed(x)))
+        x = self.norm_pre(self.patch_drop(self.pos_drop(self.embed(x))))
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, use_reentrant=False)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fastvit import layers
 from fastvit._arguments import (
@@ -28,23 +27,26 @@ from fastvit._arguments import (
     checked_pair,
 )
 from fastvit._modules import read_or_none, submodules
+from fastvit._patch_dropout import PatchDropout
 from fastvit._patch_embed import PatchEmbed, join_tokens
+from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size, pool_tokens
 from fastvit._positions import resample_abs_pos_embed
+from fastvit.features import Trunk
 from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock
 
-POOLS = ("", "avg", "avgmax", "max", "token")
 NORM_LAYERS = {"layernorm": LayerNorm}
 EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "res_post": ResPostBlock}
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(Trunk):
     """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes).
 
     Args:
         img_size, patch_size: int or (height, width); patch_size divides img_size.
         in_chans, num_classes: num_classes 0 leaves out the head: forward returns the pooled features (B, D).
-        global_pool: "token" (CLS), "avg", "max", "avgmax" over the patches, or "" for all tokens (B, N, D).
+        global_pool: "token" (CLS), "avg", "max", "avgmax" over the patches, "map" (a learnt query attends to them:
+            SigLIP's), or "" for all tokens (B, N, D).
         embed_dim, depth, num_heads, mlp_ratio: D, number of blocks, H (divides D), MLP width as a multiple of D.
         qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
         init_values: LayerScale's initial value; None for no LayerScale.
@@ -53,11 +55,13 @@ class VisionTransformer(nn.Module):
         no_embed_class: positions for the patches only, none for CLS and registers.
         pre_norm: LayerNorm before the blocks and no bias in the patch embedding, as CLIP.
         final_norm, fc_norm: a last LayerNorm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
-        pool_include_prefix: whether avg, max and avgmax pool CLS and registers too.
+        pool_include_prefix: whether avg, max, avgmax and map pool CLS and registers too.
+        attn_pool_num_heads, attn_pool_mlp_ratio: of the pooling "map"; None for those of the blocks.
         dynamic_img_size: accept any image size that patch_size divides, positions interpolated on the fly.
         dynamic_img_pad: pad images with zeros, below and on the right, to a multiple of patch_size.
         drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, behind the position, behind
             the projection and both MLP layers, on attention probabilities; in [0, 1).
+        patch_drop_rate: the share of patches that training leaves out (Li et al. 2023, arXiv:2212.00794), in [0, 1).
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
         fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1).
@@ -81,7 +85,8 @@ class VisionTransformer(nn.Module):
         class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
         pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
         pool_include_prefix: bool = False, dynamic_img_size: bool = False, dynamic_img_pad: bool = False,
-        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_pool_num_heads: int | None = None, attn_pool_mlp_ratio: float | None = None,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "", fix_init: bool = False,
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
         embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | layers.NormLayer | None = None,
@@ -97,8 +102,8 @@ class VisionTransformer(nn.Module):
         check_hidden("embed_dim", embed_dim, mlp_ratio)
         check_init_values(init_values)
         check_rates(
-            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
-            attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
+            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, patch_drop_rate=patch_drop_rate,
+            proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
         )  # fmt: skip
         check_flags(
             qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
@@ -108,7 +113,7 @@ class VisionTransformer(nn.Module):
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", "", "none"))
         check_choice("weight_init", weight_init, ("", "skip"))
-        _check_pool(global_pool, class_token)
+        check_pool(global_pool, class_token)
         check_factory(device, dtype)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
@@ -120,6 +125,11 @@ class VisionTransformer(nn.Module):
         attention = by_name("attn_layer", attn_layer, layers.ATTN_LAYERS)
         if isinstance(block, type) and issubclass(block, Block) and attention is Attention:
             check_heads("embed_dim", embed_dim, num_heads)
+        pool_heads = num_heads if attn_pool_num_heads is None else attn_pool_num_heads
+        pool_ratio = mlp_ratio if attn_pool_mlp_ratio is None else attn_pool_mlp_ratio
+        if global_pool == "map":
+            names = "attn_pool_num_heads", pool_heads, "attn_pool_mlp_ratio", pool_ratio
+            check_pool_size(*names, "embed_dim", embed_dim)
 
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -130,7 +140,6 @@ class VisionTransformer(nn.Module):
         self.no_embed_class = no_embed_class
         self.pool_include_prefix = pool_include_prefix
         self.dynamic_img_size = dynamic_img_size
-        self.grad_checkpointing = False
 
         embed = by_name("embed_layer", embed_layer, EMBED_LAYERS)
         options: dict[str, Any] = {"bias": not pre_norm, "dynamic_img_pad": dynamic_img_pad, **factory}
@@ -154,6 +163,9 @@ class VisionTransformer(nn.Module):
         self.reg_token = tokens(reg_tokens)
         self.pos_embed = tokens(n if pos_embed == "learn" else 0)
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.patch_drop: nn.Module = nn.Identity()
+        if patch_drop_rate:
+            self.patch_drop = PatchDropout(patch_drop_rate, self.num_prefix_tokens)
         self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
         make = partial(
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
@@ -164,6 +176,11 @@ class VisionTransformer(nn.Module):
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p, depth=i) for i, p in enumerate(drop_paths)))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
+        self.attn_pool: AttentionPoolLatent | None = None
+        if global_pool == "map":
+            self.attn_pool = AttentionPoolLatent(
+                embed_dim, pool_heads, pool_ratio, norm_layer=norm, act_layer=act, **factory
+            )
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
         self.head: nn.Module
@@ -195,18 +212,27 @@ class VisionTransformer(nn.Module):
 
     # ---- tokens ----
 
+    def _embedded(self, x: Tensor) -> tuple[Any, ...]:
+        return (self.norm_pre(self.patch_drop(self.pos_drop(self._tokens(x)))),)
+
+    def _grid_of(self, x: Tensor) -> tuple[int, int]:
+        embed = self.patch_embed
+        if isinstance(embed, PatchEmbed):
+            return embed.grid_of(x)
+        if self.dynamic_img_size and hasattr(embed, "dynamic_feat_size"):  # timm's
+            return embed.dynamic_feat_size((x.shape[2], x.shape[3]))
+        return embed.grid_size
+
     def _tokens(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
         embed = self.patch_embed
         if read_or_none(submodules, self, patch_embed={PatchEmbed}):
             return embed(x, *self._position_and_prefix(embed.grid_of(x)))
         patches = embed(x)
-        if isinstance(embed, PatchEmbed):
-            grid = embed.grid_of(x)
-        elif patches.dim() == 4:  # (B, h, w, D)
+        if patches.dim() == 4:  # (B, h, w, D)
             grid, patches = (patches.shape[1], patches.shape[2]), patches.flatten(1, 2)
         else:
-            grid = embed.grid_size
+            grid = self._grid_of(x)
         return join_tokens(patches, *self._position_and_prefix(grid))
 
     def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
@@ -236,17 +262,7 @@ class VisionTransformer(nn.Module):
             pos = self._positions(self.pos_embed.detach(), grid, old_grid)
             self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
 
-    # ---- features and head ----
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""
-        x = self.norm_pre(self.pos_drop(self._tokens(x)))
-        if self.grad_checkpointing and torch.is_grad_enabled():
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-        else:
-            x = self.blocks(x)
-        return self.norm(x)
+    # ---- head ----
 
     def pool(self, x: Tensor) -> Tensor:
         """(B, N, D) -> (B, D), or unchanged for global_pool ""."""
@@ -256,11 +272,7 @@ class VisionTransformer(nn.Module):
             return x[:, 0]
         if not self.pool_include_prefix:
             x = x[:, self.num_prefix_tokens :]
-        if self.global_pool == "avg":
-            return x.mean(dim=1)
-        if self.global_pool == "max":
-            return x.amax(dim=1)
-        return 0.5 * (x.amax(dim=1) + x.mean(dim=1))
+        return pool_tokens(x, self.global_pool) if self.attn_pool is None else self.attn_pool(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens (B, N, D) -> logits, or the pooled and normalised features with pre_logits."""
@@ -276,9 +288,17 @@ class VisionTransformer(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh head for num_classes (0: none), and optionally another pooling; the norms stay where they are."""
+        """A fresh head for num_classes (0: none), and optionally another pooling; the norms stay where they are.
+
+        Raises:
+            ValueError: global_pool "map" for a model that was made with another.
+        """
         if global_pool is not None:
-            _check_pool(global_pool, self.has_class_token)
+            check_pool(global_pool, self.has_class_token)
+            if global_pool == "map" and self.attn_pool is None:
+                raise ValueError(f"global_pool 'map' needs a model made with it, got {self.global_pool!r}")
+            if global_pool != "map":
+                self.attn_pool = None
             self.global_pool = global_pool
         check_integers(0, num_classes=num_classes)
         self.num_classes = num_classes
@@ -296,13 +316,3 @@ class VisionTransformer(nn.Module):
         """How timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
         stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)\b"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of saving its activations."""
-        self.grad_checkpointing = enable
-
-
-def _check_pool(global_pool: str, class_token: bool) -> None:
-    check_choice("global_pool", global_pool, POOLS)
-    if global_pool == "token" and not class_token:
-        raise ValueError("global_pool 'token' needs class_token=True; 'avg', 'max', 'avgmax' and '' do not")

@@ -4,7 +4,8 @@ ViT       Dosovitskiy et al. 2021, arXiv:2010.11929; g and G: Zhai et al. 2022, 
 DeiT      Touvron et al. 2021, arXiv:2012.12877; DeiT-III: Touvron et al. 2022, arXiv:2204.07118
 DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, arXiv:2309.16588
 CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143
-SigLIP    Zhai et al. 2023, arXiv:2303.15343; the tower with average pooling in place of its attention pooling
+SigLIP    Zhai et al. 2023, arXiv:2303.15343, SigLIP 2: Tschannen et al. 2025, arXiv:2502.14786; *_gap_*: the tower with
+          average pooling in place of its attention pooling; patch14_*378: the weights of 384 px too, of which 378 count
 BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
@@ -72,7 +73,11 @@ def _gap(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **m
     )
 
 
-def _siglip(size: str, patch_size: int, img_size: int, act_layer: str = "gelu") -> Config:
+def _map(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
+    return _vit(size, patch_size, img_size, num_classes, class_token=False, global_pool="map", **more)
+
+
+def _siglip_gap(size: str, patch_size: int, img_size: int, act_layer: str = "gelu") -> Config:
     return _gap(size, patch_size, img_size, num_classes=0, act_layer=act_layer)
 
 
@@ -179,16 +184,27 @@ CONFIGS: dict[str, Config] = {
         act_layer="quick_gelu",
     ),
     **_named(
-        "vit_{}_patch{}_siglip_gap_{}", _siglip,
+        "vit_{}_patch{}_siglip_gap_{}", _siglip_gap,
         ("base", 16, 224), ("base", 16, 256), ("base", 16, 384), ("base", 16, 512), ("large", 16, 256),
         ("large", 16, 384), ("so400m", 14, 224), ("so400m", 14, 378), ("so400m", 14, 448),
         ("so400m", 14, 896),
     ),
     **_named(
-        "vit_{}_patch{}_siglip_gap_{}", _siglip, ("base", 32, 256), ("large", 16, 512), ("so400m", 16, 256),
+        "vit_{}_patch{}_siglip_gap_{}", _siglip_gap, ("base", 32, 256), ("large", 16, 512), ("so400m", 16, 256),
         ("so400m", 16, 384), ("so400m", 16, 512), ("giantopt", 16, 256), ("giantopt", 16, 384),
         act_layer="gelu_tanh",
     ),
+    **_named(
+        "vit_{}_patch{}_siglip_{}", partial(_map, num_classes=0),
+        ("base", 16, 224), ("base", 16, 256), ("base", 16, 384), ("base", 16, 512), ("large", 16, 256),
+        ("large", 16, 384), ("so400m", 14, 224), ("so400m", 14, 378),
+    ),
+    **_named(
+        "vit_{}_patch{}_siglip_{}", partial(_map, num_classes=0), ("base", 32, 256), ("large", 16, 512),
+        ("so400m", 16, 256), ("so400m", 16, 384), ("so400m", 16, 512), ("giantopt", 16, 256), ("giantopt", 16, 384),
+        act_layer="gelu_tanh",
+    ),
+    "vit_so150m_patch16_reg4_map_256": _map("so150m", 16, 256, reg_tokens=4),
     "vit_cifar_small": _cifar(192, 12, 3),
     "vit_cifar_base": _cifar(384, 12, 6),
     "vit_cifar_large": _cifar(512, 24, 8),
@@ -224,7 +240,8 @@ def create_model(
         weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, of timm, torchvision, Hugging Face
             transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP or open_clip; positions are interpolated to
             `img_size`. No code from a file is run.
-        drop_head: leave out the file's head (classifier, pooler, attention pooling); the model's own stays untrained.
+        drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
+            model's own stays untrained.
         overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's and
             Perception Encoder's models. A file does not tell the activation and the norms' eps: where
             the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).

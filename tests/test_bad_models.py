@@ -75,9 +75,16 @@ MODEL: list[Mistake] = [
     # choices, rates, flags, numbers
     (ValueError, "global_pool must be one of", {"global_pool": "mean"}),
     (ValueError, "global_pool 'token' needs class_token=True", {"class_token": False}),
+    (ValueError, "attn_pool_num_heads must be a divisor of embed_dim = 32, got 3",
+     {"global_pool": "map", "attn_pool_num_heads": 3}),
+    (TypeError, "attn_pool_num_heads must be an integer of at least 1",
+     {"global_pool": "map", "attn_pool_num_heads": "8"}),
+    (ValueError, "attn_pool_mlp_ratio must be a finite number with embed_dim * attn_pool_mlp_ratio >= 1",
+     {"global_pool": "map", "attn_pool_mlp_ratio": 0.0}),
     (ValueError, "pos_embed must be one of", {"pos_embed": "sincos"}),
     (ValueError, "weight_init must be one of", {"weight_init": "jax"}),
     (ValueError, "proj_drop_rate must be in [0, 1), got 1.0", {"proj_drop_rate": 1.0}),
+    (ValueError, "patch_drop_rate must be in [0, 1), got 1.0", {"patch_drop_rate": 1.0}),
     (ValueError, "drop_path_rate must be in [0, 1), got -0.1", {"drop_path_rate": -0.1}),
     (ValueError, "attn_drop_rate must be in [0, 1), got nan", {"attn_drop_rate": math.nan}),
     (TypeError, "drop_rate must be in [0, 1), got '0.1'", {"drop_rate": "0.1"}),
@@ -221,6 +228,7 @@ def test_images_of_another_size() -> None:
 def test_wrong_calls_of_a_model() -> None:
     model = fastvit.VisionTransformer(**{**TINY, **WITHOUT_CLS})
     refused(ValueError, "global_pool 'token' needs class_token=True", lambda: model.reset_classifier(3, "token"))
+    refused(ValueError, "global_pool 'map' needs a model made with it", lambda: model.reset_classifier(3, "map"))
     refused(ValueError, "num_classes must be at least 0, got -1", lambda: model.reset_classifier(-1))
     refused(TypeError, "img_size must be a positive integer", lambda: model.set_input_size("16"))
     refused(ValueError, "patch_size (4, 4) must divide the image size", lambda: model.set_input_size(18))

@@ -31,6 +31,8 @@ TIMM: dict[str, dict[str, Any]] = {
     "vit_base_patch16_clip_224": {"num_classes": 5},
     "vit_base_patch16_clip_quickgelu_224": {},
     "vit_so400m_patch16_siglip_gap_256": {},
+    "vit_so400m_patch16_siglip_256": {"num_classes": 5},
+    "vit_so150m_patch16_reg4_map_256": {},
 }
 
 
@@ -60,6 +62,9 @@ def test_the_zoos_clip_and_siglip_have_timms_activation_and_eps() -> None:
         assert torch.allclose(ours.blocks[0].mlp.act(x), theirs.blocks[0].mlp.act(x), rtol=0, atol=1e-7), name
         for norm in ("norm_pre", "norm", "blocks.0.norm1", "blocks.0.norm2"):
             assert getattr(ours.get_submodule(norm), "eps", None) == getattr(theirs.get_submodule(norm), "eps", None)
+        if ours.attn_pool is not None:
+            acts = [model.attn_pool.mlp.act(x) for model in (ours, theirs)]
+            assert torch.allclose(*acts, rtol=0, atol=1e-7), name
 
 
 # ---- torchvision ----
@@ -143,6 +148,31 @@ def test_open_clip_with_a_tower_of_timm() -> None:
     head = fastvit.create_model(name, state, **{**SMALL, "num_classes": 6}).head
     assert torch.equal(head.weight, state["visual.head.proj.weight"])
     assert not head.bias.any()
+
+
+def test_attention_pooling_of_timm_and_open_clip() -> None:
+    """Read into a model that has it, kept as it is where the file has none, and left out of a model without."""
+    timm, name = import_timm(), "vit_base_patch16_siglip_224"
+    written = randomised(timm.create_model(name, **SMALL)).eval()
+    state = written.state_dict()
+    tower = {**with_prefix(state, "visual.trunk."), "text.ln_final.bias": torch.ones(4), "logit_bias": torch.ones(())}
+    for weights in (state, tower):
+        ours = fastvit.create_model(name, weights, **SMALL).eval()
+        torch.testing.assert_close(ours(image()), written(image()), rtol=1e-5, atol=1e-5)
+    fresh = fastvit.create_model(name, state, drop_head=True, **{**SMALL, "num_classes": 7}).eval()
+    pooled = fresh.forward_head(fresh.forward_features(image()), pre_logits=True)
+    torch.testing.assert_close(pooled, written(image()), rtol=1e-5, atol=1e-5)
+    assert fresh(image()).shape == (2, 7)
+
+    gap = {key: value for key, value in state.items() if "attn_pool" not in key}
+    with pytest.raises(checkpoints.CheckpointError, match=r"(?s)missing .*attn_pool\.latent.*drop_head=True keeps"):
+        fastvit.create_model(name, gap, **SMALL)
+    kept = fastvit.VisionTransformer(**SMALL, class_token=False, global_pool="map")
+    before = kept.attn_pool.latent.clone()
+    checkpoints.load(kept, gap, drop_head=True)
+    assert torch.equal(kept.attn_pool.latent, before)
+    with pytest.raises(checkpoints.CheckpointError, match=r"(?s)unexpected .*attn_pool\.latent.*drop_head=True leaves"):
+        fastvit.create_model("vit_base_patch16_siglip_gap_224", state, **SMALL)
 
 
 @functools.cache

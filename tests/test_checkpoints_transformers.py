@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit import LayerNorm
+from fastvit.checkpoints import CheckpointError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -106,6 +107,40 @@ def test_hugging_face_heads() -> None:
         out = model(image())
         expected = out.logits if "Classification" in kind else out.image_embeds
         torch.testing.assert_close(ours(image()), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", ["", "vision_model."])
+def test_attention_pooling_of_siglip(prefix: str, tmp_path: Path) -> None:
+    """The pooled features, of a tower alone and of one beside its text; q, k and v are one layer there."""
+    hf = transformers()
+    config = hf.SiglipConfig(vision_config=HF_SMALL, text_config=TEXT)
+    both = randomised(hf.SiglipModel(config)).eval()
+    tower = both.vision_model
+    expected = tower(image()).pooler_output
+    arguments = {**SMALL, "act_layer": "gelu_tanh"}
+    both.save_pretrained(tmp_path)
+    alone = with_prefix({k.removeprefix("vision_model."): v for k, v in tower.state_dict().items()}, prefix)
+    for weights in (alone, both.state_dict(), tmp_path / "model.safetensors"):
+        ours = fastvit.create_model("vit_base_patch16_siglip_224", weights, **arguments).eval()
+        torch.testing.assert_close(ours(image()), expected, rtol=1e-5, atol=1e-5)
+    probe = fastvit.create_model(
+        "vit_base_patch16_siglip_224", alone, drop_head=True, **{**arguments, "num_classes": 3}
+    ).eval()
+    pooled = probe.forward_head(probe.forward_features(image()), pre_logits=True)
+    torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_pooling_of_siglip_that_does_not_fit() -> None:
+    """Reported by the names of the file; a misshapen one never breaks the conversion."""
+    model = transformers().SiglipVisionModel(transformers().SiglipVisionConfig(**HF_SMALL))
+    packed, name = "head.attention.in_proj_weight", "vit_base_patch16_siglip_224"
+    state = dict(model.state_dict())
+    (key,) = (k for k in state if k.endswith(packed))
+    with pytest.raises(CheckpointError, match=rf"(?s)unexpected .*{packed}.*drop_head=True leaves out"):
+        fastvit.create_model("vit_base_patch16_siglip_gap_224", state, **SMALL)
+    for shape in ((), (0,), (3,), (95, 32), (96, 31), (96, 32, 1)):
+        with pytest.raises(CheckpointError, match=rf"(?s)does not fit.*{packed}"):
+            fastvit.create_model(name, {**state, key: torch.ones(shape)}, **SMALL)
 
 
 def test_hugging_face_text_towers_are_left_out() -> None:

@@ -27,14 +27,16 @@ PARAMETERS = {
     "vit_7b_patch16_dinov3": 6_716_030_976,
     "eva02_large_patch14_448": 305_080_232,
     "vit_pe_spatial_gigantic_patch14_448": 1_851_887_104,
+    "vit_pe_core_base_patch16_224": 93_673_984,
 }
 # one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;
-# three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks; xy; registers alone
+# three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks, with attention
+# pooling and without; xy; registers alone
 KINDS = [
     "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "vit_tiny_patch16_dinov3_qkvb",
     "eva02_tiny_patch14_224", "eva02_base_patch14_448", "eva02_base_patch16_clip_224", "eva_giant_patch14_224",
-    "vit_pe_spatial_tiny_patch16_512", "vit_pe_lang_gigantic_patch14_448", "vit_small_patch16_rope_224",
-    "vit_small_patch16_rope_ape_224", "vit_mediumd_patch16_rope_reg1_gap_256",
+    "vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_pe_lang_gigantic_patch14_448",
+    "vit_small_patch16_rope_224", "vit_small_patch16_rope_ape_224", "vit_mediumd_patch16_rope_reg1_gap_256",
 ]  # fmt: skip
 every_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -75,13 +77,16 @@ def test_keys_and_defaults_are_timms(name: str) -> None:
         "dynamic_img_size",
     ):
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
-    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1"):
+    pooled = ["attn_pool.norm"] * (theirs.global_pool == "map")
+    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1", *pooled):
         assert [getattr(m.get_submodule(norm), "eps", None) for m in (ours, theirs)] == [
             getattr(theirs.get_submodule(norm), "eps", None)
         ] * 2, norm
     assert ours.blocks[0].init_values == theirs.blocks[0].init_values
     assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size
     assert ours.no_weight_decay() == theirs.no_weight_decay()
+    if ours.rope is not None and hasattr(theirs.rope, "grid_offset"):
+        assert ours.rope.grid_offset == theirs.rope.grid_offset
 
 
 @every_kind

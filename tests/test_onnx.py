@@ -62,6 +62,17 @@ def test_options_of_our_model(tmp_path):
     assert_runs_alike(path, model.requires_grad_(False), torch.uint8)
 
 
+@torch.no_grad()
+def test_attention_pooling(tmp_path):
+    model, path = (
+        randomised(VisionTransformer(**TINY, class_token=False, global_pool="map")).eval(),
+        tmp_path / "m.onnx",
+    )
+    found = export(model, path)
+    assert (found["LayerNormalization"], found["Gelu"], found["Attention"]) == (4, 2, 2)
+    assert_runs_alike(path, model)
+
+
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 @torch.no_grad()
 def test_accelerated(library, tmp_path):

@@ -224,7 +224,7 @@ def test_names_are_no_markup(explored: Explored) -> None:
     page = found.html()
     assert image.name not in page
     assert "onerror=alert(1)>" not in page
-    assert found.data["notes"]["provenance"].endswith(f"Picture: {image.name}.")
+    assert found.data["provenance"].endswith(f"Picture: {image.name}.")
     nasty = "</script><script>alert(1)</script><!--"
     page = _page.rendered(nasty, {"name": nasty, "@@STYLE@@": r"\1"})
     assert page.count("<script") == 2 == page.count("</script>")
@@ -247,8 +247,8 @@ def test_command(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
     (data,) = re.findall(r'id="data">(.*?)</script>', page)
     data = json.loads(data)
     assert data["model"]["tokens"] == 2 * 3 + 2
-    assert "random, since no file was given" in data["notes"]["provenance"]
-    assert "a computed landscape" in data["notes"]["provenance"]
+    assert "random, since no file was given" in data["provenance"]
+    assert "a computed landscape" in data["provenance"]
     assert data["picture"]["patch_stops"] == [4, 8]
     assert data["memory"] == {"plan": None, "note": "Memory is planned for square images and patches only."}
 

@@ -29,11 +29,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all_tokens_no_norm": {"global_pool": "", "final_norm": False, "num_classes": 0},
     "clip": CLIP,
     "post_norm": {"block_fn": "res_post", "init_values": 0.5},
+    "map": {"global_pool": "map", "class_token": False, "act_layer": "gelu_tanh"},
+    "map_of_all_tokens": {
+        "global_pool": "map", "reg_tokens": 2, "pool_include_prefix": True, "attn_pool_num_heads": 4,
+        "attn_pool_mlp_ratio": 1.0,
+    },
     "no_position": {"pos_embed": "none"},
     "norms_inside": {"scale_attn_norm": True, "scale_mlp_norm": True},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
-}
+}  # fmt: skip
 
 
 def image(model: VisionTransformer, batch: int = 2, **arguments: Any) -> Tensor:
@@ -107,6 +112,9 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of
     "timms_embedding_dynamic": (
         TINY_TIMM, {"embed_layer": "timm.layers.PatchEmbed", "dynamic_img_size": True, "dynamic_img_pad": True},
     ),
+    "siglip": ("vit_base_patch32_siglip_256", {"embed_dim": 192, "num_heads": 3, "num_classes": 5}),
+    "map": (TINY_TIMM, {"global_pool": "map", "reg_tokens": 2, "mlp_ratio": 2.0}),
+    "map_of_all_tokens": (TINY_TIMM, {"global_pool": "map", "pool_include_prefix": True, "fc_norm": True}),
     "another_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.SwiGLU"}),
     "timms_layers": (TINY_TIMM, {"mlp_layer": "timm.layers.Mlp", "attn_layer": "timm.layers.Attention"}),
     "differential_attention": (TINY_TIMM, {"attn_layer": "timm.layers.DiffAttention", "num_heads": 2}),
@@ -222,7 +230,9 @@ def test_fix_init_is_timms() -> None:
         torch.testing.assert_close(fixed.state_dict()[key], value)
 
 
-@pytest.mark.parametrize("arguments", [{"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}, {"global_pool": "map"}], ids=str
+)
 def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -> None:
     import_timm()
     from timm.models import group_parameters
@@ -310,7 +320,7 @@ def test_deepcopy_pickle_state_dict_and_dtype() -> None:
 
 def test_train_and_eval() -> None:
     """Each rate takes effect in training, is off in evaluation, and is reproducible under a seed."""
-    for rate in ("drop_rate", "pos_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
+    for rate in ("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"):
         model = randomised(VisionTransformer(**TINY, **{rate: 0.5}))
         x = image(model, dtype=torch.float32)
 

@@ -22,6 +22,8 @@ PARAMETERS = {
     "vit_gigantic_patch14_224": 1_844_440_680,
     "vit_base_patch14_dinov2": 86_579_712,
     "vit_small_patch14_reg4_dinov2": 22_057_344,
+    "vit_base_patch16_siglip_224": 92_884_224,
+    "vit_so400m_patch14_siglip_378": 428_225_600,
     "vit_cifar_small": 5_362_762,
     "vit_cifar_base": 21_342_346,
     "vit_cifar_large": 75_722_250,
@@ -66,7 +68,7 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
         assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
-    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1"):
+    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1", *["attn_pool.norm"] * (ours.global_pool == "map")):
         assert eps_of(ours, norm) == eps_of(theirs, norm), norm
     assert len(ours.blocks) == len(theirs.blocks)
     assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
@@ -88,6 +90,16 @@ def test_features_and_logits_are_timms(name: str) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=1e-4, atol=1e-4)
+
+
+def test_every_tower_of_timm_with_attention_pooling_is_there() -> None:
+    """But those whose image the patches do not divide: 384 px, of which timm drops the last 6, are the model of 378."""
+    timm = import_timm()
+    names = {name for kind in ("siglip", "map", "pe_core") for name in timm.list_models(f"vit_*_{kind}_*")}
+    assert names - set(fastvit.list_models()) == {
+        "vit_so400m_patch14_siglip_384",
+        "vit_so400m_patch14_siglip_gap_384",
+    }
 
 
 def test_cifar_models_drop_out_a_tenth() -> None:

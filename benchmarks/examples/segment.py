@@ -45,9 +45,7 @@ def mosaics(count: int, size: int, *, right: bool) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def dense_features(model: fastvit.VisionTransformer, images: Tensor) -> Tensor:
     """(n, 3, H, W) -> (n, D, h, w): the patch tokens behind the last norm, back on their grid."""
-    tokens = torch.cat([model.forward_features(batch) for batch in images.split(16)])
-    patches = tokens[:, model.num_prefix_tokens :]
-    return patches.transpose(1, 2).unflatten(2, model.patch_embed.grid_size)
+    return torch.cat([model.get_intermediate_layers(batch, reshape=True)[0] for batch in images.split(16)])
 
 
 def mean_iou(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, steps: int) -> float:

@@ -233,7 +233,7 @@ def _plot(found: MemoryStudy, args: argparse.Namespace) -> None:
         if points:
             tokens = [p.tokens for p in points]
             planned = [p.planned for p in points if p.planned is not None]
-            panels["activations"][provider] = tokens, [p.saved + p.attention + p.temporaries for p in planned]
+            panels["activations"][provider] = tokens, [p.activations for p in points]
             panels["whole step"][provider] = tokens, [p.peak for p in planned]
     s = found.setting
     caption = f"{found.model}, batch {args.batch[0]}, {s.dtype}, {s.optimizer}, planned for a {_device(found.device)}"

@@ -55,18 +55,26 @@ class Allocations(TorchDispatchMode):
     scores: set[int] = field(default_factory=set)  # elements of what softmax returned
     _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
 
+    _inside: bool = False
+
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (tokens := _TOKENS.get(func)) is not None:
             self.tokens = self.tokens or tokens(*args)
+        if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
+            return 0  # a seed, the only thing that an op reads; fakes have no values
         implementation = _library.IMPLEMENTATIONS.get(func)
         if implementation is None:
             out = func(*args, **(kwargs or {}))
         else:
-            with self:
-                out = implementation(*args, backend="triton" if self.gpu else "aten")
+            self._inside = True
+            try:
+                with self:
+                    out = implementation(*args, backend="triton" if self.gpu else "aten")
+            finally:
+                self._inside = False
         self.see(out)
         if func is torch.ops.aten._softmax.default:
             self.scores.add(out.numel())
@@ -105,9 +113,10 @@ class Allocations(TorchDispatchMode):
             elements *= extent
         return block.shape[-2:] == (N, N) and elements in self.scores
 
-    def held(self, first: int = 0, of: set[int] | None = None) -> set[int]:
-        """The blocks that are there at the moment when they are most, from the event `first` on. of: no others."""
-        events = [(i, n, came) for i, (n, came) in enumerate(self.events) if of is None or n in of]
+    def held(self, first: int, last: int | None = None, of: set[int] | None = None) -> set[int]:
+        """The blocks that are there at the moment when they are most, from the event `first` on and before `last`.
+        of: no others."""
+        events = [(i, n, came) for i, (n, came) in enumerate(self.events[:last]) if of is None or n in of]
         now, most, when = 0, 0, -1
         for i, number, came in events:
             now += self.blocks[number].nbytes if came else -self.blocks[number].nbytes

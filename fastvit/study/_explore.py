@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fastvit
 from fastvit._arguments import Pair, checked_pair
 from fastvit.study import _explore_attention, _explore_memory, _page
 from fastvit.study._explore_picture import picture
@@ -112,7 +113,8 @@ def explore(
     facts = _facts(built, models(model, image_size=size)[0])
     data = {
         "model": facts,
-        "notes": {"provenance": _provenance(subject, image, weights)},
+        "version": fastvit.__version__,
+        "provenance": _provenance(subject, image, weights),
         "picture": {
             "uri": _page.as_uri(shown), "height": size[0], "width": size[1], "patch_stops": patch_stops(size, patch),
         },

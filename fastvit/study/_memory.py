@@ -31,7 +31,8 @@ class MemoryPoint:
         tokens: N, prefix tokens included; 0 where nothing was planned.
         batch: images.
         planned: parts of the peak in bytes, or None for "compile", whose kernels only a run tells.
-        attention: bytes of all (B, H, N, N) matrices at the moment when they are most; planned.
+        activations, attention: planned bytes of all that is neither weight, gradient, optimizer state nor image, and of
+            the (B, H, N, N) matrices among it, each at its own most, before the optimizer's step.
         measured: the peak in bytes, or None where nothing was measured, or the device had too little memory.
     """
 
@@ -40,6 +41,7 @@ class MemoryPoint:
     tokens: int
     batch: int
     planned: Parts | None
+    activations: int
     attention: int
     measured: int | None = None
 
@@ -65,15 +67,11 @@ class MemoryStudy:
 
     def exponents(self, provider: str) -> dict[str, float]:
         """p of the least-squares fit bytes = c * N**p over a provider's image sizes, at the first batch: of
-        "activations" (all but weights, gradients, optimizer state and images) and of "attention", its N x N matrices.
-        Of what has no bytes, and of one size, there is none."""
+        "activations" and "attention". Of what has no bytes, and of one size, there is none."""
         points = self.of(provider)
         points = [p for p in points if p.batch == points[0].batch]
-        values = {
-            "activations": [p.planned.saved + p.planned.attention + p.planned.temporaries for p in points if p.planned],
-            "attention": [p.attention for p in points],
-        }
         tokens = [p.tokens for p in points]
+        values = {name: [getattr(p, name) for p in points] for name in ("activations", "attention")}
         return {name: exponent(tokens, v) for name, v in values.items() if len(set(tokens)) > 1 and all(v)}
 
 
@@ -230,5 +228,7 @@ def _point(
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
     if planned is None:
-        return MemoryPoint(provider, size, 0, batch, None, 0, found)
-    return MemoryPoint(provider, size, planned.tokens, batch, planned.parts, planned.attention, found)
+        return MemoryPoint(provider, size, 0, batch, None, 0, 0, found)
+    return MemoryPoint(
+        provider, size, planned.tokens, batch, planned.parts, planned.activations, planned.attention, found
+    )

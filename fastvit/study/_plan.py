@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +55,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one step: the parts of its peak, tokens N, and bytes of the N x N matrices when these are most."""
+    """Of one step: the parts of its peak; tokens N; and the bytes of all activations, and of the N x N matrices among
+    them, each when these are most, an optimizer's step left out."""
 
     parts: Parts
     tokens: int
+    activations: int
     attention: int
 
 
@@ -127,17 +129,18 @@ class Step:
             out = output_of(self.model(self.images))
         return out.float().square().mean() if self.setting.mode == "train" else out
 
-    def run(self, between: Callable[[], None] = lambda: None) -> None:
-        """The step. between: called behind the forward pass."""
+    def run(self, reached: Callable[[str], None] = lambda what: None) -> None:
+        """The step. reached: called behind the "forward" and the "backward" pass."""
         if self.setting.mode == "infer":
             with torch.no_grad():
                 out = self.forward()
-            between()
+            reached("forward")
             del out
             return
         loss = self.forward()
-        between()
+        reached("forward")
         loss.backward()
+        reached("backward")
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -147,21 +150,34 @@ def plan(
     patch_size: tuple[int, int] | None = None,
 ) -> Plan:  # fmt: skip
     """What a step would hold. gpu: on a GPU, where fused ops run their kernels; else on a CPU."""
-    seen, begin, groups = allocations(subject, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size)
-    there, sizes = seen.held(begin), []
-    for group in groups:
-        sizes.append(seen.bytes_of(there & group))
+    seen, begin, last, groups = run(subject, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size)
+    there, parts = seen.held(begin), {}
+    for name, group in groups.items():
+        parts[name] = seen.bytes_of(there & group)
         there -= group
-    sizes.append(seen.bytes_of(there))
-    return Plan(Parts(*sizes), seen.tokens, seen.bytes_of(seen.held(of=groups[-1])))
+    parts["temporaries"] = seen.bytes_of(there)
+    activations = set(range(len(seen.blocks))).difference(
+        *(groups[name] for name in ("weights", "gradients", "optimizer", "inputs"))
+    )
+    most = [seen.bytes_of(seen.held(begin, last, of)) for of in (activations, groups["attention"])]
+    return Plan(Parts(**parts), seen.tokens, *most)
 
 
-def allocations(
+class Run(NamedTuple):
+    """A step on fake tensors: what it allocates and releases, the first event of the step itself, the last before its
+    optimizer's, and the blocks of each of `Parts` but its temporaries; a block is of the first that has it."""
+
+    seen: Allocations
+    begin: int
+    last: int
+    groups: dict[str, set[int]]
+
+
+def run(
     subject: Subject, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
     patch_size: tuple[int, int] | None = None,
-) -> tuple[Allocations, int, tuple[set[int], ...]]:  # fmt: skip
-    """All that a step allocates and releases, the first event of the step itself, and the blocks of each of `Parts` but
-    its temporaries; a block is of the first that has it."""
+) -> Run:  # fmt: skip
+    """What `plan` reads the parts from."""
     with torch.device("meta"):
         model = subject.build(provider, image_size, patch_size).to(DTYPES[setting.dtype])
     with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), contextlib.ExitStack() as stack:
@@ -174,13 +190,17 @@ def allocations(
         optimizer = set(seen.see(step.state()))
         if gpu and setting.dtype == "amp":
             stack.enter_context(_AutocastAsOnGpu())
-        begin, saved = len(seen.events), set[int]()
+        begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
         with seen:
-            step.run(lambda: saved.update(seen.alive()))
+            step.run(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
             gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
-    saved = set() if setting.mode == "infer" else saved - matrices
-    return seen, begin, (weights, gradients, optimizer, inputs, saved, matrices)
+    saved = ends["forward"][1] if setting.mode == "train" else set()
+    groups = {
+        "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
+        "saved": saved - matrices, "attention": matrices,
+    }  # fmt: skip
+    return Run(seen, begin, list(ends.values())[-1][0], groups)
 
 
 def _without_data(model: nn.Module) -> None:

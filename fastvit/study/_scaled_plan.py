@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
-from fastvit.study._allocations import Allocations
-from fastvit.study._plan import Parts, Setting, allocations, plan
+from fastvit.study._plan import Parts, Setting, run
 from fastvit.study._subject import Subject
 
 _PRIMES = (17, 19, 23, 29, 31, 37, 41, 43, 47)
@@ -57,42 +56,29 @@ class ScaledPlan:
     def __init__(
         self, subject: Subject, provider: str, patch: int, setting: Setting, at: Traced, prefix: int, *, gpu: bool
     ) -> None:
-        self.subject, self.provider, self.patch, self.setting = subject, provider, patch, setting
-        self.prefix, self.gpu = prefix, gpu
+        self.patch, self.prefix = patch, prefix
         size = at.side * patch
-        seen, begin, groups = allocations(
+        self.seen, self.begin, _, groups = run(
             subject, provider, (size, size), at.batch, setting, gpu=gpu, patch_size=(patch, patch)
         )
-        powers = np.array([_powers(block.asked, at) for block in seen.blocks], dtype=np.int64).reshape(-1, 4)
-        self.constant, self.of_batch, self.of_side, self.of_tokens = powers.T
-        self.seen: Allocations = seen
-        self.part = np.full(len(seen.blocks), len(groups))
-        for i, group in reversed(list(enumerate(groups))):
+        blocks = self.seen.blocks
+        self.constant, self.of_batch, self.of_side, self.of_tokens = np.array([_powers(b.asked, at) for b in blocks]).T
+        self.part = np.full(len(blocks), len(groups))  # temporaries, which have no group
+        for i, group in reversed(list(enumerate(groups.values()))):
             self.part[list(group)] = i
-        self.number = np.array([number for number, _ in seen.events])
-        self.sign = np.array([1 if came else -1 for _, came in seen.events])
-        self.begin = begin
+        self.number = np.array([number for number, _ in self.seen.events])
+        self.sign = np.array([1 if came else -1 for _, came in self.seen.events])
 
     def parts(self, image_size: int, batch: int) -> Parts:
         """As `plan` has them. image_size: pixels, a multiple of the patch."""
         side = image_size // self.patch
-        nbytes = (
-            self.constant * batch**self.of_batch * side**self.of_side * (side * side + self.prefix) ** self.of_tokens
-        )
-        if self.gpu:
-            nbytes = self.seen.rounded(nbytes)
+        tokens = side * side + self.prefix
+        nbytes = self.constant * batch**self.of_batch * side**self.of_side * tokens**self.of_tokens
+        nbytes = self.seen.rounded(nbytes)
         held = np.cumsum(nbytes[self.number] * self.sign)
         until = self.begin + int(held[self.begin :].argmax()) + 1
         there = np.bincount(self.number[:until], self.sign[:until], len(nbytes)) > 0
         return Parts(*(int(nbytes[there & (self.part == part)].sum()) for part in range(7)))
-
-    def deviation(self, image_size: int, batch: int) -> float:
-        """Of the peak, relative to a plan at that very size."""
-        square = (image_size, image_size)
-        right = plan(
-            self.subject, self.provider, square, batch, self.setting, gpu=self.gpu, patch_size=(self.patch, self.patch)
-        )
-        return abs(self.parts(image_size, batch).peak / right.parts.peak - 1)
 
 
 def _powers(nbytes: int, at: Traced) -> tuple[int, int, int, int]:

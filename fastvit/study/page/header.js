@@ -8,6 +8,6 @@
     ["Width", integer(model.width)], ["Parameters", short(model.parameters)], ["FLOPs an image", short(model.flops)],
   ];
   $("facts").append(...facts.map(([label, value]) => make("div", { "data-name": label }, make("dt", {}, label), make("dd", {}, value))));
-  $("provenance").textContent = DATA.notes.provenance;
-  $("footer").textContent = DATA.notes.footer;
+  $("provenance").textContent = DATA.provenance;
+  $("footer").textContent = `Made by fastvit ${DATA.version}. This page is one file: it fetches nothing, and sends nothing.`;
 })();

@@ -1,0 +1,194 @@
+"""Dense features: the tokens behind chosen blocks, as timm's models and Meta's DINOv2 and DINOv3 hand them out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fastvit._arguments import check_choice, check_flags, checked_indices
+from fastvit._patch_dropout import PatchDropout
+
+__all__ = ["Trunk"]
+
+Indices = int | Sequence[int]
+
+
+class Trunk(nn.Module):
+    """What `VisionTransformer` and `Eva` do between an image and its tokens, of all blocks or of some.
+
+    B: batch, P: prefix tokens (CLS, then registers), n = h * w: patches, D: embed_dim.
+    """
+
+    blocks: nn.Sequential
+    norm: nn.Module
+    patch_drop: nn.Module
+    num_prefix_tokens: int
+    has_class_token: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grad_checkpointing = False
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""
+        x, *rest = self._embedded(x)
+        if rest or (self.grad_checkpointing and torch.is_grad_enabled()):
+            for block in self.blocks:
+                x = self._run_block(block, x, *rest)
+        else:
+            x = self.blocks(x)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self, x: Tensor, indices: Indices | None = None, return_prefix_tokens: bool = False, norm: bool = False,
+        stop_early: bool = False, output_fmt: str = "NCHW", intermediates_only: bool = False, output_dict: bool = False,
+    ) -> Any:  # fmt: skip
+        """The patches' tokens behind some blocks, as timm's method of this name.
+
+        Args:
+            x: image (B, C, H, W).
+            indices: of blocks, from the end if negative; an integer n stands for the last n, None for all. The result
+                is in the order of the blocks, each once.
+            return_prefix_tokens: pairs with CLS and registers, (B, P, D), where the model has any.
+            norm: `norm` of each of them; without it, they are as the blocks leave them.
+            stop_early: run no block behind the last one that is wanted.
+            output_fmt: "NCHW" for (B, D, h, w), contiguous; "NLC" for (B, n, D).
+            intermediates_only: without the final tokens.
+            output_dict: a dict of "image_intermediates", "image_intermediates_prefix" and "image_features".
+
+        Returns:
+            (tokens (B, P + n, D) behind `norm`, list of intermediates), the list alone, or the dict.
+
+        Raises:
+            TypeError, ValueError: indices or output_fmt that there are not; "NCHW" while `patch_drop` drops patches.
+        """
+        check_flags(
+            return_prefix_tokens=return_prefix_tokens, norm=norm, stop_early=stop_early,
+            intermediates_only=intermediates_only, output_dict=output_dict,
+        )  # fmt: skip
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
+        depth = len(self.blocks)
+        taken = checked_indices("indices", depth if indices is None else indices, depth)
+        x, patches, prefix = self._intermediates(x, taken, norm, stop_early, output_fmt == "NCHW")
+        if output_dict:
+            found: dict[str, Any] = {"image_intermediates": patches}
+            if return_prefix_tokens and prefix:
+                found["image_intermediates_prefix"] = prefix
+            return found if intermediates_only else {**found, "image_features": self.norm(x)}
+        pairs = list(zip(patches, prefix, strict=True)) if return_prefix_tokens and prefix else patches
+        return pairs if intermediates_only else (self.norm(x), pairs)
+
+    def get_intermediate_layers(
+        self, x: Tensor, n: Indices = 1, reshape: bool = False, *, return_prefix_tokens: bool = False,
+        return_class_token: bool = False, norm: bool = True,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The patches' tokens behind some blocks, as DINOv2's method of this name, and timm's.
+
+        **norm is True by default, as in DINOv2, whose callers rely on it; in timm it is False.** What both have behind
+        `reshape` in different order is taken by name only.
+
+        Args:
+            x: image (B, C, H, W).
+            n: how many of the last blocks, or the blocks' indices, from the end if negative.
+            reshape: (B, D, h, w) instead of (B, n, D).
+            return_prefix_tokens: timm's: pairs with CLS and registers, (B, P, D), where the model has any.
+            return_class_token: DINOv2's: pairs with CLS, (B, D).
+            norm: `norm` of each of them.
+
+        Returns:
+            A tuple with a tensor or a pair of each block, in the order of the blocks.
+
+        Raises:
+            TypeError, ValueError: an n that there is not; both kinds of pairs; CLS of a model without one; reshape
+                while `patch_drop` drops patches.
+        """
+        check_flags(
+            reshape=reshape, return_prefix_tokens=return_prefix_tokens, return_class_token=return_class_token, norm=norm
+        )
+        if return_class_token and return_prefix_tokens:
+            raise ValueError(
+                "return_class_token and return_prefix_tokens must not both be True: prefix tokens have CLS"
+            )
+        if return_class_token and not self.has_class_token:
+            raise ValueError("return_class_token must be False for a model with class_token=False, got True")
+        taken = checked_indices("n", n, len(self.blocks))
+        _, patches, prefix = self._intermediates(x, taken, norm, True, reshape)
+        if return_class_token:
+            return tuple((y, tokens[:, 0]) for y, tokens in zip(patches, prefix, strict=True))
+        if return_prefix_tokens and prefix:
+            return tuple(zip(patches, prefix, strict=True))
+        return tuple(patches)
+
+    def prune_intermediate_layers(
+        self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Removes what `forward_intermediates` with these indices does not need, in place, as timm's.
+
+        Args:
+            indices: as there: the blocks behind the last of them go.
+            prune_norm: `norm` goes.
+            prune_head: `attn_pool`, `fc_norm` and `head` go, and the model hands out all tokens.
+
+        Returns:
+            The indices, counted from the first block.
+        """
+        check_flags(prune_norm=prune_norm, prune_head=prune_head)
+        taken = checked_indices("indices", indices, len(self.blocks))
+        self.blocks = nn.Sequential(*list(self.blocks)[: max(taken) + 1])
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.fc_norm = nn.Identity()
+            self.reset_classifier(0, "")
+        return taken
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of saving its activations."""
+        self.grad_checkpointing = enable
+
+    # ---- what models have of their own ----
+
+    def _embedded(self, x: Tensor) -> tuple[Any, ...]:
+        """Image -> what the first block takes: tokens (B, P + n, D), and what all blocks take beside them."""
+        raise NotImplementedError
+
+    def _grid_of(self, x: Tensor) -> tuple[int, int]:
+        """The patch grid (h, w) of an image."""
+        raise NotImplementedError
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        raise NotImplementedError
+
+    # ---- what both have ----
+
+    def _run_block(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, x, *rest, use_reentrant=False)
+        return block(x, *rest)
+
+    def _intermediates(
+        self, image: Tensor, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Tokens behind the last block that ran; patches, and prefix tokens if there are any, behind those taken."""
+        if reshape and isinstance(self.patch_drop, PatchDropout) and self.patch_drop.training:
+            raise ValueError("patches that patch_drop has dropped leave no grid: eval(), or tokens as (B, n, D)")
+        grid = self._grid_of(image)
+        x, *rest = self._embedded(image)
+        last = max(taken) if stop_early else len(self.blocks) - 1
+        kept = []
+        for i, block in enumerate(self.blocks):
+            if i > last:
+                break
+            x = self._run_block(block, x, *rest)
+            if i in taken:
+                kept.append(self.norm(x) if norm else x)
+        P = self.num_prefix_tokens
+        prefix = [y[:, :P] for y in kept] if P else []
+        patches = [y[:, P:] for y in kept]
+        if reshape:
+            patches = [y.transpose(1, 2).unflatten(2, grid).contiguous() for y in patches]
+        return x, patches, prefix

@@ -1,0 +1,359 @@
+"""Planned memory against what allocators record, against arithmetic, and through the command."""
+
+import csv
+import errno
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastvit import ops, study, zoo
+from fastvit.cli import main
+from fastvit.ops import _library
+from fastvit.study import _subject
+from fastvit.study._memory import _largest
+from fastvit.study._plan import Setting, plan
+
+SMALL = "vit_of_two_blocks"
+CONFIG = {  # of SMALL, which stands in the zoo while a test runs
+    "img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5,
+}  # fmt: skip
+TIMM = "study_models:of_timm"
+GPU_PLAN = pytest.param("cuda", marks=pytest.mark.skipif(not _library.HAVE_TRITON, reason="triton is not installed"))
+HAVE_GPU = torch.cuda.is_available()
+KINDS = pytest.mark.parametrize("kind", ["cpu", GPU_PLAN])
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On a CPU, ops run what a user's CPU runs, not the interpreter."""
+    monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    with ops.use_backend("auto" if HAVE_GPU else "aten"):
+        yield
+
+
+def assert_planned_is_measured(found: study.MemoryStudy) -> None:
+    for point in found.points:
+        assert point.measured == pytest.approx(point.planned.peak, rel=0.05), point
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize(("model", "sizes"), [(SMALL, (32, 48, 64)), (TIMM, (64, 96, 128))], ids=["ours", "timm"])
+def test_planned_is_measured(model, sizes, mode, device):
+    options = {"mode": mode, "dtype": "float32", "device": device.type, "measured": True}
+    found = study.memory(model, image_sizes=sizes, batches=(4,), **options)
+    assert len(found.points) == 9
+    assert_planned_is_measured(found)
+
+
+@pytest.mark.parametrize("dtype", ["amp", "bfloat16"])
+def test_planned_is_measured_in_16_bits(dtype, device):
+    """At a size where 0.1 MB that a CPU's matrix product takes for itself do not count."""
+    options = {"dtype": dtype, "optimizer": "sgd", "device": device.type, "measured": True}
+    assert_planned_is_measured(study.memory(SMALL, image_sizes=(64,), batches=(12,), **options))
+
+
+@KINDS
+def test_dropout_saves_its_seed(kind, monkeypatch):
+    saved = []
+    for rate in (0.0, 0.1):
+        monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG | {"proj_drop_rate": rate, "attn_drop_rate": rate})
+        found = study.memory(SMALL, image_sizes=(64,), batches=(4,), device=kind, providers=("fused",))
+        saved.append(found.points[0].planned.saved)
+    assert saved[1] - saved[0] <= 2 * 4 * 512
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_how_memory_grows(kind, mode):
+    found = study.memory(SMALL, image_sizes=(32, 64, 128, 256), batches=(2,), mode=mode, device=kind)
+    assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
+    eager, fused = found.exponents("eager"), found.exponents("fused")
+    assert eager["attention"] == pytest.approx(2.0, abs=0.05)
+    assert fused["activations"] == pytest.approx(1.0, abs=0.05)
+    assert "attention" not in fused
+    assert all(p.attention == p.planned.attention == 0 for p in found.of("fused"))
+    one = found.of("eager")[-1]
+    matrix = 2 * 3 * one.tokens**2 * 2  # B, H, N, N in bfloat16
+    assert one.tokens == 64 * 64 + 1
+    # a block keeps probabilities; two more are there while their gradients, or scores, are computed
+    assert one.attention // matrix == (CONFIG["depth"] if mode == "train" else 0) + 2
+
+
+@KINDS
+def test_the_parts_of_a_step(kind):
+    subject = _subject.find("vit_tiny_patch16_224")
+    parameters = list(subject.build("fused").parameters())
+    weights = sum(2 * p.numel() for p in parameters)
+    rounded = 512 * len(parameters) if kind == "cuda" else 0
+
+    def parts(**setting: object) -> study.Parts:
+        return plan(subject, "fused", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
+
+    B = 8  # at fewer the peak is the optimizer's step
+    step = parts()
+    assert weights <= step.weights <= weights + rounded
+    assert 2 * step.weights <= step.optimizer <= 2 * step.weights + 512 * len(parameters)
+    assert step.inputs == B * 3 * 224 * 224 * 2
+    tokens = B * 197 * 192 * 2
+    statistics = 12 * (2 * 2 * 4 + 3 * 4) * 197 * B  # two norms' mean and rstd, and an LSE a head
+    assert 12 * 10 * tokens < step.saved < 12 * 10 * tokens + statistics + 4 * tokens
+    assert step.peak == sum(vars(step).values())
+    assert step.weights <= parts(optimizer="sgd").optimizer <= step.weights + 512 * len(parameters)
+    assert parts(optimizer="none").optimizer == 0
+    inference = parts(mode="infer", optimizer="none")
+    assert inference.saved == inference.gradients == inference.optimizer == 0
+    checkpointed, kept = parts(checkpointing=True, optimizer="none"), parts(optimizer="none")
+    assert kept.peak - checkpointed.peak > 6 * 10 * tokens  # of 12 blocks; by then there are gradients, which is more
+
+
+def test_autocast_on_a_gpu_has_scores_in_float32():
+    """On a CPU, whose tensors stand in for a GPU's, autocast leaves them in bfloat16."""
+    pytest.importorskip("triton")
+    subject = _subject.find(SMALL)
+    matrices = [plan(subject, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
+    assert matrices[1] > 1.3 * matrices[0]
+
+
+def test_planning_leaves_no_trace():
+    """Launchers launch again, and the interpreter interprets."""
+    pytest.importorskip("triton")
+    from fastvit.ops import _launch
+
+    before = _launch._instead, _library.INTERPRET, _library.without_gpu
+    study.memory(SMALL, image_sizes=(32,), batches=(1,), device="cuda")
+    assert (_launch._instead, _library.INTERPRET, _library.without_gpu) == before
+    x = torch.randn(3, 32)
+    with ops.use_backend("auto"):
+        got = ops.layer_norm(x, torch.ones(32), torch.zeros(32), 1e-6)
+    torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (32,), eps=1e-6))
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 10**4), st.sampled_from([1.0, 2.0, 4.0]), st.integers(1, 10**9),
+    st.integers(1, 97),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_the_largest_that_fits(start, slope, power, budget, step):
+    """Whatever the way in which a peak grows: evenly, bent, in stairs."""
+
+    def peak(n: int) -> int:
+        return start + slope * int((n // step * step + 1) ** power)
+
+    found = _largest(peak, budget)
+    assert not found or peak(found) <= budget
+    assert peak(found + 1) > budget
+
+
+def test_a_budget():
+    options = {"provider": "eager", "mode": "infer", "optimizer": "none", "device": "cpu"}
+    budget = 64 << 20
+    batch = study.largest_batch(SMALL, budget, image_size=48, **options)
+    size = study.largest_image(SMALL, budget, batch=batch, **options)
+    peaks = study.memory(
+        SMALL, image_sizes=(size, size + 4), batches=(batch,), mode="infer", providers=("eager",), device="cpu"
+    ).of("eager")
+    assert peaks[0].planned.peak <= budget < peaks[1].planned.peak
+    assert size == 48
+    assert study.largest_batch(SMALL, 1 << 16, **options) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "vit_base_patch16_244"}, ValueError, "vit_base_patch16_244.*nearest: vit_base_patch16_224"),
+        ({"image_sizes": (33,)}, ValueError, "image size 33 is not a multiple of the patch size 4.*nearest: 32"),
+        ({"image_sizes": (32,), "patch_size": 5}, ValueError, "32 is not a multiple of the patch size 5"),
+        ({"mode": "training"}, ValueError, "mode must be one of train, infer, got 'training'"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of .*got 'int8'"),
+        ({"optimizer": "lion"}, ValueError, "optimizer must be one of"),
+        ({"providers": ("flash",)}, ValueError, "providers must be of .*got 'flash'"),
+        ({"providers": ("compile",)}, ValueError, "'compile' has no planned figures"),
+        ({"device": "tpu"}, ValueError, "device must be one of"),
+        ({"batches": (0,)}, ValueError, "batches must be positive integers, got 0"),
+        ({"model": "no/such/config.json"}, FileNotFoundError, "no/such/config.json"),
+        ({"model": "study_models:missing"}, ValueError, "study_models has no function 'missing'"),
+        ({"model": "study_models:of_nothing"}, ValueError, "must return an nn.Module, got NoneType"),
+        ({"model": "study_models:of_one_size", "image_sizes": (64,)}, ValueError, "takes no image_size"),
+        ({"model": "no_such_module:vit"}, ImportError, "no_such_module"),
+    ],
+)
+def test_what_it_refuses(arguments, error, message):
+    arguments = {"model": SMALL, "image_sizes": (32,), "device": "cpu"} | arguments
+    with pytest.raises(error, match=message):
+        study.memory(**arguments)
+
+
+def test_a_configuration_of_transformers(tmp_path, import_transformers):
+    config = tmp_path / "config.json"
+    values = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
+    config.write_text(json.dumps({"model_type": "dinov2", **values}))
+    for name in (config, tmp_path):
+        found = study.memory(str(name), image_sizes=(28, 56), batches=(2,), device="cpu")
+        assert [p.tokens for p in found.of("fused")] == [5, 17]
+        assert [found.of(provider)[1].attention > 0 for provider in ("eager", "sdpa", "fused")] == [True, False, False]
+    config.write_text("{")
+    with pytest.raises(ValueError, match="is not a configuration in JSON"):
+        study.memory(str(config))
+    config.write_text("{}")
+    with pytest.raises(ValueError, match="no model_type"):
+        study.memory(str(config))
+
+
+@pytest.fixture
+def import_transformers():
+    from library_imports import import_library
+
+    return import_library("transformers")
+
+
+# ---- the command ----
+
+FAST = ["memory", SMALL, "--image-size", "32,64", "--batch", "2", "--device", "cpu", "--mode", "infer"]
+
+
+def test_the_table(capsys):
+    assert main(FAST) == 0
+    out, err = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= 100
+    assert "\x1b" not in out
+    assert not err
+    for word in (SMALL, "eager", "SDPA", "fastvit", "attention as N^2", "257"):
+        assert word in out
+
+
+def test_json_and_csv_are_the_study(capsys):
+    assert main([*FAST, "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    want = study.memory(SMALL, image_sizes=(32, 64), batches=(2,), mode="infer", dtype="bf16", device="cpu")
+    assert [p["planned"]["peak"] for p in got["points"]] == [p.planned.peak for p in want.points]
+    assert got["exponents"]["eager"] == pytest.approx(want.exponents("eager"))
+    assert main([*FAST, "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [int(r["planned"]) for r in rows] == [p.planned.peak for p in want.points]
+    assert [int(r["tokens"]) for r in rows] == [p.tokens for p in want.points]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_plot(theme, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for name in ("memory.svg", "memory.png"):
+        assert main([*FAST, "--plot", str(tmp_path / name), "--theme", theme]) == 0
+        assert capsys.readouterr().err == f"wrote {tmp_path / name}\n"
+    text = (tmp_path / "memory.svg").read_text()
+    assert {"light": "#ffffff", "dark": "#0d1117"}[theme] in text
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_by_the_command(capsys):
+    assert main([*FAST, "--budget", "64MiB", "--providers", "fused", "--json"]) == 0
+    (fit,) = json.loads(capsys.readouterr().out)["fits"]
+    want = study.largest_batch(SMALL, 64 << 20, image_size=64, mode="infer", dtype="bf16", device="cpu")
+    assert fit["batch"]["64"] == want
+    assert fit["image_size"]["2"] % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory", "vit_base_patch16_244"], "nearest: vit_base_patch16_224"),
+        (["memory", SMALL, "--image-size", "33"], "not a multiple of the patch size 4"),
+        (["memory", "missing.json"], "missing.json"),
+        ([*FAST, "--plot", "a.pdf"], "--plot writes .png or .svg"),
+        ([*FAST, "--plot", "no/folder/a.png"], "there is no folder"),
+        (["memory", SMALL, "--plot", "a.png"], "two image sizes or more"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert err.startswith("fastvit: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["memory"], "required: model"),
+        (["memori"], "invalid choice"),
+        ([*FAST, "--budget", "much"], "such as 24GiB"),
+        ([*FAST, "--image-size", "a"], "a size is 224"),
+        ([*FAST, "--batch", "0"], "positive integers"),
+        ([*FAST, "--providers", "flash"], "providers are eager"),
+    ],
+)
+def test_wrong_arguments(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_full_disk(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main([*FAST, "--plot", str(tmp_path / "a.png")]) == 2
+    assert capsys.readouterr().err == f"fastvit: No space left on device: {tmp_path / 'a.png'}\n"
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_help_imports_no_torch():
+    program = (
+        "import sys\nfrom fastvit.cli import VERBS, main\n"
+        "for words in (['--help'], *([verb, '--help'] for verb in VERBS)):\n"
+        "    try: main(words)\n    except SystemExit as stop: assert not stop.code, words\n"
+        "assert not {'torch', 'numpy', 'rich', 'triton'} & sys.modules.keys(), sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("examples:") >= 8
+
+
+def test_what_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert main(FAST) == 2
+    assert "pip install 'fastvit[study]'" in capsys.readouterr().err
+    monkeypatch.setattr(_library, "HAVE_TRITON", False)
+    assert main([*FAST[:-4], "--device", "cuda"]) == 2
+    assert "pip install triton" in capsys.readouterr().err
+
+
+def test_measuring_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        study.memory(SMALL, image_sizes=(32,), device="cuda", measured=True)
+
+
+def test_compile_is_measured_only(device):
+    found = study.memory(
+        TIMM, image_sizes=(32,), batches=(1,), mode="infer", providers=("compile",), device=device.type, measured=True
+    )
+    assert found.points[0].planned is None
+    assert found.points[0].measured > 0
+
+
+def test_sizes_in_words():
+    from fastvit.cli._memory import memory_size
+
+    assert memory_size("24GiB") == 24 << 30
+    assert memory_size("80 GB") == 80 * 10**9
+    assert memory_size("0.5mib") == 1 << 19
+    assert math.isclose(memory_size("1000"), 1000)
