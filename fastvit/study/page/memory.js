@@ -30,7 +30,8 @@
   };
   const total = (parts) => parts.reduce((sum, x) => sum + x, 0);
   const unit = (most) => (most >= GIB / 4 ? [GIB, "GiB"] : [2 ** 20, "MiB"]);
-  const rounded = (x) => (x === 0 ? "–" : x < 0.005 ? "< 0.01" : x.toFixed(2));
+  const power = (bytes) => (bytes >= 1024 * GIB ? `${bytes / GIB / 1024} TiB` : bytes >= GIB ? `${bytes / GIB} GiB` : `${bytes / 2 ** 20} MiB`);
+  const rounded = (x) => (x === 0 ? "–" : x < 0.005 ? "< 0.01" : x < 1000 ? x.toFixed(x < 100 ? 2 : 1) : integer(x));
 
   function show() {
     const plans = memory.providers.map((provider) => [provider, planned(provider)]);
@@ -52,9 +53,9 @@
     const most = Math.max(...totals);
     const wide = Math.max(most, budget <= 2 * most ? budget : 0) * 1.02; // a budget far away is not on the scale
     const children = plans.flatMap(([provider, parts], i) => {
-      const label = make("b", { className: provider }, `${NAMES[provider]} ${(totals[i] / scale).toFixed(2)} ${name}`);
+      const label = make("b", { className: provider }, `${NAMES[provider]} ${rounded(totals[i] / scale)} ${name}`);
       const bar = make("div", { className: "bar" }, ...parts.map((bytes, k) => {
-        const piece = make("i", { title: `${PARTS[memory.parts[k]]}: ${(bytes / scale).toFixed(2)} ${name}` });
+        const piece = make("i", { title: `${PARTS[memory.parts[k]]}: ${rounded(bytes / scale)} ${name}` });
         piece.style.cssText = `width: ${(100 * bytes) / wide}%; --colour: var(--${memory.parts[k]})`;
         return piece;
       }));
@@ -110,13 +111,13 @@
     const svg = document.createElementNS(SVG, "svg");
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("role", "img");
-    svg.setAttribute("aria-label", `Peak against image size: ${lines.map(([p, line]) => `${NAMES[p]} from ${(line[0] / GIB).toFixed(2)} to ${(line.at(-1) / GIB).toFixed(2)} GiB`).join("; ")}`);
+    svg.setAttribute("aria-label", `Peak against image size: ${lines.map(([p, line]) => `${NAMES[p]} from ${rounded(line[0] / GIB)} to ${rounded(line.at(-1) / GIB)} GiB`).join("; ")}`);
     const steps = Math.log2(high / low);
     const every = Math.ceil(steps / 6);
     for (let k = 0; k <= steps; k += every) {
       const bytes = low * 2 ** k;
       draw(svg, "line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" });
-      draw(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, bytes >= GIB ? `${bytes / GIB} GiB` : `${bytes / 2 ** 20} MiB`);
+      draw(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, power(bytes));
     }
     let last = -Infinity;
     for (const s of sizes) {
@@ -124,7 +125,7 @@
       last = x(s);
       draw(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
     }
-    draw(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-width": 1 });
+    draw(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-opacity": 0.6 });
     draw(svg, "line", { x1: left, x2: width - right, y1: y(budget), y2: y(budget), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
     const labels = [];
     for (const [provider, line] of lines) {
