@@ -200,6 +200,13 @@ def test_layers_by_interest(depth: int, asked: list[int], order: list[int]) -> N
     assert _explore_attention._by_interest(depth, asked) == order
 
 
+@pytest.mark.parametrize(
+    ("layers", "text"), [([3], "3"), ([0, 1, 5], "0, 1, 5"), ([0, 1, 2, 7, 8, 9, 11], "0 to 2, 7 to 9, 11")]
+)
+def test_layers_in_words(layers: list[int], text: str) -> None:
+    assert _explore_attention._ranges(layers) == text
+
+
 def test_a_model_whose_attention_is_not_seen_says_so() -> None:
     found = _explore_attention.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), None, _explore._silent)
     assert found["maps"] is None
@@ -248,6 +255,7 @@ def test_command(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
     data = json.loads(data)
     assert data["model"]["tokens"] == 2 * 3 + 2
     assert "random, since no file was given" in data["provenance"]
+    assert data["attention"]["note"].startswith("Of random weights. ")
     assert "a computed landscape" in data["provenance"]
     assert data["picture"]["patch_stops"] == [4, 8]
     assert data["memory"] == {"plan": None, "note": "Memory is planned for square images and patches only."}

@@ -232,7 +232,7 @@ def test_models_are_sorted_and_filtered(opened: Callable[..., Opened]) -> None:
 
 
 def percent(x: float) -> str:
-    return f"{100 * x:.{1 if x < 0.0995 else 0}f} %"
+    return f"{100 * x:.{1 if x < 0.0995 else 0}f}\u00a0%"
 
 
 # ---- for everybody ----

@@ -123,6 +123,9 @@ def explore(
         "memory": _explore_memory.collect(subject, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
     }  # fmt: skip
+    if weights is None and subject.source != "function":
+        for part in (data["attention"], data["positions"]):
+            part["note"] = f"Of random weights. {part['note']}"
     return Exploration(model, data)
 
 

@@ -101,7 +101,7 @@ def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
         f"In this page: rollout and the mean of the heads of all {depth} layers, and each of {heads} heads of {which}."
     ]
     if stride > 1:
-        lines.append(f"Queries are every {stride}. row and column of the grid; keys are all.")
+        lines.append(f"Queries are in rows and columns 0, {stride}, {2 * stride}, ... of the grid; keys are all.")
     lines.append("A row is rounded to 255ths of its largest weight.")
     return " ".join(lines)
 
@@ -114,4 +114,4 @@ def _ranges(layers: list[int]) -> str:
             runs[-1][1] = layer
         else:
             runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in runs)
+    return ", ".join(str(a) if a == b else f"{a}, {b}" if a + 1 == b else f"{a} to {b}" for a, b in runs)

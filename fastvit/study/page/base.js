@@ -28,7 +28,7 @@ function short(x) {
 }
 
 const size = ([height, width]) => (height === width ? `${height}` : `${height} × ${width}`);
-const percent = (x) => `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)} %`;
+const percent = (x) => `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)}\u00a0%`;
 
 function bytesOf(text, kind) {
   const binary = atob(text);
