@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import fuse, readers
@@ -83,8 +82,10 @@ class AttentionPoolLatent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).expand(x.shape[0], -1, -1, -1)
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
-        # One row of scores: no N x N tensor that a kernel could save
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        # One row of scores, which need no kernel; SDPA's gradient of a query is summed by atomics on a GPU
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        out = scores.softmax(dim=-1) @ v
         y = self.proj(out.transpose(1, 2).flatten(2))
         mlp = read_or_none(_read_mlp_half, self)
         y = fuse.run_mlp_half(y, mlp) if mlp is not None else y + self.mlp(self.norm(y))

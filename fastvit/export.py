@@ -4,9 +4,9 @@
         program = torch.export.export(model.eval(), (images,))  # calls torch.ops.fastvit
     torch.export.save(program, "model.pt2")
 
-Such a program runs the fused kernels, and loads where `import fastvit` came before. `torch.export.load` imports nothing
-by itself: without it, it logs "We failed to resolve torch.ops.fastvit..." and raises RuntimeError, "We ran into an
-error when deserializing the saved file". `decompositions` makes a program that needs torch alone.
+Such a program runs the fused kernels, and loads where `import fastvit.ops` came before. `torch.export.load` imports
+nothing by itself: without it, it logs "We failed to resolve torch.ops.fastvit..." and raises RuntimeError, "We ran
+into an error when deserializing the saved file". `decompositions` makes a program that needs torch alone.
 
     torch.onnx.export(model.eval(), (images,), "model.onnx", dynamo=True, opset_version=23)
 

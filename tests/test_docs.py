@@ -17,11 +17,8 @@ ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", "")
 (PAGES,) = re.findall(r"^PAGES := (.+)$", MAKEFILE, re.MULTILINE)
 MODULES = {page: importlib.import_module(page) for page in PAGES.split()}
-MODULES |= {
-    f"fastvit.{name}": value
-    for name, value in vars(fastvit).items()
-    if name in fastvit.__all__ and inspect.ismodule(value)
-}
+MODULES |= {f"fastvit.{name}": getattr(fastvit, name) for name in fastvit.__all__}
+MODULES = {name: value for name, value in MODULES.items() if inspect.ismodule(value)}
 EXPORTED = [(page, name) for page, module in MODULES.items() for name in getattr(module, "__all__", [])]
 
 

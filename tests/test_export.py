@@ -171,13 +171,13 @@ try:
 except Exception as error:
     print("fails:", error)
 assert "fastvit" not in sys.modules
-import fastvit
+import fastvit.ops
 torch.save((plain, torch.export.load(fused).module()(image)), out)
 """
 
 
 def test_saved_programs_in_another_process(tmp_path):
-    """torch.export.load imports nothing: a program of fused ops wants `import fastvit` before it, and names the op
+    """torch.export.load imports nothing: a program of fused ops wants `import fastvit.ops` before it, and names the op
     that it misses; one that is decomposed wants nothing but torch."""
     model = randomised(fastvit.VisionTransformer(32, 8, embed_dim=48, depth=1, num_heads=3, num_classes=5)).eval()
     program = torch.export.export(model, (IMAGE,))

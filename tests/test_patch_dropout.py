@@ -9,11 +9,11 @@ from models import assert_same_step, close, randomised, step, twins
 from torch import Tensor, nn
 
 import fastvit
-from benchmarks.harness.memory import saved_bytes
 from fastvit import VisionTransformer, reference
 from fastvit._patch_dropout import PatchDropout
 from fastvit.eva import Eva
 from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.study._peak import saved_bytes
 
 TINY: dict[str, Any] = {
     "img_size": 32, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0,

@@ -19,6 +19,7 @@ from fastvit import ops, study, zoo
 from fastvit.cli import main
 from fastvit.ops import _library
 from fastvit.study import _subject
+from fastvit.study._block import first_block
 from fastvit.study._memory import _largest
 from fastvit.study._plan import Setting, plan
 
@@ -214,6 +215,34 @@ def import_transformers():
     from library_imports import import_library
 
     return import_library("transformers")
+
+
+@pytest.mark.parametrize(
+    ("provider", "kept", "ops"),
+    [("eager", 16 + 197 / 64, 17), ("sdpa", 16, 10), ("fused", 10, 7)],
+)
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_small_patch16_224"])
+def test_what_a_block_keeps(model, provider, kept, ops):
+    """Token tensors, of ViTs whose heads are of 64: eager has H * N^2 probabilities beside SDPA's."""
+    pytest.importorskip("triton")
+    cost = study.block(model, provider=provider)
+    assert cost.tokens == 197
+    assert cost.kept == pytest.approx(kept, abs=0.2)
+    assert len(cost.ops) == ops
+    assert ("softmax" in [op.name for op in cost.ops]) == (provider == "eager")
+
+
+def test_a_block_of_timm_and_of_rotary_positions():
+    pytest.importorskip("triton")
+    kept = study.block(TIMM, image_size=64).kept
+    assert 10 < kept < 11  # with statistics, which count beside 48 channels
+    names = [op.name for op in study.block("vit_small_patch16_dinov3").ops]
+    assert "rotary" in " ".join(names)
+
+
+def test_a_model_without_blocks():
+    with pytest.raises(ValueError, match="Conv2d has no list of blocks"):
+        first_block(torch.nn.Conv2d(3, 8, 4))
 
 
 # ---- the command ----

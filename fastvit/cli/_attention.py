@@ -31,21 +31,12 @@ _TOP = 4  # patches in a row of the table
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="a name of `fastvit models` or of timm, config.json of transformers, or module:function",
-    )
+    add("model", metavar="MODEL", help="a name of `fastvit models` or of timm, a config.json, or module:function")
     add("image", metavar="IMAGE", help="a picture")
     add("--weights", metavar="FILE", help="trained weights, for a name of `fastvit models` (default: random)")
     add("--layer", type=int, default=-1, metavar="N", help="default: the last")
     add("--head", type=int, metavar="N", help="default: all heads")
-    add(
-        "--query",
-        type=_query,
-        metavar="cls|ROW,COL",
-        help="whose weights: CLS, or a patch (default: CLS, else the centre)",
-    )
+    add("--query", type=_query, metavar="cls|ROW,COL", help="of CLS, or of a patch (default: CLS, else the centre)")
     add("--rollout", action="store_true", help="also the rollout of attention through all layers")
     add("--image-size", type=_terminal.size, metavar="N|HxW", help="what the picture is cropped and resized to")
     add("--mean", type=_three, metavar="R,G,B", help="subtracted from pixels of 0 to 1")
@@ -59,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from fastvit.study._normalization import of_subject
     from fastvit.study._subject import find
 
+    if args.out is not None:
+        _terminal.wanted("matplotlib", "matplotlib")
     subject = find(args.model)
     size, _ = subject.sizes(args.image_size)
     mean, std = of_subject(subject)
@@ -119,6 +112,7 @@ def _values(
         "grid": maps.grid,
         "num_prefix_tokens": maps.num_prefix_tokens,
         "layer": maps.layers[0],
+        "depth": maps.depth,
         "query": maps.queries[0],
         "rows": {name: row.tolist() for name, row in _rows(maps, rollout).items()},
     }

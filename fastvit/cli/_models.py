@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _SORTS = ("name", "parameters", "tokens", "flops", "saved", "bound")
 _EPILOG = """columns:
+  size        image / patch, in pixels
   tokens      patches and prefix (CLS, registers)
   N x N       elements of one head's attention matrix: tokens^2
   FLOPs       of a forward of the batch; two for a multiply-add, matmuls and convolutions only
@@ -80,7 +81,7 @@ def fields(cost: ModelCost) -> dict[str, Any]:
     """Everything about a row, flat."""
     from dataclasses import asdict
 
-    from fastvit.study import GPUS
+    from fastvit.study._hardware import GPUS
 
     found: dict[str, Any] = {"model": cost.name}
     found |= {key: getattr(cost, key) for key in ("image_size", "patch_size", "grid", "batch")}
@@ -99,11 +100,11 @@ def _cell(value: Any) -> Any:
 
 
 def _table(costs: Sequence[ModelCost], parts: bool) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table = _terminal.wanted("rich.table", "rich").Table(
+        box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
+    )
     table.add_column("model", overflow="fold")
-    heads = ["image"] if parts else ["image", "patch"] + ["batch"] * any(cost.batch > 1 for cost in costs)
+    heads = ["size"] if parts else ["size"] + ["batch"] * any(cost.batch > 1 for cost in costs)
     if parts:
         heads += ["total", "patches", "positions", "attention", "MLP", "norms", "head", "other"]
     else:
@@ -115,7 +116,7 @@ def _table(costs: Sequence[ModelCost], parts: bool) -> None:
     for cost in costs:
         of = cost.parameters
         known = {
-            "image": _pixels(cost.image_size), "patch": _pixels(cost.patch_size), "batch": str(cost.batch),
+            "size": f"{_pixels(cost.image_size)}/{_pixels(cost.patch_size)}", "batch": str(cost.batch),
             "tokens": f"{cost.tokens:,}", "N x N": _short(cost.token_pairs), "params": _short(of.total),
             "FLOPs": _short(cost.flops), "saved": _bytes(cost.saved_bytes), "total": _short(of.total),
             "patches": _short(of.patch_embedding), "positions": _short(of.positions),
@@ -130,12 +131,11 @@ def _table(costs: Sequence[ModelCost], parts: bool) -> None:
 
 
 def _one(cost: ModelCost) -> None:
-    from rich.table import Table
-
-    from fastvit.study import GPUS
+    from fastvit.study._hardware import GPUS
 
     of, batch = cost.parameters, f" of {cost.batch} images" if cost.batch > 1 else " of an image"
-    table = Table(box=None, pad_edge=False, show_header=False, title=cost.name, title_justify="left")
+    make = _terminal.wanted("rich.table", "rich").Table
+    table = make(box=None, pad_edge=False, show_header=False, title=cost.name, title_justify="left")
     table.title_style = "bold"
     for justify in ("left", "right", "left"):
         table.add_column(justify=justify)

@@ -98,6 +98,17 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         yield step
 
 
+@contextlib.contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """As `progress`, where nobody knows how many are to come."""
+    if not sys.stderr.isatty():
+        yield lambda now: None
+        return
+    status, rich = wanted("rich.status", "rich"), wanted("rich.console", "rich")
+    with status.Status(what, console=rich.Console(stderr=True)) as line:
+        yield lambda now: line.update(f"{what}: {now}")
+
+
 def write(path: str | Path, content: str | bytes) -> None:
     """A whole file or none: what a full disk cuts off is removed, and the error names the file."""
     path = Path(path)

@@ -59,7 +59,7 @@ def attention_maps(
     heads: int | Sequence[int] | None = None, queries: Queries = None,
 ) -> AttentionMaps:  # fmt: skip
     """Rows of softmax(scale * q k^T), with q and k as the model's own attention has them: behind projection, norms and
-    rotation.
+    rotation. A bias of the scores, as for relative positions, is added as the model adds it.
 
     The model runs once, in evaluation mode (without dropout; the mode of every module is restored) and without
     gradients. Its attention stays fused; beside it only the rows asked for are computed, from q and k in place.
@@ -74,7 +74,7 @@ def attention_maps(
 
     Raises:
         ValueError: layers, heads or queries that the model does not have; a layer whose attention is not seen, because
-            it computes its N x N weights itself, has a mask or a bias of its scores, is causal, or is over windows.
+            it computes N x N weights, is causal, or is over windows.
     """
     asked, of_heads = _checked("layers", layers), _checked("heads", heads)
     back = max((-layer for layer in asked or () if layer < 0), default=0)
@@ -141,22 +141,24 @@ def _mixed(rows: Tensor, call: Call) -> Tensor:
     H, N, _ = call.q.shape
     chunk = max(1, _CHUNK // (H * N))
     mixed = torch.zeros_like(rows)
-    for start in range(0, N, chunk):
-        weights = _softmax(call.q[:, start : start + chunk], call.k, call.scale).mean(0)
-        mixed += rows[:, start : start + chunk] @ weights
+    with torch.autocast(rows.device.type, enabled=False):
+        for start in range(0, N, chunk):
+            weights = _softmax(call, slice(start, start + chunk)).mean(0)
+            mixed += rows[:, start : start + chunk] @ weights
     return mixed
 
 
 def _rows(call: Call, heads: Sequence[int] | None, queries: list[int]) -> _Rows:
     chosen = _resolved("heads", heads, call.q.shape[0])
-    index = list(chosen)
-    return chosen, _softmax(call.q[:, queries][index], call.k[index], call.scale)
+    with torch.autocast(call.q.device.type, enabled=False):
+        return chosen, _softmax(call, queries, list(chosen))
 
 
-def _softmax(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(H, queries, d), (H, N, d) -> (H, queries, N)"""
-    wide = _wide(q)
-    return (scale * q.to(wide) @ k.to(wide).transpose(-2, -1)).softmax(-1)
+def _softmax(call: Call, rows: slice | list[int], heads: slice | list[int] = slice(None)) -> Tensor:
+    """(heads, rows, N)"""
+    wide = _wide(call.q)
+    scores = call.scale * call.q[:, rows][heads].to(wide) @ call.k[heads].to(wide).transpose(-2, -1)
+    return (scores if call.bias is None else scores + call.bias[:, rows][heads]).softmax(-1)
 
 
 def _wide(q: Tensor) -> torch.dtype:
@@ -177,7 +179,7 @@ def _one(image: Tensor) -> Tensor:
 def _checked(name: str, value: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if value is None:
         return None
-    numbers = (value,) if isinstance(value, int) else tuple(value)
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
     if not numbers or any(type(number) is not int for number in numbers):
         raise ValueError(f"{name} must be an integer, some integers, or None for all, got {value!r}")
     return numbers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastvit import ops  # noqa: F401  registers what is caught here
 
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
+_CAUGHT = (
+    "fastvit::patch_embed_fwd",
+    "fastvit::attention_fwd",
+    "fastvit::attention_qkvpacked_fwd",
+    "aten::convolution",
+)
 
 
 class Call(NamedTuple):
@@ -19,6 +27,7 @@ class Call(NamedTuple):
 
     layer: its number in the order of the forward, from 0.
     q, k: (H, N, d); scale: of the scores.
+    bias: (H, N, N) added to the scores, as relative positions are, or None.
     grid: (h, w) of the patches, or None where no patch embedding ran before.
     unseen: why the above are not what weights could be computed from; q, k are empty then. Otherwise "".
     """
@@ -27,39 +36,34 @@ class Call(NamedTuple):
     q: Tensor
     k: Tensor
     scale: float
+    bias: Tensor | None
     grid: tuple[int, int] | None
     unseen: str = ""
 
 
-class _Catcher(TorchDispatchMode):
-    """Every op that a model runs comes by: under a mode fastvit's are registered ops too."""
+class _Catches:
+    """What a mode does. In a class of its own, because torch imports its compiler, which takes seconds, to wrap this
+    method where the mode's class itself has it."""
 
-    def __init__(self, on_call: Callable[[Call], None]) -> None:
-        super().__init__()
-        self.on_call = on_call
-        self.calls = 0
-        self.grid: tuple[int, int] | None = None
+    on_call: Callable[[Call], None]
+    calls = 0
+    grid: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
-        caught = name.startswith(("fastvit::", "aten::_scaled_dot_product_")) or name in (
-            *_SOFTMAX,
-            "aten::convolution",
-        )
-        if caught and "backward" not in name:
+        if name in (*_CAUGHT, *_SOFTMAX) or name.startswith("aten::_scaled_dot_product_"):
             self._catch(name, _by_name(func, args, kwargs or {}), result)
         return result
 
     def _catch(self, name: str, given: dict[str, Any], result: Any) -> None:
         if name == "fastvit::patch_embed_fwd":
-            self._saw_patches(
-                [i // p for i, p in zip(given["image"].shape[2:], given["weight"].shape[2:], strict=True)]
-            )
+            (*_, H, W), (*_, ph, pw) = given["image"].shape, given["weight"].shape
+            self._saw_patches(H // ph, W // pw)
         elif name == "aten::convolution":
             kernel, stride = list(given["weight"].shape[2:]), list(given["stride"])
             if len(kernel) == 2 and kernel == stride and max(kernel) > 1:
-                self._saw_patches(list(result.shape[2:]))
+                self._saw_patches(*result.shape[2:])
         elif name == "fastvit::attention_qkvpacked_fwd":
             q, k, _ = given["qkv"].transpose(1, 3).unbind(2)
             self._attends(q, k, given)
@@ -68,27 +72,37 @@ class _Catcher(TorchDispatchMode):
         elif name.startswith("aten::_scaled_dot_product_"):
             q, k = given["query"], given["key"]
             if q.shape[-2] == k.shape[-2]:  # else from few tokens to all, as heads pool: no layer
-                biased = given.get("attn_mask", given.get("attn_bias")) is not None
-                self._attends(q, k, given, "it has a mask, or a bias of its scores" if biased else "")
+                self._attends(q, k, given)
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
-            self._attends(
-                result, result, {}, f"it computes {N} x {N} weights of its own ({name}), by neither fastvit's ops nor "
-                "scaled_dot_product_attention",
-            )  # fmt: skip
+            seen = "only fastvit's ops and PyTorch's fused scaled_dot_product_attention are"
+            self._attends(result, result, {}, f"it computes {N} x {N} weights ({name}), and {seen}")
 
-    def _saw_patches(self, grid: list[int]) -> None:
+    def _saw_patches(self, h: int, w: int) -> None:
         if self.grid is None:
-            self.grid = grid[0], grid[1]
+            self.grid = h, w
 
     def _attends(self, q: Tensor, k: Tensor, given: dict[str, Any], unseen: str = "") -> None:
         if not unseen:
             unseen = _unusable(q, k, given)
-        scale = given.get("scale")
+        scale, bias = given.get("scale"), given.get("attn_mask", given.get("attn_bias"))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        q, k = (q.new_empty(0), q.new_empty(0)) if unseen else (q[0], k[0])
+        if unseen:
+            q = k = q.new_empty(0)
+            bias = None
+        else:
+            q, k = q[0], k[0]
+            bias = None if bias is None else bias.expand(1, *q.shape[:2], q.shape[1])[0]
         self.calls += 1
-        self.on_call(Call(self.calls - 1, q, k, scale, self.grid, unseen))
+        self.on_call(Call(self.calls - 1, q, k, scale, bias, self.grid, unseen))
+
+
+class _Catcher(_Catches, TorchDispatchMode):
+    """Every op that a model runs comes by: under a mode fastvit's are registered ops too."""
+
+    def __init__(self, on_call: Callable[[Call], None]) -> None:
+        super().__init__()
+        self.on_call = on_call
 
 
 def _unusable(q: Tensor, k: Tensor, given: dict[str, Any]) -> str:
@@ -108,7 +122,8 @@ def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(model: nn.Module, image: Tensor, on_call: Callable[[Call], None]) -> int:
-    """model(image) once, in evaluation mode and without gradients; on_call gets every self-attention in turn.
+    """model(image) once, in evaluation mode and without gradients; on_call gets every self-attention in turn. What is
+    compiled in the model runs as what it was compiled from.
 
     Returns:
         how many there were.
@@ -119,10 +134,16 @@ def run(model: nn.Module, image: Tensor, on_call: Callable[[Call], None]) -> int
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad(), catcher:
+        with torch.no_grad(), _without_compiler(), catcher:
             model(image)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, was in training.items():
             module.training = was
     return catcher.calls
+
+
+def _without_compiler() -> contextlib.AbstractContextManager[Any]:
+    """Nothing is compiled where nobody has loaded the compiler; loading it takes seconds."""
+    compiler = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()

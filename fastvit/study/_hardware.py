@@ -80,6 +80,11 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs whose bounds `models` knows, with their vendors' figures."""
+    return tuple(GPUS.values())
+
+
 def gpu(name: str) -> Gpu:
     """The GPU of that name, in any spelling of case and spaces.
 

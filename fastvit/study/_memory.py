@@ -147,6 +147,9 @@ def largest_batch(
         image_size: None for the model's own.
         provider: "eager", "sdpa" or "fused".
         setting: mode, dtype, optimizer, checkpointing of `memory`.
+
+    Raises:
+        ValueError, FileNotFoundError, ImportError: as `memory`.
     """
     subject, one = find(model), _setting(**setting)
     size, patch = subject.sizes(image_size, patch_size)
@@ -159,7 +162,14 @@ def largest_image(
     device: str | None = None, **setting: object,
 ) -> int:  # fmt: skip
     """The largest height and width of square images, in pixels, at which the planned peak of a batch is at most
-    `budget` bytes; 0 where not even images of one patch fit. Arguments as those of `largest_batch`."""
+    `budget` bytes; 0 where not even images of one patch fit.
+
+    Args:
+        model, patch_size, device: of `memory`; the patches are square.
+        batch: images.
+        provider: "eager", "sdpa" or "fused".
+        setting: mode, dtype, optimizer, checkpointing of `memory`.
+    """
     subject, one = find(model), _setting(**setting)
     _, (height, width) = subject.sizes(subject.image_size, patch_size)
     if height != width:
@@ -174,7 +184,7 @@ def largest_image(
 
 
 def image_size(model: str) -> tuple[int, int]:
-    """(height, width) of the images that a model takes if nobody asks for others."""
+    """(height, width) of the images that a model takes if nobody asks for others. model: of `memory`."""
     return find(model).image_size
 
 

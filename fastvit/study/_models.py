@@ -103,7 +103,7 @@ def models(
         image_size, patch_size: pixels, or (height, width), or several of these; None for the model's own. Every
             combination with `batch` is a row.
         batch: images, or several such numbers.
-        gpu: for `bound`: one of `fastvit.study.GPUS`.
+        gpu: for `bound`: the name of one of `fastvit.study.gpus()`.
         sort: "name", or largest first by "parameters", "tokens", "flops", "saved", "bound".
         step: called with the name of each model before it is counted.
         refused: called with the reason where a size does not fit a model of a pattern, which is then left out; None

@@ -10,7 +10,8 @@ one number it is `error_ratio <= factor`. Tests, benchmarks and `verify` have it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,14 @@ class Error(NamedTuple):
     measured: float
     eager: float
     ulp: float
+
+    @classmethod
+    def pooled(cls, several: Sequence[Error]) -> Error:
+        """Of tensors of one size and norm, as if they were one."""
+        columns = zip(*(error[1:] for error in several), strict=True)
+        if several[0].norm == "max":
+            return cls("max", *map(max, columns))
+        return cls("rms", *(math.sqrt(sum(x * x for x in column) / len(several)) for column in columns))
 
     def limit(self, factor: float) -> float:
         return factor * self.eager + self.ulp
@@ -95,25 +104,28 @@ class Compared(NamedTuple):
 
 
 def compare(
-    fused: Callable[..., Any], eager: Callable[..., Any], tensors: Mapping[str, Tensor | None]
-) -> Iterator[Compared]:
-    """Every output of function(**tensors), and the gradient of every tensor that requires one, in their layouts."""
+    fused: Callable[..., Any], eager: Callable[..., Any], tensors: Mapping[str, Tensor | None],
+    within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[Compared]:  # fmt: skip
+    """Every output of function(**tensors), and the gradient of every tensor that requires one, in their layouts.
+    within: the context of fused, forward and backward."""
     runs: list[tuple[tuple[Tensor, ...], dict[str, Tensor], list[Tensor]]] = []
     for function, dtype in ((fused, None), (eager, None), (eager, torch.float64)):
         arguments = {
             name: None if t is None else t.detach().to(_computed(t, dtype)).requires_grad_(t.requires_grad)
             for name, t in tensors.items()
         }
-        outputs = function(**arguments)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         wanted = {name: t for name, t in arguments.items() if t is not None and t.requires_grad}
-        dout = [_gradient(o, seed=90 + i) for i, o in enumerate(outputs)]
-        if runs:  # the rounded gradients of the first run, exactly
-            dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
-        through = [(o, g) for o, g in zip(outputs, dout, strict=True) if o.requires_grad]
         gradients: tuple[Tensor, ...] = ()
-        if wanted:
-            gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
+        with contextlib.nullcontext() if runs else within():
+            outputs = function(**arguments)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            dout = [gradient(o, seed=90 + i) for i, o in enumerate(outputs)]
+            if runs:  # the rounded gradients of the first run, exactly
+                dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
+            through = [(o, g) for o, g in zip(outputs, dout, strict=True) if o.requires_grad]
+            if wanted:
+                gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
         runs.append((outputs, dict(zip(wanted, gradients, strict=True)), dout))
     (got, got_gradients, _), (same, same_gradients, _), (exact, exact_gradients, _) = runs
     for i, triple in enumerate(zip(got, same, exact, strict=True)):
@@ -126,7 +138,7 @@ def _computed(t: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and t.is_floating_point() else t.dtype
 
 
-def _gradient(out: Tensor, seed: int) -> Tensor:
+def gradient(out: Tensor, seed: int) -> Tensor:
     """Random normal, drawn on the CPU: the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype).to(out.device)

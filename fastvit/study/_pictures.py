@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """Attributes:
-    shown: the part of the picture that the model sees, RGB, in the file's own resolution.
-    pixels: (3, H, W) float32, resized and normalised.
+    """What of a picture a model sees.
+
+    Attributes:
+        shown: that part of it, RGB, in the file's own resolution.
+        pixels: the same as a model takes it: (3, H, W), float32, on the CPU.
     """
 
     shown: Image
@@ -45,24 +47,21 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
     height, width = checked_pair("size", size)
     if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
         raise ValueError(f"mean and std must have three values, std positive ones, got {tuple(mean)} and {tuple(std)}")
-    rgb = _rgb(path)
-    from PIL import Image, ImageOps
-
-    scale = min(rgb.width / width, rgb.height / height)
-    shown = ImageOps.fit(rgb, (max(1, round(scale * width)), max(1, round(scale * height))))
-    resized = torch.from_numpy(np.array(shown.resize((width, height), Image.Resampling.BICUBIC)))
-    pixels = resized.permute(2, 0, 1).float() / 255
-    values = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
-    return Picture(shown, (pixels - next(values)) / next(values))
-
-
-def _rgb(path: str | Path) -> Image:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ImportError(
-            "reading a picture wants pillow, which is not installed: pip install 'fastvit[study]'"
-        ) from None
+        raise ImportError("pictures want pillow, which is not installed: pip install 'fastvit[study]'") from None
+    rgb = _rgb(path)
+    scale = min(rgb.width / width, rgb.height / height)
+    shown = ImageOps.fit(rgb, (max(1, round(scale * width)), max(1, round(scale * height))))
+    pixels = np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC), np.float32) / 255
+    pixels = (pixels - np.array(mean, np.float32)) / np.array(std, np.float32)
+    return Picture(shown, torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
+
+
+def _rgb(path: str | Path) -> Image:
+    from PIL import Image, ImageOps
+
     try:
         with Image.open(path) as file:
             picture = ImageOps.exif_transpose(file)

@@ -181,7 +181,7 @@ def run(
     with torch.device("meta"):
         model = subject.build(provider, image_size, patch_size).to(DTYPES[setting.dtype])
     with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), contextlib.ExitStack() as stack:
-        _without_data(model)
+        without_data(model)
         seen = Allocations(gpu)
         step = Step(model, images(batch, image_size, DTYPES[setting.dtype], channels(model)), setting, gpu)
         weights = set(seen.see([*model.parameters(), *model.buffers()]))
@@ -203,7 +203,7 @@ def run(
     return Run(seen, begin, list(ends.values())[-1][0], groups)
 
 
-def _without_data(model: nn.Module) -> None:
+def without_data(model: nn.Module) -> None:
     """Parameters and buffers on the meta device become fake ones on the CPU."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():

@@ -1,0 +1,200 @@
+"""Every public op with small random tensors, and eager PyTorch for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit import ops
+from fastvit.study import _eager
+
+HEAD_DIMS = (32, 64, 72, 80, 96, 128)
+WIDTH, HEADS, TOKENS, LONG, PATCH, DROPPED = 192, 2, 197, 577, 16, 0.25
+_SEED = 7
+_MEAN, _STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        op: of `fastvit.ops`.
+        variant: what is special about it, or "".
+        head_dim: or None, for an op without heads.
+        width: of the embedding; of an op on heads that of all of them.
+        tokens: of a sample.
+        fused, eager: functions of the tensors.
+    """
+
+    op: str
+    variant: str
+    head_dim: int | None
+    width: int
+    tokens: int
+    fused: Callable[..., Any] = field(repr=False)
+    eager: Callable[..., Any] = field(repr=False)
+    shapes: Shapes = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.variant}".strip()
+
+    def tensors(self, dtype: torch.dtype, device: torch.device, draw: int = 0) -> dict[str, Tensor]:
+        """The same numbers on every device, rounded to the dtype; other ones in every draw. Tables of positions are
+        float32."""
+        drawn = {}
+        for seed, (name, shape) in enumerate(self.shapes.items(), 100 * draw):
+            t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            fixed = name == "row_scale"
+            if fixed:
+                t = 1.25 * (torch.arange(shape[0], dtype=torch.float64) % 2)
+            elif name in ("sin", "cos"):
+                t = getattr(torch, name)(t)
+            elif name == "pixels":
+                drawn[name] = (t * 50 + 128).clamp(0, 255).to(torch.uint8).to(device)
+                continue
+            elif name.endswith("weight") and len(shape) > 1:
+                t = t / t[0].numel() ** 0.5
+            elif name.endswith(("weight", "layer_scale")):
+                t = 1 + 0.1 * t
+            elif name.endswith("bias"):
+                t = 0.1 * t
+            t = t.to(torch.float32 if name in ("sin", "cos") else dtype).to(device)
+            drawn[name] = t.requires_grad_(not fixed)
+        return drawn
+
+
+def cases(
+    names: Sequence[str] | None = None, head_dims: Sequence[int] = HEAD_DIMS, width: int = WIDTH, heads: int = HEADS
+) -> list[Case]:
+    """Every op, or those of `names`, at every head dimension where it has heads."""
+    return [case for case in _all(head_dims, width, heads) if names is None or case.op in names]
+
+
+def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
+    B, N = 2, TOKENS
+    x: Shapes = {"x": (B, N, D)}
+    gammas: Shapes = {"layer_scale": (D,), "row_scale": (B,)}
+    norm: Shapes = {"norm_weight": (D,), "norm_bias": (D,)}
+    for d in head_dims:
+        yield from _of_heads(B, N, H, d)
+    yield _case("dropout", "", D, _dropout, _masked, x)
+    yield _case("layer_norm", "", D, _of("layer_norm"), _eager.layer_norm, {**x, "weight": (D,), "bias": (D,)})
+    both = {"residual": (B, N, D), "branch": (B, N, D), "weight": (D,), "bias": (D,), **gammas}
+    yield _case("add_layer_norm", "", D, _of("add_layer_norm"), _eager.add_layer_norm, both)
+    layer: Shapes = {**x, "weight": (4 * D, D), "bias": (4 * D,)}
+    yield _case("linear", "gelu", D, _of("linear", activation="gelu"), _bound(_eager.linear, activation="gelu"), layer)
+    layer = {**x, "weight": (D, D), "bias": (D,), **gammas, "residual": (B, N, D)}
+    yield _case("linear", "residual", D, _of("linear"), _eager.linear, layer)
+    layer = {**x, **norm, "weight": (3 * D, D), "bias": (3 * D,)}
+    yield _case("layer_norm_linear", "", D, _of("layer_norm_linear"), _eager.layer_norm_linear, layer)
+    mlp: Shapes = {"fc1_weight": (4 * D, D), "fc1_bias": (4 * D,), "fc2_weight": (D, 4 * D), "fc2_bias": (D,), **gammas}
+    yield _case("mlp", "gelu", D, _residual("mlp"), _with_residual(_eager.mlp), {**x, **mlp})
+    behind = {**x, **norm, **mlp}
+    yield _case("layer_norm_mlp", "gelu", D, _residual("layer_norm_mlp"), _with_residual(_eager.layer_norm_mlp), behind)
+    h = D // 8 * 16  # 2 D, a multiple of 16
+    gated: Shapes = {"fc1_weight": (2 * h, D), "fc1_bias": (2 * h,), "fc2_weight": (D, h), "fc2_bias": (D,), **gammas}
+    for name, shapes in (("mlp", {**x, **gated}), ("layer_norm_mlp", {**x, **norm, **gated})):
+        eager = _with_residual(getattr(_eager, name), activation="swiglu")
+        yield _case(name, "swiglu", D, _residual(name, activation="swiglu"), eager, shapes)
+    side = 14 * PATCH
+    embed: Shapes = {"weight": (D, 3, PATCH, PATCH), "bias": (D,), "pos_embed": (196, D), "prefix": (1, D)}
+    yield _case("patch_embed", "", D, _of("patch_embed"), _eager.patch_embed, {"image": (B, 3, side, side), **embed})
+    of_pixels = {"pixels": (B, 3, side, side), **embed}
+    yield _case("patch_embed", "uint8", D, _pixels(_of("patch_embed")), _pixels(_eager.patch_embed), of_pixels)
+
+
+def _of_heads(B: int, N: int, H: int, d: int) -> Iterator[Case]:
+    D, T = H * d, N - 1
+    for tokens in (N, LONG) if d == 64 else (N,):  # one tile of keys, and several
+        separate: Shapes = dict.fromkeys("qkv", (B, tokens, H, d))
+        yield Case("attention", "", d, D, tokens, _of("attention"), _separate, separate)
+        packed: Shapes = {"qkv": (B, tokens, 3, H, d)}
+        yield Case("attention_qkvpacked", "", d, D, tokens, _of("attention_qkvpacked"), _eager.attention, packed)
+    tables: Shapes = {"sin": (T, d), "cos": (T, d)}
+    for name, interleaved in (("halves", False), ("interleaved", True)):
+        fused, eager = _positions("rotary", interleaved), _rotary(_eager.rotary, interleaved)
+        yield Case("rotary", name, d, D, N, fused, eager, {"x": (B, N, H, d), **tables})
+    fused, eager = _positions("rotary_qkvpacked"), _rotary(_qkv_rotary)
+    yield Case("rotary_qkvpacked", "", d, D, N, fused, eager, {"qkv": (B, N, 3, H, d), **tables})
+    layers: Shapes = {
+        "x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,), "qkv_weight": (3 * D, D), "qkv_bias": (3 * D,),
+        "proj_weight": (D, D), "proj_bias": (D,),
+    }  # fmt: skip
+    eager = _with_residual(_eager.layer_norm_attention, num_heads=H)
+    yield Case("layer_norm_attention", "", d, D, N, _residual("layer_norm_attention", num_heads=H), eager, layers)
+
+
+def _case(op: str, variant: str, D: int, fused: Callable[..., Any], eager: Callable[..., Any], shapes: Shapes) -> Case:
+    return Case(op, variant, None, D, TOKENS, fused, eager, shapes)
+
+
+def _of(name: str, **options: Any) -> Callable[..., Any]:
+    """The op as it is when it is called."""
+    return lambda **tensors: getattr(ops, name)(**tensors, **options)
+
+
+def _bound(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda **tensors: function(**tensors, **options)
+
+
+def _residual(name: str, **options: Any) -> Callable[..., Any]:
+    """The residual is x, as in a block."""
+    return lambda x, **tensors: getattr(ops, name)(x, **tensors, residual=x, **options)
+
+
+def _with_residual(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def call(x: Tensor, **tensors: Tensor) -> Any:
+        names = [name for name in tensors if name not in ("layer_scale", "row_scale")]  # eager's are positional
+        ends = {name: t for name, t in tensors.items() if name not in names}
+        return function(x, *(tensors[name] for name in names), **ends, residual=x, **options)
+
+    return call
+
+
+def _separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _eager.heads(*(t.transpose(1, 2) for t in (q, k, v)))
+
+
+def _positions(name: str, interleaved: bool = False) -> Callable[..., Any]:
+    def call(sin: Tensor, cos: Tensor, **tensors: Tensor) -> Any:
+        return getattr(ops, name)(**tensors, rotary=ops.Rotary(sin, cos, 1, interleaved))
+
+    return call
+
+
+def _rotary(function: Callable[..., Any], interleaved: bool = False) -> Callable[..., Any]:
+    def call(sin: Tensor, cos: Tensor, **tensors: Tensor) -> Any:
+        return function(*tensors.values(), ops.Rotary(sin, cos, 1, interleaved))
+
+    return call
+
+
+def _qkv_rotary(qkv: Tensor, positions: ops.Rotary) -> Tensor:
+    q, k, v = qkv.unbind(2)
+    return torch.stack((_eager.rotary(q, positions), _eager.rotary(k, positions), v), 2)
+
+
+def _pixels(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda pixels, **tensors: function(image=pixels, **tensors, mean=_MEAN, std=_STD)
+
+
+def _dropout(x: Tensor) -> Tensor:
+    torch.manual_seed(_SEED)
+    return ops.dropout(x, DROPPED)
+
+
+def _masked(x: Tensor) -> Tensor:
+    """x with the mask that the op draws for ones, which has to keep as many as it says."""
+    torch.manual_seed(_SEED)
+    kept = ops.dropout(torch.ones(x.shape, device=x.device), DROPPED) != 0
+    share, spread = float(kept.double().mean()), (DROPPED * (1 - DROPPED) / kept.numel()) ** 0.5
+    if abs(share - (1 - DROPPED)) > 5 * spread:
+        raise ArithmeticError(f"dropout({DROPPED}) keeps {share:.4f} of all elements")
+    return x * kept / (1 - DROPPED)
