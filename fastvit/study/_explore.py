@@ -53,6 +53,9 @@ def patch_embedding(
     Args:
         image_size, patch_size: int or (height, width) in pixels.
         width: D.
+        prefix_tokens: how many come before the patches.
+        channels: C, of the image.
+        bias: whether the projection has one.
 
     Raises:
         ValueError: a patch size that does not divide the image size.
@@ -111,7 +114,7 @@ def explore(
     pixels, shown = picture(image, size, *of_subject(subject))
     built = _built(subject, size, weights)
     facts = _facts(built, models(model, image_size=size)[0])
-    data = {
+    data: dict[str, Any] = {
         "model": facts,
         "version": fastvit.__version__,
         "provenance": _provenance(subject, image, weights),
