@@ -127,8 +127,9 @@ def explore(
         "models": _model_rows(progress),
     }  # fmt: skip
     if weights is None and subject.source != "function":
-        for part in (data["attention"], data["positions"]):
-            part["note"] = f"Of random weights. {part['note']}"
+        for part, values in (("attention", "maps"), ("positions", "cosine")):
+            if data[part][values] is not None:
+                data[part]["note"] = f"Of random weights. {data[part]['note']}"
     return Exploration(model, data)
 
 

@@ -2,11 +2,12 @@
 
 (() => {
   const { attention } = DATA;
-  $("attention-note").textContent = attention.note;
   if (!attention.maps) {
+    $("attention-lede").textContent = attention.note;
     $("attention-body").remove();
     return;
   }
+  $("attention-note").textContent = attention.note;
   const { grid: [rows, columns], prefix, tokens, layers, heads, queries } = attention;
   const rowOf = new Map(queries.map((token, i) => [token, i]));
 

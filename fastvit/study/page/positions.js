@@ -2,11 +2,12 @@
 
 (() => {
   const { positions } = DATA;
-  $("positions-note").textContent = positions.note;
   if (!positions.cosine) {
+    $("positions-lede").textContent = positions.note;
     $("positions-body").remove();
     return;
   }
+  $("positions-note").textContent = positions.note;
   const [rows, columns] = positions.grid;
   const cosines = bytesOf(positions.cosine, Int8Array); // in 1/127
   const n = rows * columns;
@@ -20,7 +21,7 @@
     name: () => `Similarity of positions to row ${view.at[0]}, column ${view.at[1]}; the arrow keys choose another`,
   });
   view.at = [Math.floor(rows / 2), Math.floor(columns / 2)];
-  const signed = (q) => (q / 127).toFixed(2).replace("-", "−");
+  const signed = (q) => (q / 127).toFixed(2).replace(/^-(?!0\.00)/, "−").replace("-", "");
   const index = () => view.at[0] * columns + view.at[1];
 
   function show() {
