@@ -201,6 +201,13 @@ def test_a_budget():
         ({"model": "study_models:missing"}, ValueError, "study_models has no function 'missing'"),
         ({"model": "study_models:of_nothing"}, ValueError, "must return an nn.Module, got NoneType"),
         ({"model": "study_models:of_one_size", "image_sizes": (64,)}, ValueError, "takes no image_size"),
+        ({"model": "study_models:of_the_reference"}, ValueError, "the reference has no fused form"),
+        (
+            {"model": "study_models:of_no_library", "providers": ("fused",)},
+            ValueError,
+            "accelerate knows no block of Seq",
+        ),
+        ({"model": "study_models:of_no_library"}, ValueError, "Sequential has no switch for eager attention"),
         ({"model": "no_such_module:vit"}, ImportError, "no_such_module"),
     ],
 )

@@ -31,11 +31,13 @@ _TOKENS: dict[Any, Callable[..., int]] = {
 
 @dataclass
 class Block:
-    """A storage: bytes, shape of the first tensor that was seen of it, and when it was made."""
+    """A storage: its bytes on the device, shape of the first tensor that was seen of it, when it was made, and the
+    bytes that were asked for."""
 
     nbytes: int
     shape: tuple[int, ...]
     made: int
+    asked: int
 
 
 @dataclass
@@ -86,11 +88,9 @@ class Allocations(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
-            nbytes = storage.nbytes()
-            if self.gpu:
-                nbytes = -(-nbytes // _ROUNDED) * _ROUNDED
+            asked = storage.nbytes()
             number = len(self.blocks)
-            self.blocks.append(Block(nbytes, tuple(tensor.shape), len(self.events)))
+            self.blocks.append(Block(self.rounded(asked), tuple(tensor.shape), len(self.events), asked))
             self.events.append((number, True))
             self._alive[key] = number, weakref.ref(storage, partial(self._gone, key))
         return self._alive[key][0]
@@ -98,6 +98,10 @@ class Allocations(TorchDispatchMode):
     def _gone(self, key: int, _: Any) -> None:
         number, _ = self._alive.pop(key)
         self.events.append((number, False))
+
+    def rounded(self, nbytes: Any) -> Any:
+        """What so many bytes take of the device: an integer, or an array of them."""
+        return -(-nbytes // _ROUNDED) * _ROUNDED if self.gpu else nbytes
 
     def alive(self) -> set[int]:
         return {number for number, _ in self._alive.values()}

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +150,34 @@ def plan(
     patch_size: tuple[int, int] | None = None,
 ) -> Plan:  # fmt: skip
     """What a step would hold. gpu: on a GPU, where fused ops run their kernels; else on a CPU."""
+    seen, begin, last, groups = run(subject, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size)
+    there, parts = seen.held(begin), {}
+    for name, group in groups.items():
+        parts[name] = seen.bytes_of(there & group)
+        there -= group
+    parts["temporaries"] = seen.bytes_of(there)
+    activations = set(range(len(seen.blocks))).difference(
+        *(groups[name] for name in ("weights", "gradients", "optimizer", "inputs"))
+    )
+    most = [seen.bytes_of(seen.held(begin, last, of)) for of in (activations, groups["attention"])]
+    return Plan(Parts(**parts), seen.tokens, *most)
+
+
+class Run(NamedTuple):
+    """A step on fake tensors: what it allocates and releases, the first event of the step itself, the last before its
+    optimizer's, and the blocks of each of `Parts` but its temporaries; a block is of the first that has it."""
+
+    seen: Allocations
+    begin: int
+    last: int
+    groups: dict[str, set[int]]
+
+
+def run(
+    subject: Subject, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
+    patch_size: tuple[int, int] | None = None,
+) -> Run:  # fmt: skip
+    """What `plan` reads the parts from."""
     with torch.device("meta"):
         model = subject.build(provider, image_size, patch_size).to(DTYPES[setting.dtype])
     with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), contextlib.ExitStack() as stack:
@@ -166,22 +194,13 @@ def plan(
         with seen:
             step.run(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
             gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
-        there = seen.held(begin)
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
     saved = ends["forward"][1] if setting.mode == "train" else set()
     groups = {
         "weights": weights, "gradients": gradients, "optimizer": optimizer, "inputs": inputs,
         "saved": saved - matrices, "attention": matrices,
     }  # fmt: skip
-    parts = {}
-    for name, group in groups.items():
-        parts[name] = seen.bytes_of(there & group)
-        there -= group
-    parts["temporaries"] = seen.bytes_of(there)
-    last, _ = list(ends.values())[-1]
-    activations = set(range(len(seen.blocks))) - weights - gradients - optimizer - inputs
-    most = [seen.bytes_of(seen.held(begin, last, of)) for of in (activations, matrices)]
-    return Plan(Parts(**parts), seen.tokens, *most)
+    return Run(seen, begin, list(ends.values())[-1][0], groups)
 
 
 def without_data(model: nn.Module) -> None:

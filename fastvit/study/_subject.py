@@ -227,9 +227,13 @@ def _of_function(name: str) -> Subject:
 def _as(provider: str, model: nn.Module) -> nn.Module:
     """The model of a library, as a provider runs it."""
     if isinstance(model, reference.VisionTransformer):
+        if provider == "fused":
+            raise ValueError("the reference has no fused form; the models of fastvit.list_models() have all three")
         return _baselines.use_sdpa(model) if provider == "sdpa" else model
     if provider == "fused":
-        integrations.accelerate(model)
+        report = integrations.accelerate(model)
+        if not any(report.fused(part)[0] for part in ("attention", "MLP")):
+            raise ValueError(f"fastvit.accelerate knows no block of {type(model).__name__}: it has no fused form")
     elif provider == "eager":
         _baselines.use_eager(model)
     return model

@@ -1,0 +1,48 @@
+"""fastvit explore: one page to explore a model, in one file."""
+
+from __future__ import annotations
+
+import argparse
+
+from fastvit.cli import _terminal
+
+_EXAMPLES = """examples:
+  fastvit explore                                     # ViT-B/16 with random weights: explore.html
+  fastvit explore vit_small_patch14_dinov2 cat.jpg --weights dinov2_vits14_pretrain.pth --image-size 224
+  fastvit explore vit_large_patch16_224 cat.jpg --weights model.safetensors --layers 0,11,23
+
+The page asks no network for anything: it opens from disk, and can be sent as it is. It has at most 12 MB.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "model", nargs="?", default="vit_base_patch16_224", metavar="MODEL",
+        help="a name of `fastvit models` or timm, config.json of transformers, or module:function (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture; without one a landscape is computed")
+    parser.add_argument("--weights", metavar="FILE", help=".safetensors, .pth, .pt or .bin; without it they are random")
+    parser.add_argument("--image-size", type=_terminal.size, metavar="SIZE", help="224 or 224x448; the model's own")
+    parser.add_argument(
+        "--layers", type=_layers, metavar="N,...",
+        help="layers, from 0, whose heads come first where the page has no room for all",
+    )  # fmt: skip
+    parser.add_argument("--out", default="explore.html", metavar="FILE", help="%(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    from fastvit import study
+
+    found = study.explore(
+        args.model, args.image, weights=args.weights, image_size=args.image_size, layers=args.layers,
+        progress=_terminal.progress,
+    )  # fmt: skip
+    _terminal.write(args.out, found.html())
+    return 0
+
+
+def _layers(text: str) -> list[int]:
+    if not all(word.isdigit() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be numbers such as 0,6,11, got {text!r}")
+    return [int(word) for word in text.split(",")]

@@ -1,0 +1,64 @@
+"""One HTML file of static parts and data: styles, scripts and a JSON, inlined. It asks no network for anything."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import re
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SCRIPTS = ("base", "header", "patches", "memory", "attention", "positions", "models")
+
+
+def rendered(title: str, data: dict[str, Any]) -> str:
+    """The page.
+
+    Args:
+        title: any text.
+        data: what json takes, without NaN and infinities.
+    """
+    folder = resources.files("fastvit.study") / "page"
+    # a "<" in a script element could end it; "&" and ">" are as well said otherwise
+    content = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    content = content.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLE": (folder / "page.css").read_text("utf-8"),
+        "SCRIPT": "\n".join((folder / f"{name}.js").read_text("utf-8") for name in SCRIPTS),
+        "DATA": content,
+    }
+    template = (folder / "page.html").read_text("utf-8")
+    return re.sub("@@([A-Z]+)@@", lambda match: parts[match[1]], template)
+
+
+def encoded(values: Tensor) -> str:
+    """Its bytes in C order, little-endian, as base64."""
+    array = values.contiguous().cpu().numpy()
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def quantized(rows: Tensor) -> dict[str, str]:
+    """(queries, N) of weights in [0, 1] -> {"values": uint8, "most": float32 a row}: a weight is value / 255 * most."""
+    most = rows.amax(-1, keepdim=True)
+    values = (rows / most.clamp_min(torch.finfo(torch.float32).tiny) * 255).round().to(torch.uint8)
+    return {"values": encoded(values), "most": encoded(most.squeeze(-1).float())}
+
+
+def quantized_size(queries: int, tokens: int) -> int:
+    """Characters of a matrix that `quantized` makes."""
+    return -(-queries * tokens // 3) * 4 + -(-queries * 4 // 3) * 4 + 32
+
+
+def as_uri(picture: Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=88)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

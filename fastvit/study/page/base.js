@@ -1,0 +1,228 @@
+// What the sections share: data, numbers, controls, and pictures under a grid of patches.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+function make(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key in node && key !== "list") node[key] = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+// ---- numbers ----
+
+const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const integer = (x) => grouped.format(x).replaceAll(",", "\u202f");
+
+// 1234567 -> "1.23 M": three digits
+function short(x) {
+  for (const [unit, scale] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    if (x >= scale) return `${(x / scale).toPrecision(3).replace(/e.*/, "")} ${unit}`.replace(/^(\d+)\.? /, "$1 ");
+  }
+  return String(x);
+}
+
+const size = ([height, width]) => (height === width ? `${height}` : `${height} × ${width}`);
+const percent = (x) => `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)}\u00a0%`;
+
+function bytesOf(text, kind) {
+  const binary = atob(text);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  return kind === undefined ? bytes : new kind(bytes.buffer);
+}
+
+// <dt>label<dd>value, and what it is made of below
+function numbers(list, rows) {
+  list.replaceChildren(...rows.map(([label, value, more]) => {
+    const dd = make("dd", {}, value);
+    if (more) dd.append(make("small", {}, more));
+    return make("div", { "data-name": label }, make("dt", {}, label), dd);
+  }));
+}
+
+// ---- controls ----
+
+let fields = 0;
+
+// A slider over discrete stops; what it says is the stop, not its index
+function slider(parent, label, stops, chosen, onchange, text = String) {
+  const id = `f${++fields}`;
+  const output = make("output", { htmlFor: id });
+  const input = make("input", { type: "range", id, min: 0, max: stops.length - 1, step: 1, "data-name": label });
+  input.value = Math.max(0, stops.indexOf(chosen));
+  input.disabled = stops.length < 2;
+  const show = () => {
+    output.textContent = text(stops[input.value]);
+    input.setAttribute("aria-valuetext", output.textContent);
+  };
+  input.addEventListener("input", () => { show(); onchange(stops[input.value]); });
+  show();
+  const name = make("label", { htmlFor: id }, label);
+  parent.append(make("div", { className: "field" }, make("span", { className: "label" }, name, output), input));
+  return {
+    get value() { return stops[input.value]; },
+    set value(stop) { input.value = stops.indexOf(stop); show(); },
+  };
+}
+
+function number(parent, label, value, onchange, least = 1, most = 1e5) {
+  const id = `f${++fields}`;
+  const input = make("input", { type: "number", id, min: least, max: most, step: 1, inputMode: "numeric", "data-name": label });
+  input.value = value;
+  input.addEventListener("input", onchange);
+  parent.append(make("div", { className: "field" }, make("label", { htmlFor: id, className: "label" }, label), input));
+  return input;
+}
+
+// One of a few, as radio buttons
+function choice(parent, label, options, chosen, onchange) {
+  const name = `f${++fields}`;
+  const group = make("div", { className: "choice" });
+  for (const [value, text] of options) {
+    const input = make("input", { type: "radio", name, value, checked: value === chosen });
+    input.addEventListener("change", () => onchange());
+    group.append(make("label", {}, input, text));
+  }
+  parent.append(make("fieldset", { className: "field", "data-name": label }, make("legend", {}, label), group));
+  return { get value() { return group.querySelector(":checked").value; } };
+}
+
+function select(parent, label, options, chosen, onchange) {
+  const id = `f${++fields}`;
+  const input = make("select", { id, "data-name": label }, ...options.map(([value, text]) => make("option", { value }, text)));
+  input.value = chosen;
+  input.addEventListener("change", onchange);
+  parent.append(make("div", { className: "field" }, make("label", { htmlFor: id, className: "label" }, label), input));
+  return input;
+}
+
+// ---- pictures ----
+
+const photograph = new Image();
+const grey = document.createElement("canvas"); // the same without colours, under heat maps
+const drawn = []; // what is drawn again when the picture is there, or the scheme of colours changes
+
+function repaint() { for (const draw of drawn) draw(); }
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+photograph.addEventListener("load", () => {
+  [grey.width, grey.height] = [photograph.naturalWidth, photograph.naturalHeight];
+  const context = grey.getContext("2d", { willReadFrequently: true });
+  context.drawImage(photograph, 0, 0);
+  const image = context.getImageData(0, 0, grey.width, grey.height);
+  for (let i = 0; i < image.data.length; i += 4) {
+    const [r, g, b] = image.data.subarray(i, i + 3);
+    image.data.fill(0.2126 * r + 0.7152 * g + 0.0722 * b, i, i + 3);
+  }
+  context.putImageData(image, 0, 0);
+  repaint();
+});
+photograph.src = DATA.picture.uri;
+
+// A context in CSS pixels, of the height that the picture wants
+function canvasFor(canvas, ratio) {
+  const width = Math.max(1, Math.round(canvas.clientWidth));
+  const height = Math.max(1, Math.round(width * ratio));
+  const scale = devicePixelRatio || 1;
+  canvas.style.aspectRatio = `${width} / ${height}`;
+  [canvas.width, canvas.height] = [Math.round(width * scale), Math.round(height * scale)];
+  const context = canvas.getContext("2d");
+  context.scale(scale, scale);
+  return [context, width, height];
+}
+
+// A canvas over a grid of patches in which one is chosen, by pointer or keys
+//   grid() -> [rows, columns]; draw(context, width, height); chosen([row, column]); name() -> its label
+function gridView(canvas, { grid, draw, chosen, name }) {
+  const view = { at: [0, 0], draw: () => {} };
+  const ratio = DATA.picture.height / DATA.picture.width;
+  const bounded = ([row, column]) => {
+    const [rows, columns] = grid();
+    return [Math.min(rows - 1, Math.max(0, row)), Math.min(columns - 1, Math.max(0, column))];
+  };
+  view.draw = () => {
+    view.at = bounded(view.at);
+    const [context, width, height] = canvasFor(canvas, ratio);
+    draw(context, width, height);
+    const [rows, columns] = grid();
+    if (view.marked !== false) mark(context, view.at, rows, columns, width, height);
+    canvas.setAttribute("aria-label", name());
+  };
+  const choose = (at) => { view.at = bounded(at); chosen(view.at); };
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "application");
+  canvas.setAttribute("aria-roledescription", "grid of patches");
+  canvas.addEventListener("keydown", (event) => {
+    const [row, column] = view.at;
+    const [rows, columns] = grid();
+    const to = {
+      ArrowUp: [row - 1, column], ArrowDown: [row + 1, column], ArrowLeft: [row, column - 1], ArrowRight: [row, column + 1],
+      Home: [row, 0], End: [row, columns - 1], PageUp: [0, column], PageDown: [rows - 1, column],
+    }[event.key];
+    if (!to || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    choose(to);
+  });
+  const point = (event) => {
+    const [rows, columns] = grid();
+    const box = canvas.getBoundingClientRect();
+    choose([Math.floor(((event.clientY - box.top) / box.height) * rows), Math.floor(((event.clientX - box.left) / box.width) * columns)]);
+  };
+  canvas.addEventListener("pointerdown", point);
+  canvas.addEventListener("pointermove", (event) => { if (event.buttons & 1 && event.pointerType !== "touch") point(event); });
+  drawn.push(view.draw);
+  new ResizeObserver(() => { if (Math.round(canvas.clientWidth) !== view.width) { view.width = Math.round(canvas.clientWidth); view.draw(); } }).observe(canvas);
+  return view;
+}
+
+// The frame of the chosen patch, seen on any ground
+function mark(context, [row, column], rows, columns, width, height) {
+  const [h, w] = [height / rows, width / columns];
+  for (const [stroke, line] of [["#000", 4], ["#fff", 2]]) {
+    context.strokeStyle = stroke;
+    context.lineWidth = line;
+    context.strokeRect(column * w, row * h, w, h);
+  }
+}
+
+// Ramps of colours by control points; light ones stand for much
+const HEAT = [[18, 16, 46], [52, 44, 122], [44, 98, 158], [48, 152, 152], [122, 198, 118], [250, 232, 140]];
+const SIGNED = [[0, 92, 150], [86, 160, 200], [244, 243, 238], [232, 150, 80], [176, 66, 0]];
+
+function ramp(points, x) {
+  const at = Math.min(1, Math.max(0, x)) * (points.length - 1);
+  const i = Math.min(points.length - 2, Math.floor(at));
+  return points[i].map((c, k) => Math.round(c + (at - i) * (points[i + 1][k] - c)));
+}
+
+// values: rows * columns numbers in 0..1
+function heat(context, values, rows, columns, width, height, points = HEAT, opacity = 0.78) {
+  const cells = document.createElement("canvas");
+  [cells.width, cells.height] = [columns, rows];
+  const image = cells.getContext("2d").createImageData(columns, rows);
+  for (let i = 0; i < rows * columns; i++) image.data.set([...ramp(points, values[i]), 255], 4 * i);
+  cells.getContext("2d").putImageData(image, 0, 0);
+  if (grey.width > 1 && opacity < 1) context.drawImage(grey, 0, 0, width, height);
+  context.globalAlpha = opacity;
+  context.imageSmoothingEnabled = false;
+  context.drawImage(cells, 0, 0, width, height);
+  context.globalAlpha = 1;
+}
+
+function legend(parent, points, from, to) {
+  const canvas = make("canvas", { role: "img", "aria-label": `colours from ${from} to ${to}` });
+  [canvas.width, canvas.height] = [160, 1];
+  const context = canvas.getContext("2d");
+  for (let i = 0; i < 160; i++) {
+    context.fillStyle = `rgb(${ramp(points, i / 159)})`;
+    context.fillRect(i, 0, 1, 1);
+  }
+  parent.replaceChildren(make("span", {}, from), canvas, make("span", {}, to));
+}

@@ -1,0 +1,151 @@
+// The planned memory of a step: three providers side by side, and over image sizes.
+
+(() => {
+  const { memory } = DATA;
+  if (!memory.plan) {
+    $("memory-body").replaceChildren(make("p", { className: "note" }, memory.note));
+    return;
+  }
+  const GIB = 2 ** 30;
+  const NAMES = { eager: "Eager", sdpa: "SDPA", fused: "Fused" };
+  const PARTS = {
+    weights: "Weights", gradients: "Gradients", optimizer: "Optimizer state", inputs: "Images", saved: "Saved activations",
+    attention: "Attention matrices", temporaries: "Temporaries",
+  };
+  const BUDGETS = [2, 4, 6, 8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192];
+  const row = $("memory-controls");
+  const controls = {
+    size: slider(row, "Image size", memory.sizes, memory.start.size, show, (s) => `${s} px`),
+    patch: slider(row, "Patch size", memory.patches, memory.start.patch, show, (p) => `${p} px`),
+    batch: slider(row, "Batch", memory.batches, memory.start.batch, show),
+    budget: slider(row, "Budget", BUDGETS, 24, show, (b) => `${b} GiB`),
+    mode: choice(row, "Step", memory.modes.map((m) => [m, { train: "Training", infer: "Inference" }[m]]), memory.start.mode, show),
+    dtype: choice(row, "Type", memory.dtypes.map((d) => [d, d]), memory.start.dtype, show),
+  };
+
+  // Bytes of every part, or nothing where this was not planned
+  const planned = (provider, image = controls.size.value) => {
+    const of = memory.plan[provider][controls.mode.value][controls.dtype.value];
+    return of[`${image}x${controls.patch.value}`]?.[controls.batch.value];
+  };
+  const total = (parts) => parts.reduce((sum, x) => sum + x, 0);
+  const unit = (most) => (most >= GIB / 4 ? [GIB, "GiB"] : [2 ** 20, "MiB"]);
+  const power = (bytes) => (bytes >= 1024 * GIB ? `${bytes / GIB / 1024} TiB` : bytes >= GIB ? `${bytes / GIB} GiB` : `${bytes / 2 ** 20} MiB`);
+  const rounded = (x) => (x === 0 ? "–" : x < 0.005 ? "< 0.01" : x < 1000 ? x.toFixed(x < 100 ? 2 : 1) : integer(x));
+
+  function show() {
+    const plans = memory.providers.map((provider) => [provider, planned(provider)]);
+    const totals = plans.map(([, parts]) => total(parts));
+    const [scale, name] = unit(Math.max(...totals));
+    bars(plans, totals, scale, name);
+    table(plans, totals, scale, name);
+    chart();
+    const budget = controls.budget.value * GIB;
+    const fits = memory.providers.filter((_, i) => totals[i] <= budget).map((p) => NAMES[p]);
+    const verb = fits.length === totals.length ? "All of them fit" : fits.length ? `${fits.join(" and ")} ${fits.length > 1 ? "fit" : "fits"}` : "None of them fits";
+    const tokens = memory.tokens[`${controls.size.value}x${controls.patch.value}`];
+    $("memory-sum").textContent = `${integer(tokens)} tokens an image, ${controls.batch.value} image${controls.batch.value > 1 ? "s" : ""} a step. ${verb} into ${controls.budget.value} GiB.`;
+    $("memory-command").textContent = `fastvit memory ${DATA.model.quoted} --image-size ${controls.size.value} --patch-size ${controls.patch.value} --batch ${controls.batch.value} --mode ${controls.mode.value} --dtype ${{ bfloat16: "bf16", float32: "fp32" }[controls.dtype.value]} --device ${memory.device}`;
+  }
+
+  function bars(plans, totals, scale, name) {
+    const budget = controls.budget.value * GIB;
+    const most = Math.max(...totals);
+    const wide = Math.max(most, budget <= 2 * most ? budget : 0) * 1.02; // a budget far away is not on the scale
+    const children = plans.flatMap(([provider, parts], i) => {
+      const label = make("b", { className: provider }, `${NAMES[provider]} ${rounded(totals[i] / scale)} ${name}`);
+      const bar = make("div", { className: "bar" }, ...parts.map((bytes, k) => {
+        const piece = make("i", { title: `${PARTS[memory.parts[k]]}: ${rounded(bytes / scale)} ${name}` });
+        piece.style.cssText = `width: ${(100 * bytes) / wide}%; --colour: var(--${memory.parts[k]})`;
+        return piece;
+      }));
+      if (budget <= wide) {
+        const limit = make("div", { className: "limit" });
+        limit.style.left = `${(100 * budget) / wide}%`;
+        bar.append(limit);
+      }
+      return [label, bar];
+    });
+    const axis = make("div", { className: "axis" });
+    const text = make("span", {}, budget <= wide ? `${controls.budget.value} GiB` : `the budget of ${controls.budget.value} GiB is far to the right`);
+    const at = budget <= wide ? Math.min(94, Math.max(6, (100 * budget) / wide)) : 100;
+    text.style.cssText = budget <= wide ? `left: ${at}%` : "right: 0; transform: none";
+    axis.append(text);
+    $("memory-bars").replaceChildren(...children, make("span"), axis);
+  }
+
+  function table(plans, totals, scale, name) {
+    const head = make("tr", {}, make("th", { scope: "col" }, `In ${name}`), ...plans.map(([p]) => make("th", { scope: "col", className: p }, NAMES[p])));
+    const rows = memory.parts.map((part, k) => {
+      const swatch = make("span", { className: "swatch" });
+      swatch.style.setProperty("--colour", `var(--${part})`);
+      return make("tr", { "data-part": part }, make("th", { scope: "row" }, swatch, PARTS[part]), ...plans.map(([p, parts]) => make("td", { "data-provider": p, "data-bytes": parts[k] }, rounded(parts[k] / scale))));
+    });
+    const foot = make("tr", { "data-part": "peak" }, make("th", { scope: "row" }, "Peak"), ...plans.map(([p], i) => make("td", { "data-provider": p, "data-bytes": totals[i] }, rounded(totals[i] / scale))));
+    $("memory-table").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows), make("tfoot", {}, foot));
+  }
+
+  // ---- peak against image size, both logarithmic ----
+
+  const SVG = "http://www.w3.org/2000/svg";
+  function draw(parent, tag, attributes, text) {
+    const node = document.createElementNS(SVG, tag);
+    for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+    if (text !== undefined) node.textContent = text;
+    parent.append(node);
+    return node;
+  }
+
+  function chart() {
+    const box = $("memory-chart");
+    const width = Math.max(280, box.clientWidth);
+    const [height, left, right, top, bottom] = [Math.min(300, Math.max(230, width * 0.34)), 62, 62, 12, 28];
+    const sizes = memory.sizes.filter((s) => planned(memory.providers[0], s));
+    const lines = memory.providers.map((p) => [p, sizes.map((s) => total(planned(p, s)))]);
+    const values = lines.flatMap(([, line]) => line);
+    const budget = controls.budget.value * GIB;
+    const low = 2 ** Math.floor(Math.log2(Math.min(...values)));
+    const high = 2 ** Math.ceil(Math.log2(Math.max(...values, budget) * 1.01));
+    const x = (s) => left + (Math.log(s / sizes[0]) / Math.log(sizes.at(-1) / sizes[0] || 2)) * (width - left - right);
+    const y = (bytes) => height - bottom - (Math.log(bytes / low) / Math.log(high / low)) * (height - top - bottom);
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    svg.setAttribute("role", "img");
+    svg.setAttribute("aria-label", `Peak against image size: ${lines.map(([p, line]) => `${NAMES[p]} from ${rounded(line[0] / GIB)} to ${rounded(line.at(-1) / GIB)} GiB`).join("; ")}`);
+    const steps = Math.log2(high / low);
+    const every = Math.ceil(steps / 6);
+    for (let k = 0; k <= steps; k += every) {
+      const bytes = low * 2 ** k;
+      draw(svg, "line", { x1: left, x2: width - right, y1: y(bytes), y2: y(bytes), stroke: "var(--line)" });
+      draw(svg, "text", { x: left - 8, y: y(bytes) + 4, "text-anchor": "end" }, power(bytes));
+    }
+    let last = -Infinity;
+    for (const s of sizes) {
+      if (x(s) - last < 38) continue; // no room for another
+      last = x(s);
+      draw(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
+    }
+    draw(svg, "line", { x1: x(controls.size.value), x2: x(controls.size.value), y1: top, y2: height - bottom, stroke: "var(--soft)", "stroke-opacity": 0.6 });
+    draw(svg, "line", { x1: left, x2: width - right, y1: y(budget), y2: y(budget), stroke: "var(--ink)", "stroke-width": 1.5, "stroke-dasharray": "6 4" });
+    const labels = [];
+    for (const [provider, line] of lines) {
+      const points = line.map((bytes, i) => `${x(sizes[i])},${y(bytes)}`).join(" ");
+      draw(svg, "polyline", { points, fill: "none", stroke: `var(--${provider})`, "stroke-width": 2.5, "stroke-linejoin": "round" });
+      line.forEach((bytes, i) => draw(svg, "circle", { cx: x(sizes[i]), cy: y(bytes), r: sizes[i] === controls.size.value ? 5 : 3, fill: `var(--${provider})` }));
+      labels.push([y(line.at(-1)), provider]);
+    }
+    labels.sort((a, b) => a[0] - b[0]);
+    labels.forEach(([at, provider], i) => {
+      if (i) labels[i][0] = Math.max(at, labels[i - 1][0] + 16); // names that would lie on each other
+      draw(svg, "text", { x: width - right + 10, y: labels[i][0] + 4, style: `fill: var(--${provider}); font-weight: 600` }, NAMES[provider]);
+    });
+    box.replaceChildren(svg);
+    $("memory-caption").textContent = `Peak against image size, both axes logarithmic, at this patch, batch, step and type; the dashed line is the budget. ${memory.note}`;
+  }
+
+  let width = 0;
+  new ResizeObserver(() => {
+    if ($("memory-chart").clientWidth !== width) { width = $("memory-chart").clientWidth; chart(); }
+  }).observe($("memory-chart"));
+  show();
+})();

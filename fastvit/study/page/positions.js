@@ -1,0 +1,51 @@
+// Cosine similarity of one position's embedding to those of all others.
+
+(() => {
+  const { positions } = DATA;
+  if (!positions.cosine) {
+    $("positions-lede").textContent = positions.note;
+    $("positions-body").remove();
+    return;
+  }
+  $("positions-note").textContent = positions.note;
+  const [rows, columns] = positions.grid;
+  const cosines = bytesOf(positions.cosine, Int8Array); // in 1/127
+  const n = rows * columns;
+  const view = gridView($("position-map"), {
+    grid: () => positions.grid,
+    draw(context, width, height) {
+      const row = cosines.subarray(index() * n, (index() + 1) * n);
+      heat(context, Array.from(row, (q) => 0.5 + q / 254), rows, columns, width, height, SIGNED, 1);
+    },
+    chosen: show,
+    name: () => `Similarity of positions to row ${view.at[0]}, column ${view.at[1]}; the arrow keys choose another`,
+  });
+  view.at = [Math.floor(rows / 2), Math.floor(columns / 2)];
+  const signed = (q) => (q / 127).toFixed(2).replace(/^-(?!0\.00)/, "−").replace("-", "");
+  const index = () => view.at[0] * columns + view.at[1];
+
+  function show() {
+    view.draw();
+    const [row, column] = view.at;
+    const to = (r, c) => (r < 0 || c < 0 || r >= rows || c >= columns ? "–" : signed(cosines[index() * n + r * columns + c]));
+    const place = (i) => `row ${Math.floor(i / columns)}, column ${i % columns}`;
+    let [sum, most, where, least, far] = [0, -128, 0, 128, 0];
+    for (let i = 0; i < n; i++) {
+      if (i === index()) continue;
+      const q = cosines[index() * n + i];
+      sum += q;
+      if (q > most) [most, where] = [q, i];
+      if (q < least) [least, far] = [q, i];
+    }
+    numbers($("position-numbers"), [
+      ["Position", `${row}, ${column}`, "row, column"],
+      ["Most alike", signed(most), place(where)],
+      ["Least alike", signed(least), place(far)],
+      ["Left and right", `${to(row, column - 1)}, ${to(row, column + 1)}`, "the neighbours of the row"],
+      ["Above and below", `${to(row - 1, column)}, ${to(row + 1, column)}`, "the neighbours of the column"],
+      ["Mean", signed(sum / Math.max(1, n - 1)), "over all others"],
+    ]);
+  }
+  legend($("position-legend"), SIGNED, "−1", "1");
+  show();
+})();

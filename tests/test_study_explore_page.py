@@ -1,0 +1,326 @@
+"""The page of `fastvit explore` in a browser: what it shows is what the functions say, by pointer and by keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import exploring
+import numpy as np
+import pytest
+from exploring import NAME, Opened, decoded, in_gib, rows_of
+
+from fastvit import study
+
+PROVIDERS = ("eager", "sdpa", "fused")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with exploring.chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[tuple[study.Exploration, Path]]:
+    with exploring.small_model():
+        found, *_ = exploring.explored()
+        path = tmp_path_factory.mktemp("explored") / "page.html"
+        path.write_text(found.html())
+        yield found, path
+
+
+@pytest.fixture
+def opened(browser: Any, written: tuple[study.Exploration, Path]) -> Iterator[Callable[..., Opened]]:
+    """Opens the page; in the end nothing was wrong on any, and none has asked for another file."""
+    windows: list[Opened] = []
+
+    def open_(**options: Any) -> Opened:
+        windows.append(Opened(browser, written[1], **options))
+        return windows[-1]
+
+    yield open_
+    for window in windows:
+        assert not window.complaints
+        assert {url.partition(":")[0] for url in window.requests} <= {"file", "data"}
+        assert [url for url in window.requests if url.startswith("file")] == [written[1].as_uri()]
+        window.close()
+
+
+def test_patches_are_counted(opened: Callable[..., Opened]) -> None:
+    window = opened()
+    for keys, patch in [((), 8), (["ArrowLeft"], 5), (["ArrowLeft"], 4), (["End"], 20)]:
+        window.slide("#picture", "Patch size", *keys)
+        right = study.patch_embedding(40, patch, 48, prefix_tokens=2)
+        assert window.number("#patch-numbers", "Patches") == right.patches
+        assert window.number("#patch-numbers", "Tokens") == right.tokens
+        assert window.number("#patch-numbers", "Numbers of a patch") == 3 * patch * patch
+    grid = window.page.locator("#patch-grid")
+    grid.press("Home")
+    grid.press("ArrowDown")
+    assert window.text("#patch-caption") == "Row 1, column 0: token 4 of the sequence."
+
+
+def test_embedding_calculator(opened: Callable[..., Opened]) -> None:
+    window = opened()
+    fields = {name: window.page.locator(f'#embedding input[data-name="{name}"]') for name in (
+        "Image size", "Patch size P", "Width D", "Prefix tokens",
+    )}  # fmt: skip
+    assert [int(field.input_value()) for field in fields.values()] == [40, 8, 48, 2]
+    for values in [(40, 8, 48, 2), (518, 14, 1536, 5), (1024, 16, 768, 0)]:
+        for field, value in zip(fields.values(), values, strict=True):
+            field.fill(str(value))
+        right = study.patch_embedding(*values[:3], prefix_tokens=values[3])
+        for name, value in [
+            ("Patches", right.patches), ("Tokens", right.tokens), ("Parameters", right.parameters),
+            ("FLOPs", right.flops),
+        ]:  # fmt: skip
+            assert window.number("#embedding-numbers", name) == value
+    fields["Image size"].fill("1000")
+    assert window.text("#embedding-note") == "A patch of 16 does not divide an image of 1000; 1008 would do."
+    assert fields["Patch size P"].get_attribute("aria-invalid") == "true"
+    fields["Width D"].fill("")
+    assert window.text("#embedding-note") == "Sizes are whole numbers."
+
+
+def test_memory_is_that_of_the_study(opened: Callable[..., Opened], written: tuple[study.Exploration, Path]) -> None:
+    window, memory = opened(), written[0].data["memory"]
+
+    def same(mode: str, dtype: str, size: int, patch: int, batch: int) -> None:
+        for provider in PROVIDERS:
+            planned = memory["plan"][provider][mode][dtype][f"{size}x{patch}"][batch]
+            shown = window.parts(provider)
+            assert shown == dict(zip(memory["parts"], planned, strict=True)) | {"peak": sum(planned)}
+
+    same("train", "bfloat16", 40, 8, 8)
+    window.slide("#memory", "Image size", "End")
+    window.slide("#memory", "Batch", "ArrowRight", "ArrowRight")
+    same("train", "bfloat16", 368, 8, 32)
+    scores = window.text("#memory-bars b.eager")
+    assert scores == f"Eager {in_gib(window.parts('eager')['peak'])} GiB"
+    window.slide("#memory", "Patch size", "Home")
+    window.page.get_by_label("float32").check()
+    same("train", "float32", 368, 4, 32)
+    window.page.get_by_label("Training").press("ArrowRight")
+    same("infer", "float32", 368, 4, 32)
+
+    (point,) = study.memory(
+        NAME, image_sizes=[368], patch_size=4, batches=[32], mode="infer", dtype="float32", providers=["eager"],
+        device="cuda",
+    ).points  # fmt: skip
+    assert point.planned is not None
+    assert window.parts("eager")["peak"] == point.planned.peak
+    cell = '#memory-table tr[data-part="peak"] td[data-provider="eager"]'
+    assert window.text(cell) == in_gib(point.planned.peak)
+    assert window.text("#memory-command") == (
+        f"fastvit memory {NAME} --image-size 368 --patch-size 4 --batch 32 --mode infer --dtype fp32 --device cuda"
+    )
+    assert window.page.locator("#memory-chart polyline").count() == 3
+
+
+def test_a_budget_says_what_fits(opened: Callable[..., Opened]) -> None:
+    window = opened()
+    window.slide("#memory", "Image size", "End")
+    window.slide("#memory", "Batch", "End")
+    window.slide("#memory", "Budget", "Home")
+    peaks = {provider: window.parts(provider)["peak"] / 2**30 for provider in PROVIDERS}
+    assert peaks["sdpa"] > 2 > 0.2 < peaks["fused"], "a budget that tells nobody apart"
+    for _ in range(14):
+        budget = int(re.findall(r"into (\d+) GiB", window.text("#memory-sum"))[0])
+        fits = [name for name, p in (("Eager", "eager"), ("SDPA", "sdpa"), ("Fused", "fused")) if peaks[p] <= budget]
+        words = {
+            0: "None of them fits",
+            1: f"{''.join(fits)} fits",
+            2: f"{' and '.join(fits)} fit",
+            3: "All of them fit",
+        }
+        assert words[len(fits)] in window.text("#memory-sum")
+        window.slide("#memory", "Budget", "ArrowRight")
+    assert fits
+
+
+def test_attention_by_keys_and_pointer(opened: Callable[..., Opened], written: tuple[study.Exploration, Path]) -> None:
+    window, attention = opened(), written[0].data["attention"]
+
+    def caption(name: str, token: int) -> str:
+        row = rows_of(attention["maps"][name], 27)[attention["queries"].index(token)]
+        return (
+            f"The brightest patch gets {percent(row[2:].max())}. {percent(row[:2].sum())} goes to CLS and 1 register."
+        )
+
+    plate = window.page.locator("#attention-map")
+    assert caption("1.mean", 2 + 2 * 5 + 2) in window.text("#attention-caption")
+    plate.press("ArrowUp")
+    plate.press("End")
+    assert window.text("#attention-caption").startswith("Layer 1, mean of the heads, query row 1, column 4.")
+    assert caption("1.mean", 2 + 1 * 5 + 4) in window.text("#attention-caption")
+    assert caption("rollout", 2 + 1 * 5 + 4) in window.text("#rollout-caption")
+    assert "row 1, column 4" in str(plate.get_attribute("aria-label"))
+
+    window.slide("#attention", "Layer", "ArrowLeft")
+    window.page.get_by_role("button", name="Head 1").click()
+    assert caption("0.1", 2 + 1 * 5 + 4) in window.text("#attention-caption")
+    window.slide("#attention", "Head", "ArrowRight")
+    assert caption("0.2", 2 + 1 * 5 + 4) in window.text("#attention-caption")
+    window.page.locator('#attention select[data-name="Query"]').select_option("CLS")
+    assert caption("0.2", 0) in window.text("#attention-caption")
+
+    rollout = window.page.locator("#rollout-map")
+    box = rollout.bounding_box()
+    rollout.click(position={"x": box["width"] * 0.3, "y": box["height"] * 0.9})
+    assert "query row 4, column 1." in window.text("#rollout-caption")
+    assert caption("0.2", 2 + 4 * 5 + 1) in window.text("#attention-caption")
+
+
+def test_a_heat_map_is_brightest_where_the_weight_is(
+    opened: Callable[..., Opened], written: tuple[study.Exploration, Path]
+) -> None:
+    window, attention = opened(), written[0].data["attention"]
+    window.page.get_by_label("Weight", exact=True).check()
+    row = rows_of(attention["maps"]["1.mean"], 27)[attention["queries"].index(2)][2:]
+    window.page.locator("#attention-map").press("PageUp")
+    window.page.locator("#attention-map").press("Home")
+    light = window.page.evaluate(
+        """() => {
+          const canvas = document.getElementById("attention-map"), [w, h] = [canvas.width, canvas.height];
+          const { data } = canvas.getContext("2d").getImageData(0, 0, w, h);
+          const [y, x] = [(i) => Math.floor((Math.floor(i / 5) + .5) * h / 5), (i) => Math.floor((i % 5 + .5) * w / 5)];
+          const middle = (i) => 4 * (y(i) * w + x(i));
+          return [...Array(25).keys()].map((i) => data.slice(middle(i), middle(i) + 3).reduce((a, b) => a + b));
+        }"""
+    )
+    assert np.corrcoef(light, row)[0, 1] > 0.8
+
+
+def test_positions_by_keys(opened: Callable[..., Opened], written: tuple[study.Exploration, Path]) -> None:
+    window = opened()
+    cosines = decoded(written[0].data["positions"]["cosine"], np.int8).reshape(25, 25) / 127
+    window.page.locator("#position-map").press("ArrowRight")
+    at = 2 * 5 + 3
+    others = np.delete(cosines[at], at)
+    name = '#position-numbers [data-name="{}"] dd'.format
+    assert window.text(name("Position"), first_line=True) == "2, 3"
+    shown = {what: float(window.text(name(what), first_line=True).replace("\u2212", "-")) for what in (
+        "Most alike", "Least alike", "Mean",
+    )}  # fmt: skip
+    assert shown["Most alike"] == pytest.approx(others.max(), abs=0.0051)
+    assert shown["Least alike"] == pytest.approx(others.min(), abs=0.0051)
+    assert shown["Mean"] == pytest.approx(others.mean(), abs=0.0051)
+    beside = [float(x) for x in window.text(name("Left and right"), first_line=True).replace("\u2212", "-").split(", ")]
+    assert beside == pytest.approx([cosines[at, at - 1], cosines[at, at + 1]], abs=0.0051)
+
+
+def test_models_are_sorted_and_filtered(opened: Callable[..., Opened]) -> None:
+    window = opened()
+
+    def names() -> list[str]:
+        return window.page.locator("#models-table tbody th").all_inner_texts()
+
+    for key, sort in [("flops", "flops"), ("tokens", "tokens"), ("name", "name")]:
+        right = [cost.name for cost in study.models(exploring.NAMES, sort=sort)]
+        button = window.page.locator(f'#models-table th[data-key="{key}"] button')
+        button.press("Enter")
+        assert button.locator("..").get_attribute("aria-sort") == "ascending"
+        assert names() == (right if key == "name" else right[::-1])
+    button.click()
+    assert names() == sorted(exploring.NAMES, reverse=True)
+    window.page.get_by_label("Names that contain").fill("SMALL patch")
+    assert names() == ["vit_small_patch32_224", "vit_small_patch14_dinov2"]
+    assert "2 of 4 models" in window.text("#models-controls")
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:.{1 if x < 0.0995 else 0}f}\u00a0%"
+
+
+# ---- for everybody ----
+
+CONTRAST = """() => {
+  const style = getComputedStyle(document.documentElement);
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = (name) => {
+    canvas.fillStyle = style.getPropertyValue(name);
+    canvas.fillRect(0, 0, 1, 1);
+    const linear = [...canvas.getImageData(0, 0, 1, 1).data].map((v) => v / 255)
+      .map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * linear[0] + .7152 * linear[1] + .0722 * linear[2] + .05;
+  };
+  const ratio = (a, b) => Math.max(light(a), light(b)) / Math.min(light(a), light(b));
+  const on = (paper, ...names) => names.map((name) => [name + " on " + paper, ratio(name, paper)]);
+  return Object.fromEntries([
+    ...on("--paper", "--ink", "--soft", "--accent", "--eager", "--sdpa", "--fused"),
+    ...on("--raised", "--ink", "--soft"),
+  ]);
+}"""  # as WCAG 2.2 defines the contrast ratio
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_legible(opened: Callable[..., Opened], scheme: str) -> None:
+    page = opened(color_scheme=scheme).page
+    assert min(page.evaluate(CONTRAST).values()) >= 4.5
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", paper))) / 3
+    assert light > 240 if scheme == "light" else light < 40
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_nothing_is_wider_than_a_phone(opened: Callable[..., Opened], width: int) -> None:
+    window = opened(width=width, has_touch=True, device_scale_factor=2)
+    assert window.page.evaluate("document.documentElement.scrollWidth") == width
+    window.slide("#memory", "Image size", "End")
+    window.page.locator("#attention-map").tap()
+    assert window.page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_everything_is_reached_by_keys_and_has_a_name(opened: Callable[..., Opened]) -> None:
+    page = opened().page
+    seen = []
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        at = page.evaluate(
+            """() => {
+              const e = document.activeElement, own = e.labels?.[0]?.textContent || e.getAttribute("aria-label");
+              const outline = getComputedStyle(e.closest(".choice label") ?? e).outlineStyle;
+              return [e.dataset.name || e.id, (own || e.textContent).trim(), outline, e === document.body];
+            }"""
+        )
+        if at[3]:
+            break
+        seen.append(at)
+    assert all(label for _, label, *_ in seen)
+    assert [what for what, _, outline, _ in seen if outline == "none"] == []
+    reached = [what for what, *_ in seen]
+    for what in (
+        "patch-grid",
+        "attention-map",
+        "rollout-map",
+        "position-map",
+        "models-filter",
+        "Layer",
+        "Batch",
+        "Width D",
+    ):
+        assert what in reached, what
+
+
+def test_less_motion(opened: Callable[..., Opened]) -> None:
+    duration = "getComputedStyle(document.querySelector('.bar i')).transitionDuration"
+    assert opened().page.evaluate(duration) == "0.18s"
+    assert opened(reduced_motion="reduce").page.evaluate(duration) == "0s"
+
+
+def test_a_page_without_attention_positions_and_memory(browser: Any, written: tuple[study.Exploration, Path]) -> None:
+    found, path = written
+    nothing = {name: {"note": f"no {name}", "maps": None, "cosine": None, "plan": None} for name in (
+        "attention", "positions", "memory",
+    )}  # fmt: skip
+    path = path.with_name("nothing.html")
+    path.write_text(study.Exploration(NAME, found.data | nothing).html())
+    window = Opened(browser, path)
+    for name in nothing:
+        assert f"no {name}" in window.text(f"#{name}")
+    assert window.page.locator("canvas").count() == 2
+    assert not window.complaints
+    window.close()
