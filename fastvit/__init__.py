@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         try:
             return import_module(f"fastvit.{name}")
         except ModuleNotFoundError as error:
-            if error.name != f"fastvit.{name}":
+            if not f"fastvit.{name}.".startswith(f"{error.name}."):
                 raise
     raise AttributeError(f"module 'fastvit' has no attribute {name!r}")
 

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from library_imports import import_library
-from torch import nn
+from torch import Tensor, nn
 
 from fastvit import reference
 
@@ -33,3 +35,53 @@ def of_no_library(image_size: int = 32) -> nn.Module:
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     patches = nn.Conv2d(3, 48, 8, 8)
     return nn.Sequential(patches, nn.Flatten(2), nn.Linear((image_size // 8) ** 2, 48), nn.TransformerEncoder(layer, 1))
+
+
+def of_timm_with_dropout(image_size: int = 64) -> nn.Module:
+    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
+    return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5, attn_drop_rate=0.1)
+
+
+def of_values(image_size: int = 32) -> nn.Module:
+    """A function that reads numbers out of tensors, as stochastic depth's are made in many places."""
+    rates = [x.item() for x in torch.linspace(0, 0.1, 2)]
+    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
+    return make(image_size, 8, embed_dim=48, depth=len(rates), num_heads=3, num_classes=5, drop_path_rate=rates[-1])
+
+
+def of_grey_images(image_size: int = 32) -> nn.Module:
+    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
+    return make(image_size, 8, in_chans=1, embed_dim=48, depth=1, num_heads=3, num_classes=5)
+
+
+def of_mistakes() -> nn.Module:
+    raise RuntimeError("what went wrong\nand more")
+
+
+class Plain(nn.Module):
+    """A ViT that no library has, on PyTorch's SDPA."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 48, 8, 8)
+        self.cls = nn.Parameter(torch.zeros(1, 1, 48))
+        self.blocks = nn.ModuleList(nn.Linear(48, 3 * 48) for _ in range(depth))
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.embed(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
+        for block in self.blocks:
+            q, k, v = block(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x
+
+
+def of_nobody(image_size: int = 32) -> nn.Module:
+    """Of any size, since it has no positions."""
+    model = Plain()
+    model.load_state_dict(Plain().state_dict())
+    return model
+
+
+def of_a_convolution(image_size: int = 32) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(1), nn.Linear(8 * (image_size // 8) ** 2, 5))

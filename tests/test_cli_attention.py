@@ -312,3 +312,18 @@ def test_as_a_process(picture: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is not a known model; nearest: " in done.stderr
+
+
+def test_a_model_that_no_library_has(picture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Its attention is PyTorch's, and its weights are loaded while it is made."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    words = ["attention", "study_models:of_nobody", str(picture), "--image-size", "32", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    assert json.loads(out)["grid"] == [4, 4]
+
+
+def test_a_folder_that_is_not_there(picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["attention", "vit_tiny_patch16_224", str(picture), "--out", "no/folder/map.png"]) == 2
+    assert "there is no folder" in capsys.readouterr().err

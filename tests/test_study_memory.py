@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastvit import ops, study, zoo
 from fastvit.cli import main
 from fastvit.ops import _library
-from fastvit.study import _subject
+from fastvit.study import _measured, _subject
 from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._block import first_block
 from fastvit.study._memory import _largest
@@ -141,14 +142,65 @@ def test_what_an_op_allocates_by_itself_is_seen():
     assert partial.nbytes == 2 * programs * 64 * 4
 
 
+def test_a_gpus_attention_drops_out_in_its_kernel():
+    """On a CPU SDPA with dropout computes N x N matrices."""
+    pytest.importorskip("triton")
+    with_dropout, without = (
+        study.memory(name, image_sizes=(64,), device="cuda", providers=("sdpa",)).points[0]
+        for name in ("study_models:of_timm_with_dropout", TIMM)
+    )
+    assert with_dropout.tokens == 65
+    assert with_dropout.attention == 0
+    assert with_dropout.planned.peak == pytest.approx(without.planned.peak, rel=0.01)
+    on_cpu = study.memory("study_models:of_timm_with_dropout", image_sizes=(64,), device="cpu", providers=("sdpa",))
+    assert on_cpu.points[0].tokens == 65
+    assert on_cpu.points[0].attention > 0
+
+
+@pytest.mark.parametrize("provider", ["sdpa", "fused"])
+def test_a_function_that_reads_values_while_it_makes_the_model(provider):
+    got, want = (
+        study.memory(name, image_sizes=(32,), device="cpu", mode="infer", providers=(provider,)).points[0]
+        for name in ("study_models:of_values", TIMM)
+    )
+    assert got.planned == want.planned
+
+
+def test_gradients_are_planned_where_they_are_off_outside():
+    pytest.importorskip("triton")
+    want = study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block("vit_tiny_patch16_224")
+    with torch.no_grad():
+        assert (study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block("vit_tiny_patch16_224")) == want
+
+
+def test_a_model_without_attention():
+    with pytest.raises(ValueError, match="no attention is seen in study_models:of_a_convolution"):
+        study.memory("study_models:of_a_convolution", image_sizes=(32,), providers=("sdpa",), device="cpu")
+
+
+def test_a_cpu_without_memory(monkeypatch):
+    """As CUDA's error of its own, it leaves the point unmeasured; another error is none of these."""
+
+    def measure(*_: object) -> int:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(_measured, "measure", measure)
+    options = {"image_sizes": (32,), "device": "cpu", "providers": ("fused",), "mode": "infer", "measured": True}
+    message = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    assert study.memory(SMALL, **options).points[0].measured is None
+    message = "another"
+    with pytest.raises(RuntimeError, match="another"):
+        study.memory(SMALL, **options)
+
+
 def test_planning_leaves_no_trace():
     """Launchers launch again, and the interpreter interprets."""
     pytest.importorskip("triton")
     from fastvit.ops import _launch
 
-    before = _launch._instead, _library.INTERPRET, _library.without_gpu
+    before = _launch._elsewhere, _library.INTERPRET, _library.without_gpu
     study.memory(SMALL, image_sizes=(32,), batches=(1,), device="cuda")
-    assert (_launch._instead, _library.INTERPRET, _library.without_gpu) == before
+    assert (_launch._elsewhere, _library.INTERPRET, _library.without_gpu) == before
     x = torch.randn(3, 32)
     with ops.use_backend("auto"):
         got = ops.layer_norm(x, torch.ones(32), torch.zeros(32), 1e-6)
@@ -196,7 +248,7 @@ def test_a_budget():
         ({"providers": ("flash",)}, ValueError, "providers must be of .*got 'flash'"),
         ({"providers": ("compile",)}, ValueError, "'compile' has no planned figures"),
         ({"device": "tpu"}, ValueError, "device must be one of"),
-        ({"batches": (0,)}, ValueError, "batches must be positive integers, got 0"),
+        ({"batches": (0,)}, ValueError, "a batch must be a positive integer, got 0"),
         ({"model": "no/such/config.json"}, FileNotFoundError, "no/such/config.json"),
         ({"model": "study_models:missing"}, ValueError, "study_models has no function 'missing'"),
         ({"model": "study_models:of_nothing"}, ValueError, "must return an nn.Module, got NoneType"),
@@ -208,6 +260,7 @@ def test_a_budget():
             "accelerate knows no block of Seq",
         ),
         ({"model": "study_models:of_no_library"}, ValueError, "Sequential has no switch for eager attention"),
+        ({"model": "study_models:of_mistakes"}, ValueError, "of_mistakes: RuntimeError: what went wrong$"),
         ({"model": "no_such_module:vit"}, ImportError, "no_such_module"),
     ],
 )
@@ -257,6 +310,9 @@ def test_what_a_block_keeps(model, provider, kept, ops):
 
 def test_a_block_of_timm_and_of_rotary_positions():
     pytest.importorskip("triton")
+    eva = study.block("eva02_tiny_patch14_336")  # whose MLP has a norm of its own, wider than the tokens
+    (attention,) = [op.kept for op in eva.ops if op.name == "attention_qkvpacked_fwd"]
+    assert attention == pytest.approx(1.03, abs=0.02)
     kept = study.block(TIMM, image_size=64).kept
     assert 10 < kept < 11  # with statistics, which count beside 48 channels
     names = [op.name for op in study.block("vit_small_patch16_dinov3").ops]
@@ -352,6 +408,35 @@ def test_wrong_arguments(words, message, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_budget_of_other_patches_and_of_one_size(capsys):
+    words = ["--budget", "64MiB", "--providers", "sdpa", "--json", "--batch", "2", "--device", "cpu", "--mode", "infer"]
+    assert main(["memory", SMALL, "--image-size", "36", "--patch-size", "6", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"][0]["image_size"]["2"] % 6 == 0
+    assert main(["memory", "study_models:of_one_size", *words]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"][0]["image_size"]["2"] is None
+    assert "its model has one size only" in err
+
+
+def test_a_function_in_the_folder_of_the_caller(tmp_path):
+    (tmp_path / "mine.py").write_text("import fastvit\ndef vit(): return fastvit.create_model('vit_cifar_small')\n")
+    words = ["memory", "mine:vit", "--providers", "fused", "--mode", "infer", "--device", "cpu", "--json"]
+    program = f"import sys; sys.path.pop(0); sys.argv[1:] = {words!r}\nfrom fastvit.cli import main; sys.exit(main())"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["points"][0]["tokens"] == 65
+
+
+def test_an_error_of_many_lines_is_told_whole():
+    from fastvit.cli._terminal import described
+
+    assert described(ValueError("it does not fit:\n  blocks.0\n  blocks.1")) == "it does not fit: blocks.0 blocks.1"
+    assert len(described(ValueError("key " * 1000))) < 700
 
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):

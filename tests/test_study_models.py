@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,3 +208,9 @@ def test_one_model_is_shown_in_full(capsys):
     out = capsys.readouterr().out
     for text in ("332,929", "331,776", "86,859,496", "28,348,416", "110,968,700,928", "no prediction", "datasheet"):
         assert text in out
+
+
+def test_grey_images(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    (cost,) = models("study_models:of_grey_images")
+    assert cost.parameters.patch_embedding == (64 + 1) * 48

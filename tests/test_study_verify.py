@@ -223,3 +223,17 @@ def test_an_unknown_dtype_is_a_mistake(capsys):
         main(["verify", "--dtype", "int8"])
     assert ended.value.code == 2
     assert "must be of fp32, bf16, fp16, got 'int8'" in capsys.readouterr().err
+
+
+def test_where_eager_overflows_it_is_no_measure():
+    """Its infinite error would allow everything."""
+    exact = torch.tensor([60000.0, 1.0], dtype=torch.float64)
+    eager = torch.tensor([float("inf"), 1.0], dtype=torch.float16)
+    right, wrong = torch.tensor([60000.0, 1.0]).half(), torch.tensor([60000.0, 1.5]).half()
+    assert _oracle.error_ratio(right, eager, exact, 2.0) <= 2.0
+    assert _oracle.error_ratio(wrong, eager, exact, 2.0) > 2.0
+
+
+def test_nothing_to_verify():
+    with pytest.raises(ValueError, match="nothing would be verified"):
+        verify(names=[])

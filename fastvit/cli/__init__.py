@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,8 @@ _EXAMPLE = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; 0, or 1 where a check failed, or 2 for a mistake of whoever called it."""
+    if argv is None and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where module:function is looked for first, as by `python -m`
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in argv if word in VERBS), None)
     parser = _terminal.Parser("fastvit", "See what a Vision Transformer costs, and what it looks at.", _EXAMPLE)

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.out is not None:
         _terminal.wanted("matplotlib", "matplotlib")
+    if args.out is not None:
+        _terminal.check_folder("--out", Path(args.out))
     subject = find(args.model)
     size, _ = subject.sizes(args.image_size)
     mean, std = of_subject(subject)
@@ -66,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         options = {"weights": args.weights, "num_classes": 0, "drop_head": True}  # attention wants no head
     elif subject.source != "function":
         print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
-    model = subject.build(image_size=args.image_size, **options)
+    # SDPA is seen as well as our ops are, also where accelerate knows no block
+    model = subject.build("fused" if subject.source == "fastvit" else "sdpa", args.image_size, **options)
     queries = None if args.query is None else [args.query]
     maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
     rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from fastvit.cli import _terminal
 
@@ -32,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _terminal.check_folder("--out", Path(args.out))
     from fastvit import study
 
     found = study.explore(

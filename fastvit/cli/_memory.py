@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,8 @@ def _providers(text: str) -> list[str]:
     words = [word for word in text.split(",") if word]
     if unknown := [word for word in words if word not in PROVIDERS]:
         raise argparse.ArgumentTypeError(f"providers are {', '.join(PROVIDERS)}, got {unknown[0]!r}")
+    if not words:
+        raise argparse.ArgumentTypeError(f"providers are {', '.join(PROVIDERS)}, got none")
     return words
 
 
@@ -114,7 +117,7 @@ def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[s
     rows: list[dict[str, Any]] = []
     with _terminal.progress(len(planned) * (len(sizes) + len(args.batch)), "what fits") as progress:
         for provider in planned:
-            batch_of, image_of = dict[str, int](), dict[str, int]()
+            batch_of, image_of = dict[str, int](), dict[str, int | None]()
             for size in sizes:
                 progress(f"{provider}, batch at {_size(size)}")
                 options = {"image_size": size, "provider": provider, **common}
@@ -122,7 +125,11 @@ def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[s
             for batch in args.batch:
                 progress(f"{provider}, image at batch {batch}")
                 options = {"batch": batch, "provider": provider, **common}
-                image_of[str(batch)] = study.largest_image(args.model, args.budget, **options)
+                try:
+                    image_of[str(batch)] = study.largest_image(args.model, args.budget, **options)
+                except ValueError as error:  # of a model of one size, or patches that are not square
+                    image_of[str(batch)] = None
+                    print(f"fastvit: no largest image: {_terminal.described(error)}", file=sys.stderr)
             rows.append({"provider": provider, "batch": batch_of, "image_size": image_of})
     return rows
 
@@ -184,7 +191,7 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
             console.print(f"{NAMES[provider]}: {told}")
     for fit in fits:
         batches_that_fit = ", ".join(f"{b} at {size}" for size, b in fit["batch"].items())
-        images = ", ".join(f"{px or 'none'} at batch {b}" for b, px in fit["image_size"].items())
+        images = ", ".join(f"{'-' if px is None else px or 'none'} at batch {b}" for b, px in fit["image_size"].items())
         console.print(f"{NAMES[fit['provider']]}, within the budget: batch {batches_that_fit}; image size {images}")
 
 
@@ -215,6 +222,8 @@ def _check_plot(args: argparse.Namespace) -> None:
     """Before anything takes time."""
     if len(args.image_size or []) < 2:
         raise ValueError("--plot draws memory against tokens: it wants two image sizes or more")
+    if set(args.providers) == {"compile"}:
+        raise ValueError("--plot draws planned figures, and the provider compile has none")
     _terminal.check_picture("--plot", args.plot)
 
 

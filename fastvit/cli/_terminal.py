@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH = 100  # of every table
+_LONGEST = 600  # characters of an error
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,8 +52,8 @@ def described(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    return (text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...") or type(error).__name__
 
 
 def console() -> Console:
@@ -122,12 +123,19 @@ def write(path: str | Path, content: str | bytes) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def check_picture(option: str, path: Path) -> None:
-    """Before anything takes time: whether a picture can be written there."""
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"{option} writes .png or .svg, got {path}")
+def check_folder(option: str, path: Path) -> None:
+    """Before anything takes time: whether a file can be there."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Whether a picture of matplotlib can be written there."""
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{option} writes .png or .svg, got {path}")
+    check_folder(option, path)
     wanted("matplotlib", "matplotlib")
 
 
@@ -150,7 +158,10 @@ def write_figure(path: Path, figure: Any, theme: str) -> None:
 
 def sizes(text: str) -> list[tuple[int, int]]:
     """ "224,384x512" -> [(224, 224), (384, 512)]: height x width."""
-    return [_size(word) for word in text.split(",") if word]
+    found = [_size(word) for word in text.split(",") if word]
+    if not found:
+        raise argparse.ArgumentTypeError(f"sizes are 224 or 224,384x512, got {text!r}")
+    return found
 
 
 def _size(word: str) -> tuple[int, int]:

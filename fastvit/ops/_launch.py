@@ -44,26 +44,22 @@ class Compiled(NamedTuple):
     constexprs: tuple[None, ...]
 
 
+_elsewhere = "interpreter" if _library.INTERPRET else ""  # than on a GPU: there, or "nowhere"
+
+
 @contextlib.contextmanager
 def nothing_launched(multiprocessors: int) -> Iterator[None]:
     """Within the context launchers allocate what they would on a GPU of so many multiprocessors, and launch nothing:
     how memory is planned."""
-    global _instead
-    before = _instead, _library.INTERPRET, _library.without_gpu
-    _instead, _library.INTERPRET, _library.without_gpu = (lambda *_: None), False, multiprocessors
+    global _elsewhere
+    before = _elsewhere, _library.INTERPRET, _library.without_gpu
+    _elsewhere, _library.INTERPRET, _library.without_gpu = "nowhere", False, multiprocessors
     try:
         yield
     finally:
-        _instead, _library.INTERPRET, _library.without_gpu = before
+        _elsewhere, _library.INTERPRET, _library.without_gpu = before
 
 
-def _interpreted(
-    kernel: Any, programs: int, tensors: tuple[Any, ...], numbers: tuple[float, ...], constants: Constants
-) -> None:
-    kernel[(programs,)](*tensors, *numbers, **constants)
-
-
-_instead: Callable[..., object] | None = _interpreted if _library.INTERPRET else None  # of a launch on a GPU
 _compiled: dict[Key, Compiled] = {}
 _refused: dict[Key, str] = {}  # why a GPU or the compiler does not take a kernel
 _triton = threading.RLock()
@@ -78,8 +74,9 @@ def launch(
     are the latter and launch options, in one order for one kernel. Raises `Unsupported` where it does not compile or
     fit: each time, but is compiled only once.
     """
-    if _instead is not None:
-        _instead(kernel, programs, tensors, numbers, constants)
+    if _elsewhere:
+        if _elsewhere == "interpreter":
+            kernel[(programs,)](*tensors, *numbers, **constants)
         return
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = driver.active.get_current_device()

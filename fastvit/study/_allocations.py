@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,20 +24,21 @@ _MULTIPROCESSORS = 132  # of the GPU that is planned for: an H100's. The partial
 # What attention runs -> N of its arguments
 _TOKENS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._softmax.default: lambda x, *_: x.shape[-1],
+    torch.ops.aten._safe_softmax.default: lambda x, *_: x.shape[-1],
     torch.ops.fastvit.attention_fwd.default: lambda q, *_: q.shape[1],
     torch.ops.fastvit.attention_qkvpacked_fwd.default: lambda qkv, *_: qkv.shape[1],
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, *_: q.shape[2],
 }
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default)
 
 
 @dataclass
 class Block:
-    """A storage: its bytes on the device, shape of the first tensor that was seen of it, when it was made, and the
-    bytes that were asked for."""
+    """A storage: its bytes on the device, shape of the first tensor that was seen of it, and the bytes that were asked
+    for."""
 
     nbytes: int
     shape: tuple[int, ...]
-    made: int
     asked: int
 
 
@@ -76,7 +78,7 @@ class Allocations(TorchDispatchMode):
             finally:
                 self._inside = False
         self.see(out)
-        if func is torch.ops.aten._softmax.default:
+        if func in _SOFTMAX:
             self.scores.add(out.numel())
         return out
 
@@ -90,7 +92,7 @@ class Allocations(TorchDispatchMode):
         if key not in self._alive:
             asked = storage.nbytes()
             number = len(self.blocks)
-            self.blocks.append(Block(self.rounded(asked), tuple(tensor.shape), len(self.events), asked))
+            self.blocks.append(Block(self.rounded(asked), tuple(tensor.shape), asked))
             self.events.append((number, True))
             self._alive[key] = number, weakref.ref(storage, partial(self._gone, key))
         return self._alive[key][0]
@@ -142,8 +144,9 @@ def as_on(gpu: bool) -> Iterator[None]:
         raise ImportError("planning for a GPU asks the launchers of the Triton kernels: pip install triton")
     from fastvit.ops._launch import nothing_launched
 
-    with nothing_launched(_MULTIPROCESSORS):
-        yield
-
-
-assert ops  # has registered what _TOKENS names
+    warned, before = _library._warned, set(_library._warned)
+    with nothing_launched(_MULTIPROCESSORS), ops.use_backend(_library.settings()[0], strict=False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what falls back to ATen, says so when it runs
+            yield
+        warned.intersection_update(before)

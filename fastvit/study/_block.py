@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit._arguments import Pair
 from fastvit.study._allocations import Allocations, as_on
-from fastvit.study._plan import DTYPES, channels, without_data
-from fastvit.study._subject import PROVIDERS, find, images
+from fastvit.study._plan import without_data
+from fastvit.study._subject import PROVIDERS, blocks, channels, find, images, output_of
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,21 @@ def block(
     """
     subject = find(model)
     size, patch = subject.sizes(image_size, patch_size)
-    with torch.device("meta"):
-        built = subject.build(provider, size, patch).to(DTYPES[dtype]).train()
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    built = subject.on_meta(provider, size, patch).to(_DTYPES[dtype]).train()
     one, B = first_block(built), 2
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu=True), torch.enable_grad():
         without_data(built)
         seen = _Steps(gpu=True)
-        pixels = images(B, size, DTYPES[dtype], channels(built))
+        pixels = images(B, size, _DTYPES[dtype], channels(built))
         given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))
-        marks: list[int] = []
-        outside: set[int] = set()
+        marks, widths, outside = list[int](), list[int](), set[int]()
         one.register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
 
         def leave(module: nn.Module, args: Any, out: Any) -> None:
             marks.append(len(seen.steps))
+            widths.append(output_of(out).shape[-1])
             outside.update(seen.see(out))
 
         one.register_forward_hook(leave)
@@ -104,25 +107,18 @@ def block(
             result = built(pixels)
         kept = seen.alive() - given - outside
         del result
-    width = max(p.shape[0] for p in one.parameters() if p.dim() == 1 and "norm" in _name_of(one, p))
-    token = B * seen.tokens * width * DTYPES[dtype].itemsize
+    token = B * seen.tokens * widths[0] * _DTYPES[dtype].itemsize
     steps = seen.steps[marks[0] : marks[1]]
     ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in steps)
     return BlockCost(provider, seen.tokens, tuple(ops))
 
 
 def first_block(model: nn.Module) -> nn.Module:
-    """Of the first list of modules of one class with parameters."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0:
-            kinds = {type(child) for child in module}
-            if len(kinds) == 1 and isinstance(module[0], nn.Module) and len(list(module[0].children())) > 2:
-                return module[0]
-    raise ValueError(f"{type(model).__name__} has no list of blocks")
-
-
-def _name_of(module: nn.Module, parameter: nn.Parameter) -> str:
-    return next(name for name, p in module.named_parameters() if p is parameter)
+    """Raises a ValueError where there is no list of blocks."""
+    found = blocks(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no list of blocks")
+    return found[0]
 
 
 TITLES = {"eager": "eager", "sdpa": "SDPA", "fused": "fastvit"}

@@ -150,7 +150,8 @@ def _built(subject: Subject, size: tuple[int, int], weights: str | Path | None) 
         options = {"weights": weights, "num_classes": 0, "drop_head": True}  # nothing on the page is of a head
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return subject.build(image_size=size, **options).float().eval()
+        provider = "fused" if subject.source == "fastvit" else "sdpa"
+        return subject.build(provider, size, **options).float().eval()
 
 
 def _facts(model: nn.Module, cost: ModelCost) -> dict[str, Any]:

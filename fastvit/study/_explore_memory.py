@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, fields
 from typing import Any
 
-import torch
-
 from fastvit.ops import _library
 from fastvit.study._plan import Parts, Setting, plan
 from fastvit.study._scaled_plan import ScaledPlan, traced_at
@@ -44,8 +42,11 @@ def collect(
     patches = patch_stops(subject, size[0], patch[0])
     sizes = size_stops(size[0], patches)
     gpu = _library.HAVE_TRITON
-    with torch.device("meta"):
-        at = traced_at(subject.build(providers[0]), prefix)
+    at = traced_at(subject.on_meta(providers[0]), prefix)
+    try:
+        subject.on_meta(providers[0], at.side * patch[0])
+    except ValueError as error:
+        return {"plan": None, "note": f"No memory is planned: {error}."}
     plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
     steps = list(itertools.product(providers, MODES, DTYPES, patches))
     with progress(len(steps), "memory") as step:
@@ -86,8 +87,7 @@ def _providers(subject: Subject) -> tuple[list[str], list[str]]:
     found, refused = [], []
     for provider in PROVIDERS:
         try:
-            with torch.device("meta"):
-                subject.build(provider)
+            subject.on_meta(provider)
         except ValueError as error:
             refused.append(f"{provider}: {error}")
         else:

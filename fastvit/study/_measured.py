@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fastvit.study._peak import peak_bytes
-from fastvit.study._plan import DTYPES, Setting, Step, channels
-from fastvit.study._subject import Subject, images
+from fastvit.study._plan import DTYPES, Setting, Step
+from fastvit.study._subject import Subject, channels, images
 
 
 def measure(
@@ -22,9 +22,10 @@ def measure(
     if provider == "compile":
         model.compile()
     step = Step(model, pixels, setting, gpu=device.type == "cuda")
-    step.make_state()
-    step.run()  # caches, and what is initialised when it is first wanted, do not count
-    for p in step.parameters:
-        p.grad = None
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in step.tensors()}
-    return sum(held.values()) + peak_bytes(step.run, device)
+    with torch.enable_grad():
+        step.make_state()
+        step.run()  # caches, and what is initialised when it is first wanted, do not count
+        for p in step.parameters:
+            p.grad = None
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in step.tensors()}
+        return sum(held.values()) + peak_bytes(step.run, device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastvit._arguments import Pair
+from fastvit._arguments import Pair, checked_pair
 from fastvit.study import _measured
 from fastvit.study._peak import exponent
 from fastvit.study._plan import Parts, Setting, plan
@@ -123,8 +123,7 @@ def memory(
     if measured and kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("measured=True on 'cuda' needs a GPU; without one, figures are planned only")
     for batch in batches:
-        if not isinstance(batch, int) or batch < 1:
-            raise ValueError(f"batches must be positive integers, got {batch!r}")
+        _check_batch(batch)
     sizes = [subject.sizes(size, patch_size) for size in image_sizes]
     points = []
     for size, patch in sizes:
@@ -171,7 +170,8 @@ def largest_image(
         setting: mode, dtype, optimizer, checkpointing of `memory`.
     """
     subject, one = find(model), _setting(**setting)
-    _, (height, width) = subject.sizes(subject.image_size, patch_size)
+    height, width = subject.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
+    _check_batch(batch)
     if height != width:
         raise ValueError(f"the patches of {model} must be square, got {(height, width)}")
     gpu, patch = checked_device(device) == "cuda", (height, width)
@@ -186,6 +186,11 @@ def largest_image(
 def image_size(model: str) -> tuple[int, int]:
     """(height, width) of the images that a model takes if nobody asks for others. model: of `memory`."""
     return find(model).image_size
+
+
+def _check_batch(batch: object) -> None:
+    if not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"a batch must be a positive integer, got {batch!r}")
 
 
 def _setting(**setting: object) -> Setting:
@@ -235,8 +240,11 @@ def _point(
     if measured:
         try:
             found = _measured.measure(subject, provider, size, batch, setting, torch.device(kind), patch)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+        except RuntimeError as error:  # a CPU's allocator has no error of its own
+            if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                raise
+            if kind == "cuda":
+                torch.cuda.empty_cache()
     if planned is None:
         return MemoryPoint(provider, size, 0, batch, None, 0, 0, found)
     return MemoryPoint(

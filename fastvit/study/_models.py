@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -135,7 +135,7 @@ def models(
                 continue
             found += [_cost(subject, *sizes, b, of_gpu) for b in batches]
     if not found:
-        raise ValueError(reasons[0])
+        raise ValueError(reasons[0] if reasons else "image_size, patch_size and batch must not be empty")
     for reason in reasons:
         assert refused is not None
         refused(reason)
@@ -167,9 +167,9 @@ def _cost(
     subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
     gpu: _hardware.Gpu | None,
 ) -> ModelCost:  # fmt: skip
+    model = subject.on_meta("fused", image_size, patch_size).to(_DTYPE).train()
     with torch.device("meta"):
-        model = subject.build("fused", image_size, patch_size).to(_DTYPE).train()
-        images = _subject.images(batch, image_size, _DTYPE)
+        images = _subject.images(batch, image_size, _DTYPE, _subject.channels(model))
     grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
     prefix = getattr(model, "num_prefix_tokens", None)
     if prefix is None:
@@ -177,7 +177,7 @@ def _cost(
     if prefix < 0:
         raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
     parameters = _parameters.by_part(model)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
         saved, out = saved_bytes(lambda: model(images), list(model.parameters()))
     size = _DTYPE.itemsize
     least = size * (parameters.total + images.numel() + _subject.output_of(out).numel())
@@ -205,21 +205,14 @@ def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) ->
 
 def _tokens(subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
     """How many tokens the first block reads, of a library that does not say."""
+    model = subject.on_meta("sdpa", image_size, patch_size)
     with torch.device("meta"):
-        model = subject.build("sdpa", image_size, patch_size)
-        images = _subject.images(1, image_size, torch.float32)
+        images = _subject.images(1, image_size, torch.float32, _subject.channels(model))
     seen: list[int] = []
-    first = next(_blocks(model), None)
-    if first is not None:
+    for first in _subject.blocks(model)[:1]:
         first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
         with torch.no_grad():
             model(images)
     if not seen:
         raise ValueError(f"{subject.name} has no list of blocks: it is no plain ViT")
     return seen[0]
-
-
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of the longest list of one class."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({*map(type, m)}) == 1]
-    return iter(max(lists, key=len, default=nn.ModuleList()))

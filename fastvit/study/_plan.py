@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from fastvit.study._allocations import Allocations, as_on
-from fastvit.study._subject import Subject, images, output_of
+from fastvit.study._subject import Subject, channels, images, output_of
 
 MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
@@ -94,6 +94,8 @@ class Step:
     def __init__(self, model: nn.Module, images: Tensor, setting: Setting, gpu: bool) -> None:
         self.model, self.images, self.setting = model, images, setting
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if setting.mode == "train" and not self.parameters:
+            raise ValueError("mode 'train' wants a parameter that requires a gradient; all of the model are frozen")
         self.model.train(setting.mode == "train")
         self.optimizer: torch.optim.Optimizer | None = None
         # foreach is PyTorch's default on a GPU, where it holds more at a time
@@ -178,9 +180,8 @@ def run(
     patch_size: tuple[int, int] | None = None,
 ) -> Run:  # fmt: skip
     """What `plan` reads the parts from."""
-    with torch.device("meta"):
-        model = subject.build(provider, image_size, patch_size).to(DTYPES[setting.dtype])
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), contextlib.ExitStack() as stack:
+    model = subject.on_meta(provider, image_size, patch_size).to(DTYPES[setting.dtype])
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         without_data(model)
         seen = Allocations(gpu)
         step = Step(model, images(batch, image_size, DTYPES[setting.dtype], channels(model)), setting, gpu)
@@ -188,12 +189,14 @@ def run(
         inputs = set(seen.see(step.images))
         step.make_state()
         optimizer = set(seen.see(step.state()))
-        if gpu and setting.dtype == "amp":
-            stack.enter_context(_AutocastAsOnGpu())
+        if gpu:
+            stack.enter_context(_FunctionsOfAGpu())
         begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
         with seen:
             step.run(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
             gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
+    if not seen.tokens:
+        raise ValueError(f"no attention is seen in {subject.name}: it is no ViT")
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
     saved = ends["forward"][1] if setting.mode == "train" else set()
     groups = {
@@ -204,7 +207,7 @@ def run(
 
 
 def without_data(model: nn.Module) -> None:
-    """Parameters and buffers on the meta device become fake ones on the CPU."""
+    """Parameters, buffers and other tensors of modules on the meta device become fake ones on the CPU."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -212,27 +215,29 @@ def without_data(model: nn.Module) -> None:
                 if p not in made:
                     made[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
                 module._parameters[name] = made[p]  # type: ignore[assignment]
-        for name, b in module._buffers.items():
-            if b is not None:
-                if b not in made:
-                    made[b] = torch.empty(b.shape, dtype=b.dtype)
-                module._buffers[name] = made[b]
+        for others in (module._buffers, vars(module)):
+            for name, b in others.items():
+                if isinstance(b, Tensor):
+                    if b not in made:
+                        made[b] = torch.empty(b.shape, dtype=b.dtype)
+                    others[name] = made[b]
 
 
-class _AutocastAsOnGpu(TorchFunctionMode):
-    """Autocast on a CPU, whose tensors stand in for a GPU's, leaves these in bfloat16; on a GPU they are in float32."""
+class _FunctionsOfAGpu(TorchFunctionMode):
+    """Functions whose memory on a CPU, whose tensors stand in for a GPU's, is not a GPU's: there SDPA with dropout has
+    a kernel, which keeps a seed, and autocast computes softmax and LayerNorm in float32."""
 
     _WIDE = (F.softmax, torch.softmax, Tensor.softmax, F.layer_norm, torch.layer_norm)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            if "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         if func in self._WIDE and torch.is_autocast_enabled("cpu"):
             args = tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-            return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def channels(model: nn.Module) -> int:
-    return next(m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d))
+        return func(*args, **kwargs)
 
 
 def _checkpoint(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,6 +65,18 @@ class Subject:
         if patch != self.patch_size:
             options["patch_size"] = patch
         return self._make(provider, **options)
+
+    def on_meta(
+        self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
+    ) -> nn.Module:
+        """The same on the meta device. What computes with values while it is made, is made on the CPU first."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of weights that are loaded into tensors without data
+            try:
+                with torch.device("meta"):
+                    return self.build(provider, image_size, patch_size, **options)
+            except Exception:  # whatever is wrong for another reason is wrong again
+                return self.build(provider, image_size, patch_size, **options).to("meta")
 
     def sizes(
         self, image_size: Pair | None = None, patch_size: Pair | None = None
@@ -182,7 +195,7 @@ def _of_configuration(name: str) -> Subject:
         raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
     transformers = importlib.import_module("transformers")
     values = dict(values)
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    config = _told(path, lambda: transformers.AutoConfig.for_model(values.pop("model_type"), **values))
     config = getattr(config, "vision_config", config)
     if getattr(config, "patch_size", None) is None or getattr(config, "image_size", None) is None:
         raise ValueError(f"{path} describes no ViT: {config.model_type} has no image_size and patch_size")
@@ -191,7 +204,7 @@ def _of_configuration(name: str) -> Subject:
         sized = type(config).from_dict(config.to_dict())
         for key, value in options.items():
             setattr(sized, key, _square(value))
-        return _as(provider, transformers.AutoModel.from_config(sized))
+        return _as(provider, _told(path, lambda: transformers.AutoModel.from_config(sized)))
 
     size, patch = (checked_pair(key, _pair(getattr(config, key))) for key in ("image_size", "patch_size"))
     return Subject(name, "transformers", size, patch, make)
@@ -199,7 +212,7 @@ def _of_configuration(name: str) -> Subject:
 
 def _of_function(name: str) -> Subject:
     module_name, _, function_name = name.partition(":")
-    module = importlib.import_module(module_name)
+    module = _told(name, lambda: importlib.import_module(module_name))
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"{module_name} has no function {function_name!r}")
@@ -211,13 +224,12 @@ def _of_function(name: str) -> Subject:
             options[spelling] = options.pop("image_size")
         if unknown := [key for key in options if key not in takes and not _takes_any(takes)]:
             raise ValueError(f"{name} takes no {unknown[0]}: its model has one size only")
-        model = function(**{key: _square(value) for key, value in options.items()})
+        model = _told(name, lambda: function(**{key: _square(value) for key, value in options.items()}))
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
         return _as(provider, model)
 
-    with torch.device("meta"):
-        model = make("sdpa")
+    model = Subject(name, "function", (1, 1), (1, 1), make).on_meta("sdpa")
     patch = _patch_size(model, name)
     size = takes[spelling].default if spelling in takes else None
     size = size if size not in (None, inspect.Parameter.empty) else _image_size(model)
@@ -237,6 +249,31 @@ def _as(provider: str, model: nn.Module) -> nn.Module:
     elif provider == "eager":
         _baselines.use_eager(model)
     return model
+
+
+def _told(name: object, make: Callable[[], Any]) -> Any:
+    """make(), whatever it raises as an error of one line."""
+    try:
+        return make()
+    except ImportError:
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
+
+
+def channels(model: nn.Module) -> int:
+    """Of the images that a model takes, by its patch embedding."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            return module.in_channels
+    raise ValueError(f"{type(model).__name__} has no convolution that embeds patches")
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of the longest list of one class."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({*map(type, m)}) == 1]
+    return list(max(lists, key=len, default=nn.ModuleList()))
 
 
 def _patch_size(model: nn.Module, name: str) -> tuple[int, int]:

@@ -87,6 +87,9 @@ def verify(
     """
     on = _device(device)
     kinds = _dtypes(dtypes, on)
+    for given in (dtypes, head_dims, names):
+        if given is not None and not given:
+            raise ValueError("dtypes, head_dims and names must not be empty: nothing would be verified")
     if unknown := set(names or ()) - set(OPS):
         raise ValueError(f"no op is called {sorted(unknown)[0]!r}; the ops are {', '.join(OPS)}")
     if depth is not None and model is None:
@@ -178,7 +181,8 @@ def _compared_model(
 ) -> Iterator[_oracle.Compared]:
     found = []
     torch.manual_seed(draw)
-    images = _subject.images(_BATCH, subject.image_size, dtype).to(device)
+    of_images = _subject.channels(subject.on_meta("sdpa"))
+    images = _subject.images(_BATCH, subject.image_size, dtype, of_images).to(device)
     # SDPA for the exact one: the eager attention of transformers has a softmax in float32, whatever its inputs are in
     for provider, compute in (("fused", dtype), ("eager", dtype), ("sdpa", torch.float64)):
         module = _randomised(_built(subject, provider, depth), dtype).to(device, compute).eval()
@@ -247,7 +251,7 @@ def _measured(device: torch.device) -> Iterator[None]:
     before, cudnn.allow_tf32 = cudnn.allow_tf32, False
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices), warnings.catch_warnings():
+        with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             yield
@@ -286,8 +290,7 @@ def _dtypes(names: Sequence[str] | None, device: torch.device) -> dict[str, torc
 
 def _sizes(subject: _subject.Subject) -> tuple[int, int]:
     """Width and heads of a model's attention."""
-    with torch.device("meta"):
-        model = subject.build("sdpa")
+    model = subject.on_meta("sdpa")
     for module in model.modules():
         heads = next(
             (getattr(module, n, None) for n in ("num_heads", "num_attention_heads") if hasattr(module, n)), None
