@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
@@ -18,6 +17,7 @@ from fastvit._arguments import Pair
 from fastvit.study import _hardware, _parameters, _subject
 from fastvit.study._hardware import Bound
 from fastvit.study._parameters import Parameters
+from fastvit.study._peak import saved_bytes
 
 _DTYPE = torch.bfloat16
 Sizes = Pair | Sequence[tuple[int, int]]
@@ -177,30 +177,14 @@ def _cost(
     if prefix < 0:
         raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
     parameters = _parameters.by_part(model)
+    outputs: list[Tensor] = []
     with FlopCounterMode(display=False) as counter, torch.enable_grad():
-        saved, out = saved_bytes(lambda: model(images), list(model.parameters()))
+        saved = saved_bytes(lambda: outputs.append(_subject.output_of(model(images))), list(model.parameters()))
     size = _DTYPE.itemsize
-    least = size * (parameters.total + images.numel() + _subject.output_of(out).numel())
+    least = size * (parameters.total + images.numel() + outputs[0].numel())
     flops = counter.get_total_flops()
     bound = None if gpu is None else _hardware.bound(gpu, flops, least)
     return ModelCost(subject.name, image_size, patch_size, batch, prefix, parameters, flops, saved, least, bound)
-
-
-def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) -> tuple[int, object]:
-    """Bytes that autograd keeps from `function` for backward, every storage once and without the parameters', and what
-    it returns. On any device, "meta" included, where storages have sizes and no addresses."""
-    own = {p.untyped_storage()._cdata for p in parameters}
-    kept: dict[int, torch.UntypedStorage] = {}  # alive until the count is done, so that no identity comes back
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function()
-    return sum(storage.nbytes() for storage in kept.values()), result
 
 
 def _tokens(subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:

@@ -51,20 +51,21 @@ def running_peak(changes: Iterable[int]) -> int:
 
 
 def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) -> int:
-    """Bytes that autograd keeps from `function` for backward: every storage once, without the parameters'."""
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    kept: dict[int, int] = {}
+    """Bytes that autograd keeps from `function` for backward: every storage once, without the parameters'. On any
+    device, "meta" included, where storages have sizes and no addresses."""
+    own = {p.untyped_storage()._cdata for p in parameters}
+    kept: dict[int, torch.UntypedStorage] = {}  # alive until the count is done, so that no identity comes back
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function()  # alive until the count is done: a freed address could come back as another storage
+        result = function()
     del result
-    return sum(kept.values())
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
