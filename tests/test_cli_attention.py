@@ -235,7 +235,7 @@ def test_models_of_a_function_bring_their_weights(picture: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert (json.loads(out)["grid"], err) == ([4, 4], "")
     assert run(name, picture, "--weights", "x.safetensors") == 2
-    assert "--weights is for names of `fastvit models`" in capsys.readouterr().err
+    assert "weights are for names of `fastvit models`" in capsys.readouterr().err
 
 
 def truncated() -> bytes:

@@ -2,10 +2,13 @@
 
 import csv
 import errno
+import importlib
 import io
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
-from fastvit.cli import main
+from fastvit.cli import VERBS, _memory, _terminal, main
 from fastvit.ops import _library
 from fastvit.study import _measured, _subject
 from fastvit.study._allocations import Allocations, as_on
@@ -462,6 +465,22 @@ def test_help_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("examples:") >= 8
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_are_commands(verb, monkeypatch):
+    """Every line that a verb's help shows is taken by the verb, as far as it can be told without running it."""
+    module = importlib.import_module(f"fastvit.cli._{verb}")
+    parser = _terminal.Parser(f"fastvit {verb}")
+    module.configure(parser)
+    examples = [line.split("  ")[1] for line in parser.epilog.splitlines() if re.match(r"  (\w+=\w+ )?fastvit ", line)]
+    assert examples
+    for example in examples:
+        words = shlex.split(example.partition(" # ")[0].partition(" > ")[0].partition("fastvit ")[2])
+        assert words[0] == verb
+        args = parser.parse_args(words[1:])
+        if getattr(args, "plot", None) is not None:
+            _memory._check_plot(args)
 
 
 def test_what_is_not_installed_is_named(monkeypatch, capsys):

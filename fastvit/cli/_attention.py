@@ -58,18 +58,9 @@ def run(args: argparse.Namespace) -> int:
     size, _ = subject.sizes(args.image_size)
     mean, std = of_subject(subject)
     picture = study.read_picture(args.image, size, args.mean or mean, args.std or std)
-    options: dict[str, Any] = {}
-    if args.weights is not None:
-        if subject.source != "fastvit":
-            raise ValueError(
-                f"--weights is for names of `fastvit models`, and {args.model} is of {subject.source}: for others, "
-                "name a function that returns the model with its weights, as module:function"
-            )
-        options = {"weights": args.weights, "num_classes": 0, "drop_head": True}  # attention wants no head
-    elif subject.source != "function":
+    model = subject.with_weights(args.weights, args.image_size)
+    if args.weights is None and subject.source != "function":
         print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
-    # SDPA is seen as well as our ops are, also where accelerate knows no block
-    model = subject.build("fused" if subject.source == "fastvit" else "sdpa", args.image_size, **options)
     queries = None if args.query is None else [args.query]
     maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
     rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None

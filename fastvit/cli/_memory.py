@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
     from fastvit.study import MemoryPoint, MemoryStudy
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
-NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "SDPA, compiled", "fused": "fastvit"}
-PARTS = ("weights", "gradients", "optimizer", "inputs", "saved", "attention", "temporaries")
 UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 EXAMPLES = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048 --batch 8 --mode train
   fastvit memory vit_base_patch14_dinov2 --image-size 518 --budget 24GiB --device cuda
-  fastvit memory vit_tiny_patch16_224 --dtype fp32 --measured --plot memory.svg
+  fastvit memory vit_tiny_patch16_224 --image-size 224,384 --dtype fp32 --measured --plot memory.svg
   fastvit memory ./config.json --mode infer --json
 
 Planned figures come from the model itself, run on fake tensors: nothing is allocated, and no GPU is needed
@@ -79,8 +78,6 @@ def _providers(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    import os
-
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that reads the CPU's allocator tells when it starts
     if args.plot is not None:
         _check_plot(args)
@@ -112,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[str, Any]) -> list[dict[str, Any]]:
     """For every provider: the largest batch at every image size, and the largest image at every batch."""
     from fastvit import study
+    from fastvit.study._subject import pixels
 
     planned = [p for p in args.providers if p != "compile"]
     rows: list[dict[str, Any]] = []
@@ -119,9 +117,9 @@ def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[s
         for provider in planned:
             batch_of, image_of = dict[str, int](), dict[str, int | None]()
             for size in sizes:
-                progress(f"{provider}, batch at {_size(size)}")
+                progress(f"{provider}, batch at {pixels(size)}")
                 options = {"image_size": size, "provider": provider, **common}
-                batch_of[_size(size)] = study.largest_batch(args.model, args.budget, **options)
+                batch_of[pixels(size)] = study.largest_batch(args.model, args.budget, **options)
             for batch in args.batch:
                 progress(f"{provider}, image at batch {batch}")
                 options = {"batch": batch, "provider": provider, **common}
@@ -145,11 +143,14 @@ def as_json(found: MemoryStudy) -> dict[str, Any]:
 
 
 def _csv(found: MemoryStudy) -> str:
+    from fastvit.study import Parts
+
+    names = [part.name for part in dataclasses.fields(Parts)]
     out = io.StringIO()
     table = csv.writer(out, lineterminator="\n")
-    table.writerow(["model", "device", "provider", "height", "width", "tokens", "batch", *PARTS, "planned", "measured"])
+    table.writerow(["model", "device", "provider", "height", "width", "tokens", "batch", *names, "planned", "measured"])
     for p in found.points:
-        parts = [""] * len(PARTS) if p.planned is None else [getattr(p.planned, name) for name in PARTS]
+        parts = [""] * len(names) if p.planned is None else [getattr(p.planned, name) for name in names]
         peak = "" if p.planned is None else p.planned.peak
         measured = "" if p.measured is None else p.measured
         table.writerow(
@@ -159,6 +160,9 @@ def _csv(found: MemoryStudy) -> str:
 
 
 def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, Any]]) -> None:
+    from fastvit.study._plot import NAMES
+    from fastvit.study._subject import pixels
+
     rich = _terminal.wanted("rich.table", "rich")
     console = _terminal.console()
     s = found.setting
@@ -180,7 +184,7 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
             table.add_section()
         first = last != (p.image_size, p.batch)
         last = p.image_size, p.batch
-        row = [_size(p.image_size), str(p.tokens or ""), str(p.batch)][: 2 + len(batches)]
+        row = [pixels(p.image_size), str(p.tokens or ""), str(p.batch)][: 2 + len(batches)]
         row = row if first else [""] * len(row)
         table.add_row(*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else []))
     console.print(table)
@@ -198,10 +202,9 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
 def _cells(p: MemoryPoint) -> list[str]:
     if p.planned is None:
         return [""] * 7
-    parts = {name: getattr(p.planned, name) for name in PARTS}
-    other = parts["inputs"] + parts["temporaries"]
-    shown = [parts[name] for name in ("weights", "gradients", "optimizer", "saved", "attention")]
-    return [_mib(value) for value in (*shown, other, p.planned.peak)]
+    of = p.planned
+    other = of.inputs + of.temporaries
+    return [_mib(n) for n in (of.weights, of.gradients, of.optimizer, of.saved, of.attention, other, of.peak)]
 
 
 def _device(kind: str) -> str:
@@ -209,13 +212,11 @@ def _device(kind: str) -> str:
 
 
 def _mib(value: int | None) -> str:
-    return (
-        "" if value is None else f"{value / 2**20:,.0f}" if value >= 2**20 * 99 or not value else f"{value / 2**20:.1f}"
-    )
-
-
-def _size(size: tuple[int, int]) -> str:
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+    """With a fraction below three digits."""
+    if value is None:
+        return ""
+    mib = value / 2**20
+    return f"{mib:.1f}" if 0 < mib < 99 else f"{mib:,.0f}"
 
 
 def _check_plot(args: argparse.Namespace) -> None:

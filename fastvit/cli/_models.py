@@ -87,6 +87,8 @@ def _draw_block(args: argparse.Namespace) -> int:
     """What a block runs and keeps, by provider."""
     if len(args.models) != 1:
         raise ValueError(f"--block draws one model, got {' '.join(args.models)}")
+    if any(sizes and len(sizes) > 1 for sizes in (args.image_size, args.patch_size)):
+        raise ValueError("--block draws one size of image and patch, got several")
     _terminal.check_picture("--block", args.block)
     from fastvit.study._block import draw_blocks
 
@@ -118,6 +120,8 @@ def _cell(value: Any) -> Any:
 
 
 def _table(costs: Sequence[ModelCost], parts: bool) -> None:
+    from fastvit.study._subject import pixels
+
     table = _terminal.wanted("rich.table", "rich").Table(
         box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold"
     )
@@ -134,7 +138,7 @@ def _table(costs: Sequence[ModelCost], parts: bool) -> None:
     for cost in costs:
         of = cost.parameters
         known = {
-            "size": f"{_pixels(cost.image_size)}/{_pixels(cost.patch_size)}", "batch": str(cost.batch),
+            "size": f"{pixels(cost.image_size)}/{pixels(cost.patch_size)}", "batch": str(cost.batch),
             "tokens": f"{cost.tokens:,}", "N x N": _short(cost.token_pairs), "params": _short(of.total),
             "FLOPs": _short(cost.flops), "saved": _bytes(cost.saved_bytes), "total": _short(of.total),
             "patches": _short(of.patch_embedding), "positions": _short(of.positions),
@@ -150,6 +154,7 @@ def _table(costs: Sequence[ModelCost], parts: bool) -> None:
 
 def _one(cost: ModelCost) -> None:
     from fastvit.study._hardware import GPUS
+    from fastvit.study._subject import pixels
 
     of, batch = cost.parameters, f" of {cost.batch} images" if cost.batch > 1 else " of an image"
     make = _terminal.wanted("rich.table", "rich").Table
@@ -159,9 +164,7 @@ def _one(cost: ModelCost) -> None:
         table.add_column(justify=justify)
     down, across = cost.grid
     prefix = f"{cost.prefix_tokens} in front of {cost.patches:,} patches" if cost.prefix_tokens else "patches only"
-    table.add_row(
-        "image, patch", f"{_pixels(cost.image_size)}, {_pixels(cost.patch_size)}", f"{down} x {across} patches"
-    )
+    table.add_row("image, patch", f"{pixels(cost.image_size)}, {pixels(cost.patch_size)}", f"{down} x {across} patches")
     table.add_row("tokens", f"{cost.tokens:,}", prefix)
     table.add_row("attention matrix", f"{cost.token_pairs:,}", "elements per head, tokens^2")
     if cost.prefix_tokens:
@@ -181,10 +184,6 @@ def _one(cost: ModelCost) -> None:
         table.add_row(f"bound on {cost.bound.gpu}", _seconds(cost), f"of a forward{batch}: {why}; no prediction")
         table.add_row("", "", GPUS[cost.bound.gpu].source)
     _terminal.console().print(table)
-
-
-def _pixels(size: tuple[int, int]) -> str:
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def _short(count: float) -> str:

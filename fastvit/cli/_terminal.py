@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -117,7 +118,7 @@ def write(path: str | Path, content: str | bytes) -> None:
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        if path.is_file() and error.errno == 28:
+        if path.is_file() and error.errno == errno.ENOSPC:
             path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
     print(f"wrote {path}", file=sys.stderr)

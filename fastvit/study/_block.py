@@ -12,9 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastvit._arguments import Pair
 from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._plan import without_data
-from fastvit.study._subject import PROVIDERS, blocks, channels, find, images, output_of
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from fastvit.study._subject import DTYPES, PROVIDERS, blocks, channels, find, images, output_of
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,14 @@ def block(
     """
     subject = find(model)
     size, patch = subject.sizes(image_size, patch_size)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
-    built = subject.on_meta(provider, size, patch).to(_DTYPES[dtype]).train()
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    built = subject.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
     one, B = first_block(built), 2
     with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu=True), torch.enable_grad():
         without_data(built)
         seen = _Steps(gpu=True)
-        pixels = images(B, size, _DTYPES[dtype], channels(built))
+        pixels = images(B, size, DTYPES[dtype], channels(built))
         given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))
         marks, widths, outside = list[int](), list[int](), set[int]()
         one.register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
@@ -107,7 +105,7 @@ def block(
             result = built(pixels)
         kept = seen.alive() - given - outside
         del result
-    token = B * seen.tokens * widths[0] * _DTYPES[dtype].itemsize
+    token = B * seen.tokens * widths[0] * DTYPES[dtype].itemsize
     steps = seen.steps[marks[0] : marks[1]]
     ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in steps)
     return BlockCost(provider, seen.tokens, tuple(ops))
@@ -121,9 +119,6 @@ def first_block(model: nn.Module) -> nn.Module:
     return found[0]
 
 
-TITLES = {"eager": "eager", "sdpa": "SDPA", "fused": "fastvit"}
-
-
 def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_size: Pair | None = None) -> Any:
     """A matplotlib figure: the ops of a block, a column a provider; what is kept is filled."""
     from matplotlib import rc_context
@@ -131,7 +126,7 @@ def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_si
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
 
-    from fastvit.study._plot import COLOURS
+    from fastvit.study._plot import COLOURS, NAMES
 
     costs = [block(model, provider=provider, image_size=image_size, patch_size=patch_size) for provider in PROVIDERS]
     most = max(len(cost.ops) for cost in costs)
@@ -142,7 +137,7 @@ def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_si
             colour = colours[cost.provider]
             axis.set(xlim=(0, 1), ylim=(-most - 0.1, 0.1))
             axis.axis("off")
-            axis.set_title(TITLES[cost.provider], loc="left", fontsize=13, fontweight="bold", color=colour)
+            axis.set_title(NAMES[cost.provider], loc="left", fontsize=13, fontweight="bold", color=colour)
             axis.text(1, 0.3, f"{len(cost.ops)} ops, keep {cost.kept:.1f}", fontsize=10, va="bottom", ha="right")
             for i, op in enumerate(cost.ops):
                 keeps = op.kept > 0.05  # more than statistics

@@ -169,6 +169,7 @@ def _folder(name: str, path: Path) -> Finding:
 
 def _ops() -> Iterator[Finding]:
     """On the device that a model would be on: a GPU if there is one."""
+    from fastvit.kernels import _configs
     from fastvit.ops import _library
     from fastvit.study import _verify
 
@@ -183,9 +184,8 @@ def _ops() -> Iterator[Finding]:
             "ops", op, f"{path}: {why}", OK if path == ("ATen" if device.type == "cpu" else "Triton") else NOTE
         )
     if strict and device.type == "cuda":
-        yield Finding(
-            "ops", "strict", "what Triton cannot take (float64, rows of more than 65,536 elements) raises", NOTE
-        )
+        limits = f"float64, rows of more than {_configs.MAX_ROW:,} elements"
+        yield Finding("ops", "strict", f"what Triton cannot take ({limits}) raises", NOTE)
 
 
 def _path(device: torch.device, backend: str) -> tuple[str, str]:

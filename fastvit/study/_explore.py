@@ -140,18 +140,9 @@ def patch_stops(size: tuple[int, int], patch: tuple[int, int]) -> list[int]:
 
 
 def _built(subject: Subject, size: tuple[int, int], weights: str | Path | None) -> nn.Module:
-    options: dict[str, Any] = {}
-    if weights is not None:
-        if subject.source != "fastvit":
-            raise ValueError(
-                f"weights are for names of `fastvit models`, and {subject.name} is of {subject.source}: for others, "
-                "name a function that returns the model with its weights, as module:function"
-            )
-        options = {"weights": weights, "num_classes": 0, "drop_head": True}  # nothing on the page is of a head
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        provider = "fused" if subject.source == "fastvit" else "sdpa"
-        return subject.build(provider, size, **options).float().eval()
+        return subject.with_weights(weights, size).float().eval()
 
 
 def _facts(model: nn.Module, cost: ModelCost) -> dict[str, Any]:

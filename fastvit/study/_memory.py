@@ -107,10 +107,10 @@ def memory(
         progress: called with a text before every point.
 
     Raises:
-        ValueError: an unknown model, a size that the patch does not divide, and other wrong arguments.
+        ValueError: an unknown model, a size that the patch does not divide, measured=True on a GPU that is not there,
+            and other wrong arguments.
         FileNotFoundError: no such configuration.
         ImportError: a library that the model wants, or triton for device="cuda", is not installed.
-        RuntimeError: measured=True on a device that is not there.
     """
     setting = Setting(mode, dtype, optimizer if mode == "train" else "none", checkpointing)
     subject = find(model)

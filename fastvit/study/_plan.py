@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from fastvit.study import _subject
 from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._subject import Subject, channels, images, output_of
 
 MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
-DTYPES = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "amp": torch.float32,
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-}  # fmt: skip
+DTYPES = _subject.DTYPES | {"amp": torch.float32}  # of parameters
+DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

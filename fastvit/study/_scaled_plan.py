@@ -8,6 +8,7 @@ reductions are views; partial sums of as many programs as a kernel has), it is o
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ class ScaledPlan:
         held = np.cumsum(nbytes[self.number] * self.sign)
         until = self.begin + int(held[self.begin :].argmax()) + 1
         there = np.bincount(self.number[:until], self.sign[:until], len(nbytes)) > 0
-        return Parts(*(int(nbytes[there & (self.part == part)].sum()) for part in range(7)))
+        return Parts(*(int(nbytes[there & (self.part == part)].sum()) for part in range(len(fields(Parts)))))
 
 
 def _powers(nbytes: int, at: Traced) -> tuple[int, int, int, int]:

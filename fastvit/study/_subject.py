@@ -25,6 +25,7 @@ from fastvit.reference_eva import SwiGLUPacked
 from fastvit.study import _baselines
 
 PROVIDERS = ("eager", "sdpa", "fused")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,30 @@ class Subject:
             try:
                 with torch.device("meta"):
                     return self.build(provider, image_size, patch_size, **options)
-            except Exception:  # whatever is wrong for another reason is wrong again
+            except Exception as error:
+                if isinstance(error, ValueError) and error.__cause__ is None:  # what is refused here, for good
+                    raise
                 return self.build(provider, image_size, patch_size, **options).to("meta")
+
+    def with_weights(self, weights: str | Path | None, image_size: Pair | None = None) -> nn.Module:
+        """The model without its head, to look at its attention: with fastvit's ops if it is of the zoo, else as its
+        library writes it, since PyTorch's SDPA is seen as well.
+
+        Args:
+            weights: a file for a name of the zoo; None for random ones, or those that a function loads.
+            image_size: None for the model's own.
+
+        Raises:
+            ValueError: weights for a model that is not of the zoo, and what `build` refuses.
+        """
+        if weights is None:
+            return self.build("fused" if self.source == "fastvit" else "sdpa", image_size)
+        if self.source != "fastvit":
+            raise ValueError(
+                f"weights are for names of `fastvit models`, and {self.name} is of {self.source}: for others, name a "
+                "function that returns the model with its weights, as module:function"
+            )
+        return self.build("fused", image_size, weights=weights, num_classes=0, drop_head=True)
 
     def sizes(
         self, image_size: Pair | None = None, patch_size: Pair | None = None
@@ -86,8 +109,8 @@ class Subject:
         patch = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
         if size[0] % patch[0] or size[1] % patch[1]:
             raise ValueError(
-                f"image size {_pixels(size)} is not a multiple of the patch size {_pixels(patch)} of {self.name}; "
-                f"nearest: {_pixels(_nearest(size, patch))}"
+                f"image size {pixels(size)} is not a multiple of the patch size {pixels(patch)} of {self.name}; "
+                f"nearest: {pixels(_nearest(size, patch))}"
             )
         return size, patch
 
@@ -305,7 +328,8 @@ def _square(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and value[0] == value[1] else value
 
 
-def _pixels(size: tuple[int, int]) -> str:
+def pixels(size: tuple[int, int]) -> str:
+    """(224, 224) -> "224", (224, 448) -> "224x448"."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 

@@ -19,7 +19,6 @@ from fastvit.ops._library import Unsupported
 from fastvit.study import _op_cases, _oracle, _subject
 from fastvit.study._op_cases import HEAD_DIMS
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPS = tuple(name for name in ops.__all__ if name not in ("Rotary", "use_backend"))
 _BATCH = 2  # images of a whole model
 _DRAWS = 4
@@ -282,10 +281,10 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _dtypes(names: Sequence[str] | None, device: torch.device) -> dict[str, torch.dtype]:
     if names is None:
         has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
-        return {name: dtype for name, dtype in DTYPES.items() if has_bf16 or name != "bfloat16"}
-    if unknown := [name for name in names if name not in DTYPES]:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {unknown[0]!r}")
-    return {name: DTYPES[name] for name in names}
+        return {name: dtype for name, dtype in _subject.DTYPES.items() if has_bf16 or name != "bfloat16"}
+    if unknown := [name for name in names if name not in _subject.DTYPES]:
+        raise ValueError(f"dtype must be one of {', '.join(_subject.DTYPES)}, got {unknown[0]!r}")
+    return {name: _subject.DTYPES[name] for name in names}
 
 
 def _sizes(subject: _subject.Subject) -> tuple[int, int]:
