@@ -21,7 +21,7 @@ from fastvit.cli import main
 from fastvit.study import _explore, _explore_attention, _explore_memory, _page
 from fastvit.study._plan import Setting, plan
 from fastvit.study._scaled_plan import ScaledPlan, traced_at
-from fastvit.study._subject import find
+from fastvit.study._sources import find
 
 Explored = tuple[study.Exploration, Path, Path]
 

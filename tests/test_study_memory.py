@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastvit import ops, study, zoo
 from fastvit.cli import VERBS, _memory, _terminal, main
 from fastvit.ops import _library
-from fastvit.study import _measured, _subject
+from fastvit.study import _measured, _sources
 from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._block import first_block
 from fastvit.study._memory import _largest
@@ -98,7 +98,7 @@ def test_how_memory_grows(kind, mode):
 
 @KINDS
 def test_the_parts_of_a_step(kind):
-    subject = _subject.find("vit_tiny_patch16_224")
+    subject = _sources.find("vit_tiny_patch16_224")
     parameters = list(subject.build("fused").parameters())
     weights = sum(2 * p.numel() for p in parameters)
     rounded = 512 * len(parameters) if kind == "cuda" else 0
@@ -126,7 +126,7 @@ def test_the_parts_of_a_step(kind):
 def test_autocast_on_a_gpu_has_scores_in_float32():
     """On a CPU, whose tensors stand in for a GPU's, autocast leaves them in bfloat16."""
     pytest.importorskip("triton")
-    subject = _subject.find(SMALL)
+    subject = _sources.find(SMALL)
     matrices = [plan(subject, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
     assert matrices[1] > 1.3 * matrices[0]
 

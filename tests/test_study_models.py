@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastvit
 from fastvit.cli import _models as verb
 from fastvit.cli import main
-from fastvit.study import _models, _parameters, _subject, gpus, models
+from fastvit.study import _models, _parameters, _sources, gpus, models
 from fastvit.study._hardware import GPUS
 from fastvit.study._peak import saved_bytes
 
@@ -50,7 +50,7 @@ def test_parameters_of_vit_base_by_hand():
 
 def check_against_the_reference(name):
     (cost,) = models(name)
-    subject = _subject.find(name)
+    subject = _sources.find(name)
     with torch.device("meta"):
         reference = subject.build("eager").eval().requires_grad_(False)
         images = torch.empty(1, 3, *subject.image_size)
@@ -87,7 +87,7 @@ def test_another_size_and_batch():
 def test_saved_bytes_are_those_of_a_real_step():
     """Counted on the meta device, they are what autograd keeps of real tensors, by the benchmarks' own count."""
     (cost,) = models("vit_cifar_small", batch=2)
-    model = _subject.find("vit_cifar_small").build("fused").bfloat16().train()
+    model = _sources.find("vit_cifar_small").build("fused").bfloat16().train()
     images = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
     assert cost.saved_bytes == saved_bytes(lambda: model(images), list(model.parameters()))
     N, D, L = 65, 192, 12

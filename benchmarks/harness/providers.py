@@ -21,7 +21,7 @@ from fastvit.eva import Eva
 from fastvit.reference_eva import Eva as ReferenceEva
 from fastvit.study import _eager as eager
 from fastvit.study._baselines import use_sdpa
-from fastvit.study._subject import reference_arguments
+from fastvit.study._sources import reference_arguments
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
 

@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from fastvit import study
     from fastvit.study._normalization import of_subject
-    from fastvit.study._subject import find
+    from fastvit.study._sources import find
 
     if args.out is not None:
         _terminal.wanted("matplotlib", "matplotlib")

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastvit._arguments import Pair
 from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._plan import without_data
-from fastvit.study._subject import DTYPES, PROVIDERS, blocks, channels, find, images, output_of
+from fastvit.study._sources import find
+from fastvit.study._subject import DTYPES, PROVIDERS, blocks, channels, images, output_of
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from fastvit.study import _explore_attention, _explore_memory, _page
 from fastvit.study._explore_picture import picture
 from fastvit.study._models import ModelCost, models
 from fastvit.study._normalization import of_subject
-from fastvit.study._subject import Subject, find
+from fastvit.study._sources import find
+from fastvit.study._subject import Subject
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
 

@@ -11,7 +11,8 @@ from fastvit._arguments import Pair, checked_pair
 from fastvit.study import _measured
 from fastvit.study._peak import exponent
 from fastvit.study._plan import Parts, Setting, plan
-from fastvit.study._subject import PROVIDERS, Subject, find
+from fastvit.study._sources import find
+from fastvit.study._subject import PROVIDERS, Subject
 
 DEVICES = ("cpu", "cuda")
 Progress = Callable[[str], None]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
 from fastvit._arguments import Pair
-from fastvit.study import _hardware, _parameters, _subject
+from fastvit.study import _hardware, _parameters, _sources, _subject
 from fastvit.study._hardware import Bound
 from fastvit.study._parameters import Parameters
 from fastvit.study._peak import saved_bytes
@@ -124,7 +124,7 @@ def models(
     found, reasons = [], []
     for name, by_pattern in asked:
         step(name)
-        subject = _subject.find(name)
+        subject = _sources.find(name)
         for image, patch in itertools.product(_several(image_size), _several(patch_size)):
             try:
                 sizes = subject.sizes(image, patch)

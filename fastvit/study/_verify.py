@@ -16,7 +16,7 @@ from torch import nn
 from fastvit import ops
 from fastvit.ops import _library
 from fastvit.ops._library import Unsupported
-from fastvit.study import _op_cases, _oracle, _subject
+from fastvit.study import _op_cases, _oracle, _sources, _subject
 from fastvit.study._op_cases import HEAD_DIMS
 
 OPS = tuple(name for name in ops.__all__ if name not in ("Rotary", "use_backend"))
@@ -93,7 +93,7 @@ def verify(
         raise ValueError(f"no op is called {sorted(unknown)[0]!r}; the ops are {', '.join(OPS)}")
     if depth is not None and model is None:
         raise ValueError("depth is for a model, and none is given")
-    subject = None if model is None else _subject.find(model)
+    subject = None if model is None else _sources.find(model)
     width, heads = (_op_cases.WIDTH, _op_cases.HEADS) if subject is None else _sizes(subject)
     if head_dims is None:
         head_dims = HEAD_DIMS if subject is None else (width // heads,)

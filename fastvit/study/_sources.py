@@ -1,0 +1,204 @@
+"""Where a study's models come from: the zoo, timm, configurations of transformers, anybody's functions."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastvit import integrations, reference, zoo
+from fastvit._arguments import Pair, checked_pair
+from fastvit._zoo_eva import CONFIGS as EVAS
+from fastvit.reference_eva import Eva as ReferenceEva
+from fastvit.reference_eva import SwiGLUPacked
+from fastvit.study import _baselines
+from fastvit.study._subject import Subject
+
+_DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
+
+
+def find(name: str) -> Subject:
+    """The model that a name stands for: one of `fastvit.list_models()`, of timm's, a configuration file of transformers
+    (`config.json`, or the folder that has it), or `module:function`, where function([image_size=, patch_size=]) returns
+    the model.
+
+    Raises:
+        ValueError: an unknown name, with the nearest; a configuration or function that makes no model.
+        FileNotFoundError: no such file.
+        ImportError: a module, or a library, that is not installed.
+    """
+    if name in zoo.CONFIGS:
+        return _of_zoo(name)
+    if ":" in name:
+        return _of_function(name)
+    if name.endswith(".json") or "/" in name or Path(name).is_dir():
+        return _of_configuration(name)
+    names, note = list(zoo.CONFIGS), ""
+    if importlib.util.find_spec("timm") is not None:
+        try:
+            timm = importlib.import_module("timm")
+        except Exception as error:  # as beside a torchvision of another build
+            note = f" (timm is installed, but its import fails: {error})"
+        else:
+            if timm.is_model(name):
+                return _of_timm(name, timm)
+            names += timm.list_models()
+    near = difflib.get_close_matches(name, names)
+    hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else "; `fastvit models` lists them"
+    raise ValueError(f"{name!r} is not a known model{hint}{note}")
+
+
+def _of_zoo(name: str) -> Subject:
+    config = zoo.config(name)
+
+    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+        if image_size is not None:
+            options["img_size"] = image_size
+        if provider == "fused":
+            return zoo.create_model(name, **options)
+        kind = ReferenceEva if name in EVAS else reference.VisionTransformer
+        return _as(provider, kind(**{**reference_arguments(name), **options}))
+
+    size, patch = (checked_pair(key, config.get(key, default)) for key, default in _DEFAULTS)
+    return Subject(name, "fastvit", size, patch, make)
+
+
+def reference_arguments(name: str) -> dict[str, Any]:
+    """The arguments that make the plain PyTorch model of a name of the zoo."""
+    config = zoo.config(name)
+    if "norm_layer" in config:  # the zoo names our LayerNorm
+        config["norm_layer"] = partial(nn.LayerNorm, **config["norm_layer"].keywords)
+    if config.get("mlp_layer") == "swiglupacked":  # the reference takes classes only
+        config["mlp_layer"] = SwiGLUPacked
+    return config
+
+
+def _of_timm(name: str, timm: Any) -> Subject:
+    height_width = timm.get_pretrained_cfg(name)
+    size = checked_pair("image_size", tuple(height_width.input_size[1:]) if height_width else 224)
+
+    def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
+        if image_size is not None:
+            options["img_size"] = image_size
+        model: nn.Module = timm.create_model(name, **options)
+        return _as(provider, model)
+
+    with torch.device("meta"):
+        patch = _patch_size(timm.create_model(name), name)
+    return Subject(name, "timm", size, patch, make)
+
+
+def _of_configuration(name: str) -> Subject:
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a configuration in JSON: {error}") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
+    transformers = importlib.import_module("transformers")
+    values = dict(values)
+    config = _told(path, lambda: transformers.AutoConfig.for_model(values.pop("model_type"), **values))
+    config = getattr(config, "vision_config", config)
+    if getattr(config, "patch_size", None) is None or getattr(config, "image_size", None) is None:
+        raise ValueError(f"{path} describes no ViT: {config.model_type} has no image_size and patch_size")
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        sized = type(config).from_dict(config.to_dict())
+        for key, value in options.items():
+            setattr(sized, key, _square(value))
+        return _as(provider, _told(path, lambda: transformers.AutoModel.from_config(sized)))
+
+    size, patch = (checked_pair(key, _pair(getattr(config, key))) for key in ("image_size", "patch_size"))
+    return Subject(name, "transformers", size, patch, make)
+
+
+def _of_function(name: str) -> Subject:
+    module_name, _, function_name = name.partition(":")
+    module = _told(name, lambda: importlib.import_module(module_name))
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ValueError(f"{module_name} has no function {function_name!r}")
+    takes = inspect.signature(function).parameters
+    spelling = "img_size" if "img_size" in takes and "image_size" not in takes else "image_size"
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        if "image_size" in options:
+            options[spelling] = options.pop("image_size")
+        if unknown := [key for key in options if key not in takes and not _takes_any(takes)]:
+            raise ValueError(f"{name} takes no {unknown[0]}: its model has one size only")
+        model = _told(name, lambda: function(**{key: _square(value) for key, value in options.items()}))
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
+        return _as(provider, model)
+
+    model = Subject(name, "function", (1, 1), (1, 1), make).on_meta("sdpa")
+    patch = _patch_size(model, name)
+    size = takes[spelling].default if spelling in takes else None
+    size = size if size not in (None, inspect.Parameter.empty) else _image_size(model)
+    return Subject(name, "function", checked_pair("image_size", size), patch, make)
+
+
+def _as(provider: str, model: nn.Module) -> nn.Module:
+    """The model of a library, as a provider runs it."""
+    if isinstance(model, reference.VisionTransformer):
+        if provider == "fused":
+            raise ValueError("the reference has no fused form; the models of fastvit.list_models() have all three")
+        return _baselines.use_sdpa(model) if provider == "sdpa" else model
+    if provider == "fused":
+        report = integrations.accelerate(model)
+        if not any(report.fused(part)[0] for part in ("attention", "MLP")):
+            raise ValueError(f"fastvit.accelerate knows no block of {type(model).__name__}: it has no fused form")
+    elif provider == "eager":
+        _baselines.use_eager(model)
+    return model
+
+
+def _told(name: object, make: Callable[[], Any]) -> Any:
+    """make(), whatever it raises as an error of one line."""
+    try:
+        return make()
+    except ImportError:
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
+
+
+def _patch_size(model: nn.Module, name: str) -> tuple[int, int]:
+    """Of the first convolution that strides as wide as its kernel."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size and module.stride[0] > 1:
+            return module.stride[0], module.stride[1]
+    raise ValueError(f"{name} has no patch embedding that strides as wide as its kernel: it is no plain ViT")
+
+
+def _image_size(model: nn.Module) -> Pair:
+    for module in (model, *model.modules()):
+        for key in ("img_size", "image_size"):
+            if isinstance(value := getattr(module, key, None), int | tuple):
+                return value
+    return 224
+
+
+def _takes_any(parameters: Any) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _square(value: Any) -> Any:
+    """One integer where (height, width) are equal, which is what some constructors take."""
+    return value[0] if isinstance(value, tuple) and value[0] == value[1] else value
