@@ -58,7 +58,7 @@ class SwiGLU(_GatedMlp):
     Args:
         in_features, hidden_features, out_features: None means as many as in_features.
         act_layer: the gate's: a class, or silu, gelu or sigmoid. Only silu and the exact gelu are fused.
-        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, or None. LayerNorm is fused.
+        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, or None. LayerNorm and RMSNorm are fused.
         bias: whether the three layers have one.
         drop: dropout behind the product and behind fc2, in [0, 1).
         align_to: hidden_features is rounded up to a multiple of it; 0 for no rounding.
@@ -94,7 +94,8 @@ class GluMlp(_GatedMlp):
         in_features, hidden_features, out_features: None means as many as in_features. hidden_features is of gate and
             value together, and even.
         act_layer: the gate's: a class, or silu, gelu or sigmoid. Only silu and the exact gelu are fused.
-        norm_layer: norm_layer(hidden_features // 2) as `norm` in front of fc2, or None. LayerNorm is fused.
+        norm_layer: norm_layer(hidden_features // 2) as `norm` in front of fc2, or None. LayerNorm and RMSNorm are
+            fused.
         bias: whether both layers have one.
         drop: dropout behind the product and behind fc2, in [0, 1).
         gate_last: whether the gate is the second half.

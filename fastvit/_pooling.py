@@ -93,5 +93,5 @@ class AttentionPoolLatent(nn.Module):
 
 
 def _read_mlp_half(pool: Any) -> Half[fuse.Mlp]:
-    mlp, norm = submodules(pool, mlp=readers.MLP, norm=readers.LAYER_NORM)
+    mlp, norm = submodules(pool, mlp=readers.MLP, norm=readers.NORM)
     return Half(readers.read_mlp(mlp), readers.read_norm(norm))

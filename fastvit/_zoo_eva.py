@@ -127,6 +127,14 @@ CONFIGS: dict[str, Config] = {
         f"vit_{name}_patch16_rope_ape_224": _rope(size, no_embed_class=True, use_abs_pos_emb=True)
         for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
     },
+    **{
+        f"vit_{name}_patch16_rope_mixed_{more}224": _rope(size, rope_type="mixed", rope_temperature=10.0, **options)
+        for more, options in (
+            ("", {"use_fc_norm": False}),
+            ("ape_", {"no_embed_class": True, "use_abs_pos_emb": True}),
+        )
+        for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
+    },
     "vit_medium_patch16_rope_reg1_gap_256": _rope_gap(_size(512, 12, 8), 1),
     "vit_mediumd_patch16_rope_reg1_gap_256": _rope_gap(_size(512, 20, 8), 1, qkv_bias=False),
     "vit_betwixt_patch16_rope_reg4_gap_256": _rope_gap(_size(640, 12, 10), 4),

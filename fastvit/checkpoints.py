@@ -1,5 +1,5 @@
 """Weights that users already have, put into a `VisionTransformer`: files of timm, torchvision, Hugging Face
-transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP and open_clip.
+transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip and Apple's AIMv2.
 
 A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. All
 of it is checked against the model before anything is copied: the model ends up with every weight or with none.
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fastvit._checkpoint_files import CheckpointError, check_weights, first, one_state_dict, read
-from fastvit._checkpoint_names import SOURCES, Source
+from fastvit._checkpoint_names import SOURCES
+from fastvit._checkpoint_source import Source
 from fastvit._positions import Resize, antialiased, resample_abs_pos_embed
 from fastvit.vit import VisionTransformer
 

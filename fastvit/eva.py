@@ -18,7 +18,7 @@ from fastvit._arguments import (
 )
 from fastvit.eva_layers import EvaBlock
 from fastvit.layers import NormLayer
-from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
+from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 from fastvit.vit import NORM_LAYERS, VisionTransformer
 
 __all__ = ["Eva"]
@@ -36,18 +36,20 @@ class Eva(VisionTransformer):
             `VisionTransformer`, but patches are averaged by default.
         qkv_bias, qkv_fused, mlp_ratio, swiglu_mlp, swiglu_align_to, scale_mlp, scale_attn_inner, attn_type,
             init_values: of `EvaBlock`.
-        norm_layer: a class, or "layernorm".
+        norm_layer: a class, or "layernorm" or "rmsnorm".
         num_reg_tokens: registers behind CLS.
         use_abs_pos_emb: learnt positions.
         use_rot_pos_emb: rotary positions, from `rope`, of heads that are rotated by halves if rope_rotate_half.
-        rope_type: "cat" for `RotaryEmbeddingCat`, "dinov3" for `RotaryEmbeddingDinoV3`.
-        rope_temperature, rope_grid_offset, rope_grid_indexing, ref_feat_shape (of "cat"), rope_shift_coords,
-            rope_jitter_coords, rope_rescale_coords (of "dinov3"): of these.
+        rope_type: "cat" for `RotaryEmbeddingCat`, "dinov3" for `RotaryEmbeddingDinoV3`, "mixed" for
+            `RotaryEmbeddingMixed`, whose heads are not rotated by halves.
+        rope_temperature, rope_grid_indexing, rope_grid_offset (not of "mixed"), ref_feat_shape (of "cat"),
+            rope_shift_coords, rope_jitter_coords, rope_rescale_coords (of "dinov3"): of these.
         use_pre_transformer_norm: a norm before the blocks, and no bias in the patch embedding.
         use_fc_norm: a norm behind the pooling; None for one where patches are averaged.
         use_post_transformer_norm: a norm behind the blocks; None for one where use_fc_norm has none.
         head_init_scale: what the head's initial weights are multiplied with.
         patch_drop_rate: as in `VisionTransformer`; 0 with rotary positions, whose tables all samples share.
+        qk_norm: of `EvaBlock`.
         options: of `VisionTransformer`: class_token, no_embed_class, attn_pool_num_heads, attn_pool_mlp_ratio,
             dynamic_img_size, dynamic_img_pad, dropout rates, drop_path_rate, mean, std, device, dtype. The pooling
             "map" attends to CLS and registers too, as timm's Eva, unless pool_include_prefix is False.
@@ -68,11 +70,13 @@ class Eva(VisionTransformer):
         rope_jitter_coords: float | None = None, rope_rescale_coords: float | None = None,
         use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
         use_post_transformer_norm: bool | None = None, patch_drop_rate: float = 0.0, head_init_scale: float = 0.001,
-        **options: Any,
+        qk_norm: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         check_integers(1, embed_dim=embed_dim, num_heads=num_heads)
         check_integers(0, num_reg_tokens=num_reg_tokens, swiglu_align_to=swiglu_align_to)
-        check_choice("rope_type", rope_type, ("cat", "dinov3"))
+        check_choice("rope_type", rope_type, ("cat", "dinov3", "mixed"))
+        if rope_type == "mixed" and rope_rotate_half:
+            raise ValueError("rope_rotate_half must be False for rope_type 'mixed', got True")
         check_flags(
             qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp, scale_attn_inner=scale_attn_inner,
             class_token=class_token, use_abs_pos_emb=use_abs_pos_emb, use_rot_pos_emb=use_rot_pos_emb,
@@ -104,18 +108,22 @@ class Eva(VisionTransformer):
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
             final_norm=fc_norm or post_norm, fc_norm=fc_norm, norm_layer=norm_layer, block_fn=block, fix_init=True,
-            patch_drop_rate=patch_drop_rate, **options,
+            patch_drop_rate=patch_drop_rate, qk_norm=qk_norm, **options,
         )  # fmt: skip
+        factory = {name: options.get(name) for name in ("device", "dtype")}
         if fc_norm and post_norm:
-            factory = {name: options.get(name) for name in ("device", "dtype")}
             self.norm = by_name("norm_layer", norm_layer, NORM_LAYERS)(embed_dim, **factory)
         self.head_init_scale = head_init_scale
         self._scale_head()
-        self.rope: RotaryEmbeddingCat | RotaryEmbeddingDinoV3 | None = None
+        self.rope: RotaryEmbeddingCat | RotaryEmbeddingDinoV3 | RotaryEmbeddingMixed | None = None
         if use_rot_pos_emb:
             common = embed_dim // num_heads, rope_temperature
             grid: dict[str, Any] = {"grid_offset": rope_grid_offset, "grid_indexing": rope_grid_indexing}
-            if rope_type == "cat":
+            if rope_type == "mixed":
+                self.rope = RotaryEmbeddingMixed(
+                    embed_dim, depth, num_heads, rope_temperature, rope_grid_indexing, **factory
+                )
+            elif rope_type == "cat":
                 self.rope = RotaryEmbeddingCat(
                     *common, ref_feat_shape=ref_feat_shape, rotate_half=rope_rotate_half, **grid
                 )
@@ -149,3 +157,11 @@ class Eva(VisionTransformer):
     def _embedded(self, x: Tensor) -> tuple[Any, ...]:
         rope = None if self.rope is None else self.rope.get_embed(self._grid_of(x), x.device)
         return *super()._embedded(x), rope
+
+    def _run_block(self, i: int, x: Tensor, *rest: Any) -> Tensor:
+        (rope,) = rest
+        return super()._run_block(i, x, rope[i] if isinstance(self.rope, RotaryEmbeddingMixed) else rope)
+
+    def no_weight_decay(self) -> set[str]:
+        mixed = {"rope.freqs"} if isinstance(self.rope, RotaryEmbeddingMixed) else set()
+        return super().no_weight_decay() | mixed

@@ -19,6 +19,7 @@ from fastvit._arguments import (
     check_hidden,
     check_init_values,
     check_integers,
+    check_norm_layer,
     check_number,
     check_rates,
 )
@@ -38,23 +39,23 @@ class EvaAttention(nn.Module):
         qkv_fused: one layer for q, k and v, whose biases are parameters of their own, or three.
         num_prefix_tokens: tokens in front of the patches, which have no rotary position.
         attn_drop, proj_drop: dropout of the probabilities, and behind the projection; in [0, 1).
-        norm_layer: for scale_norm.
-        scale_norm: norm_layer(dim) as `norm` in front of the projection, which then runs by itself.
+        norm_layer: for scale_norm and qk_norm.
+        scale_norm: norm_layer(dim) as `norm` in front of the projection.
         rotate_half: how heads are rotated: by halves, as in DINOv3, or by neighbours.
         device, dtype: of the parameters.
+        qk_norm: norm_layer(D / H) as `q_norm` and `k_norm` of q's and k's heads, before the rotation.
     """
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = True, qkv_fused: bool = True, num_prefix_tokens: int = 1,
         attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: NormLayer | None = None, scale_norm: bool = True,
-        rotate_half: bool = False, device: Device = None, dtype: Dtype = None,
+        rotate_half: bool = False, device: Device = None, dtype: Dtype = None, *, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_integers(0, num_prefix_tokens=num_prefix_tokens)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
-        if scale_norm and norm_layer is None:
-            raise ValueError("scale_norm=True needs norm_layer, got None")
+        check_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
         check_factory(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
@@ -63,6 +64,8 @@ class EvaAttention(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
         self.rotate_half = rotate_half
         self._make_projections(dim, qkv_bias, qkv_fused, factory)
+        of_heads = norm_layer if qk_norm and norm_layer is not None else lambda *_, **__: nn.Identity()
+        self.q_norm, self.k_norm = of_heads(self.head_dim, **factory), of_heads(self.head_dim, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm_layer(dim, **factory) if scale_norm and norm_layer is not None else nn.Identity()
         self.proj = nn.Linear(dim, dim, **factory)
@@ -102,6 +105,7 @@ class EvaAttention(nn.Module):
         if attention is not None:
             return fuse.run_attention(x, attention, rotary)
         q, k, v = self._heads(x)
+        q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
         if read_or_none(submodules, self, attn_drop=readers.DROPOUT):
@@ -117,8 +121,8 @@ class AttentionRope(EvaAttention):
     """`EvaAttention` whose k has a bias too, as Perception Encoder and ROPE-ViT (Heo et al. 2024, arXiv:2403.13298).
 
     Args:
-        dim, num_heads, num_prefix_tokens, attn_drop, proj_drop, norm_layer, scale_norm, rotate_half, device, dtype: as
-            in `EvaAttention`.
+        dim, num_heads, num_prefix_tokens, attn_drop, proj_drop, norm_layer, scale_norm, rotate_half, device, dtype,
+            qk_norm: as in `EvaAttention`.
         qkv_bias: whether q, k and v have a bias.
         qkv_fused: one layer for q, k and v, or three.
     """
@@ -142,12 +146,12 @@ class EvaBlock(nn.Module):
 
     Args:
         dim, num_heads: D, and H, a divisor of D.
-        qkv_bias, qkv_fused, num_prefix_tokens, rotate_half: of `EvaAttention`.
+        qkv_bias, qkv_fused, num_prefix_tokens, rotate_half, qk_norm: of `EvaAttention`.
         mlp_ratio: width of the MLP as a multiple of D, of each half of a gated one.
         swiglu_mlp: a gated MLP: `SwiGLU` with scale_mlp or swiglu_align_to, else `SwiGLUPacked`.
         swiglu_align_to: its width is raised to a multiple of this, if not 0.
         scale_mlp, scale_attn_inner: a norm in front of the last layer of the MLP, and of attention's projection; the
-            latter then runs by itself, as does the former without a gate.
+            former, without a gate, makes that half four ops.
         attn_type: "eva" for `EvaAttention`, "rope" for `AttentionRope`.
         proj_drop, attn_drop: dropout behind the projection and both layers of the MLP, and of the probabilities.
         drop_path: the probability that a sample's branch is dropped, in [0, 1].
@@ -163,7 +167,7 @@ class EvaBlock(nn.Module):
         num_prefix_tokens: int = 1, attn_type: str = "eva", rotate_half: bool = False, proj_drop: float = 0.0,
         attn_drop: float = 0.0, drop_path: float = 0.0, init_values: float | None = None,
         act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
-        device: Device = None, dtype: Dtype = None,
+        device: Device = None, dtype: Dtype = None, *, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
@@ -178,7 +182,7 @@ class EvaBlock(nn.Module):
         self.attn = ATTENTION[attn_type](
             dim, num_heads, qkv_bias=qkv_bias, qkv_fused=qkv_fused, num_prefix_tokens=num_prefix_tokens,
             attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, scale_norm=scale_attn_inner,
-            rotate_half=rotate_half, **factory,
+            rotate_half=rotate_half, qk_norm=qk_norm, **factory,
         )  # fmt: skip
         self.init_values = init_values
         self.gamma_1 = self._gamma(dim, factory)

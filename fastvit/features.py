@@ -37,8 +37,8 @@ class Trunk(nn.Module):
         """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""
         x, *rest = self._embedded(x)
         if rest or (self.grad_checkpointing and torch.is_grad_enabled()):
-            for block in self.blocks:
-                x = self._run_block(block, x, *rest)
+            for i in range(len(self.blocks)):
+                x = self._run_block(i, x, *rest)
         else:
             x = self.blocks(x)
         return self.norm(x)
@@ -165,7 +165,8 @@ class Trunk(nn.Module):
 
     # ---- what both have ----
 
-    def _run_block(self, block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+    def _run_block(self, i: int, x: Tensor, *rest: Any) -> Tensor:
+        block = self.blocks[i]
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, *rest, use_reentrant=False)
         return block(x, *rest)
@@ -180,10 +181,8 @@ class Trunk(nn.Module):
         x, *rest = self._embedded(image)
         last = max(taken) if stop_early else len(self.blocks) - 1
         kept = []
-        for i, block in enumerate(self.blocks):
-            if i > last:
-                break
-            x = self._run_block(block, x, *rest)
+        for i in range(last + 1):
+            x = self._run_block(i, x, *rest)
             if i in taken:
                 kept.append(self.norm(x) if norm else x)
         P = self.num_prefix_tokens

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import ops
-from fastvit.ops import Rotary
+from fastvit.ops import Norm, Rotary
 from fastvit.ops._activations import GATED
 
 Branch = TypeVar("Branch", "Attention", "Mlp")
@@ -40,17 +40,10 @@ class Call(NamedTuple):
 Layer = Linear | Call
 
 
-class Norm(NamedTuple):
-    """LayerNorm: weight (D,), bias (D,)."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-
 class Attention(NamedTuple):
     """Multi-head self-attention. qkv: one packed layer (3 * H * d, D), or three for q, k and v; scale: None for
-    d**-0.5; attn_drop: of the attention probabilities; proj_drop: behind the projection."""
+    d**-0.5; attn_drop: of the attention probabilities; proj_drop: behind the projection; scale_norm: before it;
+    qk_norm: of q and of k."""
 
     qkv: tuple[Layer, ...]
     proj: Layer
@@ -58,12 +51,14 @@ class Attention(NamedTuple):
     scale: float | None = None
     attn_drop: float = 0.0
     proj_drop: float = 0.0
+    scale_norm: Norm | None = None
+    qk_norm: tuple[Norm, Norm] | None = None
 
 
 class Mlp(NamedTuple):
     """activation: as `ops.mlp` names it; act: the same, or the gate's, as a module, behind a Call. drop1: behind the
     activation, 0.0 or equal to drop2; drop2: behind fc2. If gated, fc1 is the gate's layer beside the value's, or both
-    in one, the gate's rows first or last; inner_norm: before fc2."""
+    in one, the gate's rows first or last. inner_norm: before fc2."""
 
     fc1: Layer
     fc2: Layer
@@ -92,6 +87,16 @@ Block = tuple[Half[Attention], Half[Mlp]]
 # ---- running them: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D) ----
 
 
+def runs_in_steps(branch: Attention | Mlp) -> bool:
+    """Whether a half of a block is several ops: where layers are called as modules, and of an MLP without a gate that
+    has a norm before fc2, which no op has."""
+    if isinstance(branch, Attention):
+        return Call in (*map(type, branch.qkv), type(branch.proj))
+    if branch.inner_norm is not None and branch.activation not in GATED:
+        return True
+    return Call in (type(branch.fc1), type(branch.value), type(branch.fc2))
+
+
 def run_block(x: Tensor, block: Block, rotary: Rotary | None = None) -> Tensor:
     attention, mlp = block
     return run_mlp_half(run_attention_half(x, attention, rotary), mlp)
@@ -99,40 +104,46 @@ def run_block(x: Tensor, block: Block, rotary: Rotary | None = None) -> Tensor:
 
 def run_attention_half(x: Tensor, half: Half[Attention], rotary: Rotary | None = None) -> Tensor:
     attn, norm = half.branch, half.norm
-    if Call in (*map(type, attn.qkv), type(attn.proj)):
-        return _run_last(_attend(ops.layer_norm(x, *norm), attn, rotary), attn.proj, attn.proj_drop, x, half)
+    if Call in (*map(type, attn.qkv), type(attn.proj)):  # `runs_in_steps`, without its call
+        return _run_last(_attend(run_norm(x, norm), attn, rotary), attn.proj, attn.proj_drop, x, half)
     weights: Any
     weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
     if rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad):  # learnt frequencies
-        qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps)
+        qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
         return _run_last(_attend_packed(qkv, attn, rotary), attn.proj, attn.proj_drop, x, half)
     arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
+    options: dict[str, Any] = {
+        "eps": norm.eps, "norm": norm.kind, "scale": attn.scale, "dropout_p": attn.attn_drop, "rotary": rotary,
+        "scale_norm": attn.scale_norm, "qk_norm": attn.qk_norm,
+    }  # fmt: skip
     if attn.proj_drop:
-        branch = ops.layer_norm_attention(
-            *arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary
-        )
-        return _add_branch(x, ops.dropout(branch, attn.proj_drop), half)
+        return _add_branch(x, ops.dropout(ops.layer_norm_attention(*arguments, **options), attn.proj_drop), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
     return ops.layer_norm_attention(
-        *arguments, eps=norm.eps, scale=attn.scale, dropout_p=attn.attn_drop,
-        layer_scale=half.layer_scale, row_scale=row_scale, residual=x, rotary=rotary,
-    )  # fmt: skip
+        *arguments, **options, layer_scale=half.layer_scale, row_scale=row_scale, residual=x
+    )
 
 
 def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
     mlp, norm = half.branch, half.norm
-    if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)):
-        return _run_last(_widen(ops.layer_norm(x, *norm), mlp), mlp.fc2, mlp.drop2, x, half)
+    if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (mlp.inner_norm is not None and runs_in_steps(mlp)):
+        return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, x, half)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     tensors = (norm.weight, norm.bias, *fc1, *mlp.fc2)
     if mlp.drop1 != mlp.drop2:
-        branch = ops.layer_norm_mlp(x, *tensors, eps=norm.eps, activation=mlp.activation, inner_norm=mlp.inner_norm)
+        branch = ops.layer_norm_mlp(
+            x, *tensors, eps=norm.eps, norm=norm.kind, activation=mlp.activation, inner_norm=mlp.inner_norm
+        )
         return _add_branch(x, ops.dropout(branch, mlp.drop2), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
     return ops.layer_norm_mlp(
-        x, *tensors, eps=norm.eps, activation=mlp.activation, dropout_p=mlp.drop1,
+        x, *tensors, eps=norm.eps, norm=norm.kind, activation=mlp.activation, dropout_p=mlp.drop1,
         layer_scale=half.layer_scale, row_scale=row_scale, residual=x, inner_norm=mlp.inner_norm,
     )  # fmt: skip
+
+
+def run_norm(x: Tensor, norm: Norm) -> Tensor:
+    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, norm=norm.kind)
 
 
 def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> Tensor:
@@ -140,7 +151,7 @@ def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> T
 
 
 def run_mlp(x: Tensor, mlp: Mlp) -> Tensor:
-    if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)):
+    if runs_in_steps(mlp):
         return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     tensors = (*fc1, *mlp.fc2)
@@ -158,17 +169,36 @@ def _attend(x: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
     if len(projected) == 1:
         return _attend_packed(projected[0], attn, rotary)
     q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in projected)
-    if rotary is not None:
-        q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-    return ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+    q, k = placed(q, k, attn.qk_norm, rotary)
+    return _scaled(ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop), attn)
 
 
 def _attend_packed(qkv: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
     """(B, N, 3 * H * d) -> (B, N, H * d)"""
     qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
+    if attn.qk_norm is not None:
+        q, k, v = qkv.unbind(2)
+        q, k = placed(q, k, attn.qk_norm, rotary)
+        return _scaled(ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop), attn)
     if rotary is not None:
         qkv = ops.rotary_qkvpacked(qkv, rotary)
-    return ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop).flatten(2)
+    return _scaled(ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop), attn)
+
+
+def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    """(B, N, H, d) each -> the same, behind their norms and rotated."""
+    learnt = rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)
+    if qk_norm is not None:
+        q, k = ops.qk_norm(q, k, *qk_norm, None if learnt else rotary)
+    if rotary is not None and (learnt or qk_norm is None):
+        q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
+    return q, k
+
+
+def _scaled(out: Tensor, attn: Attention) -> Tensor:
+    """(B, N, H, d) -> (B, N, H * d), behind scale_norm."""
+    out = out.flatten(2)
+    return out if attn.scale_norm is None else run_norm(out, attn.scale_norm)
 
 
 def _gate_and_value(mlp: Mlp) -> tuple[Any, Any]:
@@ -185,11 +215,13 @@ def _widen(x: Tensor, mlp: Mlp) -> Tensor:
     if mlp.activation in GATED:
         both = [_run(x, mlp.fc1), _run(x, mlp.value)] if mlp.value is not None else _run(x, mlp.fc1).chunk(2, dim=-1)
         gate, value = both[::-1] if mlp.gate_last else both
-        hidden = ops.dropout(mlp.act(gate) * value, mlp.drop1)
-        return hidden if mlp.inner_norm is None else ops.layer_norm(hidden, *mlp.inner_norm)
-    if isinstance(mlp.fc1, Call):
-        return ops.dropout(mlp.act(mlp.fc1.module(x)), mlp.drop1)
-    return ops.dropout(ops.linear(x, *mlp.fc1, activation=mlp.activation), mlp.drop1)
+        hidden = mlp.act(gate) * value
+    elif isinstance(mlp.fc1, Call):
+        hidden = mlp.act(mlp.fc1.module(x))
+    else:
+        hidden = ops.linear(x, *mlp.fc1, activation=mlp.activation)
+    hidden = ops.dropout(hidden, mlp.drop1)
+    return hidden if mlp.inner_norm is None else run_norm(hidden, mlp.inner_norm)
 
 
 def _run_last(hidden: Tensor, last: Layer, p: float, x: Tensor, half: Half[Any]) -> Tensor:

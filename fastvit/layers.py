@@ -9,7 +9,6 @@ a linear layer with peft's LoRA is called by itself between the ops.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,11 +26,13 @@ from fastvit._arguments import (
     check_hidden,
     check_init_values,
     check_integers,
+    check_norm_layer,
     check_number,
     check_rates,
 )
 from fastvit._gated_layers import GluMlp, SwiGLU, SwiGLUPacked
 from fastvit._modules import read_or_none, submodules
+from fastvit._norms import LayerNorm, RmsNorm
 from fastvit._patch_embed import PatchEmbed
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "PatchEmbed",
     "QuickGELU",
     "ResPostBlock",
+    "RmsNorm",
     "SwiGLU",
     "SwiGLUPacked",
 ]
@@ -68,25 +70,6 @@ ACT_LAYERS: dict[str, ActLayer] = {
     "relu": nn.ReLU,
     "silu": nn.SiLU,
 }
-
-
-class LayerNorm(nn.LayerNorm):
-    """(..., D) -> (..., D) by `fastvit.ops.layer_norm`, always with weight and bias.
-
-    Args:
-        num_channels: D.
-        eps: added to the variance; 1e-6 as timm's, where PyTorch's is 1e-5.
-        device, dtype: of the parameters.
-    """
-
-    def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
-        check_integers(1, num_channels=num_channels)
-        check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
-        check_factory(device, dtype)
-        super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class LayerScale(nn.Module):
@@ -152,25 +135,29 @@ class Attention(nn.Module):
         qkv_bias, proj_bias: whether `qkv` and `proj` have one.
         attn_drop, proj_drop: dropout of the probabilities, and behind the projection; in [0, 1).
         device, dtype: of the parameters.
-        scale_norm: norm_layer(dim) as `norm` in front of the projection, which then runs by itself.
-        norm_layer: for scale_norm.
+        scale_norm: norm_layer(dim) as `norm` in front of the projection (Wang et al. 2022, arXiv:2210.06423).
+        qk_norm: norm_layer(D / H) as `q_norm` and `k_norm` of q's and k's heads (Dehghani et al. 2023,
+            arXiv:2302.05442).
+        norm_layer: for scale_norm and qk_norm.
     """
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
-        *, scale_norm: bool = False, norm_layer: NormLayer | None = None,
+        *, scale_norm: bool = False, qk_norm: bool = False, norm_layer: NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
-        if scale_norm and norm_layer is None:
-            raise ValueError("scale_norm=True needs norm_layer, got None")
+        check_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
         check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        if qk_norm and norm_layer is not None:
+            self.q_norm = norm_layer(self.head_dim, device=device, dtype=dtype)
+            self.k_norm = norm_layer(self.head_dim, device=device, dtype=dtype)
         self.attn_drop = nn.Dropout(attn_drop)
         if scale_norm and norm_layer is not None:
             self.norm = norm_layer(dim, device=device, dtype=dtype)
@@ -182,6 +169,9 @@ class Attention(nn.Module):
         if attention is not None:
             return fuse.run_attention(x, attention)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        if "q_norm" in self._modules:
+            q, k, v = qkv.unbind(2)
+            qkv = torch.stack((self.q_norm(q), self.k_norm(k), v), 2)
         if read_or_none(submodules, self, attn_drop=readers.DROPOUT):
             out = ops.attention_qkvpacked(qkv, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
         else:
@@ -204,7 +194,7 @@ class Mlp(nn.Module):
         bias: whether both layers have one.
         drop: dropout behind the activation and behind fc2, in [0, 1).
         device, dtype: of the parameters.
-        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, which then runs by itself.
+        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2: three ops then, where it is otherwise one.
     """
 
     def __init__(
@@ -259,7 +249,9 @@ class Block(nn.Module):
         act_layer, norm_layer, mlp_layer, attn_layer: classes (or partials), called with timm's arguments, or names;
             with classes that the ops do not know, that half of the block runs its submodules one by one.
         device, dtype: of the parameters.
-        scale_attn_norm, scale_mlp_norm: a norm in front of the half's last layer, which then runs by itself.
+        scale_attn_norm, scale_mlp_norm: a norm in front of the half's last layer; the MLP's, without a gate, makes that
+            half four ops.
+        qk_norm: of `Attention`.
         depth: the block's number, for attention whose initialisation asks for it.
     """
 
@@ -268,8 +260,7 @@ class Block(nn.Module):
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
         device: Device = None, dtype: Dtype = None, *, scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
-        mlp_layer: str | Layer = Mlp, attn_layer: str | Layer = Attention,
-        depth: int = 0,
+        mlp_layer: str | Layer = Mlp, attn_layer: str | Layer = Attention, depth: int = 0, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         attention = by_name("attn_layer", attn_layer, ATTN_LAYERS)
@@ -284,11 +275,12 @@ class Block(nn.Module):
         check_factory(device, dtype)
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        number = {"depth": depth} if "depth" in inspect.signature(attention).parameters else {}
+        own = {"depth": depth} if "depth" in inspect.signature(attention).parameters else {}
+        own |= {"qk_norm": True} if qk_norm else {}
         self.norm1 = norm_layer(dim, **factory)
         self.attn = attention(
             dim, num_heads=num_heads, qkv_bias=qkv_bias, scale_norm=scale_attn_norm, proj_bias=proj_bias,
-            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, **number, **factory,
+            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, **own, **factory,
         )  # fmt: skip
         self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
@@ -336,7 +328,6 @@ class ResPostBlock(Block):
 
 # What reads timm's modules reads ours
 readers.ACTIVATIONS[QuickGELU] = "quick_gelu"
-readers.LAYER_NORM.add(LayerNorm)
 readers.LAYER_SCALE.add(LayerScale)
 readers.DROP_PATH.add(DropPath)
 readers.ATTENTION.add(Attention)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
 from fastvit.fuse import Attention, Block, Branch, Call, Half, Layer, Linear, Mlp, Norm
@@ -19,6 +21,8 @@ from fastvit.ops._activations import GATED
 LINEAR: Classes = {nn.Linear, "peft.tuners.lora.layer.Linear"}
 DROPOUT: Classes = {nn.Dropout}
 LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
+RMS_NORM: Classes = {nn.RMSNorm, "timm.layers.norm.RmsNorm", "timm.layers.norm.RmsNormFp32"}
+NORM: Classes = LAYER_NORM | RMS_NORM  # and ours
 LAYER_SCALE: Classes = {nn.Identity, "timm.layers.layer_scale.LayerScale", "timm.models.vision_transformer.LayerScale"}
 DROP_PATH: Classes = {nn.Identity, "timm.layers.drop.DropPath"}
 ATTENTION: Classes = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
@@ -37,48 +41,65 @@ ACTIVATIONS: dict[type | str, str] = {
     "transformers.activations.SiLUActivation": "silu",
 }
 SILU = nn.SiLU()  # for modules that call the function
-# What timm's attention may have beside its four layers, and no op has yet
-_ATTENTION_OPTIONS = {"q_norm": "qk-norm", "k_norm": "qk-norm", "norm": "scale_norm", "gate": "a gate"}
 
 
 def read_attention(attn: Any) -> Attention:
     qkv, attn_drop, proj, proj_drop = submodules(attn, qkv=LINEAR, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    norms: tuple[Any, ...] = ()
     if len(attn._modules) > 4:
-        refuse_options(attn)
+        norms = read_norms_of_attention(attn)
     scale, training = attn.scale, attn_drop.training
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     attn_drop_p = attn_drop.p if training else 0.0
-    return describe_attention((read_layer(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop)
+    return describe_attention((read_layer(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop, *norms)
 
 
-def refuse_options(attn: nn.Module) -> None:
-    for name, option in _ATTENTION_OPTIONS.items():
-        if not isinstance(attn._modules.get(name), nn.Identity | None):
-            raise Unsupported(f"{option} in attention")
+def read_norms_of_attention(attn: nn.Module) -> tuple[Norm | None, tuple[Norm, Norm] | None]:
+    """Of `norm`, and of `q_norm` and `k_norm`: what timm's attention may have beside its four layers, but for a gate,
+    which no op has."""
+    if not isinstance(attn._modules.get("gate"), nn.Identity | None):
+        raise Unsupported("a gate in attention")
+    return read_inner_norm(attn), read_qk_norm(attn)
+
+
+def read_qk_norm(
+    attn: nn.Module, classes: Classes = NORM, read: Callable[[Any], Norm] | None = None
+) -> tuple[Norm, Norm] | None:
+    """Of `q_norm` and `k_norm`, where there are any. read: reads those of the classes, `read_norm` if None."""
+    kinds = {type(attn._modules.get("q_norm")), type(attn._modules.get("k_norm"))}
+    if kinds <= {nn.Identity, NoneType}:
+        return None
+    q_norm, k_norm = map(read or read_norm, submodules(attn, q_norm=classes, k_norm=classes))
+    if (q_norm.kind, q_norm.eps, q_norm.bias is None) != (k_norm.kind, k_norm.eps, k_norm.bias is None):
+        raise Unsupported("q_norm and k_norm are of two kinds")
+    return q_norm, k_norm
 
 
 def read_mlp(mlp: Any) -> Mlp:
     if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
         return _read_gated_mlp(mlp)
-    if "norm" in mlp._modules:
-        submodules(mlp, norm={nn.Identity})
     fc1, act, drop1, fc2, drop2 = submodules(mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT)
-    return describe_mlp(fc1, act, fc2, drop1, drop2)
+    return describe_mlp(fc1, act, fc2, drop1, drop2, read_inner_norm(mlp) if "norm" in mlp._modules else None)
 
 
 def _read_gated_mlp(mlp: Any) -> Mlp:
     """timm's SwiGLU, with a layer each for gate and value, and GluMlp, with one."""
     names = ("fc1_g", "fc1_x") if "fc1_g" in mlp._modules else ("fc1",)
-    act, drop1, norm, fc2, drop2, *fc1 = submodules(
-        mlp, act=ACTIVATIONS, drop1=DROPOUT, norm={nn.Identity, *LAYER_NORM}, fc2=LINEAR, drop2=DROPOUT,
-        **dict.fromkeys(names, LINEAR),
-    )  # fmt: skip
-    inner_norm = None if type(norm) is nn.Identity else norm
+    act, drop1, fc2, drop2, *fc1 = submodules(
+        mlp, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT, **dict.fromkeys(names, LINEAR)
+    )
     gate_last = len(names) == 1 and mlp.gate_last
-    return describe_gated_mlp(fc1, act, fc2, drop1, drop2, gate_last=gate_last, inner_norm=inner_norm)
+    return describe_gated_mlp(fc1, act, fc2, drop1, drop2, gate_last=gate_last, inner_norm=read_inner_norm(mlp))
+
+
+def read_inner_norm(branch: nn.Module) -> Norm | None:
+    """Of `norm`, in front of the last layer, where there is one."""
+    if type(branch._modules.get("norm")) in (nn.Identity, NoneType):
+        return None
+    return read_norm(*submodules(branch, norm=NORM))
 
 
 def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Collection[type | str]) -> Half[Any]:
@@ -91,10 +112,10 @@ def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Coll
 
 
 read_attention_half: Callable[[Any], Half[Attention]] = partial(
-    _read_half, read_attention, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE, drop_path1=DROP_PATH
+    _read_half, read_attention, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE, drop_path1=DROP_PATH
 )
 read_mlp_half: Callable[[Any], Half[Mlp]] = partial(
-    _read_half, read_mlp, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE, drop_path2=DROP_PATH
+    _read_half, read_mlp, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE, drop_path2=DROP_PATH
 )
 
 
@@ -106,8 +127,8 @@ def read_block(block: Any) -> Block:
 
 
 def read_linear(layer: nn.Module) -> Linear:
-    """Weight and bias of a linear layer or a norm as they are now: FSDP puts others in their place from call to call,
-    some versions of it as plain attributes."""
+    """Weight and bias of a linear layer or a LayerNorm as they are now: FSDP puts others in their place from call to
+    call, some versions of it as plain attributes."""
     parameters: dict[str, Any] = layer._parameters  # a third of the time of two attributes
     if "weight" in parameters and "bias" in parameters:
         return Linear(parameters["weight"], parameters["bias"])
@@ -132,18 +153,30 @@ def _read_adapted(layer: Any) -> Layer:
     return Call(layer, layer.get_base_layer().weight)
 
 
-def read_norm(norm: nn.LayerNorm) -> Norm:
-    weight, bias = read_linear(norm)
+def read_norm(norm: Any) -> Norm:
+    """Of a class in NORM."""
     if len(norm.normalized_shape) != 1:
         raise Unsupported("it normalises more than the last dimension")
-    if weight is None or bias is None:
-        raise Unsupported("a LayerNorm without weight or bias")
     if norm.__dict__.get("_fast_norm"):
         raise Unsupported("timm's fast norm is on, which rounds otherwise")
-    return Norm(weight, bias, norm.eps)
+    if isinstance(norm, nn.LayerNorm):
+        weight, bias = read_linear(norm)
+        if weight is None:
+            raise Unsupported("a LayerNorm without weight")
+        return Norm(weight, bias, norm.eps)
+    if norm.weight is None:
+        raise Unsupported("an RMSNorm without weight")
+    return rms_norm(norm.weight, norm.eps)
 
 
-def describe_half(branch: Branch, norm: nn.LayerNorm, scale: Any) -> Half[Branch]:
+def rms_norm(weight: Tensor, eps: float | None) -> Norm:
+    """eps: None for PyTorch's, of the dtype that F.rms_norm computes in."""
+    if eps is None:
+        eps = torch.finfo(torch.float64 if weight.dtype is torch.float64 else torch.float32).eps
+    return Norm(weight, None, eps, "rms")
+
+
+def describe_half(branch: Branch, norm: Any, scale: Any) -> Half[Branch]:
     """Without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
     return Half(branch, read_norm(norm), None if isinstance(scale, nn.Identity) else scale.gamma)
 
@@ -152,8 +185,9 @@ Dropout = nn.Dropout | None  # the layer, or None where there is none
 
 
 def describe_attention(
-    qkv: tuple[Layer, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout
-) -> Attention:
+    qkv: tuple[Layer, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout,
+    scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
+) -> Attention:  # fmt: skip
     """Checks that the ops take this head dimension and these probabilities."""
     head_dim, rest = divmod(proj.in_features, num_heads)
     if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
@@ -161,10 +195,14 @@ def describe_attention(
     p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
     if attn_drop >= 1.0 or p >= 1.0:
         raise Unsupported("a dropout of everything")
-    return Attention(qkv, read_layer(proj), num_heads, scale, attn_drop, p)
+    if qk_norm is not None and len(qk_norm[0].weight) != head_dim:
+        raise Unsupported("qk-norm over all heads")
+    return Attention(qkv, read_layer(proj), num_heads, scale, attn_drop, p, scale_norm, qk_norm)
 
 
-def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout) -> Mlp:
+def describe_mlp(
+    fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout, inner_norm: Norm | None = None
+) -> Mlp:
     """Checks that the ops take these probabilities. act: of a class in ACTIVATIONS."""
     p1 = drop1.p if drop1 is not None and drop1.training else 0.0
     p2 = drop2.p if drop2 is not None and drop2.training else 0.0
@@ -175,18 +213,17 @@ def describe_mlp(fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout,
     activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
     if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
         activation = "gelu_tanh"
-    return Mlp(read_layer(fc1), read_layer(fc2), activation, act, p1, p2)
+    return Mlp(read_layer(fc1), read_layer(fc2), activation, act, p1, p2, inner_norm=inner_norm)
 
 
 def describe_gated_mlp(
     fc1: Sequence[nn.Linear], act: nn.Module, fc2: nn.Linear, drop1: Dropout = None, drop2: Dropout = None,
-    *, gate_last: bool = False, inner_norm: nn.LayerNorm | None = None,
+    *, gate_last: bool = False, inner_norm: Norm | None = None,
 ) -> Mlp:  # fmt: skip
     """fc1: the gate's and the value's, or one of both; act: of the gate, of a class in ACTIVATIONS."""
-    mlp = describe_mlp(fc1[0], act, fc2, drop1, drop2)
+    mlp = describe_mlp(fc1[0], act, fc2, drop1, drop2, inner_norm)
     for gated, plain in GATED.items():
         if plain == mlp.activation:
             value = read_layer(fc1[1]) if len(fc1) == 2 else None
-            norm = None if inner_norm is None else read_norm(inner_norm)
-            return mlp._replace(activation=gated, value=value, gate_last=gate_last, inner_norm=norm)
+            return mlp._replace(activation=gated, value=value, gate_last=gate_last)
     raise Unsupported(f"a gate with {mlp.activation}")

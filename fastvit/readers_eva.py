@@ -11,14 +11,14 @@ from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, submodules
 from fastvit.fuse import Attention, Half, Layer, Linear
 from fastvit.ops import Rotary
-from fastvit.readers import DROP_PATH, DROPOUT, LAYER_NORM, LINEAR, MLP
+from fastvit.readers import DROP_PATH, DROPOUT, LINEAR, MLP, NORM
 
 ATTENTION: Classes = {"timm.models.eva.EvaAttention", "timm.layers.attention.AttentionRope"}
 
 
 def read_attention(attn: Any) -> Attention:
     attn_drop, proj, proj_drop = submodules(attn, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
-    readers.refuse_options(attn)
+    norms = readers.read_norms_of_attention(attn)
     layers: tuple[Layer, ...]
     if attn._modules.get("qkv") is not None:
         (packed,) = submodules(attn, qkv=LINEAR)
@@ -32,7 +32,7 @@ def read_attention(attn: Any) -> Attention:
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     p = attn_drop.p if training else 0.0
-    return readers.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop)
+    return readers.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop, *norms)
 
 
 def _with_biases(attn: Any, packed: nn.Linear) -> Layer:
@@ -49,14 +49,16 @@ def _with_biases(attn: Any, packed: nn.Linear) -> Layer:
 
 
 def read_block(block: Any) -> fuse.Block:
-    norm, attn, drop_path = submodules(block, norm1=LAYER_NORM, attn=ATTENTION, drop_path1=DROP_PATH)
-    attention = Half(read_attention(attn), readers.read_norm(norm), block.gamma_1, *_drop_path(drop_path))
+    norm, attn, drop_path = submodules(block, norm1=NORM, attn=ATTENTION, drop_path1=DROP_PATH)
+    attention = Half(
+        read_attention(attn), readers.read_norm(norm), getattr(block, "gamma_1", None), *_drop_path(drop_path)
+    )
     return attention, read_mlp_half(block)
 
 
 def read_mlp_half(block: Any) -> Half[fuse.Mlp]:
-    norm, mlp, drop_path = submodules(block, norm2=LAYER_NORM, mlp=MLP, drop_path2=DROP_PATH)
-    return Half(readers.read_mlp(mlp), readers.read_norm(norm), block.gamma_2, *_drop_path(drop_path))
+    norm, mlp, drop_path = submodules(block, norm2=NORM, mlp=MLP, drop_path2=DROP_PATH)
+    return Half(readers.read_mlp(mlp), readers.read_norm(norm), getattr(block, "gamma_2", None), *_drop_path(drop_path))
 
 
 def _drop_path(module: Any) -> tuple[float, bool]:

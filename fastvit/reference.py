@@ -13,6 +13,8 @@ Later additions to the paper's model, each off by default:
     registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
     norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
     norms inside the branches (scale_attn_norm, scale_mlp_norm)  Wang et al. 2022, arXiv:2210.06423
+    norms of q and k (qk_norm)        Dehghani et al. 2023, arXiv:2302.05442
+    RMSNorm (norm_layer="rmsnorm")    Zhang & Sennrich 2019, arXiv:1910.07467
     patches left out in training (patch_drop_rate)  Li et al. 2023, arXiv:2212.00794
     pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
 
@@ -47,7 +49,23 @@ ACTIVATIONS: dict[str, Layer] = {
     "relu": nn.ReLU,
     "silu": nn.SiLU,
 }
-NORMS: dict[str, Layer] = {"layernorm": partial(nn.LayerNorm, eps=1e-6)}
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight: LayerNorm without mean and bias. (..., D) -> (..., D)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, **factory: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, **factory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean_square = wide.square().mean(dim=-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
+
+
+NORMS: dict[str, Layer] = {"layernorm": partial(nn.LayerNorm, eps=1e-6), "rmsnorm": RMSNorm}
 
 
 class PatchEmbed(nn.Module):
@@ -56,7 +74,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
-        **factory: Any,
+        norm_layer: Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -64,9 +82,10 @@ class PatchEmbed(nn.Module):
         self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
         self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, **factory)
+        self.norm = norm_layer(embed_dim, **factory) if norm_layer else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
 
 
 class Attention(nn.Module):
@@ -74,7 +93,8 @@ class Attention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Layer | None = None, **factory: Any,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Layer | None = None,
+        qk_norm_layer: Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % num_heads:
@@ -83,6 +103,8 @@ class Attention(nn.Module):
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.q_norm = qk_norm_layer(self.head_dim, **factory) if qk_norm_layer else nn.Identity()
+        self.k_norm = qk_norm_layer(self.head_dim, **factory) if qk_norm_layer else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm_layer(dim, **factory) if norm_layer else nn.Identity()
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
@@ -92,6 +114,7 @@ class Attention(nn.Module):
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
+        q, k = self.q_norm(q), self.k_norm(k)
         scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
         probabilities = self.attn_drop(scores.softmax(dim=-1))
         out = (probabilities @ v).transpose(1, 2).reshape(B, N, D)
@@ -150,17 +173,20 @@ class Block(nn.Module):
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"],
-        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: Layer = Mlp, **factory: Any,
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: Layer = Mlp, qk_norm: bool = False,
+        **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = norm_layer(dim, **factory)
-        inner = norm_layer if scale_attn_norm else None
-        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, inner, **factory)
+        inner, of_heads = norm_layer if scale_attn_norm else None, norm_layer if qk_norm else None
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, inner, of_heads, **factory)
         self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm_layer(dim, **factory)
         inner = norm_layer if scale_mlp_norm else None
-        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer, proj_bias, proj_drop, inner, **factory)
+        self.mlp = mlp_layer(
+            dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, norm_layer=inner, **factory
+        )
         self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
@@ -251,16 +277,18 @@ class VisionTransformer(nn.Module):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
-        norm_layer: str | Layer = "layernorm", act_layer: str | Layer = "gelu",
+        norm_layer: str | Layer = "layernorm", embed_norm_layer: str | Layer | None = None,
+        act_layer: str | Layer = "gelu",
         block_fn: str | Layer = "block", mlp_layer: Layer = Mlp,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if (mean is None) != (std is None):
             raise ValueError(f"mean and std must both be given or both be None, got mean={mean} and std={std}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer
+        embed_norm = NORMS[embed_norm_layer] if isinstance(embed_norm_layer, str) else embed_norm_layer
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
         block = BLOCKS[block_fn] if isinstance(block_fn, str) else block_fn
         if fc_norm is None:
@@ -273,7 +301,7 @@ class VisionTransformer(nn.Module):
         self.mean, self.std = mean, std
         self.grad_checkpointing = False
 
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, bias=not pre_norm, **factory)
+        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm, **factory)
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
@@ -286,7 +314,7 @@ class VisionTransformer(nn.Module):
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
             act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
-            mlp_layer=mlp_layer, **factory,
+            mlp_layer=mlp_layer, qk_norm=qk_norm, **factory,
         )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))

@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,24 +17,25 @@ from fastvit.reference import DropPath, Layer, Mlp, Size, VisionTransformer
 
 
 class SwiGLU(nn.Module):
-    """silu(x W_g) * (x W_x), with a layer each, and an optional norm behind the product. (..., D) -> (..., D)."""
+    """act(x W_g) * (x W_x), with a layer each, and an optional norm behind the product. (..., D) -> (..., D)."""
 
     def __init__(
-        self, in_features: int, hidden_features: int, norm_layer: Layer | None = None, bias: bool = True,
-        drop: float = 0.0, align_to: int = 0, **factory: Any,
+        self, in_features: int, hidden_features: int, act_layer: Layer = nn.SiLU, bias: bool = True, drop: float = 0.0,
+        norm_layer: Layer | None = None, align_to: int = 0, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if align_to:
             hidden_features = math.ceil(hidden_features / align_to) * align_to
         self.fc1_g = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.fc1_x = nn.Linear(in_features, hidden_features, bias=bias, **factory)
+        self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
         self.norm = norm_layer(hidden_features, **factory) if norm_layer else nn.Identity()
         self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.silu(self.fc1_g(x)) * self.fc1_x(x)
+        hidden = self.act(self.fc1_g(x)) * self.fc1_x(x)
         return self.drop2(self.fc2(self.norm(self.drop1(hidden))))
 
 
@@ -65,7 +65,8 @@ class EvaAttention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int, bias: bool, k_bias: bool, fused: bool, num_prefix_tokens: int,
-        attn_drop: float, proj_drop: float, norm_layer: Layer | None, rotate_half: bool, **factory: Any,
+        attn_drop: float, proj_drop: float, norm_layer: Layer | None, qk_norm_layer: Layer | None, rotate_half: bool,
+        **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads, self.num_prefix_tokens, self.rotate_half = num_heads, num_prefix_tokens, rotate_half
@@ -80,6 +81,8 @@ class EvaAttention(nn.Module):
             if bias and not k_bias:
                 self.q_bias = nn.Parameter(torch.zeros(dim, **factory))
                 self.v_bias = nn.Parameter(torch.zeros(dim, **factory))
+        of_heads = qk_norm_layer or (lambda *_, **__: nn.Identity())
+        self.q_norm, self.k_norm = of_heads(dim // num_heads, **factory), of_heads(dim // num_heads, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
         self.norm = norm_layer(dim, **factory) if norm_layer else nn.Identity()
         self.proj = nn.Linear(dim, dim, **factory)
@@ -104,6 +107,7 @@ class EvaAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.project(x))
+        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
         weights = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
@@ -118,13 +122,14 @@ class EvaBlock(nn.Module):
         self, dim: int, num_heads: int, norm_layer: Layer, qkv_bias: bool, qkv_fused: bool, mlp_ratio: float,
         swiglu_mlp: bool, swiglu_align_to: int, scale_mlp: bool, scale_attn_inner: bool, attn_type: str,
         num_prefix_tokens: int, rotate_half: bool, proj_drop: float, attn_drop: float, drop_path: float,
-        init_values: float | None, **factory: Any,
+        init_values: float | None, qk_norm: bool = False, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = norm_layer(dim, **factory)
         self.attn = EvaAttention(
             dim, num_heads, qkv_bias, qkv_bias and attn_type == "rope", qkv_fused, num_prefix_tokens, attn_drop,
-            proj_drop, norm_layer if scale_attn_inner else None, rotate_half, **factory,
+            proj_drop, norm_layer if scale_attn_inner else None, norm_layer if qk_norm else None, rotate_half,
+            **factory,
         )  # fmt: skip
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm_layer(dim, **factory)
@@ -187,6 +192,27 @@ class Rope(nn.Module):
         return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
+class MixedRope(nn.Module):
+    """The same of learnt frequencies, two for each pair of elements: (depth, H, h*w, 2 d)."""
+
+    def __init__(
+        self, dim: int, depth: int, heads: int, temperature: float, grid_indexing: str, **factory: Any
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.xy = grid_indexing == "xy"
+        turns = 2 * math.pi * torch.rand(depth, heads, 1)
+        lengths = temperature ** (-torch.arange(0, dim, 4) / dim)
+        along = [torch.cat([lengths * f(turns), lengths * f(turns + math.pi / 2)], -1) for f in (torch.cos, torch.sin)]
+        self.freqs = nn.Parameter(torch.stack(along).to(**factory))
+
+    def forward(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
+        freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
+        places = torch.cartesian_prod(*(torch.arange(n, device=device, dtype=freqs.dtype) for n in grid))
+        x, y = (places.flip(-1) if self.xy else places)[:, :, None].unbind(1)
+        angles = (x * freqs[0][..., None, :] + y * freqs[1][..., None, :]).repeat_interleave(2, dim=-1)
+        return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
 class Eva(VisionTransformer):
     """Image (B, C, H, W) -> logits (B, num_classes). For the arguments see `fastvit.eva.Eva`."""
 
@@ -223,8 +249,13 @@ class Eva(VisionTransformer):
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
             final_norm=fc_norm or post_norm, fc_norm=fc_norm, block_fn=block, **options,
         )  # fmt: skip
-        self.rope = None
-        if use_rot_pos_emb:
+        self.rope: Rope | MixedRope | None = None
+        if use_rot_pos_emb and rope_type == "mixed":
+            factory = {name: options.get(name) for name in ("device", "dtype")}
+            self.rope = MixedRope(
+                embed_dim // num_heads, depth, num_heads, rope_temperature, rope_grid_indexing, **factory
+            )
+        elif use_rot_pos_emb:
             self.rope = Rope(
                 embed_dim // num_heads, rope_type, rope_temperature, rope_grid_offset, rope_grid_indexing,
                 rope_rotate_half, ref_feat_shape, rope_shift_coords, rope_jitter_coords, rope_rescale_coords,
@@ -235,11 +266,12 @@ class Eva(VisionTransformer):
 
     def forward_features(self, x: Tensor) -> Tensor:
         grid = tuple(n // size for n, size in zip(x.shape[2:], self.patch_embed.patch_size, strict=True))
-        rope = None if self.rope is None else self.rope(grid, x.device)
+        rope: Any = None if self.rope is None else self.rope(grid, x.device)
         x = self.norm_pre(self.patch_drop(self.pos_drop(self.embed(x))))
-        for block in self.blocks:
+        mixed = isinstance(self.rope, MixedRope)
+        for block, positions in zip(self.blocks, rope if mixed else [rope] * len(self.blocks), strict=True):
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, use_reentrant=False)
+                x = checkpoint(block, x, positions, use_reentrant=False)
             else:
-                x = block(x, rope)
+                x = block(x, positions)
         return self.norm(x)

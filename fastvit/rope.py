@@ -1,7 +1,8 @@
 """Rotary positions of a patch grid (Su et al. 2021, arXiv:2104.09864), along its two axes: timm's kinds and numbers.
 
-Both make float32 tables of sin and cos side by side, (H * W, 2 * dim) for heads of `dim` elements: a quarter of them
-are the frequencies of an axis, each for two elements of a head. They hold no tensors: a table is computed when wanted.
+All make float32 tables of sin and cos side by side, (H * W, 2 * dim) for heads of `dim` elements. In the axial ones a
+quarter of them are the frequencies of an axis, each for two elements of a head; those hold no tensors: a table is
+computed when wanted. The mixed one learns a frequency along each axis for every two elements of every head and block.
 """
 
 from __future__ import annotations
@@ -12,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit._arguments import Device, check_choice, check_flags, check_integers, check_number, checked_pair
+from fastvit._arguments import (
+    Device,
+    Dtype,
+    check_choice,
+    check_factory,
+    check_flags,
+    check_integers,
+    check_number,
+    checked_pair,
+)
 
-__all__ = ["RotaryEmbeddingCat", "RotaryEmbeddingDinoV3"]
+__all__ = ["RotaryEmbeddingCat", "RotaryEmbeddingDinoV3", "RotaryEmbeddingMixed"]
 
 
 class _Axial(nn.Module):
@@ -137,3 +147,55 @@ class RotaryEmbeddingDinoV3(_Axial):
         if self.rescale_coords is not None:
             coordinates = coordinates * drawn(1, math.log(self.rescale_coords)).exp()
         return coordinates
+
+
+class RotaryEmbeddingMixed(nn.Module):
+    """ROPE-ViT's learnt frequencies (Heo et al. 2024, arXiv:2403.13298): an angle is x * f_x + y * f_y, x and y count
+    patches. They begin as axial ones, turned by a random angle in every head and block. `freqs` is (2, depth,
+    num_heads, dim / num_heads / 2).
+
+    Args:
+        dim, depth, num_heads: of the model; heads of a multiple of 4 elements, which are rotated by neighbours.
+        temperature: of the first frequencies temperature^(-i / (dim / num_heads / 4)).
+        grid_indexing: "ij" for rows as x, or "xy" for columns.
+        device, dtype: of the parameter.
+    """
+
+    def __init__(
+        self, dim: int, depth: int, num_heads: int, temperature: float = 10.0, grid_indexing: str = "xy",
+        device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_integers(1, dim=dim, num_heads=num_heads)
+        check_integers(0, depth=depth)
+        if dim % (4 * num_heads):
+            raise ValueError(f"dim must be a multiple of 4 * num_heads = {4 * num_heads}, got {dim}")
+        check_number("temperature", temperature, lambda t: 0.0 < t < math.inf, "finite and positive")
+        check_choice("grid_indexing", grid_indexing, ("ij", "xy"))
+        check_factory(device, dtype)
+        self.temperature = float(temperature)
+        self.grid_indexing = grid_indexing
+        self.freqs = nn.Parameter(torch.empty(2, depth, num_heads, dim // num_heads // 2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        _, depth, heads, half = self.freqs.shape
+        where: dict[str, Any] = {"device": self.freqs.device, "dtype": torch.float32}  # polar takes no bfloat16
+        magnitudes = self.temperature ** -(torch.arange(half // 2, **where) / (half // 2))
+        turned = torch.rand(depth, heads, 1, **where) * 2 * math.pi
+        first, second = torch.polar(magnitudes, turned), torch.polar(magnitudes, turned + math.pi / 2)
+        self.freqs.copy_(torch.view_as_real(torch.cat((first, second), dim=-1)).movedim(-1, 0))
+
+    def get_embed(self, shape: tuple[int, int], device: Device = None) -> Tensor:
+        """Patch grid (H, W) -> (depth, num_heads, H * W, 2 * dim / num_heads), float32, or float64 of such frequencies:
+        sin, then cos, of every patch, row by row. device: that of `freqs`."""
+        freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
+        counts = (torch.arange(length, device=freqs.device, dtype=freqs.dtype) for length in shape)
+        rows, columns = (axis.reshape(-1, 1) for axis in torch.meshgrid(*counts, indexing="ij"))
+        x, y = (rows, columns) if self.grid_indexing == "ij" else (columns, rows)
+        angles = x * freqs[0].unsqueeze(-2) + y * freqs[1].unsqueeze(-2)  # no matmul: autocast would round it
+        return torch.cat([table.repeat_interleave(2, -1) for table in (angles.sin(), angles.cos())], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.freqs.shape)}, temperature={self.temperature:g}"

@@ -32,9 +32,9 @@ from fastvit._patch_embed import PatchEmbed, join_tokens
 from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size, pool_tokens
 from fastvit._positions import resample_abs_pos_embed
 from fastvit.features import Trunk
-from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock
+from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock, RmsNorm
 
-NORM_LAYERS = {"layernorm": LayerNorm}
+NORM_LAYERS = {"layernorm": LayerNorm, "rmsnorm": RmsNorm}
 EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "res_post": ResPostBlock}
 
@@ -53,8 +53,8 @@ class VisionTransformer(Trunk):
         class_token, reg_tokens: CLS or not, and the number of registers behind it.
         pos_embed: "learn", or "" / "none" for no position.
         no_embed_class: positions for the patches only, none for CLS and registers.
-        pre_norm: LayerNorm before the blocks and no bias in the patch embedding, as CLIP.
-        final_norm, fc_norm: a last LayerNorm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
+        pre_norm: a norm before the blocks and no bias in the patch embedding, as CLIP.
+        final_norm, fc_norm: a last norm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
         pool_include_prefix: whether avg, max, avgmax and map pool CLS and registers too.
         attn_pool_num_heads, attn_pool_mlp_ratio: of the pooling "map"; None for those of the blocks.
         dynamic_img_size: accept any image size that patch_size divides, positions interpolated on the fly.
@@ -65,9 +65,10 @@ class VisionTransformer(Trunk):
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
         fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1).
-        norm_layer, act_layer: a class, or "layernorm"; a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
+        norm_layer: a class, or "layernorm" or "rmsnorm".
+        act_layer: a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
         block_fn: "block" (pre-norm), "res_post" (norm behind the branch), or a class with Block's arguments.
-        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer: of `Block`.
+        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer, qk_norm: of `Block`.
         embed_layer, embed_norm_layer: PatchEmbed, or a class with timm's arguments and attributes; a norm for it.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
@@ -94,7 +95,7 @@ class VisionTransformer(Trunk):
         norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | Callable[..., nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: Device = None, dtype: Dtype = None,
+        device: Device = None, dtype: Dtype = None, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_integers(1, in_chans=in_chans, embed_dim=embed_dim, num_heads=num_heads)
@@ -110,6 +111,7 @@ class VisionTransformer(Trunk):
             pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False,
             pool_include_prefix=pool_include_prefix, dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad,
             fix_init=fix_init, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
+            qk_norm=qk_norm,
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", "", "none"))
         check_choice("weight_init", weight_init, ("", "skip"))
@@ -171,7 +173,7 @@ class VisionTransformer(Trunk):
             block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
             proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
             act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
-            mlp_layer=mlp, attn_layer=attention, **factory,
+            qk_norm=qk_norm, mlp_layer=mlp, attn_layer=attention, **factory,
         )  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p, depth=i) for i, p in enumerate(drop_paths)))

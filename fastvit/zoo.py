@@ -7,6 +7,7 @@ CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, ar
 SigLIP    Zhai et al. 2023, arXiv:2303.15343, SigLIP 2: Tschannen et al. 2025, arXiv:2502.14786; *_gap_*: the tower with
           average pooling in place of its attention pooling; patch14_*378: the weights of 384 px too, of which 378 count
 BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
+AIMv2     Fini et al. 2024, arXiv:2411.14402: RMSNorm, gated MLPs, no biases
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
 SO150M    shape-optimised, Alabdulmohsin et al. 2023, arXiv:2305.13035; the other sizes with registers are timm's
@@ -25,7 +26,7 @@ from typing import Any
 from fastvit import _zoo_eva, checkpoints
 from fastvit._checkpoint_files import check_weights
 from fastvit.eva import Eva
-from fastvit.layers import LayerNorm
+from fastvit.layers import LayerNorm, RmsNorm
 from fastvit.vit import VisionTransformer
 
 Config = dict[str, Any]
@@ -49,6 +50,12 @@ _SIZES: dict[str, Config] = {
     "giantopt": {"embed_dim": 1536, "depth": 40, "num_heads": 16},
     "giant": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
     "gigantic": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
+}
+_AIMV2_SIZES: dict[str, Config] = {  # heads of 128 channels
+    "large": {"embed_dim": 1024, "num_heads": 8, "mlp_ratio": 2.75},
+    "huge": {"embed_dim": 1536, "num_heads": 12, "mlp_ratio": 2.6667},
+    "1b": {"embed_dim": 2048, "num_heads": 16, "mlp_ratio": 2.75},
+    "3b": {"embed_dim": 3072, "num_heads": 24, "mlp_ratio": 2.6667},
 }
 _SWIGLU: Config = {  # DINOv2 giant's
     "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu", "mlp_layer": "swiglupacked",
@@ -94,6 +101,15 @@ def _radio(size: str, version: int, **more: Any) -> Config:
     return _vit(size, 16, 512, num_classes=0, reg_tokens=reg_tokens, no_embed_class=True, final_norm=False, **more)
 
 
+def _aimv2(size: str, img_size: int) -> Config:
+    norm = partial(RmsNorm, eps=1e-5)
+    return {
+        "img_size": img_size, "patch_size": 14, "num_classes": 0, "depth": 24, **_AIMV2_SIZES[size],
+        "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False, "proj_bias": False,
+        "norm_layer": norm, "embed_norm_layer": norm, "mlp_layer": "swiglu", "act_layer": "silu",
+    }  # fmt: skip
+
+
 def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
     size = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
     return {"img_size": 32, "patch_size": 4, "num_classes": 10, **size, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1}
@@ -127,6 +143,10 @@ CONFIGS: dict[str, Config] = {
         "beit3_{}_patch{}_{}", _vit,
         ("base", 16, 224), ("large", 16, 224), ("giant", 14, 224), ("giant", 14, 336),
         scale_attn_norm=True, scale_mlp_norm=True, global_pool="avg", norm_layer=partial(LayerNorm, eps=1e-5),
+    ),
+    **_named(
+        "aimv2_{}_patch14_{}", _aimv2,
+        *((size, img_size) for size in _AIMV2_SIZES for img_size in (224, 336, 448)),
     ),
     **_named("eva_{}_patch{}_{}", _vit, ("large", 14, 196), ("large", 14, 336), global_pool="avg"),
     **_named(
@@ -238,12 +258,12 @@ def create_model(
     Args:
         name: one of `list_models()`.
         weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, of timm, torchvision, Hugging Face
-            transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP or open_clip; positions are interpolated to
-            `img_size`. No code from a file is run.
+            transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip or Apple's AIMv2; positions are
+            interpolated to `img_size`. No code from a file is run.
         drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
             model's own stays untrained.
-        overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's and
-            Perception Encoder's models. A file does not tell the activation and the norms' eps: where
+        overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's,
+            Perception Encoder's and ROPE-ViT's models. A file does not tell the activation and the norms' eps: where
             the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).
 
     Raises:

@@ -93,6 +93,23 @@ def rotary(head_dim: int) -> RotaryConfig:
     return RotaryConfig(1024 // half, 4, half, 4)
 
 
+@dataclass(frozen=True)
+class QkNormConfig(RotaryConfig):
+    """The heads are of q or of k; the backward's grid is persistent, and loads num_stages - 1 heads ahead."""
+
+    programs_per_sm: int
+    num_stages: int
+
+
+def qk_norm(head_dim: int, arch: str) -> QkNormConfig:
+    """A thread has 8 elements of each half, as in `rotary`, and in the backward pass as many of the tables, the weights
+    and the sums: 12 warps fill an SM's registers. Programs are small, for small batches, but have more threads than a
+    half has elements: else Triton takes the layout of the weights for the tile's."""
+    half = next_power_of_2(head_dim // 2)
+    num_warps = max(half // 16, 2)
+    return QkNormConfig(256 * num_warps // half, 4, half, num_warps, 12 // num_warps, 3 if arch in FIRST_TIER else 1)
+
+
 # ---- linear ----
 
 

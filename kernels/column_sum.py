@@ -10,7 +10,7 @@ from fastvit.kernels import _cost
 @triton.jit(do_not_specialize=["P"], launch_metadata=_cost.of_rows("partial_ptr", "P"))
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
-    out0_ptr, out1_ptr, out2_ptr,  # [D], as many as there are tables, then None
+    out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # [D], as many as there are tables, then None
     P, D: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -32,3 +32,6 @@ def column_sum_kernel(
     if out2_ptr is not None:
         if table == 2:
             tl.store(out2_ptr + cols, result.to(out2_ptr.dtype.element_ty), mask=cols < D)
+    if out3_ptr is not None:
+        if table == 3:
+            tl.store(out3_ptr + cols, result.to(out3_ptr.dtype.element_ty), mask=cols < D)

@@ -1,7 +1,8 @@
-"""LayerNorm over rows, with the residual add, LayerScale and DropPath in the same pass (Ba et al. 2016).
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over rows, with the residual add,
+LayerScale and DropPath in the same pass.
 
-    s = residual + row_scale * layer_scale * branch        (or s = x, plain LayerNorm)
-    x^ = (s - mean) * rstd,   y = x^ * w + b
+    s = residual + row_scale * layer_scale * branch        (or s = x, the norm alone)
+    x^ = (s - mean) * rstd,   y = x^ * w + b               (RMSNorm: mean = 0, b = 0, and no mean(g) below)
     g = dy * w,   ds = rstd * (g - mean(g) - x^ * mean(g * x^)) + dsum
     dw = sum(dy * x^),   db = sum(dy),   dlayer_scale = sum(row_scale * branch * ds)     over rows
 
@@ -59,13 +60,15 @@ def layer_norm_fwd_kernel(
     # inputs; s is x or, with a branch, the residual
     s_ptr,  # [M, D] T
     branch_ptr,  # [M, D] T or None
-    w_ptr, b_ptr,  # [D]
+    w_ptr,  # [D]
+    b_ptr,  # [D] or None
     layer_scale_ptr,  # [D] or None
     row_scale_ptr,  # [M / rows_per_sample] or None
     # outputs
     sum_ptr,  # [M, D] T, with a branch
     y_ptr,  # [M, D]
-    mean_ptr, rstd_ptr,  # [M] f32
+    mean_ptr,  # [M] f32; None: RMSNorm
+    rstd_ptr,  # [M] f32
     # sizes; strides in elements, the last dimension is contiguous
     M, D: tl.constexpr, rows_per_sample,
     stride_sm: tl.constexpr, stride_bm: tl.constexpr,
@@ -75,7 +78,8 @@ def layer_norm_fwd_kernel(
     """A persistent grid: each program normalises every num_programs-th row tile and keeps the parameters."""
     cols = tl.arange(0, BLOCK_D)
     w = _load_columns(w_ptr, cols, D)
-    b = _load_columns(b_ptr, cols, D)
+    if b_ptr is not None:
+        b = _load_columns(b_ptr, cols, D)
     layer_scale = tl.full([1, BLOCK_D], 1.0, tl.float32)
     if layer_scale_ptr is not None:
         layer_scale = _load_columns(layer_scale_ptr, cols, D)
@@ -88,13 +92,16 @@ def layer_norm_fwd_kernel(
             _store_rows(sum_ptr, s, rows, cols, mask, D)
             s = s.to(sum_ptr.dtype.element_ty).to(tl.float32)  # what the backward pass will read
 
-        mean = tl.sum(s, 1)[:, None] / D
-        centred = tl.where(mask, s - mean, 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / D + eps)
-        y = centred * rstd * w + b
+        if mean_ptr is not None:
+            mean = tl.sum(s, 1)[:, None] / D
+            s = tl.where(mask, s - mean, 0.0)
+            tl.store(mean_ptr + rows[:, None], mean, mask=(rows < M)[:, None])
+        rstd = tl.rsqrt(tl.sum(s * s, 1)[:, None] / D + eps)
+        y = s * (rstd * w)  # (s * rstd) * w spills 8 bytes on sm_90 in RMSNorm
+        if b_ptr is not None:
+            y += b
 
         _store_rows(y_ptr, y, rows, cols, mask, D)
-        tl.store(mean_ptr + rows[:, None], mean, mask=(rows < M)[:, None])
         tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
 
 
@@ -104,8 +111,10 @@ def layer_norm_bwd_kernel(
     dy_ptr,  # [M, D]
     dsum_ptr,  # [M, D] or None: gradient that reaches s by another way
     s_ptr,  # [M, D]
-    mean_ptr, rstd_ptr,  # [M] f32
-    w_ptr, b_ptr,  # [D]; b to recompute y
+    mean_ptr,  # [M] f32; None: RMSNorm
+    rstd_ptr,  # [M] f32
+    w_ptr,  # [D]
+    b_ptr,  # [D] or None, to recompute y
     branch_ptr,  # [M, D] or None, with layer_scale
     layer_scale_ptr,  # [D] or None
     row_scale_ptr,  # [M / rows_per_sample] or None
@@ -113,7 +122,7 @@ def layer_norm_bwd_kernel(
     ds_ptr,  # [M, D]
     dbranch_ptr,  # [M, D] or None
     y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the matmul behind
-    partial_ptr,  # [3, programs, D] f32: dw, db, dlayer_scale
+    partial_ptr,  # [2 or 3, programs, D] f32: dw, db but of RMSNorm, dlayer_scale
     # sizes; strides in elements, the last dimension is contiguous
     M, D: tl.constexpr, rows_per_sample,
     stride_dym: tl.constexpr, stride_dsm: tl.constexpr, stride_sm: tl.constexpr, stride_bm: tl.constexpr,
@@ -124,7 +133,7 @@ def layer_norm_bwd_kernel(
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_D)
     w = _load_columns(w_ptr, cols, D)
-    if y_ptr is not None:
+    if b_ptr is not None:
         b = _load_columns(b_ptr, cols, D)
     layer_scale = tl.full([1, BLOCK_D], 1.0, tl.float32)
     if layer_scale_ptr is not None:
@@ -137,21 +146,29 @@ def layer_norm_bwd_kernel(
         rows, cols, mask = _row_tile(tile, M, D, BLOCK_M, BLOCK_D)
         s = _load_rows(s_ptr, rows, cols, mask, stride_sm)
         dy = _load_rows(dy_ptr, rows, cols, mask, stride_dym)
-        mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        if mean_ptr is not None:
+            s -= tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
 
-        normalised = (s - mean) * rstd
+        normalised = s * rstd
         if y_ptr is not None:
-            _store_rows(y_ptr, normalised * w + b, rows, cols, mask, D)
+            y = normalised * w
+            if b_ptr is not None:
+                y += b
+            _store_rows(y_ptr, y, rows, cols, mask, D)
         g = dy * w
-        # both sums over a row at once: half the barriers
-        mean_g, mean_gx = (tl.sum(tl.join(g, g * normalised), 1) / D)[:, None, :].split()
-        ds = rstd * (g - mean_g - normalised * mean_gx)
+        if mean_ptr is not None:
+            # both sums over a row at once: half the barriers
+            mean_g, mean_gx = (tl.sum(tl.join(g, g * normalised), 1) / D)[:, None, :].split()
+            ds = rstd * (g - mean_g - normalised * mean_gx)
+        else:
+            ds = rstd * (g - normalised * (tl.sum(g * normalised, 1) / D)[:, None])
         if dsum_ptr is not None:
             ds += _load_rows(dsum_ptr, rows, cols, mask, stride_dsm)
         _store_rows(ds_ptr, ds, rows, cols, mask, D)
         dw += dy * normalised
-        db += dy
+        if mean_ptr is not None:
+            db += dy
 
         if dbranch_ptr is not None:
             row_scale = _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE)
@@ -160,9 +177,12 @@ def layer_norm_bwd_kernel(
             if layer_scale_ptr is not None:
                 dlayer_scale += ds * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
 
-    # dw, db and dlayer_scale lie one behind the other: [3, programs, D]
+    # dw, db and dlayer_scale lie one behind the other: [3, programs, D], or [2, programs, D] without db
     partial = partial_ptr + pid.to(tl.int64) * D + cols
     tl.store(partial, tl.sum(dw, 0), mask=cols < D)
-    tl.store(partial + programs.to(tl.int64) * D, tl.sum(db, 0), mask=cols < D)
+    if mean_ptr is not None:
+        partial += programs.to(tl.int64) * D
+        tl.store(partial, tl.sum(db, 0), mask=cols < D)
     if layer_scale_ptr is not None:
-        tl.store(partial + 2 * programs.to(tl.int64) * D, tl.sum(dlayer_scale, 0), mask=cols < D)
+        partial += programs.to(tl.int64) * D
+        tl.store(partial, tl.sum(dlayer_scale, 0), mask=cols < D)

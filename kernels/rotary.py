@@ -11,36 +11,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels import _cost
-
-
-@triton.jit
-def _load_pairs(rows, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """rows: pointers [BLOCK_N, 1] to first elements -> x1, x2 [BLOCK_N, HALF] f32, zero outside head and mask."""
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * HALF)[None, :]
-        x = tl.load(rows + cols, mask=mask & (cols < HEAD_DIM), other=0.0)
-        x1, x2 = x.reshape(x.shape[0], HALF, 2).split()
-    else:
-        cols = tl.arange(0, HALF)[None, :]
-        inside = mask & (cols < HEAD_DIM // 2)
-        x1 = tl.load(rows + cols, mask=inside, other=0.0)
-        x2 = tl.load(rows + HEAD_DIM // 2 + cols, mask=inside, other=0.0)
-    return x1.to(tl.float32), x2.to(tl.float32)
-
-
-@triton.jit
-def _store_pairs(rows, x1, x2, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    dtype = rows.dtype.element_ty
-    if INTERLEAVED:
-        cols = tl.arange(0, 2 * HALF)[None, :]
-        x = tl.join(x1.to(dtype), x2.to(dtype)).reshape(x1.shape[0], 2 * HALF)
-        tl.store(rows + cols, x, mask=mask & (cols < HEAD_DIM))
-    else:
-        cols = tl.arange(0, HALF)[None, :]
-        inside = mask & (cols < HEAD_DIM // 2)
-        tl.store(rows + cols, x1.to(dtype), mask=inside)
-        tl.store(rows + HEAD_DIM // 2 + cols, x2.to(dtype), mask=inside)
-
+from fastvit.kernels._pairs import load_pairs, rotate, store_pairs
 
 _STRIDES = [f"stride_{x}{i}" for x in "xto" for i in "bnh"]
 
@@ -79,15 +50,11 @@ def rotary_kernel(
         head = tl.program_id(0) % groups * HEADS + i
         if i == 0 or TABLE_HEADS > 1:
             of_head = table_rows + (head % TABLE_HEADS).to(tl.int64) * stride_th * UNIT
-            sin1, sin2 = _load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-            cos1, cos2 = _load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-        if TRANSPOSED:
-            sin_of_x2, sin_of_x1 = -sin2, -sin1
-        else:
-            sin_of_x2, sin_of_x1 = sin1, sin2
+            sin1, sin2 = load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+            cos1, cos2 = load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
         mask = within & (head < heads)
-        x1, x2 = _load_pairs(x_rows + head.to(tl.int64) * stride_xh * UNIT, mask, HEAD_DIM, HALF, INTERLEAVED)
+        x1, x2 = load_pairs(x_rows + head.to(tl.int64) * stride_xh * UNIT, mask, HEAD_DIM, HALF, INTERLEAVED)
         turned = positioned & (head < rotated)
-        y1 = tl.where(turned, x1 * cos1 - x2 * sin_of_x2, x1)
-        y2 = tl.where(turned, x2 * cos2 + x1 * sin_of_x1, x2)
-        _store_pairs(out_rows + head.to(tl.int64) * stride_oh * UNIT, y1, y2, mask, HEAD_DIM, HALF, INTERLEAVED)
+        y1, y2 = rotate(x1, x2, sin1, sin2, cos1, cos2, TRANSPOSED)
+        y1, y2 = tl.where(turned, y1, x1), tl.where(turned, y2, x2)
+        store_pairs(out_rows + head.to(tl.int64) * stride_oh * UNIT, y1, y2, mask, HEAD_DIM, HALF, INTERLEAVED)

@@ -71,6 +71,20 @@ def device() -> torch.device:
     return torch.device("cuda" if HAVE_GPU else "cpu")
 
 
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    """Tokens for the modules of graph_models.py."""
+    from graph_models import B, D, N
+
+    return torch.randn(B, N, D, device=device)
+
+
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """Nothing compiled by earlier tests."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned() -> Iterator[None]:
     """A fixed seed, and NaN in all fresh memory, so that an output element nobody wrote is seen."""

@@ -46,13 +46,29 @@ def rotary_qkvpacked(qkv, rotary):
     return torch.stack((_rotary(q, rotary), _rotary(k, rotary), v), 2)
 
 
-def layer_norm(x, weight, bias, eps=1e-6):
+def qk_norm(q, k, q_norm, k_norm, rotary=None):
+    q, k = (layer_norm(x, *norm).to(x.dtype) for x, norm in ((q, q_norm), (k, k_norm)))
+    return (q, k) if rotary is None else (_rotary(q, rotary), _rotary(k, rotary))
+
+
+_qk_norm = qk_norm
+
+
+def layer_norm(x, weight, bias=None, eps=1e-6, norm="layer"):
+    if norm == "rms":
+        return rms_norm(x, weight, eps)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def add_layer_norm(residual, branch, weight, bias, layer_scale=None, row_scale=None, eps=1e-6):
+def rms_norm(x, weight, eps=1e-6):
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):  # as layer_norm; PyTorch 2.11 leaves it out of its list
+        x, weight = x.float(), weight.float()
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def add_layer_norm(residual, branch, weight, bias=None, layer_scale=None, row_scale=None, eps=1e-6, norm="layer"):
     total = _branch(branch, layer_scale, row_scale, residual)
-    return total, layer_norm(total, weight, bias, eps)
+    return total, layer_norm(total, weight, bias, eps, norm)
 
 
 def linear(x, weight, bias=None, layer_scale=None, row_scale=None, residual=None, activation=None):
@@ -93,9 +109,9 @@ def gated(x, weight, bias, activation):
     return activation(gate) * value
 
 
-def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6):
+def layer_norm_linear(x, norm_weight, norm_bias, weight, bias=None, eps=1e-6, norm="layer"):
     """weight and bias may be of several layers, side by side in the output."""
-    y = layer_norm(x, norm_weight, norm_bias, eps)
+    y = layer_norm(x, norm_weight, norm_bias, eps, norm)
     if isinstance(weight, torch.Tensor):
         weight, bias = [weight], [bias]
     return torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
@@ -117,17 +133,25 @@ def layer_norm_attention(
     scale=None,
     mask=None,
     rotary=None,
+    norm="layer",
+    scale_norm=None,
+    qk_norm=None,
 ):
     """qkv_weight and qkv_bias may be of three layers; mask: factors of the attention weights, (B, H, N, N)."""
-    qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps)
+    qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps, norm)
     qkv = qkv.unflatten(-1, (3, num_heads, -1))
-    qkv = qkv if rotary is None else rotary_qkvpacked(qkv, rotary)
-    out = attention_qkvpacked(qkv, scale=scale, mask=mask).flatten(2)
+    q, k, v = qkv.unbind(2)
+    if qk_norm is not None:
+        q, k = _qk_norm(q, k, *qk_norm, rotary)
+    elif rotary is not None:
+        q, k = _rotary(q, rotary), _rotary(k, rotary)
+    out = attention(q, k, v, scale=scale, mask=mask).flatten(2)
+    out = out if scale_norm is None else layer_norm(out, *scale_norm)
     return linear(out, proj_weight, proj_bias, layer_scale, row_scale, residual)
 
 
-def layer_norm_mlp(x, norm_weight, norm_bias, *args, eps=1e-6, **kwargs):
-    return mlp(layer_norm(x, norm_weight, norm_bias, eps), *args, **kwargs)
+def layer_norm_mlp(x, norm_weight, norm_bias, *args, eps=1e-6, norm="layer", **kwargs):
+    return mlp(layer_norm(x, norm_weight, norm_bias, eps, norm), *args, **kwargs)
 
 
 def patch_embed(image, weight, bias=None, pos_embed=None, prefix=None, mean=None, std=None):

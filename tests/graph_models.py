@@ -9,9 +9,11 @@ from oracle import GRADIENT, assert_as_accurate
 from torch import Tensor, nn
 
 import fastvit
+from benchmarks.harness.graph_checks import Double
 from fastvit.graph import Report
 
 B, N, H, D = 2, 9, 2, 32
+EPS = 1e-5
 
 
 class Subject(nn.Module):
@@ -25,6 +27,23 @@ class Subject(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self._function(self, *inputs)
+
+
+class RMSNorm(nn.Module):
+    """As transformers has it for Llama."""
+
+    def __init__(self, size: int = D) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1.0 + 0.1 * torch.randn(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return self.weight * x.to(dtype)
+
+
+NORMS = {"RMSNorm": RMSNorm, "LayerNorm": lambda size=D: nn.LayerNorm(size, EPS, bias=False)}
 
 
 def half(forward: Callable[..., Any], qkv: int = 3 * D, **layers: Any) -> Subject:
@@ -74,7 +93,8 @@ def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Repo
     exact = copy.deepcopy(model).double()
     doubles = [t.double() if t.is_floating_point() else t for t in inputs]
     torch.manual_seed(5)
-    want = run(exact, list(exact.parameters()), doubles)
+    with Double():  # what is float32 by name is float64
+        want = run(exact, list(exact.parameters()), doubles)
     torch.manual_seed(5)
     eager = run(model, list(model.parameters()), list(inputs))
     torch.manual_seed(5)

@@ -15,39 +15,49 @@ X = ("B", "N", 16)
 BRANCH = {"layer_scale": (16,), "row_scale": ("B",)}
 LINEAR = {"weight": (16, 16), "bias": (16,)}
 NORM = {"norm_weight": (16,), "norm_bias": (16,)}
+RMS_NORM = {"norm_weight": (16,)}
+SCALE_NORM = {"scale_weight": (32,), "scale_bias": (32,)}
+FIXED = {"fixed_sin": ("T", 16), "fixed_cos": ("T", 16)}
 HEADS = {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
+HEAD = {"qkv_weight": (48, 16), "qkv_bias": (48,), "proj_weight": (16, 16), "proj_bias": (16,)}
+QK = {"q_weight": (16,), "q_bias": (16,), "k_weight": (16,), "k_bias": (16,)}
 FC = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 40), "fc2_bias": (16,)}
 GATED = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 20), "fc2_bias": (16,)}
 PAIR = {"gate_weight": (20, 16), "gate_bias": (20,), "value_weight": (20, 16), "value_bias": (20,)}
 INNER = {"inner_weight": (20,), "inner_bias": (20,)}
-PAIRED = {**PAIR, **INNER, "fc2_weight": (16, 20), "fc2_bias": (16,)}
+RMS_INNER = {"inner_weight": (20,)}
+PAIRED = {**PAIR, "fc2_weight": (16, 20), "fc2_bias": (16,)}
 IMAGE = {"image": ("B", 3, 8, "2N"), "weight": (24, 3, 4, 4)}
 TOKENS = {"bias": (24,), "pos_embed": ("N", 24), "prefix": (1, 24)}
 SHAPES = {
     "layer_norm": {"x": X, "weight": (16,), "bias": (16,)},
+    "rms_norm": {"x": X, "weight": (16,)},
     "linear": {"x": X, **LINEAR, **BRANCH, "residual": X},
     "linear gelu": {"x": X, **LINEAR},
     "layer_norm_linear": {"x": X, **NORM, **LINEAR},
     "layer_norm_attention": {"x": X, **NORM, **HEADS, **BRANCH},
-    "layer_norm_attention rotary": {"x": X, **NORM, **HEADS, **BRANCH, "fixed_sin": ("T", 16), "fixed_cos": ("T", 16)},
+    "layer_norm_attention rotary": {"x": X, **RMS_NORM, **HEADS, **SCALE_NORM, **BRANCH, **FIXED},
+    "layer_norm_attention qk_norm": {"x": X, **NORM, **HEAD, "q_weight": (16,), "k_weight": (16,), **FIXED},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
     "mlp gated": {"x": X, **GATED, **BRANCH},
     "mlp gated dropout": {"x": X, **GATED, **BRANCH},
-    "layer_norm_mlp gated": {"x": X, **NORM, **PAIRED, **BRANCH},
-    "layer_norm_mlp gated recompute": {"x": X, **NORM, **PAIRED, **BRANCH},
+    "layer_norm_mlp gated": {"x": X, **NORM, **PAIRED, **INNER, **BRANCH},
+    "layer_norm_mlp gated recompute": {"x": X, **RMS_NORM, **PAIRED, **RMS_INNER, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
     "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
     "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
     "rotary": {"x": ("B", "N", 2, 16), "sin": ("T", 16), "cos": ("T", 16)},
     "rotary_qkvpacked": {"qkv": ("B", "N", 3, 2, 16), "sin": ("B", 1, "T", 16), "cos": ("B", 1, "T", 16)},
     "rotary_qkvpacked interleaved": {"qkv": ("B", "N", 3, 2, 16), "sin": (2, "T", 16), "cos": (2, "T", 16)},
+    "qk_norm": {"qkv": ("B", "N", 3, 1, 16), **QK, **FIXED},
     "patch_embed": {**IMAGE, **TOKENS},
 }
 OPTIONS = {
     "linear gelu": {"activation": "gelu"},
     "layer_norm_attention": {"num_heads": 2},
-    "layer_norm_attention rotary": {"num_heads": 2},
+    "layer_norm_attention rotary": {"num_heads": 2, "norm": "rms"},
+    "layer_norm_attention qk_norm": {"num_heads": 1},
     "layer_norm_attention dropout": {"num_heads": 2, "dropout_p": 0.4},
     "patch_embed uint8": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
     "mlp recompute": {"recompute": "all", "activation": "silu"},
@@ -57,7 +67,7 @@ OPTIONS = {
     "mlp gated": {"activation": "swiglu"},
     "mlp gated dropout": {"activation": "geglu", "recompute": "none", "dropout_p": 0.3},
     "layer_norm_mlp gated": {"activation": "geglu"},
-    "layer_norm_mlp gated recompute": {"activation": "swiglu", "recompute": "all"},
+    "layer_norm_mlp gated recompute": {"activation": "swiglu", "recompute": "all", "norm": "rms"},
     "attention_qkvpacked dropout": {"dropout_p": 0.4},
     "attention": {"scale": 0.7},
     "dropout": {"p": 0.5},
@@ -86,14 +96,22 @@ def positioned(name, tensors):
     return rest | {"rotary": ops.Rotary(*tables, 1, name.endswith("interleaved"))} if tables else rest
 
 
-def gathered(op, inner_eps=1e-6):
-    """op of tensors by name, with the two layers of a gated MLP in a pair, and its inner norm in one argument."""
+def gathered(op, eps=1e-6):
+    """op of tensors by name, with the two layers of a gated MLP in a pair, and norms but the first in one argument
+    each; without a bias they are RMSNorms."""
 
-    def call(gate_weight=None, value_weight=None, gate_bias=None, value_bias=None, inner_weight=None, **rest):
+    def call(gate_weight=None, value_weight=None, gate_bias=None, value_bias=None, **rest):
         if gate_weight is not None:
             rest |= {"fc1_weight": (gate_weight, value_weight), "fc1_bias": (gate_bias, value_bias)}
-        if inner_weight is not None:
-            rest["inner_norm"] = inner_weight, rest.pop("inner_bias"), inner_eps
+        for name in ("inner", "scale", "q", "k"):
+            weight, bias = (rest.pop(f"{name}_{of}", None) for of in ("weight", "bias"))
+            if weight is not None:
+                rest[f"{name}_norm"] = ops.Norm(weight, bias, eps, "rms" if bias is None else "layer")
+        if "norm_weight" in rest:
+            rest.setdefault("norm_bias", None)
+            rest |= {"qk_norm": (rest.pop("q_norm"), rest.pop("k_norm"))} if "q_norm" in rest else {}
+        elif "q_norm" in rest:
+            rest |= dict(zip("qk", rest.pop("qkv").unbind(2), strict=False))
         return op(**rest)
 
     return call

@@ -30,6 +30,7 @@ from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.ops import _launch, _library
+from fastvit.ops.launch.qk_norm import qk_norm_bwd as launch_qk_norm
 from fastvit.ops.launch.rotary import rotary as launch_rotary
 
 OPS = torch.ops.fastvit
@@ -66,12 +67,16 @@ def _width(draw):
 def _layer_norm(draw, dtype):
     B, N, D = draw.randint(1, 3), draw.choice((1, 2, 15, 16, 17, 33)), _width(draw)
     x, w, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, D), (D,), (D,)))
-    _, mean, rstd = OPS.layer_norm_fwd(x, w, b, 1e-6, draw.choice((None, *DTYPES)))
+    rms = draw.random() < 0.5
+    b = None if rms else _maybe(draw, b)
+    _, mean, rstd = OPS.layer_norm_fwd(x, w, b, 1e-6, draw.choice((None, *DTYPES)), rms)
+    mean = None if rms else mean
     dy, dx = _tensor(draw, B, N, D, dtype=dtype), _maybe(draw, _tensor(draw, B, N, D, dtype=dtype))
     OPS.layer_norm_bwd(dy, x, mean, rstd, w, dx)
     OPS.layer_norm_bwd_recompute(dy, x, mean, rstd, w, b, dx)
     gamma, rows = _maybe(draw, _tensor(draw, D, dtype=dtype)), _maybe(draw, torch.ones(B, dtype=dtype))
-    s, _, mean, rstd = OPS.add_layer_norm_fwd(x, dy, w, b, gamma, rows, 1e-6)
+    s, _, mean, rstd = OPS.add_layer_norm_fwd(x, dy, w, b, gamma, rows, 1e-6, rms)
+    mean = None if rms else mean
     OPS.add_layer_norm_bwd(dy, dx, s, mean, rstd, w, dy, gamma, rows)
 
 
@@ -133,7 +138,21 @@ def _rotary(draw, dtype):
     launch_rotary(x, sin, cos, *options, x)  # in place
 
 
-_RANDOM = (_layer_norm, _attention, _linear, _gated, _patch_embed, _rotary)
+def _qk_norm(draw, dtype):
+    B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197)), draw.randint(1, 3), draw.choice((16, 24, 64))
+    packed, T, of = draw.random() < 0.5, N - draw.randint(0, 1), draw.choice(((1, 1), (B, 1), (1, H)))
+    q, k, dq, dk = (_tensor(draw, B, N, H, d, dtype=dtype) for _ in range(4))
+    if packed:
+        (q, k, _), (dq, dk, _) = (_tensor(draw, B, N, 3, H, d, dtype=dtype).unbind(2) for _ in range(2))
+    w = [_tensor(draw, d, dtype=draw.choice((dtype, torch.float32)))] * 2
+    rms, interleaved = draw.random() < 0.5, draw.random() < 0.5
+    b = None if rms else _maybe(draw, w[0])
+    tables = [_maybe(draw, _tensor(draw, *of, T, d, dtype=draw.choice(DTYPES)))] * 2
+    OPS.qk_norm_fwd(q, k, w[0], b, w[1], b, *tables, 1e-6, rms, interleaved)
+    launch_qk_norm(dq, dk, q, k, *w, *tables, 1e-6, rms, b is not None, interleaved, *((dq, dk) if packed else ()))
+
+
+_RANDOM = (_layer_norm, _attention, _linear, _gated, _patch_embed, _rotary, _qk_norm)
 
 
 def the_same_binary_as_triton_and_the_same_arguments():

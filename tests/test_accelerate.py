@@ -291,11 +291,8 @@ def test_subclasses_and_unknown_classes_are_left_alone(timm, tiny) -> None:
 @pytest.mark.parametrize(
     ("options", "module", "reason"),
     [
-        ({"qk_norm": True}, "blocks.0.attn", "qk-norm in attention"),
-        ({"scale_attn_norm": True}, "blocks.0.attn", "scale_norm in attention"),
         ({"num_heads": 48}, "blocks.0.attn", "head_dim 4 is not a multiple of 8 from 16 to 256"),
         ({"act_layer": "mish"}, "blocks.0.mlp", "act is nn.Mish"),
-        ({"scale_mlp_norm": True}, "blocks.0.mlp", "norm is timm.layers.norm.LayerNorm, a subclass of nn.LayerNorm"),
     ],
 )
 def test_what_no_op_stands_for_is_skipped_with_the_reason(tiny, image, options, module, reason) -> None:
@@ -325,7 +322,7 @@ def test_a_patch_embedding_of_another_size_falls_back(tiny, device) -> None:
 
 
 def test_layer_norms_that_round_otherwise_are_left_alone(device) -> None:
-    plain, bare, wide = nn.LayerNorm(32), nn.LayerNorm(32, bias=False), nn.LayerNorm((4, 32))
+    plain, bare, wide = nn.LayerNorm(32), nn.LayerNorm(32, elementwise_affine=False), nn.LayerNorm((4, 32))
     model = nn.ModuleList([plain, bare, wide]).to(device)
     report = fastvit.accelerate(model)
     assert [e.status for e in report.entries] == ["as it was", "accelerated", "skipped", "skipped"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import OPTIONS, made, positioned
+from op_cases import OPTIONS, gathered, made, positioned
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -28,6 +28,8 @@ NORM = [
     (TypeError, "norm_bias must have x's dtype", {"norm_bias": ones(D).double()}),
     (ValueError, "norm_bias must be on x's device", {"norm_bias": ones(D, device="meta")}),
     (ValueError, "eps must be finite and not negative, got -1.0", {"eps": -1.0}),
+    (ValueError, "norm must be one of layer, rms, got 'batch'", {"norm": "batch"}),
+    (ValueError, "norm_bias must be None for norm='rms': RMSNorm has no bias", {"norm": "rms"}),
 ]
 BRANCH = [
     (ValueError, "layer_scale must have shape (out,) = (16,)", {"layer_scale": ones(24)}),
@@ -61,6 +63,13 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, "bias must have x's dtype", {"bias": ones(D).half()}),
         (ValueError, "weight must be on x's device", {"weight": ones(D, device="meta")}),
         (ValueError, "eps must be finite and not negative", {"eps": -1e-6}),
+        (ValueError, "bias must be None for norm='rms'", {"norm": "rms"}),
+    ],
+    "rms_norm": [
+        (TypeError, "x must be a tensor", {"x": [1.0]}),
+        (ValueError, "weight must have shape", {"weight": ones(15)}),
+        (ValueError, "eps must be finite and not negative", {"eps": -1e-6}),
+        (TypeError, "eps must be a number, got None", {"eps": None}),
     ],
     "add_layer_norm": [
         (ValueError, "branch must have shape", {"branch": ones(B, 1, D)}),
@@ -121,6 +130,16 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(3, D), ones(3, D))}),
         (ValueError, "rotary must not require a gradient: it is not differentiated here; see rotary_qkvpacked",
          {"rotary": ops.Rotary(ones(N, D), ones(N, D, requires_grad=True))}),
+        (TypeError, "scale_norm must be an ops.Norm, got Tensor", {"scale_norm": ones(32)}),
+        (ValueError, "scale_norm.weight must have shape (num_heads * head_dim,) = (32,), got (16,)",
+         {"scale_norm": ops.Norm(ones(D))}),
+        (TypeError, "scale_norm.bias must have x's dtype", {"scale_norm": ops.Norm(ones(32), ones(32).half())}),
+        (TypeError, "qk_norm must be a tuple of two ops.Norm, got Norm(", {"qk_norm": ops.Norm(ones(D))}),
+        (ValueError, "qk_norm[1].weight must have shape (head_dim,) = (16,), got (32,)",
+         {"qk_norm": (ops.Norm(ones(D)), ops.Norm(ones(32)))}),
+        (ValueError, "qk_norm[1] must be like qk_norm[0]",
+         {"qk_norm": (ops.Norm(ones(D)), ops.Norm(ones(D), kind="rms"))}),
+        (TypeError, "scale_norm.eps must be a number, got None", {"scale_norm": (ones(32), None, None)}),
     ],
     "mlp": MLP,
     "layer_norm_mlp": [*MLP, *NORM],
@@ -162,6 +181,26 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "qkv must have shape (B, N, 3, H, d)", {"qkv": ones(B, N, 2, D)}),
         (ValueError, HEADS + "264", {"qkv": ones(1, 2, 3, 1, 264)}),
         (ValueError, "rotary.sin must broadcast", {"rotary": ops.Rotary(ones(3, D), ones(3, D))}),
+    ],
+    "qk_norm": [
+        (TypeError, "q must be float32", {"q": ones(B, N, 2, D, dtype=torch.long)}),
+        (ValueError, "q must have shape (B, N, H, d)", {"q": ones(B, N, D)}),
+        (TypeError, "k must have q's dtype", {"k": ones(B, N, 2, D).half()}),
+        (ValueError, "k must have shape q's shape = (2, 4, 1, 16), got (2, 4, 2, 16)", {"k": ones(B, N, 2, D)}),
+        (ValueError, HEADS + "12", {"q": ones(B, N, 2, 12), "k": ones(B, N, 2, 12)}),
+        (TypeError, "q_norm must be an ops.Norm, got Tensor", {"q_norm": ones(D)}),
+        (ValueError, "k_norm.weight must have shape (head_dim,) = (16,), got (15,)", {"k_norm": ops.Norm(ones(15))}),
+        (TypeError, "q_norm.weight must have q's dtype", {"q_norm": ops.Norm(ones(D).half())}),
+        (ValueError, "q_norm.kind must be one of layer, rms", {"q_norm": ops.Norm(ones(D), kind="l2")}),
+        (ValueError, "k_norm must be like q_norm: kind 'layer', eps 1e-06, a bias, got kind 'rms', eps 1e-06, no bias",
+         {"k_norm": ops.Norm(ones(D), kind="rms")}),
+        (ValueError, "k_norm must be like q_norm: kind 'layer', eps 1e-06, a bias, got kind 'layer', eps 1e-05, a bias",
+         {"k_norm": ops.Norm(ones(D), ones(D), 1e-5)}),
+        (ValueError, "k_norm must be like q_norm", {"k_norm": ops.Norm(ones(D))}),
+        (ValueError, "rotary.sin must be on q's device",
+         {"rotary": ops.Rotary(ones(N, D, device="meta"), ones(N, D))}),
+        (ValueError, "rotary must not require a gradient: it is not differentiated here; see rotary",
+         {"rotary": ops.Rotary(ones(N, D), ones(N, D, requires_grad=True))}),
     ],
     "dropout": [
         (ValueError, "p must be in [0, 1), got 1.0", {"p": 1.0}),
@@ -211,6 +250,7 @@ def test_bad_arguments(
     name: str, error: type[Exception], message: str, wrong: dict[str, Any], device: torch.device
 ) -> None:
     wrong = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(device), wrong)
+    arguments = gathered(dict)(**positioned(name, made(name, B, N, device)))
     with pytest.raises(error) as raised:
-        getattr(ops, name.split()[0])(**positioned(name, made(name, B, N, device)) | OPTIONS.get(name, {}) | wrong)
+        getattr(ops, name.split()[0])(**arguments | OPTIONS.get(name, {}) | wrong)
     assert str(raised.value).startswith(message)

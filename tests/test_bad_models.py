@@ -93,11 +93,11 @@ MODEL: list[Mistake] = [
     (TypeError, "fc_norm must be True or False, got 2", {"fc_norm": 2}),
     (ValueError, "act_layer must be a class or one of ['gelu', 'gelu_tanh', 'quick_gelu', 'relu', 'silu'], got 'gleu'",
      {"act_layer": "gleu"}),
-    (ValueError, "norm_layer must be a class or one of ['layernorm']", {"norm_layer": "batchnorm"}),
-    (TypeError, "norm_layer must be a class or one of ['layernorm'], got 5", {"norm_layer": 5}),
+    (ValueError, "norm_layer must be a class or one of ['layernorm', 'rmsnorm']", {"norm_layer": "batchnorm"}),
+    (TypeError, "norm_layer must be a class or one of ['layernorm', 'rmsnorm'], got 5", {"norm_layer": 5}),
     (ValueError, "block_fn must be a class or one of ['block', 'res_post']", {"block_fn": "post"}),
     (TypeError, "embed_layer must be a class or one of ['patch_embed'], got 3", {"embed_layer": 3}),
-    (ValueError, "embed_norm_layer must be a class or one of ['layernorm']", {"embed_norm_layer": "bn"}),
+    (ValueError, "embed_norm_layer must be a class or one of ['layernorm', 'rmsnorm']", {"embed_norm_layer": "bn"}),
     (ValueError, "mlp_layer must be a class or one of ['glumlp', 'mlp', 'swiglu', 'swiglupacked'], got 'glu'",
      {"mlp_layer": "glu"}),
     (ValueError, "attn_layer must be a class or one of ['', 'attn'], got 'diff'", {"attn_layer": "diff"}),
@@ -128,6 +128,7 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
     partial(layers.Attention, dim=32, num_heads=2): [
         *BLOCK,
         (ValueError, "scale_norm=True needs norm_layer, got None", {"scale_norm": True}),
+        (ValueError, "qk_norm=True needs norm_layer, got None", {"qk_norm": True}),
     ],
     partial(layers.Block, dim=32, num_heads=2): [
         *BLOCK,
@@ -155,6 +156,11 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
     layers.LayerNorm: [
         (ValueError, "num_channels must be at least 1, got 0", {"num_channels": 0}),
         (ValueError, "eps must be finite and not negative, got -1e-06", {"num_channels": 8, "eps": -1e-6}),
+    ],
+    layers.RmsNorm: [
+        (ValueError, "channels must be at least 1, got 0", {"channels": 0}),
+        (TypeError, "eps must be finite and not negative, got None", {"channels": 8, "eps": None}),
+        (TypeError, "dtype must be None, float32", {"channels": 8, "dtype": torch.int8}),
     ],
     layers.LayerScale: [
         (ValueError, "dim must be at least 1, got 0", {"dim": 0}),

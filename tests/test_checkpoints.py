@@ -33,6 +33,7 @@ TIMM: dict[str, dict[str, Any]] = {
     "vit_so400m_patch16_siglip_gap_256": {},
     "vit_so400m_patch16_siglip_256": {"num_classes": 5},
     "vit_so150m_patch16_reg4_map_256": {},
+    "aimv2_large_patch14_224": {"num_classes": 5},
 }
 
 

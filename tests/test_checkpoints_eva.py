@@ -37,6 +37,17 @@ def test_timm(name: str) -> None:
         assert close(model(image), theirs(image))
 
 
+@pytest.mark.parametrize("prefix", ["", "backbone."])
+def test_learnt_frequencies(prefix: str) -> None:
+    """Of timm, by themselves and inside a larger model."""
+    name = "vit_small_patch16_rope_mixed_224"
+    theirs = randomised(import_timm().create_model(name, **SMALL)).eval()
+    model = ours(name, {prefix + key: value for key, value in theirs.state_dict().items()})
+    image = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert close(model(image), theirs(image))
+
+
 def test_learnt_positions_are_interpolated() -> None:
     theirs = randomised(import_timm().create_model("eva02_tiny_patch14_224", **SMALL)).eval()
     model = ours("eva02_tiny_patch14_224", theirs.state_dict(), img_size=(112, 168))

@@ -22,7 +22,7 @@ from fastvit import ops
 
 N, D = 17, 32
 PACKAGE = f"{Path(fastvit.__file__).parent}/"
-LAUNCHERS = ("attention", "dropout", "gated_linear", "layer_norm", "linear", "patch_embed", "rotary")
+LAUNCHERS = ("attention", "dropout", "gated_linear", "layer_norm", "linear", "patch_embed", "qk_norm", "rotary")
 
 
 def parameters(*sizes):
@@ -36,10 +36,12 @@ def cases():
     heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
     (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
     rotary = ops.Rotary(*torch.randn(2, N, 16))
+    of_head = ops.Norm(torch.randn(16), torch.randn(16))
     gated = parameters((128, D), (128,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 11),
+        "rms_norm": (lambda: ops.rms_norm(x, norm), 14),
         "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 16),
         "linear": (lambda: ops.linear(x, weight, bias), 14),
         "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 15),
@@ -51,6 +53,11 @@ def cases():
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
             53,
         ),
+        "layer_norm_attention_qk_norm": (
+            lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, qk_norm=(of_head, of_head)),
+            48,
+        ),
+        "qk_norm": (lambda: ops.qk_norm(q, q, of_head, of_head, rotary), 61),
         "mlp": (lambda: ops.mlp(x, *fc), 24),
         "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
         "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 31),
@@ -142,7 +149,7 @@ def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_frames_from_a_call_to_its_kernels(training, stacks, device):
-    """public function, Function.apply and forward, registered op, launcher"""
+    """public function, which for rms_norm is layer_norm's, Function.apply and forward, registered op, launcher"""
     for name in SHAPES:
         tensors = made(name, 2, 18, device)
         stacks.clear()
@@ -150,7 +157,7 @@ def test_frames_from_a_call_to_its_kernels(training, stacks, device):
             function(name)(**tensors)
         assert stacks, name
         for stack in stacks:
-            assert len(stack) <= (5 if training else 4), (name, stack)
+            assert len(stack) <= (5 if training else 4) + (name == "rms_norm"), (name, stack)
 
 
 class FunctionNames(TorchFunctionMode):

@@ -15,12 +15,12 @@ from oracle import GRADIENT, assert_as_accurate
 from torch import Tensor, nn
 
 import fastvit
-from fastvit import ops, zoo
+from fastvit import layers, ops, zoo
 from fastvit._zoo_eva import CONFIGS
 from fastvit.eva import Eva
 from fastvit.eva_layers import AttentionRope, EvaAttention, EvaBlock
 from fastvit.reference_eva import Eva as ReferenceEva
-from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
+from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 
 PARAMETERS = {
     "vit_small_patch16_dinov3": 21_586_944,
@@ -28,15 +28,17 @@ PARAMETERS = {
     "eva02_large_patch14_448": 305_080_232,
     "vit_pe_spatial_gigantic_patch14_448": 1_851_887_104,
     "vit_pe_core_base_patch16_224": 93_673_984,
+    "vit_small_patch16_rope_mixed_224": 21_988_840,
 }
 # one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;
 # three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks, with attention
-# pooling and without; xy; registers alone
+# pooling and without; xy; learnt frequencies; registers alone
 KINDS = [
     "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "vit_tiny_patch16_dinov3_qkvb",
     "eva02_tiny_patch14_224", "eva02_base_patch14_448", "eva02_base_patch16_clip_224", "eva_giant_patch14_224",
     "vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_pe_lang_gigantic_patch14_448",
-    "vit_small_patch16_rope_224", "vit_small_patch16_rope_ape_224", "vit_mediumd_patch16_rope_reg1_gap_256",
+    "vit_small_patch16_rope_224", "vit_small_patch16_rope_ape_224", "vit_small_patch16_rope_mixed_224",
+    "vit_mediumd_patch16_rope_reg1_gap_256",
 ]  # fmt: skip
 every_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -111,10 +113,21 @@ def test_logits_are_timms(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_kind
 def test_accurate(name: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    assert_accurate(small(name, depth=1), dtype, device)
+
+
+@pytest.mark.parametrize("norm_layer", ["layernorm", "rmsnorm"])
+def test_norms_of_q_and_k(norm_layer: str, backend: str, device: torch.device) -> None:
+    """With learnt frequencies, which the op of the norms does not differentiate, and with fixed ones."""
+    for name in ("vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"):
+        arguments = small(name, depth=1, qk_norm=True, norm_layer=norm_layer)
+        assert_accurate(arguments, torch.float32, device)
+
+
+def assert_accurate(arguments: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
     """Logits and every gradient against the reference in the same dtype and in float64."""
-    arguments = small(name, depth=1)
     ours = randomised(Eva(**arguments, device=device)).to(dtype)
-    if "norm_layer" in arguments:
+    if not isinstance(arguments.get("norm_layer", ""), str):
         arguments["norm_layer"] = partial(nn.LayerNorm, eps=1e-5)
     eager = ReferenceEva(**arguments, device=device).to(dtype)
     eager.load_state_dict(ours.state_dict())
@@ -134,8 +147,6 @@ def test_accurate(name: str, dtype: torch.dtype, backend: str, device: torch.dev
 @every_kind
 def test_blocks_run_as_two_ops(name: str, device: torch.device) -> None:
     arguments = small(name, depth=1)
-    if arguments.get("scale_attn_inner"):
-        pytest.skip("a norm before the projection, which runs by itself")
     model = Eva(**arguments, device=device)
     image = images(model, device=device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
@@ -251,6 +262,45 @@ def test_tables_of_dinov3_are_timms(augmented: dict[str, float]) -> None:
         assert torch.equal(*tables[0]) == (not (training and augmented))
 
 
+@pytest.mark.parametrize("grid_indexing", ["ij", "xy"])
+def test_learnt_tables_are_timms(grid_indexing: str) -> None:
+    """And so is what they begin with."""
+    timm, made = import_timm(), []
+    for module in (RotaryEmbeddingMixed, timm.layers.RotaryEmbeddingMixed):
+        torch.manual_seed(3)
+        made.append(module(48, 2, 3, grid_indexing=grid_indexing))
+    ours, theirs = made
+    torch.testing.assert_close(ours.freqs, theirs.freqs)
+    torch.testing.assert_close(ours.get_embed((5, 7)), theirs.get_embed((5, 7)), rtol=1e-5, atol=1e-5)
+
+
+def test_learnt_tables_under_another_default_dtype() -> None:
+    """In which PyTorch has no complex numbers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = RotaryEmbeddingMixed(48, 2, 3)
+    finally:
+        torch.set_default_dtype(before)
+    lengths = module.freqs.float().norm(dim=0)  # of angles that are drawn
+    assert module.freqs.dtype is torch.bfloat16
+    torch.testing.assert_close(lengths, RotaryEmbeddingMixed(48, 2, 3).freqs.norm(dim=0), rtol=1e-2, atol=0.0)
+
+
+def test_every_block_has_its_learnt_table(device: torch.device) -> None:
+    """In forward, in dense features and with checkpointing."""
+    model = randomised(Eva(**small("vit_small_patch16_rope_mixed_224"), device=device))
+    image, gradients = images(model, device=device), []
+    want = model.forward_features(image)
+    tokens, _ = model.forward_intermediates(image)
+    assert torch.equal(tokens, want)
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        gradients.append(torch.autograd.grad(model(image).square().sum(), model.rope.freqs)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().amin(dim=(0, 2, 3)).min() > 0  # of both blocks
+
+
 def test_tables_stay_float32(device: torch.device) -> None:
     model = Eva(**small("vit_small_patch16_dinov3"), device=device, dtype=torch.bfloat16)
     assert model.rope is not None
@@ -304,6 +354,14 @@ def test_layers_alone_are_timms(device: torch.device) -> None:
         (AttentionRope(48, 2, scale_norm=False, rotate_half=True), timm.layers.AttentionRope(48, 2, rotate_half=True)),
         (AttentionRope(48, 2, scale_norm=False, qkv_fused=False), timm.layers.AttentionRope(48, 2, qkv_fused=False)),
         (
+            EvaAttention(48, 2, scale_norm=False, qk_norm=True, norm_layer=layers.LayerNorm),
+            timm.models.eva.EvaAttention(48, 2, scale_norm=False, qk_norm=True, norm_layer=timm.layers.LayerNorm),
+        ),
+        (
+            AttentionRope(48, 2, scale_norm=False, qk_norm=True, norm_layer=layers.RmsNorm),
+            timm.layers.AttentionRope(48, 2, qk_norm=True, norm_layer=timm.layers.RmsNorm),
+        ),
+        (
             EvaBlock(48, 2, swiglu_mlp=True, init_values=1.0),
             timm.models.eva.EvaBlock(48, 2, swiglu_mlp=True, init_values=1.0),
         ),
@@ -316,7 +374,9 @@ def test_layers_alone_are_timms(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (Eva, {"rope_type": "mixed"}, "rope_type must be one of ('cat', 'dinov3'), got 'mixed'"),
+        (Eva, {"rope_type": "base"}, "rope_type must be one of ('cat', 'dinov3', 'mixed'), got 'base'"),
+        (Eva, {"rope_type": "mixed", "rope_rotate_half": True}, "rope_rotate_half must be False for rope_type 'mixed'"),
+        (RotaryEmbeddingMixed, {"dim": 30, "depth": 1, "num_heads": 3}, "dim must be a multiple of 4 * num_heads = 12"),
         (Eva, {"attn_type": "rel"}, "attn_type must be one of"),
         (Eva, {"rope_grid_indexing": "yx", "use_rot_pos_emb": True}, "grid_indexing must be one of"),
         (Eva, {"num_heads": 5}, "num_heads must be a divisor of dim = 768, got 5"),

@@ -284,11 +284,18 @@ def registered_calls(device):
     tokens, q, qkv = x.view(2, 12, 24), x.view(1, 12, 2, 24), x.view(2, 4, 3, 1, 24)
     v, statistic, per_sample, half = x[0], x[:, :1], x[:2, 0], x.bfloat16()
     seed, pixels, normalize = torch.tensor([3], device=device), (image.detach() * 50).to(torch.uint8), x[:2, :3]
+    heads, tables = qkv.bfloat16().unbind(2)[:2], (x[None, None, :3], x[None, None, 1:4])  # of one prefix token
     dout = tokens[:, :8]  # of two prefix tokens and six patches
     return {
         "layer_norm_fwd": (x, v, v, 1e-6, None),
         "layer_norm_fwd to bfloat16": (x, v, v, 1e-6, torch.bfloat16),
         "layer_norm_fwd of tokens": (tokens, v, v, 1e-6, None),
+        "layer_norm_fwd rms": (x, v, None, 1e-6, None, True),
+        "layer_norm_fwd without bias": (x, v, None, 1e-6, None),
+        "layer_norm_bwd rms": (x, x, None, statistic, v, x),
+        "layer_norm_bwd_recompute rms": (x, x, None, statistic, v, None, None),
+        "add_layer_norm_fwd rms": (x, x, v, None, v, per_sample, 1e-6, True),
+        "add_layer_norm_bwd rms": (x, x, x, None, statistic, v, x, v, per_sample),
         "layer_norm_bwd": (x, x, statistic, statistic, v, None),
         "layer_norm_bwd residual": (x, x, statistic, statistic, v, x),
         "layer_norm_bwd_recompute": (x, x, statistic, statistic, v, v, None),
@@ -321,6 +328,10 @@ def registered_calls(device):
         "rotary": (tokens.unflatten(-1, (1, 24)), x[None, None, :11], x[None, None, :11], 1, True, False),
         "rotary transposed": (q, x.view(1, 2, 12, 24), x.view(1, 2, 12, 24), 2, False, True),
         "rotary of a part": (qkv.flatten(2, 3).bfloat16(), x[None, None, :3], x[None, None, :3], 2, False, False),
+        "qk_norm_fwd": (q, q, v, v, v, v, None, None, 1e-6, False, False),
+        "qk_norm_fwd rms": (*heads, v, None, v, None, *tables, 1e-6, True, True),
+        "qk_norm_bwd": (q, q, q, q, v, v, None, None, 1e-6, False, True, False),
+        "qk_norm_bwd rms": (*heads, *heads, v, v, *tables, 1e-6, True, False, True),
         "dropout": (half, seed, 0.5),
         "dropout of a branch": (half, seed, 0.5, v, per_sample, x),
         "patch_embed_fwd": (image, weight, None, None, None, None),

@@ -176,10 +176,18 @@ def branch(leading: tuple[int, ...], out: int) -> dict[str, tuple[int, ...]]:
     return shapes | ({"row_scale": leading[:1]} if leading else {})
 
 
+def of_a_kind(draw: st.DrawFn, found: Case, bias: str = "norm_bias") -> Case:
+    """With a norm of either kind, a LayerNorm with or without its bias of that name."""
+    norm = draw(st.sampled_from(["layer", "rms"]))
+    without = {bias: None} if norm == "rms" or draw(st.booleans()) else {}
+    return Case(found.tensors | without, found.result, found.options | {"norm": norm})
+
+
 @st.composite
 def layer_norm_cases(draw: st.DrawFn) -> Case:
     D = draw(NORMED_WIDTH)
-    return draw(case({"x": (*draw(NORMED), D), "weight": (D,), "bias": (D,)}, eps=st.sampled_from([1e-6, 1e-5, 0.1])))
+    shapes = {"x": (*draw(NORMED), D), "weight": (D,), "bias": (D,)}
+    return of_a_kind(draw, draw(case(shapes, eps=st.sampled_from([1e-6, 1e-5, 0.1]))), "bias")
 
 
 test_layer_norm = fuzzed(layer_norm_cases(), ops.layer_norm, formulas.layer_norm)
@@ -192,7 +200,7 @@ def add_layer_norm_cases(draw: st.DrawFn) -> Case:
     found = draw(case(shapes, "layer_scale row_scale"))
     dtype = found.tensors["residual"].dtype
     wide = {n: Input(t.shape, dtype, t.layout, t.wanted) for n, t in found.tensors.items() if n in ("weight", "bias")}
-    return Case(found.tensors | wide, found.result, found.options)
+    return of_a_kind(draw, Case(found.tensors | wide, found.result, found.options), "bias")
 
 
 test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.add_layer_norm)
@@ -218,7 +226,8 @@ def mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
     shapes |= {"fc1_weight": (hidden, D), "fc1_bias": (hidden,), "fc2_weight": (out, hidden), "fc2_bias": (out,)}
     shapes |= branch(leading, out)
     optional = "fc1_bias fc2_bias layer_scale row_scale residual"
-    return draw(case(shapes, optional, activation=st.sampled_from(ACTIVATIONS)))
+    found = draw(case(shapes, optional, activation=st.sampled_from(ACTIVATIONS)))
+    return of_a_kind(draw, found) if norm else found
 
 
 RECOMPUTE = st.sampled_from(["none", "activation", "all"])
@@ -263,7 +272,9 @@ def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
         weight = found.tensors.get(name)
         if inner and weight is not None and weight.layout == "expanded":
             found.tensors[name] = replace(weight, layout="contiguous")
-    return found
+    if inner and draw(st.booleans()):  # an RMSNorm
+        found.tensors["inner_bias"] = None
+    return of_a_kind(draw, found) if norm else found
 
 
 # Large beside the variance of rows that are all near zero, as behind one gate for all of them
@@ -286,13 +297,13 @@ def layer_norm_linear_cases(draw: st.DrawFn) -> Case:
     shapes = {"x": (*draw(NORMED), D), "norm_weight": (D,), "norm_bias": (D,)}
     shapes |= {f"{i}weight": (out, D) for i, out in enumerate(layers)}
     shapes |= {f"{i}bias": (out,) for i, out in enumerate(layers)}
-    return draw(case(shapes, "0bias 1bias 2bias"))
+    return of_a_kind(draw, draw(case(shapes, "0bias 1bias 2bias")))
 
 
 def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, **layers: Any) -> Any:
+    def run(x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, norm: str, **layers: Any) -> Any:
         weight, bias = ([t for n, t in layers.items() if n.endswith(kind)] for kind in ("weight", "bias"))
-        return function(x, norm_weight, norm_bias, weight, bias)
+        return function(x, norm_weight, norm_bias, weight, bias, norm=norm)
 
     return run
 
@@ -308,7 +319,8 @@ SCALE = st.sampled_from([None, 0.3])
 
 @st.composite
 def layer_norm_attention_cases(draw: st.DrawFn) -> Case:
-    """Of one packed layer, or of three."""
+    """Of one packed layer, or of three. In front of the projection, too, no norm of rows that may be all equal, as
+    behind q, k and v of one row for all."""
     (B, N, H, d), D, out = draw(SIZES), draw(NORMED_WIDTH), draw(WIDTH)
     of_qkv = {"0qkv": H * d, "1qkv": H * d, "2qkv": H * d} if draw(st.booleans()) else {"0qkv": 3 * H * d}
     shapes = {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,)}
@@ -316,7 +328,15 @@ def layer_norm_attention_cases(draw: st.DrawFn) -> Case:
     shapes |= {f"{layer}_bias": (rows,) for layer, rows in of_qkv.items()}
     shapes |= {"proj_weight": (out, H * d), "proj_bias": (out,), **branch((B, N), out)}
     optional = "0qkv_bias 1qkv_bias 2qkv_bias proj_bias layer_scale row_scale residual"
-    return draw(case(shapes, optional, num_heads=st.just(H), scale=SCALE))
+    found = of_a_kind(draw, draw(case(shapes, optional, num_heads=st.just(H), scale=SCALE)))
+    if draw(st.booleans()):
+        dtype, wanted, bias = found.tensors["x"].dtype, draw(st.booleans()), draw(st.booleans())
+        after = Input((H * d,), dtype, "contiguous", wanted)
+        found.tensors.update({"scale_weight": after, "scale_bias": after if bias else None})
+        for name, t in found.tensors.items():
+            if t is not None and t.layout == "expanded" and name.endswith("_weight"):
+                found.tensors[name] = replace(t, layout="contiguous")
+    return found
 
 
 def of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,7 +352,9 @@ def of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 test_layer_norm_attention = fuzzed(
-    layer_norm_attention_cases(), of_layers(ops.layer_norm_attention), of_layers(formulas.layer_norm_attention)
+    layer_norm_attention_cases(),
+    of_layers(gathered(ops.layer_norm_attention, INNER_EPS)),
+    of_layers(gathered(formulas.layer_norm_attention, INNER_EPS)),
 )
 test_attention = fuzzed(
     SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention
@@ -359,6 +381,39 @@ def of_tables(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 test_rotary_qkvpacked = fuzzed(rotary_cases(), of_tables(ops.rotary_qkvpacked), of_tables(formulas.rotary_qkvpacked))
+
+
+@st.composite
+def qk_norm_cases(draw: st.DrawFn) -> Case:
+    """Of q and k that lie in any way, neither of one row for all; with tables as of `rotary_cases`, or none."""
+    B, N, H, d = draw(SIZES)
+    prefix = draw(st.integers(0, min(3, N)))
+    table = (*draw(st.sampled_from([(), (H,), (B, 1), (B, H)])), N - prefix, d)
+    shapes = {"q": (B, N, H, d), "k": (B, N, H, d)} | dict.fromkeys(("q_weight", "q_bias", "k_weight", "k_bias"), (d,))
+    options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
+    found = draw(case({**shapes, "fixed_sin": table, "fixed_cos": table}, **options))
+    for name, t in found.tensors.items():
+        if name.startswith("fixed"):
+            found.tensors[name] = replace(t, wanted=False)
+        if name in ("q", "k") and t.layout == "expanded":
+            found.tensors[name] = replace(t, layout="contiguous")
+    without = ["q_bias", "k_bias"] * draw(st.booleans()) + ["fixed_sin", "fixed_cos"] * draw(st.booleans())
+    return Case(found.tensors | dict.fromkeys(without), found.result, found.options)
+
+
+def of_norms(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RMSNorm without biases."""
+
+    def run(q: Tensor, k: Tensor, prefix: int, interleaved: bool, **rest: Any) -> Any:
+        kind = "rms" if rest["q_bias"] is None else "layer"
+        norms = (ops.Norm(rest[f"{x}_weight"], rest[f"{x}_bias"], INNER_EPS, kind) for x in "qk")
+        sin, cos = rest["fixed_sin"], rest["fixed_cos"]
+        return function(q, k, *norms, None if sin is None else ops.Rotary(sin, cos, prefix, interleaved))
+
+    return run
+
+
+test_qk_norm = fuzzed(qk_norm_cases(), of_norms(ops.qk_norm), of_norms(formulas.qk_norm))
 
 
 @st.composite

@@ -78,6 +78,16 @@ def test_everything_at_once(norm, inner, pair, dtype, recompute, backend, device
     assert_op_as_accurate(*calls, args, what=recompute)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@of_recompute
+def test_rms_norms(recompute, dtype, backend, device):
+    """Before fc1 and before fc2, then each beside a LayerNorm."""
+    args = tensors(3, 7, 24, hidden=40, dtype=dtype, device=device, norm=True, inner=True)
+    for norm, without in (("rms", ("norm_bias", "inner_bias")), ("rms", ("norm_bias",)), ("layer", ("inner_bias",))):
+        calls = run(ops, itself=True, recompute=recompute, norm=norm), run(formulas, itself=True, norm=norm)
+        assert_op_as_accurate(*calls, args | dict.fromkeys(without), what=f"{norm}, without {without}")
+
+
 @pytest.mark.parametrize("activation", GATED)
 def test_activations(activation, backend, device):
     for dtype in (torch.float32, torch.bfloat16):
@@ -271,11 +281,16 @@ BAD = [
      {"fc1_weight": PAIR, "fc1_bias": (None, torch.ones(40))}),
     (TypeError, "fc1_weight[1] must have x's dtype",
      {"fc1_weight": (PAIR[0], torch.ones(20, 16).half()), "fc1_bias": None}),
-    (TypeError, "inner_norm must be (weight, bias, eps), got Tensor", {"inner_norm": torch.ones(20)}),
-    (ValueError, "inner_norm[0] must have shape (hidden,) = (20,), got (40,)",
+    (TypeError, "inner_norm must be an ops.Norm, got Tensor", {"inner_norm": torch.ones(20)}),
+    (ValueError, "inner_norm.weight must have shape (hidden,) = (20,), got (40,)",
      {"inner_norm": (torch.ones(40), torch.ones(20), 1e-6)}),
-    (TypeError, "inner_norm[1] must be a tensor, got NoneType", {"inner_norm": (torch.ones(20), None, 1e-6)}),
-    (ValueError, "inner_norm[2], eps, must be finite", {"inner_norm": (torch.ones(20), torch.ones(20), -1.0)}),
+    (ValueError, "inner_norm.bias must have shape (hidden,) = (20,), got (40,)",
+     {"inner_norm": ops.Norm(torch.ones(20), torch.ones(40))}),
+    (ValueError, "inner_norm.bias must be None for the kind 'rms'",
+     {"inner_norm": ops.Norm(torch.ones(20), torch.ones(20), kind="rms")}),
+    (ValueError, "inner_norm.kind must be one of layer, rms, got 'batch'",
+     {"inner_norm": ops.Norm(torch.ones(20), kind="batch")}),
+    (ValueError, "inner_norm.eps must be finite", {"inner_norm": (torch.ones(20), torch.ones(20), -1.0)}),
     (ValueError, "inner_norm must be None for the activation 'gelu'",
      {"inner_norm": (torch.ones(20), torch.ones(20), 1e-6), "activation": "gelu"}),
     (ValueError, "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, swiglu, geglu, got 'glu'",

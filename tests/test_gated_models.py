@@ -20,10 +20,10 @@ GIANT = {"img_size": 28, "embed_dim": 96, "mlp_ratio": 4}
 DINOV3 = {"use_gated_mlp": True, "hidden_act": "silu", "num_register_tokens": 3}
 
 
-def of_timm(mlp: str, norm: bool = False, **options: Any) -> Callable[[], nn.Module]:
+def of_timm(mlp: str, norm: bool = False, norms: str | None = None, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         layer = partial(getattr(import_library("timm").layers, mlp), **options)
-        return vit(mlp_layer=layer, scale_mlp_norm=norm, num_classes=7)
+        return vit(mlp_layer=layer, scale_mlp_norm=norm, norm_layer=norms, num_classes=7)
 
     return build
 
@@ -32,6 +32,7 @@ def of_timm(mlp: str, norm: bool = False, **options: Any) -> Callable[[], nn.Mod
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "SwiGLU": (of_timm("SwiGLU"), "swiglu"),
     "SwiGLU of gelu, with a norm": (of_timm("SwiGLU", act_layer=nn.GELU, norm=True), "geglu"),
+    "SwiGLU with RMSNorms": (of_timm("SwiGLU", norm=True, norms="rmsnorm"), "swiglu"),
     "SwiGLUPacked": (
         lambda: vit("vit_giant_patch14_reg4_dinov2", **GIANT, num_heads=2, num_classes=7), "swiglu",
     ),
@@ -131,7 +132,7 @@ def test_other_gates_are_left_alone(device: torch.device) -> None:
         (layers.GluMlp(64), "act is nn.Sigmoid"),
         (layers.GluMlp(64, act_layer=nn.ReLU), "a gate with relu"),
         (layers.SwiGLU(64, act_layer=partial(nn.GELU, approximate="tanh")), "a gate with gelu_tanh"),
-        (layers.SwiGLU(64, norm_layer=nn.RMSNorm), "norm is nn.RMSNorm"),
+        (layers.SwiGLU(64, norm_layer=layers.SimpleNorm), "norm is timm.layers.norm.SimpleNorm"),
     ):
         model = nn.ModuleList([mlp]).to(device)
         report = fastvit.accelerate(model)

@@ -9,20 +9,6 @@ import torch.nn.functional as F
 from graph_models import B, D, H, N, Subject, compile_and_check, details, half, heads, joined
 from torch import Tensor, nn
 
-from fastvit.ops import use_backend
-
-
-@pytest.fixture(autouse=True)
-def _on_aten(device):
-    """The ops themselves are tested elsewhere: here on whatever is fast."""
-    with use_backend("auto" if device.type == "cuda" else "aten"):
-        yield
-
-
-@pytest.fixture
-def x(device) -> Tensor:
-    return torch.randn(B, N, D, device=device)
-
 
 def sdpa(m: Subject, x: Tensor, **options) -> Tensor:
     return joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))), **options))

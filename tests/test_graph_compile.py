@@ -9,23 +9,16 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, compile_and_check, details, half, heads, joined, run
+from graph_models import D, H, compile_and_check, details, half, heads, joined, run
 from library_imports import import_library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit.graph import _backend
-from fastvit.ops import use_backend
 from fastvit.study._peak import saved_bytes
 
-
-@pytest.fixture(autouse=True)
-def _on_aten(device):
-    """The ops themselves are tested elsewhere: here on whatever is fast."""
-    torch._dynamo.reset()
-    with use_backend("auto" if device.type == "cuda" else "aten"):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):
@@ -47,11 +40,6 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
-@pytest.fixture
-def x(device) -> Tensor:
-    return torch.randn(B, N, D, device=device)
-
-
 def test_report(x, capsys):
     """By module and line of the source, what is alike in one row; printed, or handed to a function."""
     model = nn.Sequential(Block(D, H), Block(D, H)).to(x.device)
@@ -70,6 +58,17 @@ def test_report(x, capsys):
     torch._dynamo.reset()
     fastvit.compile(lambda x: x.sin(), inner="aot_eager", report=True)(x)
     assert capsys.readouterr().out == "nothing in this graph for fastvit\n"
+
+
+@pytest.mark.parametrize(("forward", "reason"), [
+    (lambda x: torch.vmap(torch.sin)(x), "a transform of functorch"),
+    (lambda x: (x + 1.0).unsqueeze_(0).sin(), "unsqueeze_ reshapes a tensor in place"),
+])  # fmt: skip
+def test_report_of_a_graph_that_is_left_as_a_whole(forward, reason, x):
+    reports: list = []
+    fastvit.compile(forward, inner="aot_eager", report=reports.append)(x)
+    assert reports[0].left == (reason,)
+    assert str(reports[0]) == f"left as it was: {reason}"
 
 
 @pytest.mark.skipif(not entry_points(group="torch_dynamo_backends", name="fastvit"), reason="fastvit is not installed")
@@ -160,7 +159,7 @@ def test_autocast_within_the_graph_gives_its_dtype(x):
 
     out = fastvit.compile(call, inner="aot_eager", report=reports.append)(x)
     assert out.dtype is torch.bfloat16
-    assert details(reports[0], "MLP") == ["mlp (no LayerNorm before it but an input)"]
+    assert details(reports[0], "MLP") == ["mlp (no norm before it but an input)"]
 
 
 def test_a_pattern_across_a_change_of_grad_mode_is_left(x):

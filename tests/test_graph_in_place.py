@@ -9,17 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit.ops import use_backend
 
 ROOT = 0.7978845608028654  # of 2 / pi
 
 
-@pytest.fixture(autouse=True)
-def _on_aten(device):
-    """The ops themselves are tested elsewhere: here on whatever is fast."""
-    torch._dynamo.reset()
-    with use_backend("auto" if device.type == "cuda" else "aten"):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def layers() -> dict[str, nn.Module | nn.Parameter]:
@@ -294,3 +288,5 @@ def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(device, monkeypatch, 
     )
     assert "a graph was left as it was" in caplog.text
     assert not any(entry.fused for entry in report.entries)
+    assert report.left == ("TypeError: 'NoneType' object is not callable",)
+    assert str(report) == f"left as it was: {report.left[0]}"

@@ -10,21 +10,8 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit.graph._calls import name_of
-from fastvit.ops import use_backend
 
 HIDDEN = 3 * D
-
-
-@pytest.fixture(autouse=True)
-def _on_aten(device):
-    """The ops themselves are tested elsewhere: here on whatever is fast."""
-    with use_backend("auto" if device.type == "cuda" else "aten"):
-        yield
-
-
-@pytest.fixture
-def x(device) -> Tensor:
-    return torch.randn(B, N, D, device=device)
 
 
 ACTIVATIONS = {
@@ -270,7 +257,6 @@ def test_residual_sum_before_a_layer_norm(x):
 
 
 NORMS = {
-    "no bias": lambda: nn.LayerNorm(D, bias=False),
     "no weight": lambda: nn.LayerNorm(D, elementwise_affine=False),
     "two dimensions": lambda: nn.LayerNorm((N, D)),
 }

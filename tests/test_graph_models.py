@@ -33,6 +33,23 @@ def test_compiled_as_accurate_as_eager(library: str, name: str) -> None:
     assert fused == all_of_them == MODELS[library, name], row.sites
 
 
+HALVES = {  # models all of whose norms but the last are an RMSNorm, a norm of q or k, or one before a projection
+    ("transformers", "Aimv2VisionModel"): ("RMSNorm", 4),
+    ("transformers", "Sapiens2Model"): ("RMSNorm", 8),
+    ("timm", "beit3_base_patch16_224"): ("LayerNorm", 9),
+}
+
+
+@pytest.mark.parametrize(("library", "name"), HALVES, ids=[name for _, name in HALVES])
+def test_halves_of_blocks_with_other_norms(library: str, name: str) -> None:
+    import_library(library)
+    row = graph_models.run(graph_models.candidate(library, name), limit=0)
+    assert row.status == "right", row.detail
+    assert row.sites["attention"]["fused"] == {"layer_norm_attention": 2}, row.sites
+    kind, fused = HALVES[library, name]
+    assert graph_tables.counts(vars(row), kind)[0] == fused, row.sites
+
+
 class Doubling(nn.Module):
     def __init__(self) -> None:
         super().__init__()

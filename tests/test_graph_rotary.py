@@ -3,24 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, compile_and_check, details, half, heads, joined
+from graph_models import D, H, N, compile_and_check, details, half, heads, joined
 from torch import Tensor, nn
 
-from fastvit.ops import use_backend
-
 P, d = 2, D // H
-
-
-@pytest.fixture(autouse=True)
-def _on_aten(device):
-    """The ops themselves are tested elsewhere: here on whatever is fast."""
-    with use_backend("auto" if device.type == "cuda" else "aten"):
-        yield
-
-
-@pytest.fixture
-def x(device) -> Tensor:
-    return torch.randn(B, N, D, device=device)
 
 
 @pytest.fixture

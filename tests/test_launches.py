@@ -56,7 +56,9 @@ CASES = [
     ("layer_norm_linear", {}),
     ("layer_norm_attention", {}),
     ("layer_norm_attention", {"rotary": "halves"}),
+    ("layer_norm_attention", {"rotary": "halves", "qk_norm": "layer"}),
     ("rotary", {"spelling": "interleaved"}),
+    ("qk_norm", {"norm": "rms"}),
     ("mlp", {"dropout_p": 0.1, "scales": True}),
     ("layer_norm_mlp", {}),
     ("layer_norm_mlp", {"activation": "swiglu", "hidden": 512}),
@@ -74,7 +76,7 @@ def cases() -> list[tuple[str, dict[str, object]]]:
         for D in (192, 768):
             for op, options in CASES:
                 of_heads, width = {"H": D // 64, "d": 64}, {"D": D}
-                sizes = of_heads if op in ("attention", "rotary") else width
+                sizes = of_heads if op in ("attention", "rotary", "qk_norm") else width
                 sizes |= {"H": D // 64} if op in ("block", "layer_norm_attention") else {}
                 sizes |= {"out": 4 * D} if op in ("linear", "layer_norm_linear") else {}
                 found.append((op, {"N": N, **sizes, **options}))

@@ -1,4 +1,6 @@
-"""ops.layer_norm and ops.add_layer_norm against float64 and eager PyTorch, on both backends."""
+"""ops.layer_norm, ops.rms_norm and ops.add_layer_norm against float64 and eager PyTorch, on both backends."""
+
+from functools import partial
 
 import formulas
 import pytest
@@ -20,6 +22,38 @@ SHAPES = [(1, 1, 192), (2, 197, 48), (3, 7, 1000), (2, 17, 768), (37, 130, 16), 
 def test_layer_norm(shape, dtype, backend, device):
     tensors = tensors_of({"x": shape, "weight": shape[-1:], "bias": shape[-1:]}, dtype, device)
     assert_op_as_accurate(ops.layer_norm, formulas.layer_norm, tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(shape, dtype, backend, device):
+    tensors = tensors_of({"x": shape, "weight": shape[-1:]}, dtype, device)
+    assert_op_as_accurate(ops.rms_norm, formulas.rms_norm, tensors)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_eps_and_no_bias(norm, backend, device):
+    """Rows as small as eps, where it counts."""
+    tensors = tensors_of({"x": (3, 7, 40), "weight": (40,)}, torch.float32, device)
+    tensors["x"] = (tensors["x"].detach() * 0.1).requires_grad_()
+    options = {"eps": 0.02, "norm": norm}
+    assert_op_as_accurate(partial(ops.layer_norm, **options), partial(formulas.layer_norm, **options), tensors)
+
+
+@pytest.mark.parametrize("kind", ["integer", "large", "offset"])
+def test_rms_norm_inputs(kind, backend, device):
+    tensors = tensors_of({"x": (2, 5, 769), "weight": (769,)}, torch.float32, device)
+    tensors["x"] = inputs(kind, 2, 5, 769, dtype=torch.float32, device=device).requires_grad_()
+    assert_op_as_accurate(ops.rms_norm, formulas.rms_norm, tensors, what=kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_add_rms_norm(scaled, dtype, backend, device):
+    shapes = summed(5, 13, 72) | ({"layer_scale": (72,), "row_scale": (5,)} if scaled else {})
+    tensors = tensors_of(shapes | {"bias": None}, dtype, device)
+    calls = (partial(module.add_layer_norm, norm="rms") for module in (ops, formulas))
+    assert_op_as_accurate(*calls, tensors)
 
 
 @pytest.mark.parametrize("kind", ["integer", "large", "offset"])
@@ -79,3 +113,15 @@ def test_recompute_returns_the_forward_output(backend, device):
     *_, again = registered.layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, None)
     exact = formulas.layer_norm(x.double(), weight.double(), bias.double())
     assert_as_accurate(again, y, exact, what="recomputed y")
+    y, _, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, True)
+    *_, again = registered.layer_norm_bwd_recompute(dy, x, None, rstd, weight, None, None)
+    assert_as_accurate(again, y, formulas.rms_norm(x.double(), weight.double()), what="recomputed y of RMSNorm")
+
+
+def test_rms_norm_has_neither_mean_nor_bias(backend, device):
+    x, weight = (inputs("normal", *shape, dtype=torch.float32, device=device) for shape in ((5, 40), (40,)))
+    _, mean, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, True)
+    assert mean.shape == (0,)
+    torch.testing.assert_close(rstd, x.square().mean(-1, keepdim=True).add(1e-6).rsqrt())
+    _, dweight, dbias = registered.layer_norm_bwd(x, x, None, rstd, weight, None)
+    assert (dweight.shape, dbias.shape) == ((40,), (0,))

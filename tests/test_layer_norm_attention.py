@@ -112,6 +112,59 @@ def test_dropout(backend, device):
     assert not torch.equal(of(ops, dropout_p=0.4)(**args), got[0][0])
 
 
+NORMS = {"rms": ("rms", False), "layer": ("layer", True), "no bias": ("layer", False)}  # kind, whether with a bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("norm", "scale_norm"),
+    [("rms", None), ("rms", "rms"), ("rms", "no bias"), ("layer", "layer"), ("layer", "rms"), ("no bias", "layer")],
+)
+def test_norms(norm, scale_norm, dtype, backend, device):
+    """Of both kinds, with and without a bias, before the layers and before the projection."""
+    args = tensors(dtype, device, B=3, layer_scale=(D,), row_scale=(3,))
+    kind, bias = NORMS[norm]
+    args["norm_bias"] = args["norm_bias"] if bias else None
+    calls = [of(module, norm=kind) for module in (ops, formulas)]
+    if scale_norm is not None:
+        kind, bias = NORMS[scale_norm]
+        args |= tensors_of({"scale_weight": (H * HEAD_DIM,), "scale_bias": (H * HEAD_DIM,)}, dtype, device)
+        args["scale_bias"] = args["scale_bias"] if bias else None
+        calls = [with_scale_norm(call, kind) for call in calls]
+    assert_op_as_accurate(*calls, args, what=f"{norm}, {scale_norm}")
+
+
+def with_scale_norm(call, kind="layer"):
+    def run(scale_weight, scale_bias=None, norm_bias=None, **rest):
+        return call(**rest, norm_bias=norm_bias, scale_norm=ops.Norm(scale_weight, scale_bias, 0.01, kind))
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_frozen_beside_a_scale_norm(kind, backend, device):
+    names = ("scale_weight",) if kind == "rms" else ("scale_weight", "scale_bias")
+    args = tensors(torch.float32, device, layer_scale=(D,), **dict.fromkeys(names, (H * HEAD_DIM,)))
+    del args["norm_bias"]
+    call = with_scale_norm(of(ops, norm="rms"), kind)
+    proj, first = ("proj_weight", "proj_bias", "layer_scale"), ("x", "norm_weight", *LAYERS)
+    choices = [names, proj, (*proj, *names), first, (*first, *names), (*first, "proj_weight", "layer_scale")]
+    choices += [tuple(name for name in args if name != left) for left in (*names, *proj)]
+    assert_freezing_changes_no_other_gradient(call, args, choices)
+
+
+def test_scale_norm_saves_its_statistics_only(backend, device):
+    args = tensors(torch.float32, device, scale_weight=(H * HEAD_DIM,), scale_bias=(H * HEAD_DIM,))
+    plain = {name: t for name, t in args.items() if not name.startswith("scale")}
+    more = saved_numel(with_scale_norm(fused), args) - saved_numel(fused, plain)
+    assert more == 2 * B * N
+    del args["norm_bias"]
+    call = with_scale_norm(of(ops, norm="rms"))
+    assert saved_numel(call, args) == saved_numel(fused, plain) + B * N  # no mean of the first
+    only = {name: t.detach().requires_grad_(name == "scale_weight") for name, t in args.items()}
+    assert saved_numel(call, only) == B * N * H * HEAD_DIM + 2 * B * N
+
+
 def test_frozen_parameters(backend, device):
     """Whatever is frozen, the other gradients are the same."""
     args = tensors(torch.float32, device, layer_scale=(D,))

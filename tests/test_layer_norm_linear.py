@@ -1,5 +1,7 @@
 """ops.layer_norm_linear against float64 and eager PyTorch, on both backends."""
 
+from functools import partial
+
 import pytest
 import torch
 from formulas import layer_norm_linear as eager
@@ -25,6 +27,16 @@ def test_layer_norm_linear(shape, dtype, backend, device):
     args = tensors(*shape[:-1], dtype=dtype, device=device, out=shape[-1])
     assert_op_as_accurate(ops.layer_norm_linear, eager, args, what="out")
     assert_op_as_accurate(ops.layer_norm_linear, eager, args | {"bias": None}, what="no bias")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_norms_without_bias(norm, dtype, backend, device):
+    args = tensors(2, 17, 72, dtype=dtype, device=device) | {"norm_bias": None}
+    calls = [partial(call, norm=norm) for call in (ops.layer_norm_linear, eager)]
+    assert_op_as_accurate(*calls, args, what=norm)
+    frozen = {name: t if t is None else t.detach().requires_grad_(name == "weight") for name, t in args.items()}
+    assert_op_as_accurate(*calls, frozen, what=f"{norm}, only the weight's gradient")
 
 
 def three(**tensors):

@@ -21,6 +21,7 @@ from models import (
     assert_same_step,
     assert_steps_as_accurate,
     blocks,
+    randomised,
     step,
     tokens,
     twins,
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit import _modules, fuse, layers, readers, reference
+from fastvit import _modules, eva_layers, fuse, layers, readers, reference
 from fastvit.study._peak import saved_bytes
 
 BLOCKS = {
@@ -39,6 +40,10 @@ BLOCKS = {
     "no_biases": {"qkv_bias": False, "proj_bias": False},
     "quick_gelu_drop_path": {"act_layer": "quick_gelu", "drop_path": 0.5},
     "torchs_layer_norm": {"norm_layer": nn.LayerNorm},
+    "layer_norm_without_bias": {"norm_layer": functools.partial(nn.LayerNorm, bias=False)},
+    "scale_norms": {"scale_attn_norm": True, "scale_mlp_norm": True, "init_values": 0.1, "drop_path": 0.5},
+    "scale_norms_rms": {"norm_layer": nn.RMSNorm, "scale_attn_norm": True, "scale_mlp_norm": True},
+    "qk_norm": {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5},
     "post_norm": {"kind": "ResPostBlock", "init_values": 0.5, "drop_path": 0.5},
 }
 
@@ -238,13 +243,16 @@ def test_checkpointing_repeats_the_dropout(backend: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_patch_embed_and_layer_norm(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+def test_patch_embed_and_norms(dtype: torch.dtype, backend: str, device: torch.device) -> None:
     image = inputs("normal", 2, 3, 8, 12, dtype=torch.float64, device=device)
     dy = inputs("normal", 2, 6, 32, dtype=torch.float64, device=device, seed=1)
     ours, theirs = twins(layers.PatchEmbed((8, 12), 4, 3, 32), reference.PatchEmbed((8, 12), 4, 3, 32))
     assert_module_as_accurate(ours.to(device), theirs.to(device), image, dy, dtype)
-    norm, eager = twins(layers.LayerNorm(32), nn.LayerNorm(32, eps=1e-6))
-    assert_module_as_accurate(norm.to(device), eager.to(device), dy * 3, dy.flip(0), dtype)
+    for norm, eager in (
+        twins(layers.LayerNorm(32), nn.LayerNorm(32, eps=1e-6)),
+        twins(layers.RmsNorm(32, eps=1e-2), reference.RMSNorm(32, eps=1e-2)),
+    ):
+        assert_module_as_accurate(norm.to(device), eager.to(device), dy * 3, dy.flip(0), dtype)
 
 
 def test_patch_embed_honours_hooks() -> None:
@@ -313,3 +321,23 @@ def test_public_names() -> None:
     for name in fastvit.__all__:
         assert getattr(fastvit, name) is not None
     assert fastvit.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("norm_layer", [layers.LayerNorm, layers.RmsNorm])
+def test_a_hook_on_a_norm_of_q_and_k(norm_layer: type[nn.Module], device: torch.device) -> None:
+    """Then attention calls its modules one by one, to the same effect."""
+    options = {"qk_norm": True, "scale_norm": False, "norm_layer": norm_layer, "device": device}
+    rope = torch.randn(6, 64, device=device)
+    x = torch.randn(2, 7, 64, device=device)
+    for attention, rest in (
+        (layers.Attention(64, 2, **options), ()),
+        (eva_layers.EvaAttention(64, 2, **options), (rope,)),
+        (eva_layers.AttentionRope(64, 2, qkv_fused=False, **options), (rope,)),
+    ):
+        attention, seen = randomised(attention), []
+        want = attention(x, *rest)
+        attention.q_norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        torch.testing.assert_close(attention(x, *rest), want, rtol=1e-5, atol=1e-6)
+        assert seen
+        attention.attn_drop.register_forward_hook(lambda *_: None)  # probabilities are materialised, too
+        torch.testing.assert_close(attention(x, *rest), want, rtol=1e-5, atol=1e-6)

@@ -52,6 +52,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
         {"gate": ["fc1_g"], "value": ["fc1_x"], "fc2": ["fc2", "qkv"]},
     ),
     "GluMlp": (gated_vit("GluMlp", act_layer=nn.GELU), {"both": ["fc1"], "fc2": ["fc2"]}),
+    "scale norms": (
+        lambda: vit(scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm", num_classes=7),
+        {"proj": ["attn.proj"], "fc1": ["fc1", "qkv"]},
+    ),
+    "norms of q and k": (lambda: vit(qk_norm=True, num_classes=7), {"qkv": ["qkv"]}),
     "fastvit": (lambda: fastvit.create_model("vit_tiny_patch16_224", img_size=32, depth=2), {"all": ["qkv", "fc1"]}),
 }
 CASES = [(library, targets) for library, (_, kinds) in MODELS.items() for targets in kinds]

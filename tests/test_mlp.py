@@ -61,6 +61,14 @@ def test_everything_at_once(norm, dtype, recompute, backend, device):
     assert_op_as_accurate(with_residual(fused, recompute=recompute), with_residual(eager), args, what=recompute)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "activation", "all"])
+def test_rms_norm(recompute, dtype, backend, device):
+    args = tensors(3, 7, 24, dtype=dtype, device=device, norm=True, layer_scale=True) | {"norm_bias": None}
+    calls = with_residual(fused, recompute=recompute, norm="rms"), with_residual(eager, norm="rms")
+    assert_op_as_accurate(*calls, args, what=recompute)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation, backend, device):
     for dtype in (torch.float32, torch.bfloat16):

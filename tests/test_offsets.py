@@ -75,6 +75,7 @@ def test_attention(shape, dim, stride, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layer_norm(dtype, device):
     check(ops.layer_norm, [(3, 40), (40,), (40,), (3, 40)], (0, 3), 0, FAR, dtype, device)
+    check(ops.rms_norm, [(3, 40), (40,), (3, 40)], (0, 2), 0, FAR, dtype, device)
     check(
         lambda *t: sum(ops.add_layer_norm(*t)),
         [(3, 40), (3, 40), (40,), (40,), (3, 40)], (0, 1, 4), 0, FAR, dtype, device,
@@ -181,6 +182,22 @@ def test_rotary(shape, dim, stride, device):
     check(
         lambda x: ops.rotary(x, ops.Rotary(table, table + 1, 1)), [shape] * 2, (0, 1), dim, stride, table.dtype, device
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 20, 1, 16), 0, FAR), ((1, 20, 3, 16), 2, FAR), ((1, 530, 1, 16), 1, 1 << 22), ((1, 130, 1, 16), 1, 1 << 25)],
+    ids=["batch", "heads", "tokens", "tokens-copied"],
+)
+def test_qk_norm(shape, dim, stride, device):
+    """q, k and their gradients far apart alike, and read as they lie but where tokens are too far."""
+    table = inputs("integer", 1, 1, shape[1] - 1, 16, dtype=torch.float32, device=device)
+    norm = ops.Norm(inputs("normal", 16, dtype=torch.float32, device=device, seed=3), kind="rms")
+
+    def both(q, k):
+        return torch.cat(ops.qk_norm(q, k, norm, norm, ops.Rotary(table, table + 1, 1)), -1)
+
+    check(both, [shape, shape, (*shape[:-1], 32)], (0, 1), dim, stride, table.dtype, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

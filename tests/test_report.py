@@ -75,7 +75,11 @@ RELATIVE, WINDOW = "relative position bias", "window attention"
             {"window_size": 2, "img_size": 64, "depth": 1},
             f"{WINDOW} and {RELATIVE}, in timm.models.vision_transformer_sam.Attention",
         ),
-        ("vit_tiny_patch16_224", {"qk_norm": True}, "qk-norm in attention"),
+        (
+            "vit_relpos_small_patch16_224",
+            {"qk_norm": True},
+            f"{RELATIVE} and qk-norm, in timm.models.vision_transformer_relpos.RelPosAttention",
+        ),
     ],
 )
 def test_what_is_special_about_an_attention_is_the_reason(name: str, options: dict[str, Any], reason: str) -> None:

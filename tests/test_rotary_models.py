@@ -27,6 +27,7 @@ TIMM = {  # name -> image
     "vit_small_plus_patch16_dinov3": (64, 96),  # SwiGLU of two layers
     "eva02_tiny_patch14_224": (56, 84),  # SwiGLU of one
     "eva02_base_patch14_224": (56, 84),  # a norm in SwiGLU; three layers for q, k and v
+    "eva02_base_patch16_clip_224": (64, 96),  # another before the projection
 }
 
 
@@ -81,6 +82,28 @@ def test_post_norm_blocks_have_fused_attention_and_mlp(device: torch.device) -> 
     assert_runs_agree(model, torch.randn(2, 3, 56, 56, device=device))
     report = fastvit.accelerate(model)
     assert report.fused("attention") == report.fused("MLP") == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("vit_small_patch16_dinov3", "LayerNorm"),
+        ("vit_base_patch16_rope_224", "RmsNorm"),
+        ("vit_small_patch16_rope_mixed_ape_224", "RmsNorm"),
+        ("eva02_base_patch14_224", "LayerNorm"),
+    ],
+)
+def test_norms_of_q_and_k(name: str, norm: str, device: torch.device) -> None:
+    layer = getattr(import_library("timm").layers, norm)
+    model = eva(name, qk_norm=True, norm_layer=layer).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, *TIMM[name], device=device))
+    assert outcome(fastvit.accelerate(model), "blocks.0") == ("accelerated", BLOCK)
+
+
+def test_deepseeks_blocks_with_rms_norm(device: torch.device) -> None:
+    model = eva("deepseek_vit_412m", img_size=56).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, 56, 56, device=device))
+    assert outcome(fastvit.accelerate(model), "encoder.blocks.0") == ("accelerated", BLOCK)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_gated_mlp": True}, {"key_bias": True, "query_bias": False}], ids=str)
@@ -170,11 +193,41 @@ def test_a_mask_is_honoured(device: torch.device) -> None:
     assert not close(block(x, rope=rope), want)
 
 
-def test_norms_of_q_and_k_and_a_gate_are_left_alone() -> None:
-    model = eva("vit_small_patch16_dinov3", qk_norm=True)
-    image = torch.randn(1, 3, 64, 96)
-    report = accelerate_as_it_was(model, lambda: model(image))
-    assert outcome(report, "blocks.0.attn") == ("skipped", "qk-norm in attention")
-    attention = import_library("timm").models.eva.EvaAttention
-    report = fastvit.accelerate(nn.ModuleList([attention(64, num_heads=2, scale_norm=False, gated=True)]))
-    assert outcome(report, "0") == ("skipped", "a gate in attention")
+def test_what_is_left_alone() -> None:
+    timm = import_library("timm")
+    options = {"dim": 64, "num_heads": 2, "scale_norm": False, "norm_layer": timm.layers.RmsNorm}
+    mixed, half, other = (timm.models.eva.EvaAttention(**options, qk_norm=True) for _ in range(3))
+    mixed.k_norm.eps, half.q_norm, other.q_norm = 1e-3, nn.Identity(), timm.layers.SimpleNorm(32)
+    for attention, reason in (
+        (timm.models.eva.EvaAttention(**options, gated=True), "a gate in attention"),
+        (mixed, "q_norm and k_norm are of two kinds"),
+        (half, "q_norm is nn.Identity"),
+        (other, "q_norm is timm.layers.norm.SimpleNorm"),
+        (
+            timm.layers.AttentionRope(**options, qk_norm=True, num_kv_heads=1, qkv_fused=False),
+            "q, k and v have 128 outputs for 64 inputs of proj",
+        ),
+    ):
+        model, x = nn.ModuleList([attention]), torch.randn(1, 5, 64)
+        report = accelerate_as_it_was(model, lambda model=model, x=x: model[0](x))
+        assert outcome(report, "0") == ("skipped", reason)
+
+
+def test_attention_alone_and_beside_a_hook(device: torch.device) -> None:
+    """In steps, whatever its layers; a hook on a norm leaves all of attention to the module."""
+    timm = import_library("timm")
+    rope = torch.randn(6, 64, device=device)
+    for fused in (True, False):
+        attention = timm.layers.AttentionRope(
+            64, 2, qk_norm=True, qkv_fused=fused, norm_layer=timm.layers.RmsNorm, device=device
+        )
+        x = torch.randn(2, 7, 64, device=device)
+        want, model = attention(x, rope), nn.ModuleList([attention])
+        assert outcome(fastvit.accelerate(model), "0") == ("accelerated", "qk_norm, attention, linear")
+        assert close(attention(x, rope), want)
+        seen = []
+        attention.k_norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of which there is one for all modules of a class
+            assert close(attention(x, rope), want)
+        assert seen

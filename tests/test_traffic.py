@@ -1,5 +1,7 @@
 """The traffic counter on kernels whose traffic is known, and the kernels' goals at small shapes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -100,7 +102,7 @@ def test_counting_ends_with_the_context() -> None:
 # ---- goals ----
 
 
-def passes(op: str, parts: int = 1, **sizes: int) -> tuple[Traffic, Traffic]:
+def passes(op: str, parts: int = 1, **sizes: Any) -> tuple[Traffic, Traffic]:
     found = traffic.measure(Workload(op, sizes, parts=parts))
     return found["forward"], found["backward"]
 
@@ -109,10 +111,12 @@ def tiled(found: Traffic) -> float:
     return found.moved / sum(launch.least_tiled for launch in found.launches)
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
-def test_layer_norm_is_within_five_percent_of_the_least(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "options"), [("layer_norm", {}), ("layer_norm", {"norm": "rms"}), ("add_layer_norm", {})]
+)
+def test_layer_norm_is_within_five_percent_of_the_least(op: str, options: dict[str, str]) -> None:
     """At the rows that a program has at batch 256: a 132nd of the GPU."""
-    forward, backward = passes(op, parts=traffic.SMS, B=1, N=382, D=192)
+    forward, backward = passes(op, parts=traffic.SMS, B=1, N=382, D=192, **options)
     assert [launch.kernel for launch in forward.launches] == ["layer_norm_fwd_kernel"]
     assert [launch.kernel for launch in backward.launches] == ["layer_norm_bwd_kernel", "column_sum_kernel"]
     for found in (forward, backward):
@@ -164,6 +168,41 @@ def test_rotary_in_place_moves_q_and_k_alone() -> None:
         tables = moved.pop("sin_ptr") + moved.pop("cos_ptr")
         assert sum(moved.values()) == 2 * (2 * 49 * 2 * 192 * 2), "read once and written once"
         assert launch.least == sum(moved.values()) + tables / 4  # of two samples and two groups of heads
+
+
+@pytest.mark.parametrize("sizes", [{"norm": "rms"}, {"norm": "layer", "spelling": "interleaved"}], ids=str)
+def test_qk_norm_moves_q_and_k_once(sizes: dict[str, str]) -> None:
+    """Each way what is read is read once; weights are loaded by every program, and tables by groups of heads."""
+    heads = 2 * 50 * 5 * 64 * 2
+    forward, backward = passes("qk_norm", B=2, N=50, H=5, d=64, **sizes)
+    assert [launch.kernel for launch in backward.launches] == ["qk_norm_bwd_kernel", "column_sum_kernel"]
+    for found, read, written in ((forward, ["q", "k"], ["q_out", "k_out"]),
+                                 (backward, ["q", "k", "dq_out", "dk_out"], ["dq", "dk"])):  # fmt: skip
+        arguments = found.launches[0].arguments
+        assert all(arguments[f"{x}_ptr"].loaded == heads for x in read)
+        assert all(arguments[f"{x}_ptr"].stored == heads for x in written)
+        rest = sum(a.loaded + a.stored for name, a in arguments.items() if name[:-4] not in (*read, *written))
+        assert rest == found.launches[0].loaded + found.launches[0].stored - heads * (len(read) + len(written))
+        assert tiled(found) <= 1.05
+
+
+def test_qk_norm_within_attention_writes_one_gradient() -> None:
+    """In the place of attention's, in a packed one that nothing copies; forward, into room of its own."""
+    forward, backward = passes("layer_norm_attention", B=2, N=20, D=128, H=2, rotary="halves", qk_norm="rms")
+    assert [launch.kernel for launch in forward.launches] == [
+        "layer_norm_fwd_kernel", "qk_norm_fwd_kernel", "attention_short_fwd_kernel", "linear_fwd_kernel",
+    ]  # fmt: skip
+    of_heads = [
+        launch.kernel for launch in backward.launches if "norm_bwd" not in launch.kernel or "qk" in launch.kernel
+    ]
+    assert of_heads[:4] == [
+        "qk_norm_fwd_kernel", "attention_bwd_short_kernel", "qk_norm_bwd_kernel", "column_sum_kernel",
+    ]  # fmt: skip
+    (launch,) = (launch for launch in backward.launches if launch.kernel == "qk_norm_bwd_kernel")
+    moved = {name: a.loaded + a.stored for name, a in launch.arguments.items()}
+    assert sum(moved[f"{x}_ptr"] for x in ("q", "k", "dq", "dk", "dq_out", "dk_out") if f"{x}_ptr" in moved) == (
+        3 * 2 * 2 * 20 * 128 * 2
+    ), "q, k and their gradients in, the gradients out"
 
 
 def test_patch_embed_loads_a_tile_once_per_program() -> None:

@@ -1,6 +1,7 @@
 """The whole model: against the reference, against timm, and as a citizen of PyTorch."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -36,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "no_position": {"pos_embed": "none"},
     "norms_inside": {"scale_attn_norm": True, "scale_mlp_norm": True},
+    "qk_norm": {"qk_norm": True, "norm_layer": "rmsnorm", "scale_attn_norm": True},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
 }  # fmt: skip
@@ -89,6 +91,7 @@ def test_seventeen_tokens_without_gradients(backend: str, device: torch.device) 
 
 # ---- timm ----
 
+NO_BIAS = functools.partial(nn.LayerNorm, eps=1e-6, bias=False)  # k_norm's has a gradient of zero, but for rounding
 TINY_TIMM, REG4 = "vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"
 WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of 64 px unless it says otherwise
     "vit_tiny": (TINY_TIMM, {"num_classes": 5}),
@@ -106,6 +109,8 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of
     "padded_to_its_size": (TINY_TIMM, {"dynamic_img_size": True, "dynamic_img_pad": True, "img_size": 72}),
     "scale_norms": (TINY_TIMM, {"scale_attn_norm": True, "scale_mlp_norm": True}),
     "scale_attn_norm": (TINY_TIMM, {"scale_attn_norm": True, "init_values": 0.1}),
+    "qk_norm": (TINY_TIMM, {"qk_norm": True, "norm_layer": NO_BIAS, "init_values": 0.1}),
+    "qk_norm_rms": (TINY_TIMM, {"qk_norm": True, "norm_layer": "rmsnorm", "block_fn": "res_post"}),
     "scale_mlp_norm": (TINY_TIMM, {"scale_mlp_norm": True, "block_fn": "res_post"}),
     "embed_norm": (TINY_TIMM, {"embed_norm_layer": nn.LayerNorm, "reg_tokens": 2}),
     "timms_embedding": (TINY_TIMM, {"embed_layer": "timm.layers.PatchEmbed", "embed_norm_layer": nn.LayerNorm}),

@@ -10,7 +10,7 @@ from models import twins
 import fastvit
 from fastvit import reference, zoo
 from fastvit._zoo_eva import CONFIGS as EVAS
-from fastvit.reference_eva import SwiGLUPacked
+from fastvit.study._sources import reference_arguments
 
 PARAMETERS = {
     "vit_tiny_patch16_224": 5_717_416,
@@ -24,6 +24,10 @@ PARAMETERS = {
     "vit_small_patch14_reg4_dinov2": 22_057_344,
     "vit_base_patch16_siglip_224": 92_884_224,
     "vit_so400m_patch14_siglip_378": 428_225_600,
+    "aimv2_large_patch14_224": 309_197_824,
+    "aimv2_huge_patch14_336": 681_343_488,
+    "aimv2_1b_patch14_448": 1_236_531_200,
+    "aimv2_3b_patch14_448": 2_723_017_728,
     "vit_cifar_small": 5_362_762,
     "vit_cifar_base": 21_342_346,
     "vit_cifar_large": 75_722_250,
@@ -49,10 +53,7 @@ def test_exact_parameter_count(name: str, count: int) -> None:
 @pytest.mark.parametrize("name", VITS)
 def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
     ours = fastvit.create_model(name, **META)
-    config = zoo.config(name)
-    if "mlp_layer" in config:
-        config |= {"mlp_layer": SwiGLUPacked}
-    assert shapes(ours) == shapes(reference.VisionTransformer(**config, **META))
+    assert shapes(ours) == shapes(reference.VisionTransformer(**reference_arguments(name), **META))
 
 
 @pytest.mark.parametrize("name", IN_TIMM)
@@ -68,7 +69,8 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
         assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
-    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1", *["attn_pool.norm"] * (ours.global_pool == "map")):
+    norms = ["norm_pre", "norm", "fc_norm", "blocks.0.norm1", *["attn_pool.norm"] * (ours.global_pool == "map")]
+    for norm in [*norms, *["patch_embed.norm"] * name.startswith("aimv2")]:
         assert eps_of(ours, norm) == eps_of(theirs, norm), norm
     assert len(ours.blocks) == len(theirs.blocks)
     assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
@@ -129,8 +131,8 @@ def test_unknown_names_get_the_nearest() -> None:
         fastvit.create_model("vit_base_patch16_244")
     with pytest.raises(ValueError, match="list_models"):
         fastvit.create_model("resnet50")
-    with pytest.raises(TypeError, match="qk_norm"):
-        fastvit.create_model("vit_base_patch16_224", qk_norm=True)
+    with pytest.raises(TypeError, match="qk_norms"):
+        fastvit.create_model("vit_base_patch16_224", qk_norms=True)
 
 
 def test_list_models_filters() -> None:

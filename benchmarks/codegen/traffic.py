@@ -65,6 +65,10 @@ def measure(workload: Workload) -> dict[str, Traffic]:
 
 # ---- why a launch moves more than the least ----
 
+_OF_HEADS = {
+    **dict.fromkeys(("sin", "cos"), "sample and group of heads"),
+    **{f"{x}_{of}": "program" for x in "qk" for of in ("weight", "bias")},
+}
 _TILE = {  # what the programs that share an argument differ in
     "layer_norm_fwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
     "layer_norm_bwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
@@ -84,6 +88,8 @@ _TILE = {  # what the programs that share an argument differ in
     "patch_embed_bwd_weight_kernel": {"dout": "tile of pixels", "image": "feature tile"},
     "patch_embed_bwd_image_kernel": {"dout": "tile of pixels", "weight": "token tile"},
     "rotary_kernel": dict.fromkeys(("sin", "cos"), "sample and group of heads"),
+    "qk_norm_fwd_kernel": _OF_HEADS,
+    "qk_norm_bwd_kernel": _OF_HEADS,
     "dropout_kernel": {"seed": "program", "layer_scale": "row tile"},
 }  # fmt: skip
 _AGAIN = {  # what makes one program load an element again
@@ -91,6 +97,8 @@ _AGAIN = {  # what makes one program load an element again
     ("patch_embed_bwd_weight_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
     ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
+    ("qk_norm_bwd_kernel", "sin"): "by each tile of a program",
+    ("qk_norm_bwd_kernel", "cos"): "by each tile of a program",
 }
 UNEXPLAINED = "unexplained"
 

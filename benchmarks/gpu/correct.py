@@ -33,6 +33,7 @@ _TOGETHER = {
     "layer_norm_linear": "linear",
     "layer_norm_attention": "linear",
     "rotary": "layer_norm",
+    "qk_norm": "layer_norm",
     "layer_norm_mlp": "mlp",
 }
 

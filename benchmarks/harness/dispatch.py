@@ -42,6 +42,8 @@ def cases() -> dict[str, Case]:
     weight, bias, layer_scale = _parameters((D, D), (D,), (D,))
     qkv_weight, qkv_bias = _parameters((3 * D, D), (3 * D,))
     fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
+    head_weight, head_bias = _parameters((D // HEADS,), (D // HEADS,))
+    of_head = ops.Norm(head_weight, head_bias)
     image = torch.randn(1, 3, 16, 16)
     patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
 
@@ -72,6 +74,7 @@ def cases() -> dict[str, Case]:
 
     return {
         "layer_norm": (lambda: ops.layer_norm(x, norm_weight, norm_bias), lambda: layer_norm(x)),
+        "rms_norm": (lambda: ops.rms_norm(x, norm_weight), lambda: F.rms_norm(x, (D,), norm_weight, 1e-6)),
         "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, *norm), add_layer_norm),
         "linear": (lambda: ops.linear(x, *fc1), lambda: F.linear(x, *fc1)),
         "linear, layer_scale and residual": (
@@ -84,6 +87,10 @@ def cases() -> dict[str, Case]:
         "rotary_qkvpacked": (
             lambda: ops.rotary_qkvpacked(qkv, positions),
             lambda: torch.stack((rotary(qkv[:, :, 0]), rotary(qkv[:, :, 1]), qkv[:, :, 2]), dim=2),
+        ),
+        "qk_norm": (
+            lambda: ops.qk_norm(q, q, of_head, of_head),
+            lambda: tuple(torch.native_layer_norm(q, head_weight.shape, head_weight, head_bias, 1e-6)[0] for _ in "qk"),
         ),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, *norm, *fc1), lambda: F.linear(layer_norm(x), *fc1)),
         "layer_norm_attention": (

@@ -8,8 +8,8 @@ and `python -m benchmarks.harness.results` makes a table of it.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -64,7 +64,7 @@ def image_size(model: Any) -> tuple[int, int]:
         H, W = model.patch_embed.img_size
         return H, W
     size = model.config.image_size if hasattr(model, "config") else model.image_size
-    return size, size
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def output(result: Any) -> Tensor:
@@ -137,6 +137,9 @@ ARCHITECTURES = [
     _small_timm("vit_small_plus_patch16_dinov3", 64),
     _small_timm("eva02_base_patch14_224", 56),
     _small_timm("vit_pe_spatial_tiny_patch16_512", 64),
+    _small_timm("eva02_base_patch16_clip_224", 64, embed_dim=192, num_heads=3),
+    _small_timm("beit3_base_patch16_224", 64, embed_dim=192, num_heads=3),
+    _small_timm("aimv2_large_patch14_224", 56, embed_dim=256, num_heads=2),
     _hugging_face("ViTForImageClassification"),
     _hugging_face("DeiTForImageClassification"),
     _hugging_face("Dinov2Model", image_size=518, patch_size=14),
@@ -144,6 +147,8 @@ ARCHITECTURES = [
     _hugging_face("DINOv3ViTModel"),
     _hugging_face("CLIPVisionModel"),
     _hugging_face("SiglipVisionModel"),
+    _hugging_face("Aimv2VisionModel"),
+    _hugging_face("InternVLVisionModel"),
     _small_torchvision("vit_b_16", 16, 192, 3),
     _small_torchvision("vit_b_32", 32, 128, 2),
     _small_torchvision("vit_h_14", 14, 160, 2),
@@ -244,4 +249,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="What accelerate does with every known architecture.")
+    parser.add_argument("path", type=Path, help="the result file")
+    main(parser.parse_args().path)

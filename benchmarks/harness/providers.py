@@ -4,7 +4,7 @@ that all providers get the same numbers."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,28 @@ def rotary(provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: 
     return Runner(lambda: function(x, positions), (x,))
 
 
+def qk_norm(
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str | None = None
+) -> Runner:
+    """Of the q and k of a packed qkv. spelling: that of rotary positions, or None for none."""
+    qkv, norms = draw.normal(B, N, 3, H, d), (_norm_of_kind(draw, d, norm), _norm_of_kind(draw, d, norm))
+    positions = None if spelling is None else _positions(draw, N, d, spelling)
+    function = ops.qk_norm if provider == "fused" else eager.qk_norm
+    q, k = qkv.detach().unbind(2)[:2]
+    leaves = q.requires_grad_(), k.requires_grad_()
+    return Runner(lambda: function(*leaves, *norms, positions), leaves, _parameters(norms))
+
+
 def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
     x = draw.normal(B, N, D)
     return Runner(lambda: ops.dropout(x, 0.1), (x,))
 
 
-def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
-    x, norm = draw.normal(B, N, D), _norm(draw, D)
-    function = ops.layer_norm if provider == "fused" else eager.layer_norm
-    return Runner(lambda: function(x, *norm), (x,), norm)
+def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "layer") -> Runner:
+    """norm: as the op's."""
+    x, parameters = draw.normal(B, N, D), _norm(draw, D)[: 1 if norm == "rms" else 2]
+    function: Callable[..., Any] = ops.layer_norm if provider == "fused" else eager.layer_norm
+    return Runner(lambda: function(x, *parameters, norm=norm), (x,), parameters)
 
 
 def add_layer_norm(
@@ -92,9 +105,9 @@ def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: in
 
 
 def layer_norm_attention(
-    provider: str, draw: Draw, B: int, N: int, D: int, H: int, rotary: str | None = None
+    provider: str, draw: Draw, B: int, N: int, D: int, H: int, rotary: str | None = None, qk_norm: str | None = None
 ) -> Runner:
-    """The residual is what the norm reads. rotary: "halves" or "interleaved"."""
+    """The residual is what the norm reads. rotary: "halves" or "interleaved"; qk_norm: "layer" or "rms"."""
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
@@ -102,7 +115,11 @@ def layer_norm_attention(
     options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
     if rotary is not None:
         options["rotary"] = _positions(draw, N, D // H, rotary)
-    return Runner(lambda: function(x, *parameters, H, residual=x, **options), (x,), parameters)
+    leaves = parameters
+    if qk_norm is not None:
+        options["qk_norm"] = norms = tuple(_norm_of_kind(draw, D // H, qk_norm) for _ in "qk")
+        leaves = (*parameters, *_parameters(norms))
+    return Runner(lambda: function(x, *parameters, H, residual=x, **options), (x,), leaves)
 
 
 def mlp(
@@ -178,6 +195,15 @@ def _norm(draw: Draw, D: int) -> tuple[Tensor, ...]:
     return draw.normal(D, std=0.1, mean=1.0), draw.normal(D, std=0.1)
 
 
+def _norm_of_kind(draw: Draw, D: int, kind: str) -> ops.Norm:
+    weight, bias = _norm(draw, D)
+    return ops.Norm(weight, bias if kind == "layer" else None, kind=kind)
+
+
+def _parameters(norms: Sequence[ops.Norm]) -> tuple[Tensor, ...]:
+    return tuple(t for norm in norms for t in norm[:2] if t is not None)
+
+
 def _positions(draw: Draw, N: int, d: int, spelling: str) -> ops.Rotary:
     """float32 tables of the patches behind one prefix token."""
     angles = torch.linspace(0, 100, (N - 1) * d // 2, device=draw.device).view(N - 1, d // 2)
@@ -227,6 +253,7 @@ class Op:
 OPS = {
     "attention": Op(attention, PROVIDERS, _few_scores),
     "rotary": Op(rotary),
+    "qk_norm": Op(qk_norm),
     "dropout": Op(dropout, ("fused",)),
     "layer_norm": Op(layer_norm),
     "add_layer_norm": Op(add_layer_norm),

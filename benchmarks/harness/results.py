@@ -110,14 +110,14 @@ _OPS = [
      "none but the image"),
     ("attention_qkvpacked", [("attention", "B8 N1025 H12 d64")], "scores, softmax and values, without an N x N tensor",
      "4: qkv, out"),
-    ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm, linear", "1: x"),
+    ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm or RMSNorm, linear", "1: x"),
     ("layer_norm_attention", [("layer_norm_attention", "B1 N197 D768 H12")],
-     "LayerNorm, q, k and v, rotary positions, attention, projection, LayerScale, DropPath, residual sum",
+     "norm, q, k and v, their norms, rotary positions, attention, norm, projection, LayerScale, DropPath, residual sum",
      "5: x, qkv, out"),
     ("linear", [("linear", "B1 N197 D768 out3072 gelu")],
      "linear, activation, LayerScale, DropPath, residual sum", "1: x; 4 more with an activation"),
     ("layer_norm_mlp", [("layer_norm_mlp", "B1 N197 D768")],
-     "LayerNorm, both linears, activation, LayerScale, residual sum", "5: x, pre-activation"),
+     "norm, both linears, activation, LayerScale, residual sum", "5: x, pre-activation"),
     ("Block", [("block", "B1 N1025 D768 H12")], "layer_norm_attention, layer_norm_mlp", "10"),
 ]  # fmt: skip
 _OPS_HEAD = """\

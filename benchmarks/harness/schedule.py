@@ -22,6 +22,7 @@ Case = tuple[Workload, str]  # and "inference" or "training"
 TELLING = {
     "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
     "rotary": ("B8 N197 H12 d64 halves", "B32 N197 H12 d64 halves"),
+    "qk_norm": ("halves layer B8 N197 H12 d64", "halves layer B32 N197 H12 d64"),
     "layer_norm": ("B8 N197 D768", "B256 N197 D768"),
     "add_layer_norm": ("B8 N197 D768", "B256 N197 D768"),
     "linear": ("B1 N197 D768 out3072 gelu", "B32 N197 D768 out3072 gelu"),

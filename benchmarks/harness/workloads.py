@@ -108,7 +108,7 @@ def _rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes:
 
 @functools.cache
 def _all() -> tuple[Workload, ...]:
-    ops = _attention(), _rotary(), _norms(), _gemms(), _gated(), _patch_embed(), _models(), _memory()
+    ops = _attention(), _rotary(), _qk_norm(), _norms(), _gemms(), _gated(), _patch_embed(), _models(), _memory()
     return tuple(itertools.chain(*ops))
 
 
@@ -172,6 +172,39 @@ def _rotary() -> Iterator[Workload]:
     yield from behind_norm("compile", B=64, N=197, D=768, H=12)
 
 
+def _qk_norm() -> Iterator[Workload]:
+    kinds, spellings = ["layer", "rms"], ["halves", "interleaved"]
+    rotated = functools.partial(_rows, "qk_norm", spelling="halves", norm=kinds)
+    both = functools.partial(_rows, "qk_norm", spelling=spellings, norm=kinds)
+    rows = functools.partial(_rows, "qk_norm", norm=kinds)  # without positions
+    yield from rows("quick", B=1, N=50, H=3, d=64)
+    yield from rows("cpu", B=8, N=197, H=12, d=64)
+    yield from rotated("cpu", B=8, N=197, H=12, d=64)
+    yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64)
+    yield from both("gpu", B=[1, 32, 256], N=197, H=12, d=64)
+    yield from rotated("gpu", B=[1, 8], N=4097, H=16, d=64)
+    yield from rows("verify", B=2, N=197, H=3, d=[64, 72])
+    yield from both("verify", B=2, N=197, H=3, d=[64, 80])
+    yield from rotated("traffic", B=2, N=197, H=12, d=64, parts=132)  # of a batch of 264
+    yield from rows("traffic", B=2, N=197, H=12, d=64)
+    yield from rows("sanitize", B=2, N=70, H=3, d=72)
+    yield from both("sanitize", B=2, N=70, H=5, d=[32, 72])
+    layer = functools.partial(_rows, "qk_norm", spelling=spellings, norm="layer")
+    rms = functools.partial(_rows, "qk_norm", spelling=spellings, norm="rms")  # takes fewer registers
+    for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):
+        few = {64: "second kernels", 72: "second"}.get(d, "")
+        yield from layer(f"compile {few}", B=64, N=197, H=8, d=d)
+    yield from rms("compile", B=64, N=197, H=8, d=[64, 72, 256])
+    yield from rows("compile second", B=64, N=197, H=8, d=72)
+    yield from rows("compile", B=64, N=197, H=8, d=[64, 256])
+    behind_norm = functools.partial(_rows, "layer_norm_attention", qk_norm="layer")
+    yield from behind_norm("cpu", B=1, N=197, D=768, H=12)
+    yield from behind_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
+    behind_norm = functools.partial(_rows, "layer_norm_attention", rotary="halves", qk_norm="layer")
+    yield from behind_norm("gpu headline", B=32, N=197, D=768, H=12)
+    yield from behind_norm("verify", B=4, N=197, D=384, H=6)
+
+
 _WIDTHS = [192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664]
 
 
@@ -182,6 +215,13 @@ def _norms() -> Iterator[Workload]:
         yield from _rows(op, "cpu", B=8, N=197, D=some)
         yield from _rows(op, "gpu", B=[1, 256], N=197, D=every)
         yield from _rows(op, "headline", B=[1, 256], N=197, D=768)
+    rms = functools.partial(_rows, "layer_norm", norm="rms", N=197)
+    yield from rms("cpu", B=8, D=768)
+    yield from rms("gpu", B=[1, 256], D=[768, 1024, 3072])
+    yield from rms("verify", B=8, D=[200, 768])
+    yield from rms("compile", B=64, D=[768, 1024, 1536, 3072])
+    yield from rms("compile second", B=64, D=2048)
+    yield from _rows("layer_norm", "sanitize", B=5, N=7, D=200, norm="rms")
     yield from _rows("layer_norm", "verify", B=8, N=197, D=[200, 384, 768, 1280])
     yield from _rows("add_layer_norm", "verify", B=8, N=197, D=[384, 768], row_scale=True)
     yield from _rows("layer_norm", "tune", B=64, N=197, D=every)

@@ -3,7 +3,7 @@
     model = torch.compile(model, backend="fastvit")        # or, with a report of what was found:
     model = fastvit.compile(model, report=True)
 
-Dynamo writes down which functions of torch a model calls. In that graph, before autograd, attention, LayerNorms, MLPs,
+Dynamo writes down which functions of torch a model calls. In that graph, before autograd, attention, norms, MLPs,
 projections and patch embeddings are replaced by ops of fastvit, wherever that is provably the same, so that forward and
 backward pass are fused and the saved tensors are theirs; what is left goes to the inner backend. `fastvit.accelerate`
 does the same for known classes without compiling.

@@ -16,31 +16,44 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fastvit.graph import _identities, add_norm, attention, attention_half, linear, mlp, norm_linear, patch_embed
+from fastvit.graph import (
+    _identities,
+    _rms_norm,
+    add_norm,
+    attention,
+    attention_half,
+    linear,
+    mlp,
+    norm_linear,
+    patch_embed,
+)
 from fastvit.graph._report import Entry, Report
 from fastvit.graph._subject import Subject
 from fastvit.ops._library import HAVE_TRITON
 
 _log = logging.getLogger("fastvit.graph")
-_REWRITES = (_identities, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
+_REWRITES = (_identities, _rms_norm, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
 
 
 def rewrite(gm: GraphModule) -> Report:
     """Puts fastvit's ops into a graph of torch functions as Dynamo writes it, and into those that it checkpoints."""
     start = time.perf_counter()
-    entries = [entry for graph in _graphs(gm) for entry in _rewrite(graph)]
-    return Report(tuple(entries), time.perf_counter() - start)
+    found = [_rewrite(graph) for graph in _graphs(gm)]
+    entries = tuple(entry for of_graph, _ in found for entry in of_graph)
+    return Report(entries, time.perf_counter() - start, tuple(reason for _, reason in found if reason))
 
 
-def _rewrite(gm: GraphModule) -> list[Entry]:
+def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
+    """What was found, and why the graph was left as a whole, or ""."""
     untouched = copy.deepcopy(gm.graph)
     for node, copied in zip(gm.graph.nodes, untouched.nodes, strict=True):
         vars(copied).update({name: value for name, value in vars(node).items() if name not in vars(copied)})
     entries: dict[Node, Entry] = {}
+    reason = ""
     try:
         subject = Subject(gm)
-        if not subject.rewritable:
-            return []
+        if subject.refusal or not subject.fakes:
+            return [], subject.refusal
         entries = subject.entries
         for module in _REWRITES:
             module.rewrite(subject)
@@ -49,10 +62,10 @@ def _rewrite(gm: GraphModule) -> list[Entry]:
     except Exception as error:  # a graph that nobody thought of compiles as it does without us, and says so
         gm.graph = untouched
         _log.warning("a graph was left as it was", exc_info=True)
-        reason = f"the whole graph was left: {type(error).__name__}: {error}".splitlines()[0]
-        entries = {node: replace(entry, fused=False, detail=reason) for node, entry in entries.items()}
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        entries = {node: replace(entry, fused=False, detail="the whole graph") for node, entry in entries.items()}
     gm.recompile()
-    return [entries[site] for site in sorted(entries, key=lambda node: subject.position[node])]
+    return [entries[site] for site in sorted(entries, key=lambda node: subject.position[node])], reason
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:

@@ -104,6 +104,12 @@ class Layout:
         )
         return Layout((*leading, ((out, 1),)))
 
+    def has_rows_of(self, size: Size) -> bool:
+        """Whether the last dimension runs over whole rows of a base whose last dimension is `size`."""
+        last, *outer = map(_coalesced, reversed(self.dims))
+        begins = [self.offset, *(stride for dim in outer for _, stride in dim)]
+        return len(last) == 1 and same_shape(last[0], (size, 1)) and all(known_equal(b % size, 0) for b in begins)
+
     def is_same(self, other: Layout) -> bool:
         if len(self.dims) != len(other.dims) or not known_equal(self.offset, other.offset):
             return False

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.fx import Node
 
-Kind = Literal["attention", "MLP", "LayerNorm", "patch embedding", "linear"]
+Kind = Literal["attention", "MLP", "LayerNorm", "RMSNorm", "patch embedding", "linear"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Entry:
 class Report:
     """One graph's entries in the order in which they run, those of checkpointed parts last. `str(report)` is a table in
     which numbered modules to which the same happened share a row, and below it how much is fused. seconds: that the
-    rewriting took."""
+    rewriting took; left: why the graph, or a checkpointed part of it, was left as a whole."""
 
     entries: tuple[Entry, ...]
     seconds: float = 0.0
+    left: tuple[str, ...] = ()
 
     def fused(self, kind: Kind) -> tuple[int, int]:
         """How many places of that kind are fused, and how many there are."""
@@ -42,15 +43,16 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("module", "line", "what", ""), *self._rows()]
+        whole = [f"left as it was: {reason}" for reason in self.left]
         if len(rows) == 1:
-            return "nothing in this graph for fastvit"
+            return "\n".join(whole or ["nothing in this graph for fastvit"])
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
         lines.insert(1, "-" * max(map(len, lines)))
-        kinds: list[Kind] = ["attention", "MLP", "LayerNorm", "patch embedding", "linear"]
-        counts = {kind: self.fused(kind) for kind in kinds}
+        counts = {kind: self.fused(kind) for kind in get_args(Kind)}
         told = [f"{kind} {fused} of {count}" for kind, (fused, count) in counts.items() if count]
-        return "\n".join([*(line.rstrip() for line in lines), f"fused: {', '.join(told)}; {self.seconds:.2f} s"])
+        lines = [line.rstrip() for line in lines]
+        return "\n".join([*lines, *whole, f"fused: {', '.join(told)}; {self.seconds:.2f} s"])
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         groups: dict[tuple[str, ...], list[str]] = {}

@@ -42,9 +42,8 @@ class Subject:
             tuple[Node, Any]
         ] = []  # what was put in with other strides, and the value that stood there
         values = [value for value in map(value_of, self.graph.nodes) if isinstance(value, Tensor)]
-        # functorch's transforms trace with tensors that have no storage, and differentiate as the ops may not
-        plain = all(hasattr(value, "fake_mode") for value in values)
-        self.fakes: Any = values[0].fake_mode if values and plain else None  # type: ignore[attr-defined]
+        self.refusal = self._refusal(values)  # why the whole graph is left, or ""
+        self.fakes: Any = None if self.refusal or not values else values[0].fake_mode  # type: ignore[attr-defined]
         if not self.fakes:
             return
         for position, node in enumerate(self.graph.nodes):
@@ -65,9 +64,12 @@ class Subject:
             entered = tuple(other for other in entered if other is not node.args[0])
         self._autocast.append(entered)
 
-    @property
-    def rewritable(self) -> bool:
-        return self.fakes is not None and not any(name_of(node) in _RESHAPED_IN_PLACE for node in self.graph.nodes)
+    def _refusal(self, values: list[Tensor]) -> str:
+        # functorch's transforms trace with tensors that have no storage, and differentiate as the ops may not
+        if not all(hasattr(value, "fake_mode") for value in values):
+            return "a transform of functorch"
+        reshaped = next((node for node in self.graph.nodes if name_of(node) in _RESHAPED_IN_PLACE), None)
+        return f"{name_of(reshaped)} reshapes a tensor in place" if reshaped else ""
 
     # ---- the report ----
 

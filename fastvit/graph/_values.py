@@ -20,6 +20,7 @@ VIEWS = frozenset(
      "movedim", "t", "mT", "T", "unbind", "chunk", "split", "split_with_sizes", "narrow", "select", "getitem", "expand",
      "expand_as", "contiguous", "detach", "alias")
 )  # fmt: skip
+CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")  # which return what already has that dtype
 
 
 def value_of(node: Node) -> Any:
@@ -59,7 +60,7 @@ def mutated(node: Node) -> set[StorageWeakRef]:
         return into
     if name == "setitem" or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
         return inputs[0] if inputs else set()
-    return set() if name in VIEWS else into & storages(value_of(node))
+    return set() if name in VIEWS or name in CASTS else into & storages(value_of(node))
 
 
 def _may_write(target: Any) -> bool:

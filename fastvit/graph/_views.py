@@ -10,11 +10,11 @@ from torch.fx.node import map_arg
 
 from fastvit.graph._calls import Refused, first, name_of
 from fastvit.graph._layout import Layout, NotALayout, Size, known_equal
-from fastvit.graph._values import fake, value_of
+from fastvit.graph._values import CASTS, fake, value_of
 
 RESHAPES = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 _PERMUTES = ("permute", "transpose", "movedim", "t", "mT", "T")
-COPIES = ("contiguous", "clone", "to", "type_as", "float", "half", "bfloat16")
+COPIES = ("contiguous", "clone", *CASTS)
 _PIECES = ("unbind", "chunk", "split", "split_with_sizes")
 _SIZES = (2, 3, 5, 7, 11, 13, 17)  # tell dimensions apart
 
@@ -35,6 +35,14 @@ def behind_views(node: Node) -> tuple[Node, list[Node]]:
         chain.insert(0, node)
         node = first(node)
     return node, chain
+
+
+def widened(node: Any) -> bool:
+    """Whether a node is its first argument in a dtype that holds all of its values."""
+    if name_of(node) not in CASTS:
+        return False
+    before, after = fake(first(node)), fake(node)
+    return before.device == after.device and torch.promote_types(before.dtype, after.dtype) == after.dtype
 
 
 def follow(layout: Layout, chain: list[Node]) -> Layout:

@@ -1,5 +1,5 @@
-"""s = residual + branch; LayerNorm(s) becomes `ops.add_layer_norm`, in one pass over the rows; both results may be
-used."""
+"""s = residual + branch; norm(s), a LayerNorm or an RMSNorm, becomes `ops.add_layer_norm`, in one pass over the rows;
+both results may be used."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from fastvit.graph._calls import Refused, first, name_of
 from fastvit.graph._layout import same_shape
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake, value_of
-from fastvit.graph.norm_linear import norm_of
+from fastvit.graph.norm_linear import is_norm, norm_of, note_norm
 
 
 def rewrite(subject: Subject) -> None:
     for node in list(subject.graph.nodes):
-        if (
-            name_of(node) != "layer_norm"
-            or name_of(total := first(node)) != "add"
-            or total.kwargs
-            or len(total.args) != 2
-        ):
+        if not is_norm(node) or name_of(total := first(node)) != "add" or total.kwargs or len(total.args) != 2:
             continue
         with contextlib.suppress(Refused):  # why the norm was left is known by now
             _rewrite(subject, node, total)
-            subject.note(node, "LayerNorm", True, "add_layer_norm")
+            note_norm(subject, node, True, "add_layer_norm")
 
 
 def _rewrite(subject: Subject, node: Node, total: Node) -> None:
@@ -37,7 +32,8 @@ def _rewrite(subject: Subject, node: Node, total: Node) -> None:
         raise Refused("a sum of other shapes before it")
 
     def build(emit: Emitter) -> list[Node]:
-        both = emit.call(ops.add_layer_norm, residual, branch, norm.weight, norm.bias, eps=norm.eps)
+        of_norm = norm.weight, norm.bias
+        both = emit.call(ops.add_layer_norm, residual, branch, *of_norm, eps=norm.eps, norm=norm.kind)
         return [emit.call(operator.getitem, both, i) for i in range(2)]
 
     subject.replace_all([total, node], {total, node}, build, node)

@@ -1,15 +1,15 @@
 """The attention half of a pre-norm block, around `ops.attention` where `attention.py` has put it:
 
-    LayerNorm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
+    norm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
 
-with or without rotary positions of q and k, becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and
-attention's output. Where only the projection is packed, attention becomes `ops.attention_qkvpacked`, whose gradient is
-one tensor.
+with or without norms of q and k over each head, rotary positions of both and a norm in front of the projection, becomes
+`ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. A norm is a LayerNorm or an RMSNorm.
+Where only the projection is packed, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -19,8 +19,8 @@ from fastvit.graph._epilogue import replace_longest
 from fastvit.graph._layout import Layout, Size, known_equal, same_shape
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake
-from fastvit.graph._views import behind_views, follow, is_view
-from fastvit.graph.norm_linear import LinearCall, linear_of, norm_of
+from fastvit.graph._views import behind_views, follow, is_view, widened
+from fastvit.graph.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
 from fastvit.graph.rotary import rotation_of, same_positions
 from fastvit.ops import Rotary
 
@@ -54,9 +54,13 @@ class _Projections:
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
         self.plain = True  # whether attention_qkvpacked could read the projection's output
         self.rotary: list[Rotary] = []  # of nodes, of q and of k
+        self.norms: list[NormCall] = []  # of q and of k
         found = [self._behind(t, scores=i < 2) for i, t in enumerate(attention.args)]
         if self.rotary and (len(self.rotary) != 2 or not same_positions(*self.rotary)):
             raise Refused("q and k with different rotary positions")
+        formulas = [(norm.kind, norm.eps) for norm in self.norms]
+        if formulas and (len(formulas) != 2 or formulas[0] != formulas[1]):
+            raise Refused("q and k with different norms")
         nodes = list(dict.fromkeys(linear for linear, _ in found))
         if len(nodes) not in (1, 3):
             raise Refused("q, k and v come out of two layers")
@@ -94,9 +98,16 @@ class _Projections:
 
     def _behind(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
         """The linear layer behind q, k or v, and the views between. A factor of q or k on the way belongs to the
-        scale of the scores."""
+        scale of the scores, unless a norm takes it away again."""
         node, chain = behind_views(t)
         while scores:
+            if is_norm(node):
+                if not follow(Layout.of(fake(node).shape), chain).has_rows_of(fake(node).shape[-1]):
+                    raise Refused("a norm of all heads at once between projection and attention")
+                self.matched.add(node)
+                self.norms.append(norm_of(node))
+                node, chain = self._behind_casts(self.norms[-1].x, chain)
+                break
             if (factor := scaled(node)) is not None:
                 self.matched.add(node)
                 self.factor *= factor[1]
@@ -116,6 +127,16 @@ class _Projections:
         self.matched |= {*chain}
         return node, chain
 
+    def _behind_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
+        """The node behind a norm's input, which may be in float32, as the op computes it, and the views between."""
+        while True:
+            x, before = behind_views(x)
+            chain = before + chain
+            if not widened(x):
+                return x, chain
+            self.matched.add(x)
+            x = first(x)
+
 
 def _tokens_first(shape: Any) -> Layout:
     """(B, H, N, d) as (B, N, H, d)"""
@@ -129,36 +150,52 @@ def _scale(attention: Node, projections: _Projections) -> float:
 
 def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
     norm = norm_of(of.y)
-    out, proj, behind = _projected(attention, of)
-    matched = {of.y, attention, *of.matched, *behind}
+    end = _projected(attention, of)
+    matched = {of.y, attention, *of.matched, *end.behind}
 
     def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
         weights: Any = tuple(linear.weight for linear in of.linears)
         biases: Any = tuple(linear.bias for linear in of.linears)
         if of.packed:
             (weights,), (biases,) = weights, biases
+        options = {**epilogue, "scale": _scale(attention, of), "dropout_p": attention.kwargs["dropout_p"]}
         if of.rotary:
-            epilogue["rotary"] = of.rotary[0]
+            options["rotary"] = of.rotary[0]
+        if of.norms:
+            options["qk_norm"] = tuple(head_norm.for_op() for head_norm in of.norms)
+        if end.norm is not None:
+            options["scale_norm"] = end.norm.for_op()
         return emit.call(
-            ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, proj.weight, proj.bias, of.H,
-            eps=norm.eps, scale=_scale(attention, of), dropout_p=attention.kwargs["dropout_p"], **epilogue,
+            ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, end.linear.weight,
+            end.linear.bias, of.H, eps=norm.eps, norm=norm.kind, **options,
         )  # fmt: skip
 
-    replace_longest(subject, out, matched, attention, build)
-    subject.note(of.y, "LayerNorm", True, "layer_norm_attention")
+    replace_longest(subject, end.root, matched, attention, build)
+    for taken in (norm, *of.norms, end.norm):
+        if taken is not None:
+            note_norm(subject, taken.node, True, "layer_norm_attention")
 
 
-def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, list[Node]]:
-    """The projection of attention's output as (B, N, out), its layer, and the nodes on the way."""
+class _Projected(NamedTuple):
+    """root: the projection of attention's output, (B, N, out); behind: the nodes between; norm: of their rows."""
+
+    root: Node
+    linear: LinearCall
+    norm: NormCall | None
+    behind: list[Node]
+
+
+def _projected(attention: Node, of: _Projections) -> _Projected:
     behind: list[Node] = []
     at, layout = attention, Layout.of((of.B, of.N, of.H, of.d))
     if not known_equal(fake(attention).shape[0], of.B):
         layout = layout.permute((0, 2, 1, 3)).reshape(fake(attention).shape)
     proj: LinearCall | None = None
+    norm: NormCall | None = None
     E: Size = of.H * of.d
     while True:
         if proj is not None and layout.is_same(Layout.of((of.B, of.N, proj.out_features))):
-            return at, proj, behind
+            return _Projected(at, proj, norm, behind)
         if len(at.users) != 1:
             raise Refused("attention's output is used more than once")
         (user,) = at.users
@@ -170,6 +207,10 @@ def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, lis
                 layout = layout.through_linear(proj.out_features)
             except ValueError:
                 raise Refused("the projection reads heads in another order") from None
+        elif is_norm(user) and first(user) is at and proj is norm is None:
+            norm = norm_of(user)
+            if not layout.has_rows_of(E):
+                raise Refused("a norm of single heads behind attention")
         elif is_view(user) and first(user) is at:
             layout = follow(layout, [user])
         else:
@@ -180,7 +221,7 @@ def _projected(attention: Node, of: _Projections) -> tuple[Node, LinearCall, lis
 
 def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool:
     linear = of.linears[0]
-    if not of.plain or of.rotary:  # a rotation alone is the inner backend's
+    if not of.plain or of.rotary or of.norms:  # alone they are the inner backend's
         return False
 
     def build(emit: Emitter) -> Node:

@@ -1,9 +1,10 @@
-"""The MLP of a transformer block, alone or with the LayerNorm before it:
+"""The MLP of a transformer block, alone or with the norm before it:
 
-    LayerNorm -> linear -> activation -> dropout -> linear -> dropout -> LayerScale, DropPath, residual
-    LayerNorm -> gate and value -> activation(gate) * value -> LayerNorm -> linear -> ...
+    norm -> linear -> activation -> dropout -> linear -> dropout -> LayerScale, DropPath, residual
+    norm -> gate and value -> activation(gate) * value -> norm -> linear -> ...
 
-becomes `ops.layer_norm_mlp`, or `ops.mlp`. Gate and value may be two layers or the halves of one.
+becomes `ops.layer_norm_mlp`, or `ops.mlp`. A norm is a LayerNorm or an RMSNorm; gate and value may be two layers or the
+halves of one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake
 from fastvit.graph._views import behind_views, follow
 from fastvit.graph.attention import dropout_of
-from fastvit.graph.norm_linear import LinearCall, Norm, linear_of, norm_of
+from fastvit.graph.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
 from fastvit.ops._activations import GATED
 
 
@@ -134,7 +135,7 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
     matched |= {linear.node for linear in fc1}
     hidden, drop1 = _past_dropout(hidden, matched)
     inner: Node | None = None
-    if activation in GATED and name_of(_only_user(hidden)) == "layer_norm" and not drop1:
+    if activation in GATED and is_norm(_only_user(hidden)) and not drop1:
         inner = hidden = _only_user(hidden)
         matched.add(inner)
     end = _only_user(hidden)
@@ -148,23 +149,27 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
             raise Refused(f"its two dropouts differ: {drop1} and {drop2}")
     x = fc1[0].x
 
-    def build(norm: Norm | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
+    def build(norm: NormCall | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
         options: dict[str, Any] = {"activation": activation, "dropout_p": drop1, **epilogue}
         if inner is not None:
-            options["inner_norm"] = norm_of(inner)[1:]
+            options["inner_norm"] = norm_of(inner).for_op()
         tensors = *_first_layer(emit, fc1, gate_first), fc2.weight, fc2.bias
         if norm is None:
             return emit.call(ops.mlp, x, *tensors, **options)
-        return emit.call(ops.layer_norm_mlp, *norm[:3], *tensors, eps=norm.eps, **options)
+        of_norm = norm.x, norm.weight, norm.bias
+        return emit.call(ops.layer_norm_mlp, *of_norm, *tensors, eps=norm.eps, norm=norm.kind, **options)
 
     try:
         norm = norm_of(x)
         replace_longest(subject, end, {*matched, x}, site, partial(build, norm))
-        subject.note(x, "LayerNorm", True, "layer_norm_mlp")
-        subject.note(site, "MLP", True, "layer_norm_mlp")
+        note_norm(subject, x, True, "layer_norm_mlp")
+        detail = "layer_norm_mlp"
     except Refused as reason:
         replace_longest(subject, end, matched, site, partial(build, None))
-        subject.note(site, "MLP", True, f"mlp ({reason})")
+        detail = f"mlp ({reason})"
+    subject.note(site, "MLP", True, detail)
+    if inner is not None:
+        note_norm(subject, inner, True, detail.partition(" ")[0])
 
 
 def _only_user(node: Node) -> Node:

@@ -1,14 +1,17 @@
-"""LayerNorm -> linear, nothing else reading the normalised rows, becomes `ops.layer_norm_linear`, which saves x and the
-row statistics. Of several layers only those of attention are one op: the op's output would be theirs side by side."""
+"""LayerNorm or RMSNorm -> linear, nothing else reading the normalised rows, becomes `ops.layer_norm_linear`, which
+saves x and the row statistics. Of several layers only those of attention are one op: the op's output would be theirs
+side by side."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.fx import Node
 
 from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, words
+from fastvit.graph._report import Kind
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake
 
@@ -26,13 +29,26 @@ class LinearCall(NamedTuple):
         return fake(self.weight).shape[0]
 
 
-class Norm(NamedTuple):
-    """A call of F.layer_norm over the last dimension."""
+class NormCall(NamedTuple):
+    """A call of F.layer_norm or F.rms_norm over the last dimension of x; an RMSNorm has no bias."""
 
+    node: Node
     x: Node
     weight: Node
-    bias: Node
+    bias: Node | None
     eps: float
+    kind: Literal["layer", "rms"]
+
+    def for_op(self) -> ops.Norm:
+        """Of nodes."""
+        return ops.Norm(self.weight, self.bias, self.eps, self.kind)  # type: ignore[arg-type]
+
+
+_KINDS: dict[str, Kind] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+
+
+def is_norm(node: Any) -> bool:
+    return name_of(node) in _KINDS
 
 
 def linear_of(node: Node) -> LinearCall:
@@ -44,32 +60,49 @@ def linear_of(node: Node) -> LinearCall:
     return LinearCall(node, x, weight, bias)
 
 
-def norm_of(node: Node) -> Norm:
-    """Raises Refused for what is no LayerNorm that the ops have."""
-    if name_of(node) != "layer_norm":
-        raise Refused(f"no LayerNorm before it but {words(node)}")
-    x, shape, weight, bias, eps, _ = arguments(
-        node, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5, cudnn_enable=True
-    )
+def norm_of(node: Node) -> NormCall:
+    """Raises Refused for what is no norm that the ops have."""
+    if not is_norm(node):
+        raise Refused(f"no norm before it but {words(node)}")
+    bias: Any = None
+    if name_of(node) == "layer_norm":
+        x, shape, weight, bias, eps, _ = arguments(
+            node, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+        )
+    else:
+        x, shape, weight, eps = arguments(node, input=None, normalized_shape=None, weight=None, eps=None)
+        eps = _default_eps(fake(x).dtype) if eps is None else eps
+    called = "a LayerNorm" if name_of(node) == "layer_norm" else "an RMSNorm"
     if not isinstance(shape, tuple | list) or len(shape) != 1:
-        raise Refused("a LayerNorm over more than the last dimension")
-    if weight is None or bias is None:
-        raise Refused("a LayerNorm without weight or bias")
+        raise Refused(f"{called} over more than the last dimension")
+    if weight is None:
+        raise Refused(f"{called} without weight")
     if not is_number(eps):
-        raise Refused("a LayerNorm whose eps is a tensor")
-    return Norm(x, weight, bias, float(eps))
+        raise Refused(f"{called} whose eps is a tensor")
+    return NormCall(node, x, weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms")
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    """F.rms_norm's; of 16 bits PyTorch documents another (2.13) than it computes with."""
+    if dtype not in (torch.float32, torch.float64):
+        raise Refused(f"an RMSNorm of {dtype} without eps")
+    return torch.finfo(dtype).eps
+
+
+def note_norm(subject: Subject, node: Node, fused: bool, detail: str) -> None:
+    subject.note(node, _KINDS[name_of(node)], fused, detail)
 
 
 def rewrite(subject: Subject) -> None:
     for node in list(subject.graph.nodes):
-        if name_of(node) != "layer_norm":
+        if not is_norm(node):
             continue
         try:
             _rewrite(subject, node)
         except Refused as reason:
-            subject.note(node, "LayerNorm", False, str(reason))
+            note_norm(subject, node, False, str(reason))
         else:
-            subject.note(node, "LayerNorm", True, "layer_norm_linear")
+            note_norm(subject, node, True, "layer_norm_linear")
 
 
 def _rewrite(subject: Subject, node: Node) -> None:
@@ -77,13 +110,13 @@ def _rewrite(subject: Subject, node: Node) -> None:
     users = list(node.users)
     others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
     if others or not users:
-        raise Refused(f"{', '.join(sorted(set(others))[:3])} behind it")
+        raise Refused(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} behind it")
     if len(users) > 1:
         raise Refused("several linear layers behind it, not those of attention")
     linear = linear_of(users[0])
 
     def build(emit: Emitter) -> Node:
         of_norm = norm.x, norm.weight, norm.bias
-        return emit.call(ops.layer_norm_linear, *of_norm, linear.weight, linear.bias, eps=norm.eps)
+        return emit.call(ops.layer_norm_linear, *of_norm, linear.weight, linear.bias, eps=norm.eps, norm=norm.kind)
 
     subject.replace(users[0], {node}, build, node)

@@ -24,12 +24,13 @@ EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr 
 def accelerate(
     model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Report:
-    """Makes the model's attention, MLP, LayerNorm, residual and patch embedding run as fused ops, in place.
+    """Makes the model's attention, MLP, norms, residual and patch embedding run as fused ops, in place.
 
     The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
     the `forward` of modules of known classes is replaced, exactly of those classes and never of subclasses, as an
     attribute of the instance. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and
-    Meta's DINOv2 and DINOv3, and nn.LayerNorm anywhere. Call it before torch.compile. Calling it again starts afresh.
+    Meta's DINOv2 and DINOv3, and LayerNorm and RMSNorm of PyTorch and timm anywhere. Call it before torch.compile.
+    Calling it again starts afresh.
 
     Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
     collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
@@ -38,9 +39,9 @@ def accelerate(
     A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
     adapter merged or disabled it is fused as any other.
 
-    What an op cannot do is left to the module's own forward: for a module at once (qk-norm, other adapters, hooks
-    inside a fused span), with the reason in the report; for a call (an attention mask, attention weights asked for,
-    hooks added later) with one warning for each class and reason.
+    What an op cannot do is left to the module's own forward: for a module at once (a gate in attention, other adapters,
+    hooks inside a fused span), with the reason in the report; for a call (an attention mask, attention weights asked
+    for, hooks added later) with one warning for each class and reason.
 
     Args:
         model: any module.

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastvit._modules import Unsupported, class_name
-from fastvit.fuse import Attention, Call, Half, Linear, Mlp
-
-# The ops that run, for the report
-FUSED_ATTENTION = "attention_qkvpacked, linear"
-FUSED_BLOCK = "layer_norm_attention, layer_norm_mlp"
+from fastvit.fuse import Attention, Call, Half, Linear, Mlp, Norm, runs_in_steps
 
 
 def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -32,25 +28,25 @@ class Plan:
 
     read: module -> its description as `run` takes it: tensors, numbers and tuples of them. Called anew for every call.
     run: (input, description, rotary) -> what the module's own forward returns; rotary only where `rotary` is set.
-    ops: the names of the ops that run, for the report.
     check_call: (module, *args, **kwargs), the arguments of a call -> its input.
     ndim: of the input, or None for any.
     takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
     rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
         class has none.
     takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
+    op: the name of the op that runs, for the report, where the description has no branch of a block to tell it.
 
     `read` and `check_call` raise `Unsupported` with the reason why the module's own forward has to run.
     """
 
     read: Callable[[Any], Any]
     run: Callable[..., Any]
-    ops: str
     check_call: Callable[..., Any] = only_input
     ndim: int | None = 3
     takes_pixels: bool = False
     rotary: Callable[..., Any] | None = None
     takes_lists: bool = False
+    op: str = ""
 
 
 def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -98,34 +94,45 @@ def calls(description: Any) -> list[Call]:
 
 
 def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
-    """For the report: the plan's, or those that are left where layers run as modules."""
+    """For the report, with the layers that run as modules."""
+    ops = ", ".join(dict.fromkeys(_ops(description))) or plan.op
     called = {id(call.module): call.module for call in calls(description)}
     if not called:
-        return plan.ops
+        return ops
     names = [name for name, inner in module.named_modules() if id(inner) in called]
     kinds = sorted({class_name(type(inner)) for inner in called.values()})
-    return f"{', '.join(dict.fromkeys(_ops(description)))}; {', '.join(names)} as {', '.join(kinds)}"
+    return f"{ops}; {', '.join(names)} as {', '.join(kinds)}"
 
 
 def _ops(description: Any) -> Iterator[str]:
     if isinstance(description, Half):
-        if not calls(description):
+        if not runs_in_steps(description.branch):
             yield "layer_norm_attention" if isinstance(description.branch, Attention) else "layer_norm_mlp"
             return
-        yield "layer_norm"
+        yield f"{description.norm.kind}_norm"
         description = description.branch
     if isinstance(description, Attention):
-        yield "attention_qkvpacked" if len(description.qkv) == 1 else "attention"
+        packed = len(description.qkv) == 1 and description.qk_norm is None
+        yield from () if description.qk_norm is None else ("qk_norm",)
+        yield "attention_qkvpacked" if packed else "attention"
+        yield from _norm(description.scale_norm)
         if isinstance(description.proj, Linear):
             yield "linear"
     elif isinstance(description, Mlp):
+        if not runs_in_steps(description):
+            yield "mlp"
+            return
         if Linear in map(type, (description.fc1, description.value, description.fc2)):
             yield "linear"
-        if description.inner_norm is not None:
-            yield "layer_norm"
+        yield from _norm(description.inner_norm)
     elif isinstance(description, tuple):
         for part in description:
             yield from _ops(part)
+
+
+def _norm(norm: Norm | None) -> Iterator[str]:
+    if norm is not None:
+        yield f"{norm.kind}_norm"
 
 
 def check_input(x: Any, description: Any, plan: Plan) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, qualified_name, submodules
 from fastvit.fuse import Attention, Mlp
-from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan, only_input
-from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
+from fastvit.integrations._plan import Plan, only_input
+from fastvit.readers import DROPOUT, LINEAR, NORM
 
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
@@ -44,8 +44,8 @@ def read_mlp(mlp: Any) -> Mlp:
 
 def read_block(block: Any) -> fuse.Block:
     """Without stochastic depth, of which `check_call` knows."""
-    attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE)
-    mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE)
+    attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
+    mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)
     return readers.describe_half(read_attention(attn), norm1, ls1), readers.describe_half(read_mlp(mlp), norm2, ls2)
 
 
@@ -66,8 +66,8 @@ def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any 
 
 
 PLANS = {
-    **dict.fromkeys(BLOCK, Plan(read_block, fuse.run_block, FUSED_BLOCK, check_block_call)),
-    **dict.fromkeys(ATTENTION, Plan(read_attention, fuse.run_attention, FUSED_ATTENTION, check_attention_call)),
-    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)),
+    **dict.fromkeys(BLOCK, Plan(read_block, fuse.run_block, check_block_call)),
+    **dict.fromkeys(ATTENTION, Plan(read_attention, fuse.run_attention, check_attention_call)),
+    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, submodules
 from fastvit.fuse import Attention, Linear, Mlp
-from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan
+from fastvit.integrations._plan import Plan
 from fastvit.ops import Rotary
-from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
+from fastvit.readers import DROPOUT, LINEAR, NORM
 
 ATTENTION = {"dinov3.layers.attention.SelfAttention"}
 MASKED = "dinov3.layers.attention.LinearKMaskedBias"
@@ -44,8 +44,8 @@ def read_mlp(mlp: Any) -> Mlp:
 
 def read_block(block: Any) -> fuse.Block:
     """Without stochastic depth, of which `check_block_call` knows."""
-    attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=LAYER_NORM, ls1=LAYER_SCALE)
-    mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=LAYER_NORM, ls2=LAYER_SCALE)
+    attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
+    mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)
     return readers.describe_half(read_attention(attn), norm1, ls1), readers.describe_half(read_mlp(mlp), norm2, ls2)
 
 
@@ -89,12 +89,12 @@ def run_block(x: Batches, block: fuse.Block, rotary: Any) -> Batches:
 
 PLANS = {
     "dinov3.layers.block.SelfAttentionBlock": Plan(
-        read_block, run_block, FUSED_BLOCK, check_block_call, rotary=block_rotary, takes_lists=True
+        read_block, run_block, check_block_call, rotary=block_rotary, takes_lists=True
     ),
     **dict.fromkeys(
         ATTENTION,
-        Plan(read_attention, fuse.run_attention, FUSED_ATTENTION, check_attention_call, rotary=attention_rotary),
+        Plan(read_attention, fuse.run_attention, check_attention_call, rotary=attention_rotary),
     ),
-    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)),
+    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov3.layers.patch_embed.PatchEmbed": "proj"}

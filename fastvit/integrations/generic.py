@@ -1,4 +1,5 @@
-"""Modules of torch.nn that any model may contain: LayerNorm, and the convolution of a patch embedding."""
+"""Modules that any model may contain: LayerNorm and RMSNorm of torch.nn and timm, and the convolution of a patch
+embedding."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit import ops, readers
+from fastvit import fuse, ops, readers
 from fastvit._arguments import Statistics
 from fastvit._modules import Unsupported
 from fastvit._patch_embed import is_of_patches
@@ -25,8 +26,9 @@ class Patches(NamedTuple):
     std: Statistics
 
 
-def run_norm(x: Tensor, norm: Norm) -> Tensor:
-    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+def run_norm_in_dtype(x: Tensor, norm: Norm) -> Tensor:
+    """timm's RmsNormFp32 returns x's dtype, under autocast too."""
+    return fuse.run_norm(x, norm).to(x.dtype)
 
 
 def read_patches(conv: Any, mean: Statistics = None, std: Statistics = None) -> Patches:
@@ -57,7 +59,11 @@ def run_patches(x: Tensor, patches: Patches) -> Tensor:
 def patches(mean: Statistics = None, std: Statistics = None) -> Plan:
     """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std."""
     read = partial(read_patches, mean=mean, std=std)
-    return Plan(read, run_patches, "patch_embed", check_image, ndim=4, takes_pixels=mean is not None)
+    return Plan(read, run_patches, check_image, ndim=4, takes_pixels=mean is not None, op="patch_embed")
 
 
-PLANS = dict.fromkeys(readers.LAYER_NORM, Plan(readers.read_norm, run_norm, "layer_norm", ndim=None))
+PLANS: dict[type | str, Plan] = {
+    **dict.fromkeys(readers.LAYER_NORM, Plan(readers.read_norm, fuse.run_norm, ndim=None, op="layer_norm")),
+    **dict.fromkeys(readers.RMS_NORM, Plan(readers.read_norm, fuse.run_norm, ndim=None, op="rms_norm")),
+    "timm.layers.norm.RmsNormFp32": Plan(readers.read_norm, run_norm_in_dtype, ndim=None, op="rms_norm"),
+}

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastvit import fuse, readers
 from fastvit._modules import Unsupported
-from fastvit.integrations._plan import FUSED_ATTENTION, FUSED_BLOCK, Plan
+from fastvit.integrations._plan import Plan
 
 
 def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
@@ -18,8 +18,8 @@ def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool
 
 
 PLANS = {
-    "timm.models.vision_transformer.Block": Plan(readers.read_block, fuse.run_block, FUSED_BLOCK, check_call),
-    **dict.fromkeys(readers.ATTENTION, Plan(readers.read_attention, fuse.run_attention, FUSED_ATTENTION, check_call)),
-    **dict.fromkeys(readers.MLP, Plan(readers.read_mlp, fuse.run_mlp, "mlp", ndim=None)),
+    "timm.models.vision_transformer.Block": Plan(readers.read_block, fuse.run_block, check_call),
+    **dict.fromkeys(readers.ATTENTION, Plan(readers.read_attention, fuse.run_attention, check_call)),
+    **dict.fromkeys(readers.MLP, Plan(readers.read_mlp, fuse.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

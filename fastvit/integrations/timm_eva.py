@@ -1,6 +1,8 @@
-"""timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT.
+"""timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT, and those of
+DeepSeek's vision encoder.
 
-Blocks with norms of q and k run their own forward, with what is known inside them fused.
+Blocks with norms of q and k, or with norms behind their branches (`EvaBlockPostNorm`), run their own forward, with what
+is known inside them fused.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from fastvit import fuse, readers_eva
 from fastvit._modules import Unsupported
-from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit.integrations._plan import Plan
 from fastvit.ops import Rotary
 
 
@@ -28,9 +30,11 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
     return found
 
 
-_ATTENTION = Plan(readers_eva.read_attention, fuse.run_attention, "attention, linear", check_call, rotary=rotary)
+_ATTENTION = Plan(readers_eva.read_attention, fuse.run_attention, check_call, rotary=rotary)
+_BLOCK = Plan(readers_eva.read_block, fuse.run_block, check_call, rotary=rotary)
 PLANS = {
-    "timm.models.eva.EvaBlock": Plan(readers_eva.read_block, fuse.run_block, FUSED_BLOCK, check_call, rotary=rotary),
+    "timm.models.eva.EvaBlock": _BLOCK,
+    "timm.models.deepseek_vit.DeepseekVitBlock": _BLOCK,
     "timm.models.eva.EvaAttention": _ATTENTION,
     "timm.layers.attention.AttentionRope": _ATTENTION,
 }

@@ -9,8 +9,8 @@ from torch import nn
 from fastvit import fuse, readers
 from fastvit._modules import Classes, Unsupported, submodules
 from fastvit.fuse import Attention, Half, Linear, Mlp
-from fastvit.integrations._plan import FUSED_BLOCK, Plan
-from fastvit.readers import DROPOUT, LAYER_NORM, LINEAR
+from fastvit.integrations._plan import Plan
+from fastvit.readers import DROPOUT, LINEAR, NORM
 
 ATTENTION = {nn.MultiheadAttention}
 OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
@@ -35,13 +35,13 @@ def read_mlp(mlp: Any) -> Mlp:
 
 
 def read_block(block: Any) -> fuse.Block:
-    attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=LAYER_NORM)
-    mlp, norm2 = submodules(block, mlp=MLP, ln_2=LAYER_NORM)
+    attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=NORM)
+    mlp, norm2 = submodules(block, mlp=MLP, ln_2=NORM)
     return Half(read_attention(attn, dropout), readers.read_norm(norm1)), Half(read_mlp(mlp), readers.read_norm(norm2))
 
 
 PLANS = {
-    "torchvision.models.vision_transformer.EncoderBlock": Plan(read_block, fuse.run_block, FUSED_BLOCK),
-    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None)),
+    "torchvision.models.vision_transformer.EncoderBlock": Plan(read_block, fuse.run_block),
+    **dict.fromkeys(MLP, Plan(read_mlp, fuse.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}

@@ -1,5 +1,11 @@
-"""Hugging Face transformers (version 5): the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3, CLIP's and
-SigLIP's vision towers, and an attention implementation for other models: `register_attention`."""
+"""Hugging Face transformers (version 5): the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3, Sapiens2, and of
+the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2 and InternVL; RMSNorm and MLPs of Pixtral, Qwen2.5-VL and
+GLM-4V; and an attention implementation for other models: `register_attention`.
+
+Left to the library: calls with a mask, as SigLIP 2 makes for padded images, and Pixtral always; attention within
+windows or images that `cu_seqlens` cuts out (Qwen2.5-VL, GLM-4V), which `register_attention` fuses piece by piece;
+norms of q and k over all heads at once (InternVL's 6B tower).
+"""
 
 from __future__ import annotations
 
@@ -12,54 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, ops, readers
-from fastvit._modules import Unsupported, qualified_name, submodules
-from fastvit.fuse import Attention, Half, Mlp
-from fastvit.integrations._plan import FUSED_BLOCK, Plan
+from fastvit._modules import Classes, Unsupported, qualified_name, submodules
+from fastvit.fuse import Attention, Half, Mlp, Norm
+from fastvit.integrations import _transformers_names
+from fastvit.integrations._plan import Plan
+from fastvit.integrations._transformers_names import MODELS, OTHER_MLPS, REFUSED_ATTENTION, RMS_NORM, ROTATES, class_of
 from fastvit.ops import Rotary
 from fastvit.ops._checks import takes_head_dim
 from fastvit.readers import LINEAR
 
 __all__ = ["register_attention"]
 
-
-class _Names(NamedTuple):
-    """How a model names what all of them have."""
-
-    file: str
-    norm1: str
-    attention: str
-    norm2: str
-    projection: str
-
-
-_MODELS = {  # by the prefix of its classes
-    "ViT": _Names("vit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
-    "DeiT": _Names("deit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
-    "Dinov2": _Names("dinov2", "norm1", "attention", "norm2", "o_proj"),
-    "Dinov2WithRegisters": _Names("dinov2_with_registers", "norm1", "attention", "norm2", "o_proj"),
-    "DINOv3ViT": _Names("dinov3_vit", "norm1", "attention", "norm2", "o_proj"),
-    "CLIP": _Names("clip", "layer_norm1", "self_attn", "layer_norm2", "out_proj"),
-    "Siglip": _Names("siglip", "layer_norm1", "self_attn", "layer_norm2", "out_proj"),
-}
-_GATED = {"Dinov2": ("SwiGLUFFN",), "Dinov2WithRegisters": ("SwiGLUFFN",), "DINOv3ViT": ("GatedMLP",)}
+_NORM = readers.NORM | RMS_NORM
 # Implementations of the same attention; another one, registered by somebody, is somebody's choice
 _SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 # Those that return weights or their sums beside the output, for whoever calls or hooks the attention
 _WITH_WEIGHTS = ("eager", "flex_attention")
 # Arguments that say what a model returns, or are for the loss, and change nothing inside a layer
 _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
-
-
-def _class(prefix: str, suffix: str) -> str:
-    file = _MODELS[prefix].file
-    if suffix == "DropPath":
-        prefix = prefix.replace("DINO", "Dino")
-    return f"transformers.models.{file}.modeling_{file}.{prefix}{suffix}"
-
-
-def _mlps(prefix: str) -> set[str]:
-    """The classes of its MLPs, plain and gated."""
-    return {_class(prefix, suffix) for suffix in ("MLP", *_GATED.get(prefix, ()))}
 
 
 def _captures_attentions() -> bool:
@@ -87,7 +63,7 @@ def _attention_of(layer: Any, name: str, kind: str) -> Any:
 
 
 def read_attention(attn: Any, proj: str, dropout: readers.Dropout = None) -> Attention:
-    if type(attn.config).__name__ == "CLIPTextConfig":
+    if type(attn.config).__name__ in ("CLIPTextConfig", "Aimv2TextConfig"):
         raise Unsupported("the text tower's attention is causal")
     if getattr(attn, "is_causal", False):
         raise Unsupported("its attention is causal")
@@ -97,11 +73,15 @@ def read_attention(attn: Any, proj: str, dropout: readers.Dropout = None) -> Att
     q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
     if not q.out_features == k.out_features == v.out_features:
         raise Unsupported("its keys have fewer heads than its queries")
+    if "projection_dropout" in attn._modules:
+        (own,) = submodules(attn, projection_dropout={nn.Identity, *readers.DROPOUT})
+        dropout = None if type(own) is nn.Identity else own
     p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
     scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
     qkv = readers.read_layer(q), readers.read_layer(k), readers.read_layer(v)
     heads = q.out_features // attn.head_dim
-    return readers.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout)
+    qk_norm = readers.read_qk_norm(attn, _NORM, read_norm)
+    return readers.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout, qk_norm=qk_norm)
 
 
 def read_attention_alone(attn: Any, proj: str) -> Attention:
@@ -132,23 +112,37 @@ class Layer(NamedTuple):
     checkpoint: Callable[..., Tensor] | None
 
 
+def read_norm(norm: Any) -> Norm:
+    if "variance_epsilon" in norm.__dict__:
+        return readers.rms_norm(norm.weight, norm.variance_epsilon)
+    return readers.read_norm(norm)
+
+
+def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """T5's rounds to x's dtype, and then multiplies with the weight in its own."""
+    return fuse.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
+
+
 def read_layer(prefix: str, layer: Any) -> Layer:
-    names = _MODELS[prefix]
-    norms = {names.norm1: readers.LAYER_NORM, names.norm2: readers.LAYER_NORM}
-    norm1, norm2, mlp = submodules(layer, **norms, mlp=_mlps(prefix))
-    attn = _attention_of(layer, names.attention, _class(prefix, "Attention"))
+    names = MODELS[prefix]
+    norm1, norm2 = submodules(layer, **{names.norm1: _NORM, names.norm2: _NORM})
+    (mlp,) = submodules(layer, **{names.mlp: _mlps(prefix)})
+    attn = _attention_of(layer, names.attention, class_of(prefix, names.attention_class))
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
         (dropout,) = submodules(layer, dropout=readers.DROPOUT)
     if "drop_path" in layer._modules:
-        (drop_path,) = submodules(layer, drop_path={nn.Identity, _class(prefix, "DropPath")})
+        (drop_path,) = submodules(layer, drop_path={nn.Identity, class_of(prefix, "DropPath")})
         if drop_path.training and not isinstance(drop_path, nn.Identity):
             p = drop_path.drop_prob
     if "layer_scale1" in layer._modules:
-        kinds = {_class(prefix, "LayerScale")}
-        gammas = [scale.lambda1 for scale in submodules(layer, layer_scale1=kinds, layer_scale2=kinds)]
-    attention = Half(read_attention(attn, names.projection, dropout), readers.read_norm(norm1), gammas[0], p)
-    block = attention, Half(read_mlp(mlp, dropout), readers.read_norm(norm2), gammas[1], p)
+        scales: Classes = {class_of(prefix, "LayerScale"), nn.Identity}
+        both = submodules(layer, layer_scale1=scales, layer_scale2=scales)
+        gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
+    elif "lambda_1" in layer._parameters:
+        gammas = [layer.lambda_1, layer.lambda_2]
+    attention = Half(read_attention(attn, names.projection, dropout), read_norm(norm1), gammas[0], p)
+    block = attention, Half(read_mlp(mlp, dropout), read_norm(norm2), gammas[1], p)
     checkpointed = layer.gradient_checkpointing and layer.training
     return Layer(block, layer._gradient_checkpointing_func if checkpointed else None)
 
@@ -197,21 +191,29 @@ def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> t
     return fuse.run_attention(x, attn, rotary), None
 
 
-PLANS: dict[str, Plan] = {}
-for _prefix, _names in _MODELS.items():
-    _suffix = "EncoderLayer" if _prefix in ("CLIP", "Siglip") else "Layer"
-    _rotates = _prefix == "DINOv3ViT"
-    _call = {"check_call": check_rotary_call, "rotary": rotary} if _rotates else {"check_call": check_call}
-    PLANS[_class(_prefix, _suffix)] = Plan(partial(read_layer, _prefix), run_layer, FUSED_BLOCK, **_call)
-    PLANS[_class(_prefix, "Attention")] = Plan(
-        partial(read_attention_alone, proj=_names.projection), run_attention, "attention, linear", **_call
+def _mlps(prefix: str) -> set[str]:
+    """The classes of its MLPs, plain and gated."""
+    return {class_of(prefix, suffix) for suffix in MODELS[prefix].mlp_classes}
+
+
+def _refuse(reason: str, module: Any) -> Any:
+    raise Unsupported(reason)
+
+
+PLANS: dict[type | str, Plan] = {}
+for _prefix, _names in MODELS.items():
+    _call: dict[str, Any] = {"check_call": check_call}
+    if _prefix in ROTATES:
+        _call = {"check_call": check_rotary_call, "rotary": rotary}
+    PLANS[class_of(_prefix, _names.layer_class)] = Plan(partial(read_layer, _prefix), run_layer, **_call)
+    PLANS[class_of(_prefix, _names.attention_class)] = Plan(
+        partial(read_attention_alone, proj=_names.projection), run_attention, **_call
     )
-    PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, fuse.run_mlp, "mlp", ndim=None))
-EMBEDDINGS = {
-    **{_class(prefix, "PatchEmbeddings"): "projection" for prefix in ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters")},
-    **{_class(prefix, "VisionEmbeddings"): "patch_embedding" for prefix in ("CLIP", "Siglip")},
-    _class("DINOv3ViT", "Embeddings"): "patch_embeddings",
-}
+    PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, fuse.run_mlp, ndim=None))
+PLANS |= dict.fromkeys(OTHER_MLPS, Plan(read_mlp, fuse.run_mlp, ndim=None))
+PLANS |= dict.fromkeys(RMS_NORM, Plan(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
+PLANS |= {kind: Plan(partial(_refuse, reason), run_attention) for kind, reason in REFUSED_ATTENTION.items()}
+EMBEDDINGS = _transformers_names.EMBEDDINGS
 
 
 def register_attention(name: str = "fastvit") -> None:

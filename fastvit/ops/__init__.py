@@ -3,15 +3,17 @@
 from fastvit.ops._library import use_backend
 from fastvit.ops.attention import attention, attention_qkvpacked
 from fastvit.ops.dropout import dropout
-from fastvit.ops.layer_norm import add_layer_norm, layer_norm
+from fastvit.ops.layer_norm import Norm, add_layer_norm, layer_norm, rms_norm
 from fastvit.ops.layer_norm_attention import layer_norm_attention
 from fastvit.ops.layer_norm_linear import layer_norm_linear
 from fastvit.ops.linear import linear
 from fastvit.ops.mlp import layer_norm_mlp, mlp
 from fastvit.ops.patch_embed import patch_embed
+from fastvit.ops.qk_norm import qk_norm
 from fastvit.ops.rotary import Rotary, rotary, rotary_qkvpacked
 
 __all__ = [
+    "Norm",
     "Rotary",
     "add_layer_norm",
     "attention",
@@ -24,6 +26,8 @@ __all__ = [
     "linear",
     "mlp",
     "patch_embed",
+    "qk_norm",
+    "rms_norm",
     "rotary",
     "rotary_qkvpacked",
     "use_backend",

@@ -85,18 +85,36 @@ def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool =
             raise ValueError(f"{name} must have shape {meaning} = {tuple(shape)}, got {tuple(x.shape)}")
 
 
+NORMS = ("layer", "rms")
+
+
+def check_eps(name: str, eps: float) -> None:
+    if eps is None:  # nn.RMSNorm's default
+        raise TypeError(f"{name} must be a number, got None")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {eps}")
+
+
 def check_norm(
-    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor, eps: float, meaning: str, *, dtype: bool
-) -> None:
-    """The parameters of a LayerNorm over the last dimension of x, a shape that `meaning` puts into words; `names` are
-    x's, weight's and bias's."""
+    names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, meaning: str,
+    *, dtype: bool,
+) -> None:  # fmt: skip
+    """The parameters of a norm over the last dimension of x, a shape that `meaning` puts into words; `names` are x's,
+    weight's and bias's."""
     x_name, weight_name, bias_name = names
     shape = x.shape[-1:]
     if not shape or shape[0] == 0:
         raise ValueError(f"{x_name} must have a non-empty last dimension, got shape {tuple(x.shape)}")
-    check_like(x_name, x, (weight_name, weight, shape, meaning), (bias_name, bias, shape, meaning), dtype=dtype)
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and not negative, got {eps}")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+    if bias is None:
+        check_like(x_name, x, (weight_name, weight, shape, meaning), dtype=dtype)
+    elif norm == "rms":
+        raise ValueError(f"{bias_name} must be None for norm='rms': RMSNorm has no bias")
+    else:
+        check_like(x_name, x, (weight_name, weight, shape, meaning), (bias_name, bias, shape, meaning), dtype=dtype)
+    if eps is None or not 0.0 <= eps < math.inf:  # `check_eps`, without its call
+        check_eps("eps", eps)
 
 
 def check_dropout(name: str, p: float) -> None:

@@ -31,21 +31,24 @@ def _add_residual(
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     out_dtype, wide = out_dtype or x.dtype, x.to(stat_dtype(x))
+    if rms:
+        rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (wide * rstd * weight).to(out_dtype), rstd.new_empty(0), rstd
     rstd = (wide.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     if weight.dtype is not x.dtype:
-        x, weight, bias = wide, weight.to(wide.dtype), bias.to(wide.dtype)
+        x, weight, bias = wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps).to(out_dtype), wide.mean(-1, keepdim=True), rstd
 
 
 def add_layer_norm_fwd(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
-    row_scale: Tensor | None, eps: float,
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = residual + _add_residual(branch, layer_scale, row_scale).to(branch.dtype)
-    return s, *layer_norm_fwd(s, weight, bias, eps, None)
+    return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
@@ -95,6 +98,18 @@ def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool,
     y = turned * by_token(cos) + swapped(turned, interleaved) * by_token(signed(sin, interleaved, transposed))
     y = torch.cat((y.flatten(2, 3).to(x.dtype), x[:, P:, rotated:]), 2)
     return torch.cat((x[:, :P], y), 1).contiguous()
+
+
+def qk_norm_fwd(
+    q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found = []
+    for x, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)):
+        y, *_ = layer_norm_fwd(x.to(stat_dtype(x)), weight, bias, eps, None, rms)
+        y = y if sin is None or cos is None else rotary(y, sin, cos, x.shape[2], interleaved, False)
+        found.append(y.to(x.dtype).contiguous())
+    return found[0], found[1]
 
 
 def patch_embed_fwd(

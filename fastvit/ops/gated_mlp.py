@@ -1,11 +1,10 @@
-"""MLPs with a gate as one autograd node, with or without the LayerNorm before it: what `fastvit.ops.mlp` runs for them.
+"""MLPs with a gate as one autograd node, with or without the norm before it: what `fastvit.ops.mlp` runs for them.
 
-residual + row_scale * layer_scale * drop(fc2(norm(drop(act(gate(y)) * value(y)))))        y = x or LayerNorm(x)
+residual + row_scale * layer_scale * drop(fc2(norm(drop(act(gate(y)) * value(y)))))        y = x or norm(x)
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._activations import GATED, check_activation
-from fastvit.ops._checks import as_rows, check_dropout, check_float, check_like, check_norm, check_recompute
+from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
 from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
     FusedFunction,
@@ -25,11 +24,19 @@ from fastvit.ops._library import (
 )
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.ops.gated_linear import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
-from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm import (
+    NO_NORM,
+    Norm,
+    NormTuple,
+    checked_norm,
+    layer_norm_bwd,
+    layer_norm_bwd_recompute,
+    layer_norm_fwd,
+)
 from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights, side_by_side
 from fastvit.ops.linear import check_linear, linear_fwd
 
-InnerNorm = tuple[Tensor, Tensor, float]  # weight, bias, eps
+InnerNorm = Norm | tuple[Tensor, Tensor | None, float]
 
 
 class _Options(NamedTuple):
@@ -40,7 +47,9 @@ class _Options(NamedTuple):
     keep_h: bool  # their product, behind dropout
     dtype: torch.dtype  # of the matmuls
     eps: float
+    rms: bool  # whether the norm is RMSNorm
     inner_eps: float
+    inner_rms: bool
     residual_is_x: bool
 
 
@@ -82,7 +91,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
 
     if pre is None and (want_layers or (want_h and h is None)):
         if y is None:
-            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
         pre = F.linear(y, *layers) if n == 1 else side_by_side(y, layers)
     dpre: Any = None
     dbias: Any = None
@@ -103,7 +112,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             else:
                 dh, dinner_weight, dinner_bias = layer_norm_bwd(dh, h, *norm, None)
         elif has_inner and want_fc2:
-            h, *_ = layer_norm_fwd(h, inner_weight, inner_bias, o.inner_eps, o.dtype)
+            h, *_ = layer_norm_fwd(h, inner_weight, inner_bias, o.inner_eps, o.dtype, o.inner_rms)
         if want_layers:
             dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p)
             dpre, dbias = gated_act_bwd(dh, pre, o.activation)
@@ -131,11 +140,12 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
                 dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, x, mean, rstd, norm_weight, dresidual)
             del dy
     elif any(wants[8 : 8 + n]) and y is None:
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
     of_fc1: list[Tensor | None] = [None] * (2 * n)
     for i, wanted in enumerate(wants[8:]):
         if wanted:
             of_fc1[i] = parts[i].t() @ as_rows(y) if i < n else dbias.split(sizes)[i - n]
+    dnorm_bias, dinner_bias = dnorm_bias if wants[2] else None, dinner_bias if wants[4] else None
     return dx, dnorm_weight, dnorm_bias, dinner_weight, dinner_bias, *of_fc2, *of_fc1
 
 
@@ -156,7 +166,7 @@ class GatedMlp(FusedFunction):
         parameters = norm_weight, norm_bias, inner_weight, inner_bias, fc2_weight, fc2_bias, *layers
         backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
         if norm_weight is not None:
-            y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, backend=backend)
+            y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
             extras += [mean, rstd]
         if o.keep_pre:
             h, pre = gated_act_fwd(y, *_halves(layers), o.activation, backend=backend)
@@ -168,7 +178,8 @@ class GatedMlp(FusedFunction):
             h = dropout_op(h, seeds[:1], o.dropout_p, backend=backend)
         normed = h
         if inner_weight is not None:
-            normed, *statistics = layer_norm_fwd(h, inner_weight, inner_bias, o.inner_eps, o.dtype, backend=backend)
+            inner = inner_weight, inner_bias, o.inner_eps, o.dtype, o.inner_rms
+            normed, *statistics = layer_norm_fwd(h, *inner, backend=backend)
             extras += statistics
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         if seeds is None:
@@ -193,6 +204,7 @@ class GatedMlp(FusedFunction):
         h = next(extras) if o.keep_h and want_h else None
         keep_pre = want_layers or (want_h and h is None)
         keep_x = any(wants[12 : 12 + len(layers) // 2]) or (norm_weight is not None and any(wants[:3]))
+        mean, inner_mean = None if o.rms else mean, None if o.inner_rms else inner_mean
         if not want_dh:
             inner_mean = inner_rstd = None
         ctx.save_for_backward(
@@ -245,9 +257,9 @@ def _words(value: Any) -> str:
 
 
 def gated_arguments(
-    name: str, x: Tensor, norm: tuple[Tensor, Tensor] | None,
+    name: str, x: Tensor, norm: NormTuple | None,
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
-    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str, eps: float,
+    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str,
 ) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
     """Checks a call of `fastvit.ops.<name>` with a gated activation, or with what only those take; -> whether it needs
     autograd, and the arguments of `GatedMlp`."""
@@ -264,20 +276,19 @@ def gated_arguments(
     check_recompute(recompute)
     epilogue.check(x, fc2_weight.shape[0], dtype=like)
     if norm is not None:
-        check_norm(NORM_NAMES, x, *norm, eps, "(in,)", dtype=like)
-    inner: tuple[Any, ...] = None, None, 0.0
-    if inner_norm is not None:
-        inner = _checked_inner(x, inner_norm, hidden, dtype=like)
+        check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=like)
+    weight, bias, eps, kind = norm or NO_NORM
+    inner = NO_NORM if inner_norm is None else checked_norm("inner_norm", x, inner_norm, "hidden", hidden, dtype=like)
     fc2: tuple[Tensor | None, ...] = fc2_weight, fc2_bias
     if cast is not None:
         x = x.to(cast) if norm is None else x
         layers, fc2 = (tuple([None if t is None else t.to(cast) for t in some]) for some in (layers, fc2))
     layer_scale, row_scale, residual = epilogue
-    tensors = x, *(norm or (None, None)), *inner[:2], *fc2, layer_scale
+    tensors = x, weight, bias, *inner[:2], *fc2, layer_scale
     autograd = needs_autograd(name, *tensors, residual, *layers)
     options = _Options(
         name, GATED[activation], dropout_p, autograd and recompute != "all", autograd and recompute == "none",
-        layers[0].dtype, eps, inner[2], residual is x,
+        layers[0].dtype, eps, kind == "rms", inner[2], inner[3] == "rms", residual is x,
     )  # fmt: skip
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seeds = draw_seeds(2, x.device) if dropout_p else None
@@ -286,14 +297,3 @@ def gated_arguments(
         flat = repeats_as_views(*tensors, *layers)
         tensors, layers = flat[: len(tensors)], flat[len(tensors) :]
     return autograd, (*tensors, seeds, options, *layers)
-
-
-def _checked_inner(x: Tensor, inner_norm: Any, hidden: int, *, dtype: bool) -> tuple[Tensor, Tensor, float]:
-    if not isinstance(inner_norm, tuple | list) or len(inner_norm) != 3:
-        raise TypeError(f"inner_norm must be (weight, bias, eps), got {_words(inner_norm)}")
-    weight, bias, eps = inner_norm
-    of = (hidden,), "(hidden,)"
-    check_like("x", x, ("inner_norm[0]", weight, *of), ("inner_norm[1]", bias, *of), dtype=dtype)
-    if not 0.0 <= eps < math.inf:
-        raise ValueError(f"inner_norm[2], eps, must be finite and not negative, got {eps}")
-    return weight, bias, eps

@@ -1,14 +1,14 @@
-"""LayerNorm, and LayerNorm of a residual sum: registration, gradients, checks, public functions."""
+"""LayerNorm and RMSNorm, also of a residual sum: registration, gradients, checks, public functions."""
 
-from __future__ import annotations
+# Without `annotations` from __future__, whose strings nobody can resolve in a NamedTuple that is documented elsewhere
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastvit.ops import _decompositions
-from fastvit.ops._checks import check_float, check_like, check_norm, check_row_scale
+from fastvit.ops._checks import NORMS, check_eps, check_float, check_like, check_norm, check_row_scale
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
@@ -20,25 +20,53 @@ from fastvit.ops._library import (
 )
 from fastvit.ops.aten import layer_norm as aten
 
+
+class Norm(NamedTuple):
+    """A norm over the last dimension, as other ops take it.
+
+    weight, bias: (D,); the bias may be None.
+    eps: added to the variance, or to the mean square.
+    kind: "layer" for LayerNorm (Ba et al. 2016), "rms" for RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), which
+        has no bias.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    eps: float = 1e-6
+    kind: str = "layer"
+
+
+NormTuple = tuple[Tensor, Tensor | None, float, str]  # a Norm, without the time to make one
+NO_NORM: Any = None, None, 0.0, ""  # of an op without a norm there
+
 # ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
+#
+# Of RMSNorm there is no mean and no dbias: forward ops return (0,) for the one, backward ops take None and return (0,)
+# for the other.
 
 
-def _fwd_fake(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    mean, rstd = (x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x)) for _ in range(2))
+def _fwd_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
+) -> tuple[Tensor, ...]:
+    rstd = x.new_empty(*x.shape[:-1], 1, dtype=stat_dtype(x))
+    mean = rstd.new_empty(0 if rms else rstd.shape)
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 
-def _bwd_fake(dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)
+def _bwd_fake(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if mean is None else weight.shape)
 
 
 def _bwd_recompute_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return *_bwd_fake(dy, *rest), dy.new_empty(dy.shape)
 
 
-def _add_fwd_fake(residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _add_fwd_fake(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     s = residual.new_empty(residual.shape, dtype=torch.promote_types(residual.dtype, branch.dtype))
-    return s, *_fwd_fake(s, weight, bias, 0.0, None)
+    return s, *_fwd_fake(s, weight, bias, eps, None, rms)
 
 
 def _add_bwd_fake(dy: Tensor, dsum: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
@@ -49,29 +77,29 @@ def _add_bwd_fake(dy: Tensor, dsum: Tensor | None, *rest: Any) -> tuple[Tensor, 
 
 
 layer_norm_fwd = register(
-    "layer_norm_fwd(Tensor x, Tensor weight, Tensor bias, float eps, ScalarType? out_dtype)"
+    "layer_norm_fwd(Tensor x, Tensor weight, Tensor? bias, float eps, ScalarType? out_dtype, bool rms=False)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.layer_norm_fwd, launch="layer_norm", fake=_fwd_fake,
     decomposition=_decompositions.layer_norm_fwd,
 )  # fmt: skip
 layer_norm_bwd = register(
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor? dresidual)"
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
     aten=aten.layer_norm_bwd, launch="layer_norm", fake=_bwd_fake,
 )  # fmt: skip
 layer_norm_bwd_recompute = register(
-    "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor bias,"
+    "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias,"
     " Tensor? dresidual) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
     aten=aten.layer_norm_bwd_recompute, launch="layer_norm", fake=_bwd_recompute_fake,
 )  # fmt: skip
 add_layer_norm_fwd = register(
-    "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor bias, Tensor? layer_scale,"
-    " Tensor? row_scale, float eps) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
+    "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor? bias, Tensor? layer_scale,"
+    " Tensor? row_scale, float eps, bool rms=False) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
     aten=aten.add_layer_norm_fwd, launch="layer_norm", fake=_add_fwd_fake,
     decomposition=_decompositions.add_layer_norm_fwd,
 )  # fmt: skip
 add_layer_norm_bwd = register(
-    "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor mean, Tensor rstd, Tensor weight, Tensor branch,"
+    "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor? mean, Tensor rstd, Tensor weight, Tensor branch,"
     " Tensor? layer_scale, Tensor? row_scale)"
     " -> (Tensor ds, Tensor dbranch, Tensor dweight, Tensor dbias, Tensor dlayer_scale)",
     aten=aten.add_layer_norm_bwd, launch="layer_norm", fake=_add_bwd_fake,
@@ -88,19 +116,20 @@ class _LayerNorm(FusedFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, *_ = inputs
+        x, weight, *_, rms = inputs
         _, mean, rstd = output
-        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.save_for_backward(x, weight, None if rms else mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if dy is None:
-            return None, None, None, None, None
+            return (None,) * 6
         x, weight, mean, rstd = ctx.saved_tensors
-        gradients = differentiable_once("layer_norm", layer_norm_bwd, dy, x, mean, rstd, weight, None)
-        return *gradients, None, None
+        name = "rms_norm" if mean is None else "layer_norm"
+        dx, dweight, dbias = differentiable_once(name, layer_norm_bwd, dy, x, mean, rstd, weight, None)
+        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
 
 
 class _AddLayerNorm(FusedFunction):
@@ -110,12 +139,14 @@ class _AddLayerNorm(FusedFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        residual, branch, weight, _, layer_scale, row_scale, _ = inputs
+        residual, branch, weight, _, layer_scale, row_scale, _, rms = inputs
         s, _, mean, rstd = output
         # without a scale the branch's gradient is the sum's: nothing of the branch is needed
         ctx.scaled = layer_scale is not None or row_scale is not None
         ctx.dtypes = residual.dtype, branch.dtype
-        ctx.save_for_backward(s, branch if ctx.scaled else None, weight, layer_scale, row_scale, mean, rstd)
+        ctx.save_for_backward(
+            s, branch if ctx.scaled else None, weight, layer_scale, row_scale, None if rms else mean, rstd
+        )
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
 
@@ -123,7 +154,7 @@ class _AddLayerNorm(FusedFunction):
     def backward(ctx: Any, ds: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         s, branch, weight, layer_scale, row_scale, mean, rstd = ctx.saved_tensors
         if ds is None and dy is None:
-            return (None,) * 7
+            return (None,) * 8
         dy = torch.zeros_like(s) if dy is None else dy
         if ctx.scaled:
             arguments = dy, ds, s, mean, rstd, weight, branch, layer_scale, row_scale
@@ -132,20 +163,45 @@ class _AddLayerNorm(FusedFunction):
             dsum, *rest = differentiable_once("add_layer_norm", layer_norm_bwd, dy, s, mean, rstd, weight, ds)
             dbranch = dsum.to(ctx.dtypes[1])
         dweight, dbias, *dlayer_scale = rest
+        dbias = dbias if ctx.needs_input_grad[3] else None
         dlayer_scale = None if layer_scale is None else dlayer_scale[0]
-        return dsum.to(ctx.dtypes[0]), dbranch, dweight, dbias, dlayer_scale, None, None
+        return dsum.to(ctx.dtypes[0]), dbranch, dweight, dbias, dlayer_scale, None, None, None
 
 
 # ---- public functions ----
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
+def checked_norm(
+    name: str, x: Tensor, norm: Any, width_name: str, width: int, *, dtype: bool, x_name: str = "x"
+) -> Norm:
+    """A norm over something else than x's last dimension, in an argument of that name: checked, with its defaults.
+    x: whose device and, unless `dtype` is False, dtype its tensors have; its own name is x_name."""
+    if not isinstance(norm, tuple) or not 1 <= len(norm) <= 4:
+        raise TypeError(f"{name} must be an ops.Norm, got {type(norm).__name__}")
+    norm = Norm(*norm)
+    weight, bias, eps, kind = norm
+    of = (width,), f"({width_name},)"
+    check_like(x_name, x, (f"{name}.weight", weight, *of), dtype=dtype)
+    if kind not in NORMS:
+        raise ValueError(f"{name}.kind must be one of {', '.join(NORMS)}, got {kind!r}")
+    if bias is not None:
+        check_like(x_name, x, (f"{name}.bias", bias, *of), dtype=dtype)
+        if kind == "rms":
+            raise ValueError(f"{name}.bias must be None for the kind 'rms': RMSNorm has no bias")
+    check_eps(f"{name}.eps", eps)
+    return norm
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6, *, norm: str = "layer"
+) -> Tensor:
     """LayerNorm over the last dimension (Ba et al. 2016), statistics in float32.
 
     Args:
         x: (..., D), float32, float16, bfloat16 or float64, any strides.
-        weight, bias: (D,), x's dtype.
+        weight, bias: (D,), x's dtype; the bias may be None.
         eps: added to the variance; not negative.
+        norm: "layer", or "rms" for RMSNorm, without a bias: `rms_norm`.
 
     Returns:
         (..., D), contiguous, x's dtype. Under autocast as eager: float32 on a GPU, x's dtype on the CPU.
@@ -155,29 +211,49 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Te
     """
     check_float("x", x)
     cast = autocast_dtype(x) is not None
-    check_norm(("x", "weight", "bias"), x, weight, bias, eps, "(D,)", dtype=not cast)
-    out_dtype = torch.float32 if cast and x.is_cuda else None
-    if needs_autograd("layer_norm", x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps, out_dtype)[0]
-    return layer_norm_fwd(x, weight, bias, eps, out_dtype)[0]
+    check_norm(("x", "weight", "bias"), x, weight, bias, eps, norm, "(D,)", dtype=not cast)
+    rms = norm == "rms"
+    arguments = x, weight, bias, eps, torch.float32 if cast and x.is_cuda else None, rms
+    if needs_autograd("rms_norm" if rms else "layer_norm", x, weight, bias):
+        return _LayerNorm.apply(*arguments)[0]
+    return layer_norm_fwd(*arguments)[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), x * rsqrt(mean(x^2) + eps) * weight,
+    the mean in float32.
+
+    Args:
+        x: (..., D), float32, float16, bfloat16 or float64, any strides.
+        weight: (D,), x's dtype.
+        eps: added to the mean square; not negative.
+
+    Returns:
+        (..., D), contiguous, x's dtype. Under autocast as `layer_norm`.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
+    """
+    return layer_norm(x, weight, None, eps, norm="rms")
 
 
 def add_layer_norm(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, *,
-    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, eps: float = 1e-6,
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, eps: float = 1e-6, norm: str = "layer",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The residual sum and its LayerNorm in one pass: s = residual + row_scale * layer_scale * branch, LN(s).
+    """The residual sum and its norm in one pass: s = residual + row_scale * layer_scale * branch, and LayerNorm(s).
 
     Args:
         residual, branch: (B, ..., D), any strides. Their dtypes may differ; the sum has the promoted one.
-        weight, bias: (D,), the sum's dtype.
+        weight, bias: (D,), the sum's dtype; the bias may be None.
         layer_scale: (D,) LayerScale's gamma (Touvron et al. 2021), or None.
         row_scale: (B,) one factor a sample, as DropPath draws them: 0 or 1 / keep (Huang et al. 2016), or None.
             Not differentiated.
         eps: added to the variance; not negative.
+        norm: "layer", or "rms" for RMSNorm as in `rms_norm`, without a bias.
 
     Returns:
-        s and LN(s), both (B, ..., D), contiguous, in the promoted dtype.
+        s and its norm, both (B, ..., D), contiguous, in the promoted dtype.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
@@ -187,13 +263,13 @@ def add_layer_norm(
     cast = autocast_dtype(residual) is not None
     s = residual if residual.dtype == torch.promote_types(residual.dtype, branch.dtype) else branch
     check_like("residual", residual, ("branch", branch, residual.shape, "residual's shape"), dtype=False)
-    check_norm(("residual", "weight", "bias"), s, weight, bias, eps, "(D,)", dtype=not cast)
+    check_norm(("residual", "weight", "bias"), s, weight, bias, eps, norm, "(D,)", dtype=not cast)
     if layer_scale is not None:
         check_like("residual", residual, ("layer_scale", layer_scale, residual.shape[-1:], "(D,)"), dtype=False)
     check_row_scale("residual", residual, row_scale)
     arguments = residual, branch, weight, bias, layer_scale, row_scale
     if needs_autograd("add_layer_norm", *arguments[:5]):
-        s, y, *_ = _AddLayerNorm.apply(*repeats_as_views(*arguments), eps)
+        s, y, *_ = _AddLayerNorm.apply(*repeats_as_views(*arguments), eps, norm == "rms")
     else:
-        s, y, *_ = add_layer_norm_fwd(*arguments, eps)
+        s, y, *_ = add_layer_norm_fwd(*arguments, eps, norm == "rms")
     return s, y

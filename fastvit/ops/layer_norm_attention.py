@@ -8,19 +8,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops._checks import as_rows
+from fastvit.ops._checks import as_rows, empty_like
 from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import FusedFunction, choose_backend, consume_saved, needs_autograd, repeats_as_views
-from fastvit.ops.attention import attention_qkvpacked_bwd, attention_qkvpacked_fwd, checked_scale
+from fastvit.ops.attention import (
+    attention_bwd,
+    attention_fwd,
+    attention_qkvpacked_bwd,
+    attention_qkvpacked_fwd,
+    checked_scale,
+)
 from fastvit.ops.dropout import draw_seeds
-from fastvit.ops.layer_norm import layer_norm_fwd
+from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.layer_norm_linear import Biases, Weights, layer_norm_linear_backward, norm_and_layers, side_by_side
 from fastvit.ops.linear import check_linear, linear_fwd
+from fastvit.ops.qk_norm import checked_norms, qk_norm_bwd, qk_norm_fwd
 from fastvit.ops.rotary import Rotary, in_place, rotary_op, tables
 
 
 class _Options(NamedTuple):
     eps: float
+    rms: bool  # whether the norm is RMSNorm
+    scale_eps: float
+    scale_rms: bool
+    qk_eps: float
+    qk_rms: bool
     heads: tuple[int, int, int]  # 3, H, d
     scale: float
     dropout_p: float
@@ -29,68 +41,132 @@ class _Options(NamedTuple):
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """wants: of proj's weight and bias and layer_scale, then as `layer_norm_linear_backward` -> gradients, or None."""
-    proj_weight, proj_bias, layer_scale, row_scale, seed, sin, cos, qkv, attended, lse, x, *rest = saved
+    """wants: of proj's weight and bias and layer_scale, weight and bias of the norm before it, of q's and of k's, then
+    as `layer_norm_linear_backward` -> gradients, or None."""
+    proj_weight, proj_bias, layer_scale, row_scale, scale_weight, scale_bias, *rest = saved
+    *of_qk, seed, sin, cos, scale_mean, scale_rstd, qkv, attended, lse, x = rest[:13]
+    rest = rest[13:]
     saved.clear()
     features = proj_weight.shape[1]
     g = as_rows(scale_samples(dout.to(proj_weight.dtype), row_scale))
-    rows = attended.view(-1, features) if wants[0] or wants[2] else None
+    rows: Any = None if attended is None else attended.view(*dout.shape[:-1], features)
+    do = dscale_weight = dscale_bias = None
+    if scale_weight is not None and (qkv is not None or any(wants[3:5])):
+        do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale))
+        of_norm = scale_mean, scale_rstd, scale_weight, scale_bias
+        do, dscale_weight, dscale_bias, rows = layer_norm_bwd_recompute(do.view(rows.shape), rows, *of_norm, None)
+    elif scale_weight is not None and rows is not None:
+        rows, *_ = layer_norm_fwd(rows, scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms)
     of_proj = parameter_gradients(g, rows, proj_weight, proj_bias, layer_scale, wants[:3])
+    behind = *of_proj, dscale_weight, dscale_bias if wants[4] else None
     if qkv is None:
-        return *of_proj, *(None,) * len(wants[3:])
-    do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)).view(attended.shape)
-    del g
-    dqkv = attention_qkvpacked_bwd(do, qkv, attended, lse, seed, o.scale, o.dropout_p)
-    del do, qkv, attended, rows
-    if sin is not None:
+        return *behind, *(None,) * len(wants[5:])
+    do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)) if do is None else do
+    do = do.view(attended.shape)
+    del g, rows
+    attention = attended, lse, seed, o.scale, o.dropout_p
+    dqk: tuple[Tensor | None, ...] = (None,) * 4
+    if of_qk[0] is not None:
+        dqkv, dqk = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o)
+    else:
+        dqkv = attention_qkvpacked_bwd(do, qkv, *attention)
+    del do, qkv, attended, attention
+    if sin is not None and of_qk[0] is None:
         heads, backend = dqkv.flatten(2, 3), choose_backend(dqkv, sin, cos)
         arguments = heads, sin, cos, 2 * o.heads[1], o.interleaved, True, *in_place(heads, backend)
         dqkv = rotary_op(*arguments, backend=backend)
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
-    return *of_proj, *layer_norm_linear_backward(dqkv.view(-1, 3 * features), dresidual, o.eps, wants[3:], x, *rest)
+    dqkv = dqkv.view(-1, 3 * features)
+    return *behind, *dqk, *layer_norm_linear_backward(dqkv, dresidual, o.eps, o.rms, wants[9:], x, *rest)
+
+
+def _backward_of_normed(
+    do: Tensor, qkv: Tensor, attention: tuple[Any, ...], of_qk: list[Any], sin: Tensor | None, cos: Tensor | None,
+    o: _Options,
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Of attention behind norms of q and k. attention: its op's arguments behind v; of_qk: weight and bias of both
+    norms -> gradients of the packed qkv, which is written once, and of these."""
+    backend = choose_backend(do, qkv, sin, cos, *of_qk)
+    q_weight, q_bias, k_weight, _ = of_qk
+    q, k, v = qkv.unbind(2)
+    normed = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
+    # where nothing could tell, both ops write into the packed gradient, the second in the place of what it reads
+    packed = None if backend == "dispatcher" else empty_like(qkv)
+    out: Any = () if packed is None else packed.unbind(2)
+    dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
+    del normed
+    options = o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved
+    arguments = dq, dk, q, k, q_weight, k_weight, sin, cos, *options, *out[:2]
+    dq, dk, dq_weight, dk_weight, dq_bias, dk_bias = qk_norm_bwd(*arguments, backend=backend)
+    if q_bias is None:
+        dq_bias = dk_bias = None
+    dqkv = torch.stack((dq, dk, dv), 2) if packed is None else packed
+    return dqkv, (dq_weight, dq_bias, dk_weight, dk_bias)
+
+
+_LAYERS = 18  # tensors and options before the layers of q, k and v
 
 
 class _LayerNormAttention(FusedFunction):
-    """residual + row_scale * layer_scale * proj(attention(norm(x))); the residual may be x"""
+    """residual + row_scale * layer_scale * proj(scale_norm(attention(norm(x)))), q and k behind norms of their own; all
+    norms but the first are optional, and the residual may be x"""
 
     @staticmethod
     def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
         proj_weight: Tensor, proj_bias: Tensor | None, layer_scale: Tensor | None,
+        scale_weight: Tensor | None, scale_bias: Tensor | None,
+        q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
         row_scale: Tensor | None, residual: Tensor | None, seed: Tensor | None, sin: Tensor | None, cos: Tensor | None,
         o: _Options, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias
+        """-> the output, what the backward pass reads, and the mean and rstd of scale_norm, if there is one"""
+        of_qk: Any = q_weight, q_bias, k_weight, k_bias
+        parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias, scale_weight, scale_bias, *of_qk
         backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, sin, cos)
-        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, layers[0].dtype, backend=backend)
+        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, layers[0].dtype, o.rms, backend=backend)
         qkv = F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers)
         del y
         B, N, _ = x.shape
         qkv = qkv.view(B, N, *o.heads)
-        if sin is not None:
-            heads = qkv.flatten(2, 3)
-            rotary = heads, sin, cos, 2 * o.heads[1], o.interleaved, False, *in_place(heads, backend)
-            qkv = rotary_op(*rotary, backend=backend).view(qkv.shape)
-        attended, lse = attention_qkvpacked_fwd(qkv, seed, o.scale, o.dropout_p, backend=backend)
+        attention: Any = seed, o.scale, o.dropout_p
+        if q_weight is not None:  # not in place: the backward pass reads q and k as they are here
+            q, k, v = qkv.unbind(2)
+            q, k = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
+            attended, lse = attention_fwd(q, k, v, *attention, backend=backend)
+            del q, k
+        else:
+            if sin is not None:
+                heads = qkv.flatten(2, 3)
+                rotary = heads, sin, cos, 2 * o.heads[1], o.interleaved, False, *in_place(heads, backend)
+                qkv = rotary_op(*rotary, backend=backend).view(qkv.shape)
+            attended, lse = attention_qkvpacked_fwd(qkv, *attention, backend=backend)
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         rows = attended.view(B, N, proj_weight.shape[1])
+        of_scale_norm: list[Tensor] = []
+        if scale_weight is not None:
+            norm = scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms
+            rows, *of_scale_norm = layer_norm_fwd(rows, *norm, backend=backend)
         out = linear_fwd(rows, proj_weight, proj_bias, "none", *epilogue, backend=backend)
-        return out, mean, rstd, qkv, attended, lse
+        return out, mean, rstd, qkv, attended, lse, *of_scale_norm
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, *proj, row_scale, residual, seed, sin, cos, o = inputs[:12]
-        _, mean, rstd, qkv, attended, lse = output
-        layers, wants = inputs[12:], ctx.needs_input_grad
+        x, norm_weight, norm_bias, *proj = inputs[:6]
+        scale_weight, scale_bias, *of_qk, row_scale, residual, seed, sin, cos, o = inputs[6:_LAYERS]
+        _, mean, rstd, qkv, attended, lse, *of_scale_norm = output
+        layers, wants = inputs[_LAYERS:], ctx.needs_input_grad
         weights = layers[: len(layers) // 2]
         want_norm = any(wants[:3])
-        keep_x = want_norm or any(wants[12 : 12 + len(weights)])
-        if not (want_norm or any(wants[12:])):
+        keep_x = want_norm or any(wants[_LAYERS : _LAYERS + len(weights)])
+        scale_mean, scale_rstd = of_scale_norm or (None, None)
+        if not (want_norm or any(wants[8:12]) or any(wants[_LAYERS:])):
             qkv = lse = None
-            attended = attended if wants[3] or wants[5] else None
-        mean, rstd = (mean, rstd) if want_norm else (None, None)
+            attended = attended if wants[3] or any(wants[5:8]) else None
+        mean, rstd = (None if o.rms else mean, rstd) if want_norm else (None, None)
         ctx.save_for_backward(
-            *proj, row_scale, seed, sin, cos, qkv, attended, lse,
+            *proj, row_scale, scale_weight, scale_bias, *of_qk,
+            seed, sin, cos, None if o.scale_rms else scale_mean, scale_rstd, qkv, attended, lse,
             x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights,
         )  # fmt: skip
         ctx.options = o
@@ -103,12 +179,12 @@ class _LayerNormAttention(FusedFunction):
         wants = ctx.needs_input_grad
         if dout is None:
             return (None,) * len(wants)
-        dresidual = dout.to(ctx.residual_dtype) if wants[7] else None
-        wants = (*wants[3:6], *wants[:3], *wants[12:])
+        dresidual = dout.to(ctx.residual_dtype) if wants[13] else None
+        wants = (*wants[3:12], *wants[:3], *wants[_LAYERS:])
         gradients: tuple[Tensor | None, ...] = (None,) * len(wants)
         if any(wants):
             gradients = consume_saved(ctx, "layer_norm_attention", _backward, dout, ctx.options, wants)
-        return *gradients[3:6], *gradients[:3], None, dresidual, None, None, None, None, *gradients[6:]
+        return *gradients[9:12], *gradients[:9], None, dresidual, None, None, None, None, *gradients[12:]
 
 
 def _head_dim(weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -123,11 +199,11 @@ def _head_dim(weights: tuple[Tensor, ...], num_heads: int) -> int:
 
 
 def layer_norm_attention(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, qkv_weight: Weights, qkv_bias: Biases,
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, qkv_weight: Weights, qkv_bias: Biases,
     proj_weight: Tensor, proj_bias: Tensor | None, num_heads: int,
-    *, eps: float = 1e-6, scale: float | None = None, dropout_p: float = 0.0,
+    *, eps: float = 1e-6, norm: str = "layer", scale: float | None = None, dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotary | None = None, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et al.
     2017, section 3.2.2) as one autograd node, which saves x, q, k, v, attention's output and float32 statistics; the
@@ -135,13 +211,14 @@ def layer_norm_attention(
 
     Args:
         x: (B, N, D); float32, float16, bfloat16 or float64, any strides.
-        norm_weight, norm_bias: (D,), x's dtype.
+        norm_weight, norm_bias: (D,), x's dtype; the bias may be None.
         qkv_weight: (3 * num_heads * head_dim, D), x's dtype, the rows of q, then k, then v; or the three as a sequence.
             head_dim is a multiple of 8 from 16 to 256.
         qkv_bias: (3 * num_heads * head_dim,), x's dtype, or None; for three weights three, each of which may be None.
         proj_weight, proj_bias: (out, num_heads * head_dim) and (out,), x's dtype; the bias may be None.
         num_heads: how many heads share the rows of q, of k and of v.
         eps: added to the variance; not negative.
+        norm: "layer", or "rms" for RMSNorm as in `rms_norm`, without a bias.
         scale: of the scores; head_dim^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1), as in `attention`. Pass 0 in evaluation.
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
@@ -151,6 +228,11 @@ def layer_norm_attention(
         rotary: rotary positions of q and k, which are rotated in place, forward and backward, or None. The tables are
             not differentiated: for learnt ones put `rotary_qkvpacked` between `layer_norm_linear` and
             `attention_qkvpacked`.
+        scale_norm: a norm of attention's output in front of the projection (Wang et al. 2022, arXiv:2210.06423), or
+            None; weight and bias are (num_heads * head_dim,), x's dtype.
+        qk_norm: norms of q and of k over the head dimension, before the rotation, as in `qk_norm`, or None; they are of
+            one kind and eps, with (head_dim,) of x's dtype. q and k are saved as they are before, and normalised
+            again in the backward pass.
 
     Returns:
         (B, N, out), contiguous, in the dtype that x and residual promote to. Under autocast weights, biases and the
@@ -160,7 +242,8 @@ def layer_norm_attention(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
-    cast, layers = norm_and_layers(x, norm_weight, norm_bias, eps, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
+    before = norm_weight, norm_bias, eps, norm
+    cast, layers = norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
     if x.dim() != 3:
         raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
     head_dim = _head_dim(layers[: len(layers) // 2], num_heads)
@@ -170,17 +253,35 @@ def layer_norm_attention(
         hidden=("num_heads * head_dim", num_heads * head_dim),
     )  # fmt: skip
     Epilogue(layer_scale, row_scale, residual).check(x, proj_weight.shape[0], dtype=cast is None)
+    after = NO_NORM
+    if scale_norm is not None:
+        width = "num_heads * head_dim", num_heads * head_dim
+        after = checked_norm("scale_norm", x, scale_norm, *width, dtype=cast is None)
+    of_q: NormTuple = NO_NORM
+    of_k: NormTuple = NO_NORM
+    if qk_norm is not None:
+        if not isinstance(qk_norm, tuple) or len(qk_norm) != 2:
+            raise TypeError(f"qk_norm must be a tuple of two ops.Norm, got {qk_norm!r}")
+        of_q, of_k = checked_norms(("qk_norm[0]", "qk_norm[1]"), x, qk_norm, head_dim, dtype=cast is None)
     sin = cos = None
     if rotary is not None:
-        sin, cos = tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim))
-        if torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
-            raise ValueError("rotary must not require a gradient: it is not differentiated here; see rotary_qkvpacked")
+        sin, cos = tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
     if cast is not None:
         proj_weight, proj_bias = proj_weight.to(cast), None if proj_bias is None else proj_bias.to(cast)
-    tensors = x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale
+    tensors = x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale, *after[:2], *of_q[:2], *of_k[:2]
     autograd = needs_autograd("layer_norm_attention", *tensors, residual, *layers)
     options = _Options(
-        eps, (3, num_heads, head_dim), scale, dropout_p, residual is x, rotary is not None and rotary.interleaved
+        eps,
+        norm == "rms",
+        after[2],
+        after[3] == "rms",
+        of_q[2],
+        of_q[3] == "rms",
+        (3, num_heads, head_dim),
+        scale,
+        dropout_p,
+        residual is x,
+        rotary is not None and rotary.interleaved,
     )
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seed = draw_seeds(1, x.device) if dropout_p else None

@@ -1,4 +1,4 @@
-"""LayerNorm and the linear layer behind it as one autograd node, which does not store the normalised rows."""
+"""A norm and the linear layer behind it as one autograd node, which does not store the normalised rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastvit.ops._checks import as_rows, check_float, check_norm
 from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_once, needs_autograd, transforming
-from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm import NormTuple, layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.linear import check_linear
 
 NORM_NAMES = ("x", "norm_weight", "norm_bias")
@@ -33,8 +33,8 @@ def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
 
 
 def layer_norm_linear_backward(
-    dout: Tensor, dresidual: Tensor | None, eps: float, wants: tuple[bool, ...],
-    x: Any, norm_weight: Tensor, norm_bias: Tensor, mean: Any, rstd: Any, *weights: Tensor,
+    dout: Tensor, dresidual: Tensor | None, eps: float, rms: bool, wants: tuple[bool, ...],
+    x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dout, dresidual: of the output (..., out), and of x where that is also the residual. wants: of x, the norm's
     weight and bias, n weights, n biases -> their gradients, or None."""
@@ -57,29 +57,30 @@ def layer_norm_linear_backward(
             dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, x, mean, rstd, norm_weight, dresidual)
         del dy
     elif any(wants_weight):
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype)
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms)
     dweights = (part.t() @ as_rows(y) if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
     dbiases = (part.sum(0) if wanted else None for part, wanted in zip(douts, wants_bias, strict=True))
-    return dx, dnorm_weight, dnorm_bias, *dweights, *dbiases
+    return dx, dnorm_weight, dnorm_bias if wants[2] else None, *dweights, *dbiases
 
 
 class _LayerNormLinear(FusedFunction):
     @staticmethod
     def forward(
-        x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, *layers: Any
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype)
+        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
         return F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, ctx.eps, *layers = inputs
+        x, norm_weight, norm_bias, ctx.eps, ctx.rms, *layers = inputs
         _, mean, rstd = output
         weights = layers[: len(layers) // 2]
         wants = ctx.needs_input_grad
-        keep_x = any(wants[:3]) or any(wants[4 : 4 + len(weights)])
+        keep_x = any(wants[:3]) or any(wants[5 : 5 + len(weights)])
+        mean = None if ctx.rms else mean
         ctx.save_for_backward(x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights)
-        ctx.mark_non_differentiable(mean, rstd)
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -87,11 +88,11 @@ class _LayerNormLinear(FusedFunction):
         wants = ctx.needs_input_grad
         if dout is None:
             return (None,) * len(wants)
-        wants = (*wants[:3], *wants[4:])
+        wants = (*wants[:3], *wants[5:])
         dx, dnorm_weight, dnorm_bias, *dlayers = differentiable_once(
-            "layer_norm_linear", layer_norm_linear_backward, dout, None, ctx.eps, wants, *ctx.saved_tensors
+            "layer_norm_linear", layer_norm_linear_backward, dout, None, ctx.eps, ctx.rms, wants, *ctx.saved_tensors
         )
-        return dx, dnorm_weight, dnorm_bias, None, *dlayers
+        return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
 
 
 Weights = Tensor | Sequence[Tensor]
@@ -99,7 +100,7 @@ Biases = Tensor | Sequence[Tensor | None] | None
 
 
 def norm_and_layers(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, eps: float, weight: Weights, bias: Biases, names: tuple[str, str]
+    x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
 ) -> tuple[torch.dtype | None, tuple[Any, ...]]:
     """Checks a norm and the layers behind it, under the caller's names for weight and bias; -> autocast's dtype or
     None, and n weights and n biases in it."""
@@ -114,7 +115,7 @@ def norm_and_layers(
     for i, (w, b) in enumerate(zip(weights, biases, strict=True)):
         of = "" if len(weights) == 1 else f"[{i}]"
         check_linear(x, w, b, dtype=cast is None, names=("x", names[0] + of, names[1] + of))
-    check_norm(NORM_NAMES, x, norm_weight, norm_bias, eps, "(in,)", dtype=cast is None)
+    check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
     layers: tuple[Tensor | None, ...] = (*weights, *biases)
     if cast is not None:
         layers = tuple(None if t is None else t.to(cast) for t in layers)
@@ -122,18 +123,20 @@ def norm_and_layers(
 
 
 def layer_norm_linear(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Weights, bias: Biases = None, *, eps: float = 1e-6
-) -> Tensor:
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weights, bias: Biases = None,
+    *, eps: float = 1e-6, norm: str = "layer",
+) -> Tensor:  # fmt: skip
     """LayerNorm(x) @ weight.T + bias (Ba et al. 2016) as one autograd node, which saves x and the row statistics.
 
     The normalised rows are computed again in the LayerNorm's backward pass, for the weight's gradient.
 
     Args:
         x: (..., in), float32, float16, bfloat16 or float64, any strides.
-        norm_weight, norm_bias: (in,), x's dtype.
+        norm_weight, norm_bias: (in,), x's dtype; the bias may be None.
         weight: (out, in), x's dtype; or several such, of layers that stand side by side in the output, as q, k and v.
         bias: (out,), x's dtype, or None; for several weights as many, or None for none.
         eps: added to the variance; not negative.
+        norm: "layer", or "rms" for RMSNorm as in `rms_norm`, without a bias.
 
     Returns:
         (..., out), contiguous, x's dtype; of several layers the sum of their out. Under autocast x keeps its dtype, and
@@ -142,8 +145,8 @@ def layer_norm_linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    _, layers = norm_and_layers(x, norm_weight, norm_bias, eps, weight, bias, ("weight", "bias"))
-    arguments = x, norm_weight, norm_bias, eps, *layers
+    _, layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weight, bias, ("weight", "bias"))
+    arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
     if needs_autograd("layer_norm_linear", x, norm_weight, norm_bias, *layers):
         return _LayerNormLinear.apply(*arguments)[0]
     return _LayerNormLinear.forward(*arguments)[0]

@@ -1,4 +1,4 @@
-"""The transformer's MLP as one autograd node, with or without the LayerNorm before it."""
+"""The transformer's MLP as one autograd node, with or without the norm before it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastvit.ops._library import (
 )
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.ops.gated_mlp import GatedMlp, InnerNorm, gated_arguments
-from fastvit.ops.layer_norm import layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm import NO_NORM, NormTuple, layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights
 from fastvit.ops.linear import act_bwd, check_linear, linear_act_fwd, linear_dact, linear_fwd
 
@@ -34,6 +34,7 @@ class _Options(NamedTuple):
     keep_h: bool  # fc2's input
     dtype: torch.dtype  # of the matmuls
     eps: float
+    rms: bool  # whether the norm is RMSNorm
     residual_is_x: bool
 
 
@@ -52,7 +53,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
 
     if pre is None and (want_hidden or (want_h and h is None)):
         if y is None:
-            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
         pre = F.linear(y, fc1_weight, fc1_bias)
     dpre: Any = None
     dfc1_bias = None
@@ -85,10 +86,11 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         else:
             dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dpre @ fc1_weight, x, mean, rstd, norm_weight, dresidual)
     elif wants[3] and y is None:
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype)
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
     if wants[3]:
         dfc1_weight = as_rows(dpre).t() @ as_rows(y)
-    return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias if wants[4] else None, *of_fc2
+    dnorm_bias, dfc1_bias = dnorm_bias if wants[2] else None, dfc1_bias if wants[4] else None
+    return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, *of_fc2
 
 
 class _Mlp(FusedFunction):
@@ -107,7 +109,7 @@ class _Mlp(FusedFunction):
         parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
         backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
         if norm_weight is not None:
-            y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, backend=backend)
+            y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
             extras += [mean, rstd]
         if o.keep_pre:
             h, pre = linear_act_fwd(y, fc1_weight, fc1_bias, o.activation, backend=backend)
@@ -137,7 +139,7 @@ class _Mlp(FusedFunction):
         keep_x = wants[3] or (norm_weight is not None and any(wants[:3])) or (keep_pre and pre is None)
         ctx.save_for_backward(
             x if keep_x else None, norm_weight, *parameters, row_scale, seeds,
-            mean, rstd, pre if keep_pre else None, h,
+            None if o.rms else mean, rstd, pre if keep_pre else None, h,
         )  # fmt: skip
         ctx.options = o
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -156,9 +158,9 @@ class _Mlp(FusedFunction):
 
 
 def _arguments(
-    name: str, x: Tensor, norm: tuple[Tensor, Tensor] | None,
+    name: str, x: Tensor, norm: NormTuple | None,
     fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str, eps: float,
+    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str,
 ) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
     """Checks a call; -> whether it needs autograd, and the arguments of `_Mlp`."""
     check_float("x", x)
@@ -174,16 +176,17 @@ def _arguments(
     epilogue.check(x, fc2_weight.shape[0], dtype=cast is None)
     parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     if norm is not None:
-        check_norm(NORM_NAMES, x, *norm, eps, "(in,)", dtype=cast is None)
+        check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
     if cast is not None:
         x = x.to(cast) if norm is None else x
         parameters = tuple(None if t is None else t.to(cast) for t in parameters)
     layer_scale, row_scale, residual = epilogue
-    tensors = x, *(norm or (None, None)), *parameters, layer_scale
+    weight, bias, eps, kind = norm or NO_NORM
+    tensors = x, weight, bias, *parameters, layer_scale
     autograd = needs_autograd(name, *tensors, residual)
     options = _Options(
         name, activation, dropout_p, autograd and recompute != "all", autograd and recompute == "none",
-        cast or fc1_weight.dtype, eps, residual is x,
+        cast or fc1_weight.dtype, eps, kind == "rms", residual is x,
     )  # fmt: skip
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seeds = draw_seeds(2, x.device) if dropout_p else None
@@ -218,8 +221,8 @@ def mlp(
         recompute: what the backward pass computes again instead of reading it from memory. "none": x, the hidden
             pre-activation and activation are saved; "activation": x and the pre-activation; "all": x. If gated, the
             pre-activation is gate and value.
-        inner_norm: (weight, bias, eps) of a LayerNorm over hidden between activation and fc2, as EVA-02 has it (Fang et
-            al. 2023, arXiv:2303.11331), or None; (hidden,) each, x's dtype. Gated activations only.
+        inner_norm: a norm over hidden between activation and fc2, as EVA-02 has it (Fang et al. 2023,
+            arXiv:2303.11331), or None; weight and bias are (hidden,), x's dtype. Gated activations only.
 
     Returns:
         (..., out), contiguous, in the dtype that x and residual promote to. Under autocast x, weights and biases are
@@ -232,19 +235,19 @@ def mlp(
     if inner_norm is not None or activation in GATED:
         autograd, arguments = gated_arguments(
             "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
-            epilogue, activation, dropout_p, recompute, 0.0,
+            epilogue, activation, dropout_p, recompute,
         )  # fmt: skip
         return GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
     autograd, arguments = _arguments(
-        "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, epilogue, activation, dropout_p, recompute, 0.0
+        "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, epilogue, activation, dropout_p, recompute
     )
     return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
 
 
 def layer_norm_mlp(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor,
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None,
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    *, eps: float = 1e-6, activation: str = "gelu", dropout_p: float = 0.0,
+    *, eps: float = 1e-6, norm: str = "layer", activation: str = "gelu", dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     recompute: str = "activation", inner_norm: InnerNorm | None = None,
 ) -> Tensor:  # fmt: skip
@@ -253,10 +256,11 @@ def layer_norm_mlp(
 
     Args:
         x: (..., in), as in `mlp`. Its dtype may differ from the other arguments' under autocast only.
-        norm_weight, norm_bias: (in,), x's dtype.
+        norm_weight, norm_bias: (in,), x's dtype; the bias may be None.
         fc1_weight, fc1_bias, fc2_weight, fc2_bias: as in `mlp`.
         activation, dropout_p, layer_scale, row_scale, recompute, inner_norm: as in `mlp`.
         eps: added to the variance; not negative.
+        norm: "layer", or "rms" for RMSNorm as in `rms_norm`, without a bias.
         residual: (..., out), or None. When it is x itself, its gradient joins inside the LayerNorm's backward pass.
 
     Returns:
@@ -265,15 +269,15 @@ def layer_norm_mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    norm, epilogue = (norm_weight, norm_bias), Epilogue(layer_scale, row_scale, residual)
+    before, epilogue = (norm_weight, norm_bias, eps, norm), Epilogue(layer_scale, row_scale, residual)
     if inner_norm is not None or activation in GATED:
         autograd, arguments = gated_arguments(
-            "layer_norm_mlp", x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
-            epilogue, activation, dropout_p, recompute, eps,
+            "layer_norm_mlp", x, before, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
+            epilogue, activation, dropout_p, recompute,
         )  # fmt: skip
         return GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
     autograd, arguments = _arguments(
-        "layer_norm_mlp", x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
-        epilogue, activation, dropout_p, recompute, eps,
+        "layer_norm_mlp", x, before, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
+        epilogue, activation, dropout_p, recompute,
     )  # fmt: skip
     return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]

@@ -78,9 +78,11 @@ class _Rotary(FusedFunction):
         return None, *differentiable_once(ctx.name, _backward, *arguments), None, None
 
 
-def tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def tables(
+    rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Checks `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name; -> its tables as
-    broadcasts of (B, H, N - P, d)."""
+    broadcasts of (B, H, N - P, d). instead: where tables are not differentiated, the op that does."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be an ops.Rotary, got {type(rotary).__name__}")
     sin, cos, prefix, _ = rotary
@@ -97,6 +99,8 @@ def tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...]) -> tupl
             )
     if sin.shape != cos.shape:
         raise ValueError(f"rotary.cos must have the shape of rotary.sin {tuple(sin.shape)}, got {tuple(cos.shape)}")
+    if instead is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
+        raise ValueError(f"rotary must not require a gradient: it is not differentiated here; see {instead}")
     if sin.dim() < 4:
         sin, cos = (table[(None,) * (4 - table.dim())] for table in (sin, cos))
     return sin, cos

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastvit.ops import Rotary
+from fastvit.ops import Norm, Rotary
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -57,8 +57,16 @@ def rotary(x: Tensor, positions: Rotary) -> Tensor:
     return torch.cat((prefix, (patches * cos + turned * sin).to(x.dtype)), 2).transpose(1, 2)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: str = "layer") -> Tensor:
+    if norm == "rms":
+        return F.rms_norm(x, weight.shape, weight, 1e-6)
     return F.layer_norm(x, weight.shape, weight, bias, 1e-6)
+
+
+def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, positions: Rotary | None = None) -> tuple[Tensor, Tensor]:
+    """(B, N, H, d) each -> the same, as timm writes it; of eps 1e-6."""
+    q, k = (layer_norm(x, norm.weight, norm.bias, norm.kind) for x, norm in ((q, q_norm), (k, k_norm)))
+    return (q, k) if positions is None else (rotary(q, positions), rotary(k, positions))
 
 
 def add_layer_norm(
@@ -94,17 +102,20 @@ def layer_norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight:
 
 def layer_norm_attention(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
-    proj_bias: Tensor, num_heads: int, *, residual: Tensor, rotary: Rotary | None = None, sdpa: bool = False,
+    proj_bias: Tensor, num_heads: int, *, residual: Tensor, rotary: Rotary | None = None,
+    qk_norm: tuple[Norm, Norm] | None = None, sdpa: bool = False,
 ) -> Tensor:  # fmt: skip
     qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias)
     q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    if rotary is not None:
+    if qk_norm is not None:
+        q, k = _qk_norm(q, k, *qk_norm, rotary)
+    elif rotary is not None:
         q, k = _rotary(q, rotary), _rotary(k, rotary)
     out = (heads_sdpa if sdpa else heads)(*(t.transpose(1, 2) for t in (q, k, v))).flatten(2)
     return linear(out, proj_weight, proj_bias, residual=residual)
 
 
-_rotary = rotary
+_rotary, _qk_norm = rotary, qk_norm
 
 
 def layer_norm_mlp(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *fc: Tensor, **options: Any) -> Tensor:

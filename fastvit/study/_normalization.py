@@ -23,6 +23,7 @@ _BY_NAME = (  # the first pattern that fits
     ("*_clip_*", CLIP),
     ("eva_giant_patch14_560", IMAGENET),
     ("eva*", CLIP),
+    ("aimv2_*", CLIP),
     ("*_radio_*", CLIP),
     ("vit_betwixt_patch16_rope_*", CLIP),
     ("deit*", IMAGENET),
@@ -31,6 +32,7 @@ _BY_NAME = (  # the first pattern that fits
     ("*_dinov3*", IMAGENET),
     ("vit_*_rope_224", IMAGENET),
     ("vit_*_rope_ape_224", IMAGENET),
+    ("vit_*_rope_mixed_*", IMAGENET),
     ("vit_huge_*_gap_*", IMAGENET),  # I-JEPA
     ("vit_giant_*_gap_*", IMAGENET),  # I-JEPA
     ("vit_intern300m_*", IMAGENET),

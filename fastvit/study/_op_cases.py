@@ -51,11 +51,11 @@ class Case:
         drawn = {}
         for seed, (name, shape) in enumerate(self.shapes.items(), 100 * draw):
             t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            fixed = name == "row_scale"
-            if fixed:
+            fixed = name == "row_scale" or name.startswith("fixed")
+            if name == "row_scale":
                 t = 1.25 * (torch.arange(shape[0], dtype=torch.float64) % 2)
-            elif name in ("sin", "cos"):
-                t = getattr(torch, name)(t)
+            elif name.endswith(("sin", "cos")):
+                t = getattr(torch, name[-3:])(t)
             elif name == "pixels":
                 drawn[name] = (t * 50 + 128).clamp(0, 255).to(torch.uint8).to(device)
                 continue
@@ -65,7 +65,7 @@ class Case:
                 t = 1 + 0.1 * t
             elif name.endswith("bias"):
                 t = 0.1 * t
-            t = t.to(torch.float32 if name in ("sin", "cos") else dtype).to(device)
+            t = t.to(torch.float32 if name.endswith(("sin", "cos")) else dtype).to(device)
             drawn[name] = t.requires_grad_(not fixed)
         return drawn
 
@@ -86,6 +86,7 @@ def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
         yield from _of_heads(B, N, H, d)
     yield _case("dropout", "", D, _dropout, _masked, x)
     yield _case("layer_norm", "", D, _of("layer_norm"), _eager.layer_norm, {**x, "weight": (D,), "bias": (D,)})
+    yield _case("rms_norm", "", D, _of("rms_norm"), _bound(_eager.layer_norm, norm="rms"), {**x, "weight": (D,)})
     both = {"residual": (B, N, D), "branch": (B, N, D), "weight": (D,), "bias": (D,), **gammas}
     yield _case("add_layer_norm", "", D, _of("add_layer_norm"), _eager.add_layer_norm, both)
     layer: Shapes = {**x, "weight": (4 * D, D), "bias": (4 * D,)}
@@ -123,12 +124,22 @@ def _of_heads(B: int, N: int, H: int, d: int) -> Iterator[Case]:
         yield Case("rotary", name, d, D, N, fused, eager, {"x": (B, N, H, d), **tables})
     fused, eager = _positions("rotary_qkvpacked"), _rotary(_qkv_rotary)
     yield Case("rotary_qkvpacked", "", d, D, N, fused, eager, {"qkv": (B, N, 3, H, d), **tables})
+    of_norms: Shapes = {"q_weight": (d,), "k_weight": (d,)}
+    normed = {"q": (B, N, H, d), "k": (B, N, H, d), **of_norms, "fixed_sin": (T, d), "fixed_cos": (T, d)}
+    for name, interleaved in (("rms", True), ("layer", False)):
+        normed |= {"q_bias": (d,), "k_bias": (d,)} if name == "layer" else {}
+        fused, eager = (_normed(function, interleaved) for function in (_of("qk_norm"), _eager.qk_norm))
+        yield Case("qk_norm", name, d, D, N, fused, eager, normed.copy())
     layers: Shapes = {
         "x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,), "qkv_weight": (3 * D, D), "qkv_bias": (3 * D,),
         "proj_weight": (D, D), "proj_bias": (D,),
     }  # fmt: skip
     eager = _with_residual(_eager.layer_norm_attention, num_heads=H)
-    yield Case("layer_norm_attention", "", d, D, N, _residual("layer_norm_attention", num_heads=H), eager, layers)
+    fused = _residual("layer_norm_attention", num_heads=H)
+    yield Case("layer_norm_attention", "", d, D, N, fused, eager, layers)
+    if d == 64:
+        behind, plain = (_of_layers(function) for function in (fused, eager))
+        yield Case("layer_norm_attention", "qk_norm", d, D, N, behind, plain, {**layers, **of_norms})
 
 
 def _case(op: str, variant: str, D: int, fused: Callable[..., Any], eager: Callable[..., Any], shapes: Shapes) -> Case:
@@ -137,7 +148,7 @@ def _case(op: str, variant: str, D: int, fused: Callable[..., Any], eager: Calla
 
 def _of(name: str, **options: Any) -> Callable[..., Any]:
     """The op as it is when it is called."""
-    return lambda **tensors: getattr(ops, name)(**tensors, **options)
+    return lambda *arguments, **tensors: getattr(ops, name)(*arguments, **tensors, **options)
 
 
 def _bound(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -150,8 +161,8 @@ def _residual(name: str, **options: Any) -> Callable[..., Any]:
 
 
 def _with_residual(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    def call(x: Tensor, **tensors: Tensor) -> Any:
-        names = [name for name in tensors if name not in ("layer_scale", "row_scale")]  # eager's are positional
+    def call(x: Tensor, **tensors: Any) -> Any:
+        names = [name for name in tensors if name not in ("layer_scale", "row_scale", "qk_norm")]  # eager's positional
         ends = {name: t for name, t in tensors.items() if name not in names}
         return function(x, *(tensors[name] for name in names), **ends, residual=x, **options)
 
@@ -174,6 +185,28 @@ def _rotary(function: Callable[..., Any], interleaved: bool = False) -> Callable
         return function(*tensors.values(), ops.Rotary(sin, cos, 1, interleaved))
 
     return call
+
+
+def _normed(function: Callable[..., Any], interleaved: bool) -> Callable[..., Any]:
+    def call(q: Tensor, k: Tensor, fixed_sin: Tensor, fixed_cos: Tensor, **of_norms: Tensor) -> Any:
+        return function(q, k, *_norms(**of_norms), ops.Rotary(fixed_sin, fixed_cos, 1, interleaved))
+
+    return call
+
+
+def _of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(q_weight: Tensor, k_weight: Tensor, **tensors: Tensor) -> Any:
+        return function(**tensors, qk_norm=_norms(q_weight, k_weight))
+
+    return call
+
+
+def _norms(
+    q_weight: Tensor, k_weight: Tensor, q_bias: Tensor | None = None, k_bias: Tensor | None = None
+) -> tuple[ops.Norm, ops.Norm]:
+    """RMSNorm without biases."""
+    kind = "rms" if q_bias is None else "layer"
+    return ops.Norm(q_weight, q_bias, kind=kind), ops.Norm(k_weight, k_bias, kind=kind)
 
 
 def _qkv_rotary(qkv: Tensor, positions: ops.Rotary) -> Tensor:

@@ -18,12 +18,16 @@ from torch import nn
 from fastvit import integrations, reference, zoo
 from fastvit._arguments import Pair, checked_pair
 from fastvit._zoo_eva import CONFIGS as EVAS
+from fastvit.layers import LayerNorm, RmsNorm
 from fastvit.reference_eva import Eva as ReferenceEva
-from fastvit.reference_eva import SwiGLUPacked
+from fastvit.reference_eva import SwiGLU, SwiGLUPacked
 from fastvit.study import _baselines
 from fastvit.study._subject import Subject
 
 _DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
+# The reference's classes for those that the zoo names
+_REFERENCE_NORMS = {LayerNorm: nn.LayerNorm, RmsNorm: reference.RMSNorm}
+_REFERENCE_MLPS = {"swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
 
 def find(name: str) -> Subject:
@@ -75,10 +79,11 @@ def _of_zoo(name: str) -> Subject:
 def reference_arguments(name: str) -> dict[str, Any]:
     """The arguments that make the plain PyTorch model of a name of the zoo."""
     config = zoo.config(name)
-    if "norm_layer" in config:  # the zoo names our LayerNorm
-        config["norm_layer"] = partial(nn.LayerNorm, **config["norm_layer"].keywords)
-    if config.get("mlp_layer") == "swiglupacked":  # the reference takes classes only
-        config["mlp_layer"] = SwiGLUPacked
+    for key in ("norm_layer", "embed_norm_layer"):
+        if key in config:
+            config[key] = partial(_REFERENCE_NORMS[config[key].func], **config[key].keywords)
+    if "mlp_layer" in config:
+        config["mlp_layer"] = _REFERENCE_MLPS[config["mlp_layer"]]
     return config
 
 

@@ -19,7 +19,7 @@ from fastvit.ops._library import Unsupported
 from fastvit.study import _op_cases, _oracle, _sources, _subject
 from fastvit.study._op_cases import HEAD_DIMS
 
-OPS = tuple(name for name in ops.__all__ if name not in ("Rotary", "use_backend"))
+OPS = tuple(name for name in ops.__all__ if name not in ("Norm", "Rotary", "use_backend"))
 _BATCH = 2  # images of a whole model
 _DRAWS = 4
 _NOTHING = 1e-11  # of the weight's gradient: what float64 leaves of a bias's that is zero

@@ -30,9 +30,13 @@ def attention_qkvpacked_fwd(qkv: Tensor, seed: Tensor | None, scale: float, drop
     return _forward(q, k, v, seed, scale, dropout_p)
 
 
-def attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    gradients: Any = tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)])
-    _backward(do, q, k, v, *rest, *gradients)
+def attention_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, *out: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out: where the three gradients are written instead of room of their own."""
+    gradients: Any = out or tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)])
+    _backward(do, q, k, v, o, lse, seed, scale, dropout_p, *gradients)
     return gradients
 
 

@@ -1,4 +1,4 @@
-"""The LayerNorm ops on PyTorch's own functions."""
+"""The ops of LayerNorm and RMSNorm on PyTorch's own functions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ _backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if rms:
+        return _rms_norm(x, weight, eps, out_dtype)
     if x.dtype is not torch.float32:
-        weight, bias = weight.to(_parameter_dtype(x)), bias.to(_parameter_dtype(x))
+        weight, bias = weight.to(_parameter_dtype(x)), None if bias is None else bias.to(_parameter_dtype(x))
     y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
     return y if out_dtype is None or out_dtype is y.dtype else y.to(out_dtype), mean, rstd
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if mean is None:
+        return _rms_norm_bwd(dy, x, x.contiguous() * rstd, rstd, weight, dresidual)
     dtype, parameter_dtype = x.dtype, weight.dtype
     if dy.dtype != dtype:  # LayerNorm that also changed the dtype, under autocast
         x, dy = x.to(stat_dtype(x)), dy.to(stat_dtype(x))
@@ -40,23 +44,29 @@ def layer_norm_bwd(
 
 
 def layer_norm_bwd_recompute(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
+    dresidual: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = x.contiguous()
-    y = torch.addcmul(bias, (x - mean).mul_(rstd), weight)
+    if mean is None:
+        normalised = x * rstd
+        y = (normalised * weight).to(dy.dtype)
+        return *_rms_norm_bwd(dy, x, normalised, rstd, weight, dresidual), y
+    normalised = (x - mean).mul_(rstd)
+    y = normalised.mul_(weight) if bias is None else torch.addcmul(bias, normalised, weight)
     return *layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype)
 
 
 def add_layer_norm_fwd(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
-    row_scale: Tensor | None, eps: float,
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = residual.contiguous() + _scale_branch(branch, layer_scale, row_scale).to(branch.dtype)
-    return s, *layer_norm_fwd(s, weight, bias, eps, None)
+    return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 
 def add_layer_norm_bwd(
-    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, branch: Tensor,
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
     layer_scale: Tensor | None, row_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ds, dweight, dbias = layer_norm_bwd(dy, s, mean, rstd, weight, dsum)
@@ -67,6 +77,28 @@ def add_layer_norm_bwd(
         product = scale_samples((ds * branch).to(stat_dtype(s)), row_scale)
         dlayer_scale = as_rows(product).sum(0).to(layer_scale.dtype)
     return ds, dbranch, dweight, dbias, dlayer_scale
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=stat_dtype(x))
+    rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    y = (x * rstd).mul_(weight)
+    return y.to(out_dtype or x.dtype), rstd.new_empty(0), rstd
+
+
+def _rms_norm_bwd(
+    dy: Tensor, x: Tensor, normalised: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """normalised: x * rstd, which is used up."""
+    dy = dy.to(rstd.dtype).contiguous()
+    dweight = as_rows(dy * normalised).sum(0)
+    dx = dy * weight
+    normalised.mul_((dx * normalised).mean(-1, keepdim=True))
+    dx = dx.sub_(normalised).mul_(rstd).to(x.dtype)
+    if dresidual is not None:
+        dx.add_(dresidual)
+    return dx, dweight.to(weight.dtype), weight.new_empty(0)
 
 
 def _parameter_dtype(x: Tensor) -> torch.dtype:

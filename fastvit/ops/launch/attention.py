@@ -64,9 +64,13 @@ def _forward(
     return o, lse, (kernel, B * H * cdiv(N, rows), (q, k, v, seed, o, lse), numbers, constants)
 
 
-def attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    gradients: Any = tuple([empty_like(t) for t in (q, k, v)])
-    launch_backward(do, q, k, v, *rest, *gradients)
+def attention_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dropout_p: float, *out: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out: where the three gradients are written, by stride, instead of room of their own."""
+    gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
+    launch_backward(do, q, k, v, o, lse, seed, scale, dropout_p, *gradients)
     return gradients
 
 

@@ -1,6 +1,8 @@
-"""Launches the kernels of the LayerNorm ops."""
+"""Launches the kernels of the ops of LayerNorm and RMSNorm."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,29 +18,29 @@ from fastvit.ops.launch.column_sum import column_sums
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x)
     y = empty_like(x, out_dtype)
-    mean, rstd = _statistics(x)
+    mean, rstd = _statistics(x, rms)
     if size := x.numel():
         x, stride = by_rows(x)
         D = x.shape[-1]
         programs, constants = _programs(size // D, D, x, None, backward=False)
         weight, bias = contiguous(weight, bias)
-        tensors = x, None, weight, bias, None, None, None, y, mean, rstd
+        tensors = x, None, weight, bias, None, None, None, y, None if rms else mean, rstd
         launch(layer_norm_fwd_kernel, programs, tensors, (size // D, D, 1, stride, 0, eps), constants)
     return y, mean, rstd
 
 
 def add_layer_norm_fwd(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, layer_scale: Tensor | None,
-    row_scale: Tensor | None, eps: float,
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = empty_like(residual, torch.promote_types(residual.dtype, branch.dtype))
     _check(s)
     y = torch.empty_like(s)
-    mean, rstd = _statistics(s)
+    mean, rstd = _statistics(s, rms)
     if size := s.numel():
         (residual, residual_stride), (branch, branch_stride) = by_rows(residual), by_rows(branch)
         D = s.shape[-1]
@@ -46,27 +48,28 @@ def add_layer_norm_fwd(
         weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
         launch(
             layer_norm_fwd_kernel, programs,
-            (residual, branch, weight, bias, layer_scale, row_scale, s, y, mean, rstd),
+            (residual, branch, weight, bias, layer_scale, row_scale, s, y, None if rms else mean, rstd),
             (size // D, D, rows_per_sample(s, row_scale), residual_stride, branch_stride, eps), constants,
         )  # fmt: skip
     return s, y, mean, rstd
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, ...]:
     return _backward(dy, dresidual, x, mean, rstd, weight)
 
 
 def layer_norm_bwd_recompute(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, ...]:
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
+    dresidual: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     y = empty_like(dy)
     return *_backward(dy, dresidual, x, mean, rstd, weight, bias=bias, y=y), y
 
 
 def add_layer_norm_bwd(
-    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, branch: Tensor,
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
     layer_scale: Tensor | None, row_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dbranch = empty_like(branch)
@@ -83,10 +86,10 @@ def _check(x: Tensor) -> None:
         raise Unsupported(f"rows of more than {_configs.MAX_ROW} elements")
 
 
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for mean and rstd (..., 1) of x (..., D)."""
-    mean = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return mean, torch.empty_like(mean)
+def _statistics(x: Tensor, rms: bool) -> tuple[Tensor, Tensor]:
+    """Room for mean and rstd (..., 1) of x (..., D); RMSNorm's mean is (0,)."""
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return rstd.new_empty(0) if rms else torch.empty_like(rstd), rstd
 
 
 def _programs(M: int, D: int, x: Tensor, row_scale: Tensor | None, *, backward: bool) -> tuple[int, Constants]:
@@ -96,16 +99,19 @@ def _programs(M: int, D: int, x: Tensor, row_scale: Tensor | None, *, backward: 
 
 
 def _backward(
-    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, *,
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, *,
     bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """-> ds like s; dweight, dbias [D] and, with layer_scale, dlayer_scale [D]. Writes y and dbranch."""
+    """-> ds like s; dweight [D], dbias [D], or [0] without mean, and, with layer_scale, dlayer_scale [D]. Writes y and
+    dbranch."""
     _check(s)
     ds = empty_like(s)
-    parameters = (weight, weight) if layer_scale is None else (weight, weight, layer_scale)
+    parameters = (weight,) if mean is None else (weight, weight)
+    if layer_scale is not None:
+        parameters = *parameters, layer_scale
     if (size := s.numel()) == 0:
-        return ds, *(torch.zeros_like(p) for p in parameters)
+        return ds, *_with_bias(mean, [torch.zeros_like(p) for p in parameters])
     weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
     (dy, dy_stride), (dsum, dsum_stride) = by_rows(dy), by_rows(dsum)
     (s, s_stride), (branch, branch_stride) = by_rows(s), by_rows(branch)
@@ -118,7 +124,12 @@ def _backward(
         (dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial),
         (M, D, rows_per_sample(s, row_scale), dy_stride, dsum_stride, s_stride, branch_stride), constants,
     )  # fmt: skip
-    return ds, *column_sums(partial, *parameters)
+    return ds, *_with_bias(mean, column_sums(partial, *parameters))
+
+
+def _with_bias(mean: Tensor | None, sums: Sequence[Tensor]) -> Sequence[Tensor]:
+    """dweight, dbias and what else there is, where RMSNorm's sums have no dbias."""
+    return sums if mean is not None else (sums[0], sums[0].new_empty(0), *sums[1:])
 
 
 @_tuned.cached

@@ -29,17 +29,21 @@ def rotary(
         first, heads = P, rotated
     if x.numel() == 0 or first == N:
         return out
-    if sin.stride() != cos.stride() or sin.stride(3) != 1 or sin.stride(2) > MAX_STRIDE:
-        sin, cos = sin.contiguous(), cos.contiguous()
-    table_heads = sin.shape[1]
-    batch, of_head, token, _ = sin.stride()
-    table = 0 if len(sin) == 1 else batch, token, 0 if table_heads == 1 else of_head
+    sin, cos, table = readable_tables(sin, cos)
     unit, strides = in_units(x.shape, x.stride(), table, out.stride())
     cfg = _configs.rotary(d)
     launch(
         rotary_kernel, B * cdiv(N - first, cfg.block_n) * cdiv(heads, cfg.heads),
         (x, sin, cos, out), (N, P, first, heads, rotated, *strides),
-        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "TABLE_HEADS": table_heads, "INTERLEAVED": interleaved,
+        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved,
          "TRANSPOSED": transposed, "BLOCK_N": cfg.block_n, "HEADS": cfg.heads, "num_warps": cfg.num_warps},
     )  # fmt: skip
     return out
+
+
+def readable_tables(sin: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
+    """Both (B or 1, H or 1, T, d), or copies that have the same strides; these of batch, token and head."""
+    if sin.stride() != cos.stride() or sin.stride(3) != 1 or sin.stride(2) > MAX_STRIDE:
+        sin, cos = sin.contiguous(), cos.contiguous()
+    batch, head, token, _ = sin.stride()
+    return sin, cos, (0 if len(sin) == 1 else batch, token, 0 if sin.shape[1] == 1 else head)

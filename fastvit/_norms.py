@@ -1,0 +1,64 @@
+"""Norms of the last dimension as modules, under timm's names, arguments and state_dict keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import ops, readers
+from fastvit._arguments import Device, Dtype, check_factory, check_integers, check_number
+
+
+def _check(eps: float, device: Device, dtype: Dtype, **channels: int) -> None:
+    check_integers(1, **channels)
+    check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
+    check_factory(device, dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """(..., D) -> (..., D) by `fastvit.ops.layer_norm`, always with weight and bias.
+
+    Args:
+        num_channels: D.
+        eps: added to the variance; 1e-6 as timm's, where PyTorch's is 1e-5.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+        _check(eps, device, dtype, num_channels=num_channels)
+        super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RmsNorm(nn.Module):
+    """(..., D) -> (..., D) by `fastvit.ops.rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), always with `weight`.
+
+    Args:
+        channels: D.
+        eps: added to the mean square.
+        device, dtype: of the parameter.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__()
+        _check(eps, device, dtype, channels=channels)
+        self.normalized_shape = (channels,)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, eps={self.eps}"
+
+
+readers.NORM |= {LayerNorm, RmsNorm}

@@ -1,0 +1,76 @@
+"""The classes of Hugging Face transformers (version 5) that are known, and what they call what all of them have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """Of one model. file: its module; norm1, attention, norm2, mlp: attributes of a layer; projection: of attention;
+    layer_class, attention_class, mlp_classes: what follows the prefix in their names."""
+
+    file: str
+    norm1: str
+    attention: str
+    norm2: str
+    projection: str
+    mlp: str = "mlp"
+    layer_class: str = "Layer"
+    attention_class: str = "Attention"
+    mlp_classes: tuple[str, ...] = ("MLP",)
+
+
+_SWIGLU = ("MLP", "SwiGLUFFN")
+_CLIP = "layer_norm1", "self_attn", "layer_norm2", "out_proj", "mlp", "EncoderLayer"
+_AIMV2 = "rms_norm1", "attention", "rms_norm2", "out_proj", "ffn"
+MODELS = {  # by the prefix of its classes
+    "ViT": Names("vit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
+    "DeiT": Names("deit", "layernorm_before", "attention", "layernorm_after", "o_proj"),
+    "Dinov2": Names("dinov2", "norm1", "attention", "norm2", "o_proj", mlp_classes=_SWIGLU),
+    "Dinov2WithRegisters": Names("dinov2_with_registers", "norm1", "attention", "norm2", "o_proj", mlp_classes=_SWIGLU),
+    "DINOv3ViT": Names("dinov3_vit", "norm1", "attention", "norm2", "o_proj", mlp_classes=("MLP", "GatedMLP")),
+    "Sapiens2": Names("sapiens2", "norm1", "attention", "norm2", "o_proj", mlp_classes=("MLP", "GatedMLP")),
+    "CLIP": Names("clip", *_CLIP),
+    "Siglip": Names("siglip", *_CLIP),
+    "Siglip2": Names("siglip2", *_CLIP),
+    "Aimv2": Names("aimv2", *_AIMV2, "EncoderLayer"),
+    "Ovis2": Names("ovis2", *_AIMV2, "VisionEncoderLayer", "VisionAttention"),
+    "InternVLVision": Names("internvl", "layernorm_before", "attention", "layernorm_after", "projection_layer"),
+}
+_CONVOLUTIONS = {  # of patch embeddings: what follows the prefix in the name of their class, and their attribute
+    **dict.fromkeys(
+        ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "InternVLVision"), ("PatchEmbeddings", "projection")
+    ),
+    **dict.fromkeys(("CLIP", "Siglip", "Ovis2"), ("VisionEmbeddings", "patch_embedding")),
+    "Aimv2": ("VisionEmbeddings", "patch_embed"),
+    **dict.fromkeys(("DINOv3ViT", "Sapiens2"), ("Embeddings", "patch_embeddings")),
+}
+ROTATES = ("DINOv3ViT", "Sapiens2")  # layers with rotary positions
+
+
+def _qualified(file: str, name: str) -> str:
+    return f"transformers.models.{file}.modeling_{file}.{name}"
+
+
+def class_of(prefix: str, suffix: str) -> str:
+    name = prefix + suffix
+    return _qualified(MODELS[prefix].file, name.replace("DINO", "Dino") if suffix == "DropPath" else name)
+
+
+EMBEDDINGS = {class_of(prefix, suffix): attribute for prefix, (suffix, attribute) in _CONVOLUTIONS.items()}
+# RMSNorm as T5 has it, in layers of ours and of models whose attention no op does, and these models' MLPs
+RMS_NORM: set[type | str] = {
+    *(class_of(prefix, "RMSNorm") for prefix in ("Aimv2", "Ovis2", "InternVLVision", "Sapiens2")),
+    _qualified("pixtral", "PixtralRMSNorm"),
+    _qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
+    _qualified("glm4v", "Glm4vRMSNorm"),
+}
+OTHER_MLPS = {
+    _qualified("pixtral", "PixtralMLP"),
+    _qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
+    _qualified("glm4v", "Glm4VisionMlp"),
+}
+# Attention that no op does, and why
+REFUSED_ATTENTION = {
+    _qualified("pixtral", "PixtralAttention"): "a mask in every call, which keeps the images of a sequence apart",
+}

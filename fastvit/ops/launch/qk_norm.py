@@ -1,0 +1,112 @@
+"""Launches the kernels of the norms of q and k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.kernels import _configs, _tuned
+from fastvit.kernels.qk_norm import qk_norm_bwd_kernel, qk_norm_fwd_kernel
+from fastvit.ops import _library
+from fastvit.ops._checks import contiguous, empty_like
+from fastvit.ops._launch import Constants, cdiv, launch
+from fastvit.ops._library import Unsupported
+from fastvit.ops.launch.attention import in_units, readable
+from fastvit.ops.launch.column_sum import column_sums
+from fastvit.ops.launch.rotary import readable_tables
+
+
+def qk_norm_fwd(
+    q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check(q, sin, cos)
+    out = empty_like(q), empty_like(k)
+    if q.numel() == 0:
+        return out
+    B, N, H, d = q.shape
+    q, k = _alike(q, k)
+    sin, cos, P, table = _positions(sin, cos, N)
+    unit, strides = in_units(q.shape, q.stride(), table)
+    cfg, constants = _plan(d, _library.arch(q))
+    launch(
+        qk_norm_fwd_kernel, 2 * _tiles(B, N, H, cfg),
+        (q, k, *contiguous(q_weight, k_weight, q_bias, k_bias), sin, cos, *out), (N, P, H, *strides, eps),
+        {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, **constants},
+    )  # fmt: skip
+    return out
+
+
+def qk_norm_bwd(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
+    dq: Tensor | None = None, dk: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk: where the gradients are written, dq_out and dk_out themselves or others of equal strides."""
+    _check(q, sin, cos)
+    if dq is None or dk is None:
+        dq, dk = empty_like(q), empty_like(k)
+    like = (q_weight, k_weight, q_weight, k_weight) if has_bias else (q_weight, k_weight)
+    none = () if has_bias else (q_weight.new_empty(0), k_weight.new_empty(0))
+    if q.numel() == 0:
+        return dq, dk, *(torch.zeros_like(t) for t in like), *none
+    B, N, H, d = q.shape
+    (q, k), (dq_out, dk_out) = _alike(q, k), _alike(dq_out, dk_out)
+    sin, cos, P, table = _positions(sin, cos, N)
+    unit, strides = in_units(q.shape, q.stride(), dq_out.stride(), dq.stride(), table)
+    cfg, constants = _plan(d, _library.arch(q))
+    tiles = _tiles(B, N, H, cfg)
+    programs = min(
+        tiles, max(cfg.programs_per_sm * _library.multiprocessors(q.device.index) // 2, 1)
+    )  # of q, and as many of k
+    partial = q.new_empty((len(like), programs, d), dtype=torch.float32)
+    launch(
+        qk_norm_bwd_kernel, 2 * programs,
+        (dq_out, dk_out, q, k, *contiguous(q_weight, k_weight), sin, cos, dq, dk, partial),
+        (N, P, H, tiles, *strides, eps),
+        {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, "STAGES": cfg.num_stages,
+         **constants},
+    )  # fmt: skip
+    return dq, dk, *column_sums(partial, *like), *none
+
+
+def _check(q: Tensor, sin: Tensor | None, cos: Tensor | None) -> None:
+    if any(t is not None and t.dtype is torch.float64 for t in (q, sin, cos)):
+        raise Unsupported("float64")
+
+
+def _alike(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, or copies of them that have the same strides."""
+    q, k = readable(q), readable(k)
+    return (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
+
+
+def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any, int, tuple[int, int, int]]:
+    """Tables as a kernel reads them, the number of prefix tokens, and the tables' strides."""
+    if sin is None or cos is None:
+        return None, None, 0, (0, 0, 0)
+    sin, cos, strides = readable_tables(sin, cos)
+    return sin, cos, N - sin.shape[2], strides
+
+
+def _pairs(sin: Tensor | None, d: int, interleaved: bool) -> Constants:
+    """Without positions partners may be any: neighbours where halves of a head do not begin at a multiple of 8."""
+    if sin is None:
+        return {"TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
+    return {"TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
+
+
+def _tiles(B: int, N: int, H: int, cfg: _configs.QkNormConfig) -> int:
+    """Of q, and as many of k."""
+    return B * cdiv(N, cfg.block_n) * cdiv(H, cfg.heads)
+
+
+@_tuned.cached
+def _plan(d: int, arch: str) -> tuple[_configs.QkNormConfig, Constants]:
+    """And the constants that both kernels have."""
+    cfg = _configs.qk_norm(d, arch)
+    return cfg, {
+        "HEAD_DIM": d, "HALF": cfg.half, "BLOCK_N": cfg.block_n, "GROUP": cfg.heads, "num_warps": cfg.num_warps,
+    }  # fmt: skip

@@ -1,0 +1,177 @@
+"""Norms of q and k over the head dimension (LayerNorm, Ba et al. 2016, as in Dehghani et al. 2023, arXiv:2302.05442;
+RMSNorm, Zhang & Sennrich 2019, arXiv:1910.07467) and their rotary positions R in the same pass, for x = q or k:
+
+    x^ = (x - mean) * rstd, or x * rstd for RMSNorm            out = R (x^ * w + b)
+    g = R^T dout,   h = g * w,   dx = rstd * (h - mean(h) - x^ * mean(h * x^)), or without mean(h)
+    dw = sum(g * x^),   db = sum(g)                            over tokens and heads
+
+Prefix tokens are normalised, but not rotated. A head is in registers as the two parts that are rotated together:
+arithmetic is float32, the variance is that of centred values, and the result is rounded once. Statistics are computed
+again rather than stored, and x is read rather than made of out, where small weights have lost it. The sums over
+tokens are kept by the programs of a persistent grid and added up by one more kernel in a fixed order: bitwise
+reproducible, no atomics.
+"""
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels import _cost
+from fastvit.kernels._pairs import load_pairs, rotate, store_pairs
+
+
+@triton.jit
+def _tile(tile, N, H, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Of batch x token blocks x groups of heads, flattened: sample, first token, first head and the one behind the last
+    head; int64."""
+    groups = tl.cdiv(H, GROUP)
+    blocks = tl.cdiv(N, BLOCK_N)
+    batch = (tile // (groups * blocks)).to(tl.int64)
+    start = (tile // groups % blocks * BLOCK_N).to(tl.int64)
+    first = (tile % groups * GROUP).to(tl.int64)
+    return batch, start, first, tl.minimum(first + GROUP, H)
+
+
+@triton.jit
+def _normalised(x1, x2, mask, eps, HEAD_DIM: tl.constexpr, RMS: tl.constexpr):
+    """x^ and rstd [BLOCK_N, 1]; of rows outside the mask zero, where eps = 0 would make it infinite."""
+    if not RMS:
+        mean = tl.sum(x1 + x2, 1)[:, None] / HEAD_DIM
+        inside = tl.arange(0, x1.shape[1])[None, :] < HEAD_DIM // 2
+        x1, x2 = tl.where(inside, x1 - mean, 0.0), tl.where(inside, x2 - mean, 0.0)
+    variance = tl.sum(x1 * x1 + x2 * x2, 1)[:, None] / HEAD_DIM
+    rstd = tl.where(mask, tl.rsqrt(variance + eps), 0.0)
+    return x1 * rstd, x2 * rstd, rstd
+
+
+@triton.jit(
+    do_not_specialize=["N", "P", "H", *[f"stride_{x}{i}" for x in "xt" for i in "bnh"]],
+    launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
+)
+def qk_norm_fwd_kernel(
+    # inputs
+    q_ptr, k_ptr,  # [B, N, H, d] T, of the same strides
+    q_weight_ptr, k_weight_ptr,  # [d]
+    q_bias_ptr, k_bias_ptr,  # [d] or None
+    sin_ptr, cos_ptr,  # [B, N - P, TABLE_HEADS, d] or None
+    # outputs
+    q_out_ptr, k_out_ptr,  # [B, N, H, d] T, contiguous
+    # tokens, of which P are prefix, and heads
+    N, P, H,
+    # strides in UNITs: batch, token, head; the last dimension is contiguous
+    stride_xb, stride_xn, stride_xh,
+    stride_tb, stride_tn, stride_th,
+    eps: tl.float32,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RMS: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One program owns BLOCK_N tokens of HEADS heads of q or of k; grid: tiles x 2, flattened."""
+    of_q = tl.program_id(0) % 2 == 0
+    x_ptr = tl.where(of_q, q_ptr, k_ptr)
+    out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr)
+    w1, w2 = load_pairs(tl.where(of_q, q_weight_ptr, k_weight_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
+    if q_bias_ptr is not None:
+        b1, b2 = load_pairs(tl.where(of_q, q_bias_ptr, k_bias_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
+    batch, start, first, end = _tile(tl.program_id(0) // 2, N, H, BLOCK_N, GROUP)
+    tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
+    within = tokens < N - start
+    x_rows = x_ptr + (batch * stride_xb + start * stride_xn) * UNIT + tokens * (stride_xn * UNIT)
+    out_rows = out_ptr + (batch * N + start) * H * HEAD_DIM + tokens * (H * HEAD_DIM)
+    if sin_ptr is not None:
+        positioned = within & (tokens >= P - start)
+        table_rows = (batch * stride_tb + (start - P) * stride_tn) * UNIT + tokens * (stride_tn * UNIT)
+        if TABLE_HEADS == 1:
+            sin1, sin2 = load_pairs(sin_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
+            cos1, cos2 = load_pairs(cos_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
+    for head in range(first, end):
+        x1, x2 = load_pairs(x_rows + head * stride_xh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
+        y1, y2, _ = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
+        y1, y2 = y1 * w1, y2 * w2
+        if q_bias_ptr is not None:
+            y1, y2 = y1 + b1, y2 + b2
+        if sin_ptr is not None:
+            if TABLE_HEADS > 1:
+                of_head = table_rows + head % TABLE_HEADS * stride_th.to(tl.int64) * UNIT
+                sin1, sin2 = load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                cos1, cos2 = load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+            turned1, turned2 = rotate(y1, y2, sin1, sin2, cos1, cos2, False)
+            y1, y2 = tl.where(positioned, turned1, y1), tl.where(positioned, turned2, y2)
+        store_pairs(out_rows + head * HEAD_DIM, y1, y2, within, HEAD_DIM, HALF, INTERLEAVED)
+
+
+@triton.jit(
+    do_not_specialize=["N", "P", "H", "tiles", *[f"stride_{x}{i}" for x in "xydt" for i in "bnh"]],
+    launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
+)
+def qk_norm_bwd_kernel(
+    # inputs; tensors of q have the strides of k's
+    dq_out_ptr, dk_out_ptr,  # [B, N, H, d] T
+    q_ptr, k_ptr,  # [B, N, H, d] T
+    q_weight_ptr, k_weight_ptr,  # [d]
+    sin_ptr, cos_ptr,  # [B, N - P, TABLE_HEADS, d] or None
+    # outputs
+    dq_ptr, dk_ptr,  # [B, N, H, d] T; may be dq_out and dk_out themselves
+    partial_ptr,  # [2 or 4, programs / 2, d] f32: of q's and k's weight, and bias
+    # tokens, of which P are prefix, and heads
+    N, P, H, tiles,
+    # strides in UNITs: batch, token, head; the last dimension is contiguous
+    stride_xb, stride_xn, stride_xh,
+    stride_yb, stride_yn, stride_yh,
+    stride_db, stride_dn, stride_dh,
+    stride_tb, stride_tn, stride_th,
+    eps: tl.float32,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A persistent grid: each program takes every tile of its share, all of q or all of k, and keeps their sums."""
+    which = tl.program_id(0) % 2
+    programs = tl.num_programs(0) // 2
+    of_q = which == 0
+    x_ptr = tl.where(of_q, q_ptr, k_ptr)
+    dy_ptr = tl.where(of_q, dq_out_ptr, dk_out_ptr)
+    dx_ptr = tl.where(of_q, dq_ptr, dk_ptr)
+    w1, w2 = load_pairs(tl.where(of_q, q_weight_ptr, k_weight_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
+    dw1 = tl.zeros([BLOCK_N, HALF], tl.float32)
+    dw2, db1, db2 = dw1, dw1, dw1
+    tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
+    for tile in range(tl.program_id(0) // 2, tiles, programs):
+        batch, start, first, end = _tile(tile, N, H, BLOCK_N, GROUP)
+        within = tokens < N - start
+        x_rows = x_ptr + (batch * stride_xb + start * stride_xn) * UNIT + tokens * (stride_xn * UNIT)
+        dy_rows = dy_ptr + (batch * stride_yb + start * stride_yn) * UNIT + tokens * (stride_yn * UNIT)
+        dx_rows = dx_ptr + (batch * stride_db + start * stride_dn) * UNIT + tokens * (stride_dn * UNIT)
+        if sin_ptr is not None:
+            positioned = within & (tokens >= P - start)
+            table_rows = (batch * stride_tb + (start - P) * stride_tn) * UNIT + tokens * (stride_tn * UNIT)
+            if TABLE_HEADS == 1:
+                sin1, sin2 = load_pairs(sin_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                cos1, cos2 = load_pairs(cos_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        for head in tl.range(first, end, num_stages=STAGES):
+            x1, x2 = load_pairs(x_rows + head * stride_xh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
+            g1, g2 = load_pairs(dy_rows + head * stride_yh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
+            if sin_ptr is not None:
+                if TABLE_HEADS > 1:
+                    of_head = table_rows + head % TABLE_HEADS * stride_th.to(tl.int64) * UNIT
+                    sin1, sin2 = load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                    cos1, cos2 = load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                turned1, turned2 = rotate(g1, g2, sin1, sin2, cos1, cos2, True)
+                g1, g2 = tl.where(positioned, turned1, g1), tl.where(positioned, turned2, g2)
+            x1, x2, rstd = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
+            dw1 += g1 * x1
+            dw2 += g2 * x2
+            if HAS_BIAS:
+                db1 += g1
+                db2 += g2
+            g1, g2 = g1 * w1, g2 * w2
+            mean_gx = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / HEAD_DIM
+            d1, d2 = g1 - x1 * mean_gx, g2 - x2 * mean_gx
+            if not RMS:
+                mean_g = tl.sum(g1 + g2, 1)[:, None] / HEAD_DIM
+                d1, d2 = d1 - mean_g, d2 - mean_g
+            rows = dx_rows + head * stride_dh.to(tl.int64) * UNIT
+            store_pairs(rows, d1 * rstd, d2 * rstd, within, HEAD_DIM, HALF, INTERLEAVED)
+    partial = partial_ptr + (which * programs + tl.program_id(0) // 2).to(tl.int64) * HEAD_DIM
+    store_pairs(partial, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], True, HEAD_DIM, HALF, INTERLEAVED)
+    if HAS_BIAS:
+        partial += 2 * programs.to(tl.int64) * HEAD_DIM
+        store_pairs(partial, tl.sum(db1, 0)[None, :], tl.sum(db2, 0)[None, :], True, HEAD_DIM, HALF, INTERLEAVED)

@@ -1,0 +1,153 @@
+"""Norms of q and k in graphs: part of the attention half in the layouts of libraries, and left where they are another
+formula."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_models import NORMS, D, H, N, RMSNorm, Subject, compile_and_check, details, half, heads, joined, run
+from library_imports import import_library
+from torch import nn
+
+import fastvit
+
+d = D // H
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def three(m, x):
+    y = m.norm(x)
+    return (layer(y).unflatten(-1, (H, -1)) for layer in (m.q, m.k, m.v))
+
+
+def tokens_first(m, x):
+    """As Qwen: norms of (B, N, H, d)"""
+    q, k, v = three(m, x)
+    return (t.transpose(1, 2) for t in (m.of_q(q), m.of_k(k), v))
+
+
+def heads_first(m, x):
+    """As timm: norms of (B, H, N, d)"""
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.of_q(q), m.of_k(k) * 0.5, v
+
+
+def shared(m, x):
+    qk, v = m.qkv(m.norm(x)).unflatten(-1, (3, H, d)).split((2, 1), 2)
+    q, k = m.of_q(qk).permute(2, 0, 3, 1, 4)
+    return q, k, v.squeeze(2).transpose(1, 2)
+
+
+def rotated(m, x):
+    q, k, v = heads_first(m, x)
+    return rotate(m, q), rotate(m, k), v
+
+
+def rotate(m, t):
+    first, second = t.chunk(2, -1)
+    return t * m.cos + torch.cat((-second, first), -1) * m.sin
+
+
+def attending(arrange, of_q=None, of_k=None) -> Subject:
+    def forward(m, x):
+        return x + m.proj(joined(F.scaled_dot_product_attention(*arrange(m, x))))
+
+    layers = {name: nn.Linear(D, D) for name in "qkv"} | {"of_q": of_q or RMSNorm(d), "of_k": of_k or RMSNorm(d)}
+    model = half(forward, **layers, all=RMSNorm(D))
+    for name in ("sin", "cos"):
+        model.register_buffer(name, torch.randn(N, d))
+    return model
+
+
+@pytest.mark.parametrize("arrange", [tokens_first, heads_first, shared, rotated])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_q_and_k(arrange, kind, x):
+    report = compile_and_check(attending(arrange, NORMS[kind](d), NORMS[kind](d)), x)
+    assert details(report, "attention") == ["layer_norm_attention"]
+    assert set(details(report, kind)) == {"layer_norm_attention"}
+
+
+def test_norms_of_q_and_k_with_symbolic_sizes_and_in_16_bits(x):
+    report = compile_and_check(attending(tokens_first).bfloat16(), x.bfloat16(), dynamic=True)
+    assert details(report, "attention") == ["layer_norm_attention"]
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_of_q_and_k_under_autocast(kind, x):
+    """Of q and k in bfloat16 by float32 weights: the dtype as eager, values up to the rounding of the operands."""
+    model, reports = attending(rotated, NORMS[kind](d), NORMS[kind](d)).to(x.device), []
+    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
+    assert details(reports[0], "attention") == ["layer_norm_attention"]
+    largest = max(w.abs().max().item() for w in want[1:])
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w, atol=0.02 * (largest if i else w.abs().max().item()), rtol=0)
+
+
+def test_attention_of_timm_with_norms_of_q_and_k(device):
+    """As in Sapiens 2, without its queries in groups; all of it is one op, with the LayerNorm before it."""
+    timm = import_library("timm")
+    layer = timm.layers.AttentionRope(
+        64, 4, qkv_fused=False, norm_layer=timm.layers.RmsNormFp32, qk_norm=True, scale_norm=True
+    )
+    model = Subject(lambda m, x, rope: x + m.attn(m.norm(x), rope.detach()), norm=nn.LayerNorm(64), attn=layer)
+    report = compile_and_check(model, torch.randn(2, N, 64, device=device), torch.randn(N - 1, 32, device=device))
+    assert details(report, "attention") == ["layer_norm_attention"]
+    assert details(report, "RMSNorm") == ["layer_norm_attention"] * 3
+
+
+def of_all_heads(m, x):
+    """As InternVL"""
+    y = m.norm(x)
+    return (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (m.all(m.q(y)), m.all(m.k(y)), m.v(y)))
+
+
+def behind_a_rotation(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.of_q(rotate(m, q)), m.of_k(rotate(m, k)), v
+
+
+def behind_a_factor(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.of_q(q * 0.1), m.of_k(k), v
+
+
+def of_k_alone(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return q, m.of_k(k), v
+
+
+def of_v_too(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.of_q(q), m.of_k(k), m.of_k(v)
+
+
+def across_heads(m, x):
+    """Rows of the last half of a head and the first of the next."""
+    q, k, v = heads(m.qkv(m.norm(x)))
+    moved = (joined(t).roll(d // 2, -1).unflatten(-1, (H, -1)).transpose(1, 2) for t in (m.of_q(q), m.of_k(k)))
+    return *moved, v
+
+
+OTHERS = {
+    of_all_heads: "a norm of all heads at once between projection and attention",
+    behind_a_rotation: "add between projection and attention",
+    behind_a_factor: "mul between projection and attention",
+    of_k_alone: "q and k with different norms",
+    of_v_too: "rms_norm between projection and attention",
+    across_heads: "roll between projection and attention",
+}
+
+
+@pytest.mark.parametrize("arrange", OTHERS, ids=lambda f: f.__name__)
+def test_other_norms_of_q_and_k_are_left(arrange, x):
+    report = compile_and_check(attending(arrange), x)
+    assert details(report, "attention") == [f"attention ({OTHERS[arrange]})"]
+
+
+def test_norms_of_two_formulas_are_left(x):
+    for of_q, of_k in ((nn.RMSNorm(d, 1e-5), nn.RMSNorm(d, 1e-6)), (nn.RMSNorm(d, 1e-5), nn.LayerNorm(d, 1e-5))):
+        report = compile_and_check(attending(heads_first, of_q, of_k), x)
+        assert details(report, "attention") == ["attention (q and k with different norms)"]
