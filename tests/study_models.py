@@ -54,6 +54,18 @@ def of_grey_images(image_size: int = 32) -> nn.Module:
     return make(image_size, 8, in_chans=1, embed_dim=48, depth=1, num_heads=3, num_classes=5)
 
 
+def of_an_image_and_text(image_size: int = 32) -> nn.Module:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image = of_timm(image_size)
+
+        def forward(self, images: Tensor, text: Tensor) -> Any:
+            return self.image(images) + text
+
+    return Tower()
+
+
 def of_mistakes() -> nn.Module:
     raise RuntimeError("what went wrong\nand more")
 

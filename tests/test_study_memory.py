@@ -382,6 +382,8 @@ def test_a_budget_by_the_command(capsys):
         ([*FAST, "--plot", "a.pdf"], "--plot writes .png or .svg"),
         ([*FAST, "--plot", "no/folder/a.png"], "there is no folder"),
         (["memory", SMALL, "--plot", "a.png"], "two image sizes or more"),
+        (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
+        (["models", "study_models:of_an_image_and_text"], "of_an_image_and_text: TypeError: "),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):
@@ -420,7 +422,7 @@ def test_a_budget_of_other_patches_and_of_one_size(capsys):
     assert main(["memory", "study_models:of_one_size", *words]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"][0]["image_size"]["2"] is None
-    assert "its model has one size only" in err
+    assert "takes no image_size: its model has one only" in err
 
 
 def test_a_function_in_the_folder_of_the_caller(tmp_path):

@@ -207,6 +207,7 @@ BAD = {
     "a multiple of 8 from 16 to 256, got 20": ["--head-dim", "20"],
     "depth is for a model": ["--depth", "2"],
     "nearest: vit_cifar_small": ["vit_cifar_smal"],
+    "study_models:of_one_size takes no depth": ["study_models:of_one_size", "--depth", "1"],
 }
 
 

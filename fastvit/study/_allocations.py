@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 
 from fastvit import ops
 from fastvit.ops import _library
@@ -42,6 +42,27 @@ class Block:
     asked: int
 
 
+class Sizes(NamedTuple):
+    """All that an op sees of a tensor without data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """A fused op that was looked into: which, on what arguments (their leaves, with `Sizes` for tensors, and how these
+    were nested), which events and blocks came within it, from the first to before the last, and the blocks of its
+    outputs."""
+
+    op: Any
+    leaves: tuple[Any, ...]
+    nested: TreeSpec
+    events: tuple[int, int]
+    blocks: tuple[int, int]
+    outputs: tuple[int, ...]
+
+
 @dataclass
 class Allocations(TorchDispatchMode):
     """Within the context every storage that comes or goes is an event. Fused ops are looked into: what an op allocates
@@ -53,6 +74,7 @@ class Allocations(TorchDispatchMode):
     gpu: bool
     blocks: list[Block] = field(default_factory=list)
     events: list[tuple[int, bool]] = field(default_factory=list)  # block, whether it came
+    calls: list[Call] = field(default_factory=list)
     tokens: int = 0
     scores: set[int] = field(default_factory=set)  # elements of what softmax returned
     _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
@@ -67,19 +89,30 @@ class Allocations(TorchDispatchMode):
             self.tokens = self.tokens or tokens(*args)
         if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             return 0  # a seed, the only thing that an op reads; fakes have no values
-        implementation = _library.IMPLEMENTATIONS.get(func)
-        if implementation is None:
-            out = func(*args, **(kwargs or {}))
+        if func in _library.IMPLEMENTATIONS:
+            out = self.look_into(func, args)
         else:
-            self._inside = True
-            try:
-                with self:
-                    out = implementation(*args, backend="triton" if self.gpu else "aten")
-            finally:
-                self._inside = False
-        self.see(out)
+            out = func(*args, **(kwargs or {}))
+            self.see(out)
         if func in _SOFTMAX:
             self.scores.add(out.numel())
+        return out
+
+    def look_into(self, op: Any, args: tuple[Any, ...]) -> Any:
+        """What a fused op returns, with all that it allocates."""
+        events, blocks = len(self.events), len(self.blocks)
+        outermost, self._inside = not self._inside, True
+        try:
+            with self:
+                out = _library.IMPLEMENTATIONS[op](*args, backend="triton" if self.gpu else "aten")
+        finally:
+            self._inside = not outermost
+        outputs = tuple(self.see(out))
+        if outermost:
+            leaves, nested = tree_flatten(args)
+            sizes = (Sizes(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+            came = (events, len(self.events)), (blocks, len(self.blocks))
+            self.calls.append(Call(op, tuple(sizes), nested, *came, outputs))
         return out
 
     def see(self, tensors: Any) -> list[int]:

@@ -52,9 +52,13 @@ def collect(
     with progress(len(steps), "memory") as step:
         for provider, mode, dtype, p in steps:
             step(f"{provider}, {mode}, {dtype}, patch {p}")
-            scaled = ScaledPlan(subject, provider, p, Setting(mode, dtype), at, prefix, gpu=gpu)
+            one, more = (
+                ScaledPlan(subject, provider, p, Setting(mode, dtype), traced, prefix, gpu=gpu)
+                for traced in (at._replace(batch=1), at)
+            )
             for s in sizes:
-                plans[provider][mode][dtype][f"{s}x{p}"] = {b: astuple(scaled.parts(s, b)) for b in BATCHES}
+                parts = {b: astuple((one if b == 1 else more).parts(s, b)) for b in BATCHES}
+                plans[provider][mode][dtype][f"{s}x{p}"] = parts
     last, start = providers[-1], f"{size[0]}x{patch[0]}"  # the fused ops, whose launches depend on sizes most
     right = plan(subject, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
@@ -97,11 +101,12 @@ def _providers(subject: Subject) -> tuple[list[str], list[str]]:
 
 def _note(gpu: bool, provider: str, off: float, size: int, refused: list[str]) -> str:
     where = "as on a GPU" if gpu else "as on a CPU, since triton is not installed"
+    differs = f"differs by less than {math.floor(1000 * off + 1) / 10:g} %" if off else "is the same"
     lines = [
-        f"Planned {where}, with AdamW in training: of every provider, step, type and patch one step is traced on"
-        " tensors without data, and its allocations are scaled to the other sizes. The command plans each size by"
-        f" itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in training in bfloat16, differs"
-        f" by less than {math.floor(1000 * off + 1) / 10:g} %. The workspace of a vendor's libraries is in neither.",
+        f"Planned {where}, with AdamW in training: of every provider, step, type and patch one step of one image and"
+        " one of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
+        f" command plans each size by itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in"
+        f" training in bfloat16, {differs}. The workspace of a vendor's libraries is in neither.",
         *(f"Not shown: {reason}." for reason in refused),
     ]
     return " ".join(lines)

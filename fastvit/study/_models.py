@@ -178,7 +178,7 @@ def _cost(
         raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
     parameters = _parameters.by_part(model)
     outputs: list[Tensor] = []
-    with FlopCounterMode(display=False) as counter, torch.enable_grad():
+    with subject.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
         saved = saved_bytes(lambda: outputs.append(_subject.output_of(model(images))), list(model.parameters()))
     size = _DTYPE.itemsize
     least = size * (parameters.total + images.numel() + outputs[0].numel())
@@ -195,7 +195,7 @@ def _tokens(subject: _subject.Subject, image_size: tuple[int, int], patch_size: 
     seen: list[int] = []
     for first in _subject.blocks(model)[:1]:
         first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-        with torch.no_grad():
+        with subject.running(), torch.no_grad():
             model(images)
     if not seen:
         raise ValueError(f"{subject.name} has no list of blocks: it is no plain ViT")

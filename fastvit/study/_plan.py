@@ -191,7 +191,7 @@ def run(
         if gpu:
             stack.enter_context(_FunctionsOfAGpu())
         begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
-        with seen:
+        with seen, subject.running():
             step.run(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
             gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
     if not seen.tokens:

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from fastvit.layers import LayerNorm, RmsNorm
 from fastvit.reference_eva import Eva as ReferenceEva
 from fastvit.reference_eva import SwiGLU, SwiGLUPacked
 from fastvit.study import _baselines
-from fastvit.study._subject import Subject
+from fastvit.study._subject import Subject, told
 
 _DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
 # The reference's classes for those that the zoo names
@@ -94,7 +93,8 @@ def _of_timm(name: str, timm: Any) -> Subject:
     def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
         if image_size is not None:
             options["img_size"] = image_size
-        model: nn.Module = timm.create_model(name, **options)
+        with told(name):
+            model: nn.Module = timm.create_model(name, **options)
         return _as(provider, model)
 
     with torch.device("meta"):
@@ -113,16 +113,19 @@ def _of_configuration(name: str) -> Subject:
         raise ValueError(f"{path} is no configuration of transformers: it has no model_type")
     transformers = importlib.import_module("transformers")
     values = dict(values)
-    config = _told(path, lambda: transformers.AutoConfig.for_model(values.pop("model_type"), **values))
+    with told(path):
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     config = getattr(config, "vision_config", config)
     if getattr(config, "patch_size", None) is None or getattr(config, "image_size", None) is None:
         raise ValueError(f"{path} describes no ViT: {config.model_type} has no image_size and patch_size")
 
     def make(provider: str, **options: Any) -> nn.Module:
-        sized = type(config).from_dict(config.to_dict())
-        for key, value in options.items():
-            setattr(sized, key, _square(value))
-        return _as(provider, _told(path, lambda: transformers.AutoModel.from_config(sized)))
+        with told(path):
+            sized = type(config).from_dict(config.to_dict())
+            for key, value in options.items():
+                setattr(sized, key, _square(value))
+            model = transformers.AutoModel.from_config(sized)
+        return _as(provider, model)
 
     size, patch = (checked_pair(key, _pair(getattr(config, key))) for key in ("image_size", "patch_size"))
     return Subject(name, "transformers", size, patch, make)
@@ -130,7 +133,8 @@ def _of_configuration(name: str) -> Subject:
 
 def _of_function(name: str) -> Subject:
     module_name, _, function_name = name.partition(":")
-    module = _told(name, lambda: importlib.import_module(module_name))
+    with told(name):
+        module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(f"{module_name} has no function {function_name!r}")
@@ -141,8 +145,9 @@ def _of_function(name: str) -> Subject:
         if "image_size" in options:
             options[spelling] = options.pop("image_size")
         if unknown := [key for key in options if key not in takes and not _takes_any(takes)]:
-            raise ValueError(f"{name} takes no {unknown[0]}: its model has one size only")
-        model = _told(name, lambda: function(**{key: _square(value) for key, value in options.items()}))
+            raise ValueError(f"{name} takes no {unknown[0]}: its model has one only")
+        with told(name):
+            model = function(**{key: _square(value) for key, value in options.items()})
         if not isinstance(model, nn.Module):
             raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}")
         return _as(provider, model)
@@ -167,17 +172,6 @@ def _as(provider: str, model: nn.Module) -> nn.Module:
     elif provider == "eager":
         _baselines.use_eager(model)
     return model
-
-
-def _told(name: object, make: Callable[[], Any]) -> Any:
-    """make(), whatever it raises as an error of one line."""
-    try:
-        return make()
-    except ImportError:
-        raise
-    except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
 
 
 def _patch_size(model: nn.Module, name: str) -> tuple[int, int]:

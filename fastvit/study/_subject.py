@@ -3,8 +3,9 @@ by name, file or function."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ class Subject:
             )
         return self.build("fused", image_size, weights=weights, num_classes=0, drop_head=True)
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the context what a model of another library raises, of a size that it does not take or for want of
+        another input, is an error of one line."""
+        if self.source == "fastvit":
+            yield
+            return
+        with told(self.name):
+            yield
+
     def sizes(
         self, image_size: Pair | None = None, patch_size: Pair | None = None
     ) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -103,6 +114,18 @@ class Subject:
                 f"nearest: {pixels(_nearest(size, patch))}"
             )
         return size, patch
+
+
+@contextlib.contextmanager
+def told(name: object) -> Iterator[None]:
+    """Within the context whatever is raised becomes a ValueError of one line, but where something is not installed."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{name}: {type(error).__name__}: {line}") from error
 
 
 def output_of(result: Any) -> Tensor:

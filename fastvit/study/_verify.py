@@ -94,7 +94,7 @@ def verify(
     if depth is not None and model is None:
         raise ValueError("depth is for a model, and none is given")
     subject = None if model is None else _sources.find(model)
-    width, heads = (_op_cases.WIDTH, _op_cases.HEADS) if subject is None else _sizes(subject)
+    width, heads = (_op_cases.WIDTH, _op_cases.HEADS) if subject is None else _sizes(subject, depth)
     if head_dims is None:
         head_dims = HEAD_DIMS if subject is None else (width // heads,)
     if bad := [d for d in head_dims if d % 8 or not 16 <= d <= 256]:
@@ -210,11 +210,14 @@ def _compared_model(
 _DEPTH = {"transformers": "num_hidden_layers"}  # "depth" elsewhere
 
 
+def _of_depth(subject: _subject.Subject, depth: int | None) -> dict[str, Any]:
+    return {} if depth is None else {_DEPTH.get(subject.source, "depth"): depth}
+
+
 def _built(subject: _subject.Subject, provider: str, depth: int | None) -> nn.Module:
-    options: dict[str, Any] = {} if depth is None else {_DEPTH.get(subject.source, "depth"): depth}
     if provider == "eager" and subject.source == "function":
         provider = "sdpa"  # as its author wrote it, which is eager PyTorch for all that is known
-    return subject.build(provider, **options)
+    return subject.build(provider, **_of_depth(subject, depth))
 
 
 @torch.no_grad()
@@ -287,9 +290,9 @@ def _dtypes(names: Sequence[str] | None, device: torch.device) -> dict[str, torc
     return {name: _subject.DTYPES[name] for name in names}
 
 
-def _sizes(subject: _subject.Subject) -> tuple[int, int]:
+def _sizes(subject: _subject.Subject, depth: int | None) -> tuple[int, int]:
     """Width and heads of a model's attention."""
-    model = subject.on_meta("sdpa")
+    model = subject.on_meta("sdpa", **_of_depth(subject, depth))
     for module in model.modules():
         heads = next(
             (getattr(module, n, None) for n in ("num_heads", "num_attention_heads") if hasattr(module, n)), None
