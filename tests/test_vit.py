@@ -11,6 +11,7 @@ from library_imports import import_timm
 from models import assert_same_step, assert_steps_as_accurate, randomised, step, twins
 from oracle import inputs
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastvit
 from fastvit import VisionTransformer, layers, reference
@@ -272,13 +273,17 @@ def test_compile_fullgraph() -> None:
 
 
 @pytest.mark.slow
-def test_compile_takes_another_batch_size_without_a_graph_break() -> None:
-    model = randomised(VisionTransformer(**TINY)).eval()
+def test_compile_takes_another_batch_size_without_another_graph() -> None:
+    """Nothing in forward or backward chooses by how many images there are."""
+    model = randomised(VisionTransformer(**TINY, init_values=0.1)).train()
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for batch in (2, 3, 5):
-        x = image(model, batch, dtype=torch.float32)
-        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
+    compiled_at = set()
+    for batch in (9, 2, 3, 64):
+        assert_same_step(compiled, model, image(model, batch, dtype=torch.float32))
+        compiled_at.add(graphs.frame_count)
+    assert len(compiled_at) == 1
 
 
 def test_export() -> None:

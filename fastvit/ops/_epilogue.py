@@ -68,11 +68,12 @@ def add_residual_(
 
 def input_gradient_operands(g: Tensor, weight: Tensor, layer_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """A [..., N] and B [N, K] whose product is the gradient of x [..., K], from g [..., N], the gradient of
-    layer_scale * (x @ weight.T + bias). layer_scale goes to the smaller one; in float16 always to g, because a small
-    layer_scale (DINOv2 starts at 1e-5) times a weight underflows there, while loss scaling protects g."""
+    layer_scale * (x @ weight.T + bias). layer_scale goes to the weight, which is smaller but for a few images
+    (a choice by size would cost a graph more under torch.compile); in float16 to g, because a small layer_scale (DINOv2
+    starts at 1e-5) times a weight underflows there, while loss scaling protects g."""
     if layer_scale is None:
         return g, weight
-    if g.dtype is torch.float16 or g.numel() < weight.numel():
+    if g.dtype is torch.float16:
         return (g * layer_scale).to(g.dtype), weight
     return g, (weight * layer_scale[:, None]).to(weight.dtype)
 
