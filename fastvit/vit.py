@@ -229,7 +229,9 @@ class VisionTransformer(Trunk):
         """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
         embed = self.patch_embed
         if read_or_none(submodules, self, patch_embed={PatchEmbed}):
-            return embed(x, *self._position_and_prefix(embed.grid_of(x)))
+            pos, prefix = self._position_and_prefix(embed.grid_of(x))
+            # by name: modules' trackers (FLOP counters) take the gradients of positional arguments for granted
+            return embed(x, pos_embed=pos, prefix=prefix)
         patches = embed(x)
         if patches.dim() == 4:  # (B, h, w, D)
             grid, patches = (patches.shape[1], patches.shape[2]), patches.flatten(1, 2)

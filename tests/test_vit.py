@@ -12,6 +12,7 @@ from models import assert_same_step, assert_steps_as_accurate, randomised, step,
 from oracle import inputs
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import VisionTransformer, layers, reference
@@ -270,6 +271,18 @@ def test_compile_fullgraph() -> None:
         mode()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert_same_step(compiled, model, x)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_flops_are_counted_without_gradients_too(without: Any) -> None:
+    model = randomised(VisionTransformer(**TINY, reg_tokens=2)).eval()
+    x = image(model, dtype=torch.float32)
+    counted = []
+    for mode in (torch.enable_grad, without):
+        with mode(), FlopCounterMode(display=False) as counter:
+            model(x)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
 
 
 @pytest.mark.slow
