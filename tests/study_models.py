@@ -30,6 +30,22 @@ def of_the_reference(image_size: int = 32) -> nn.Module:
     return reference.VisionTransformer(image_size, 8, embed_dim=48, depth=1, num_heads=3, num_classes=5)
 
 
+def of_registers(image_size: int = 32) -> nn.Module:
+    """Of transformers: a position for CLS and each patch, none for the registers."""
+    transformers = import_library("transformers")
+    config = transformers.Dinov2WithRegistersConfig(
+        image_size=image_size, patch_size=8, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
+        num_register_tokens=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    model: nn.Module = transformers.Dinov2WithRegistersModel(config)
+    return model
+
+
+def of_relative_positions(image_size: int = 32) -> nn.Module:
+    make: Callable[..., nn.Module] = import_library("timm").models.beit.Beit
+    return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
+
+
 def of_no_library(image_size: int = 32) -> nn.Module:
     """Patches, and an encoder of PyTorch's own."""
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)

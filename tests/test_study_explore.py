@@ -149,8 +149,7 @@ def scaled_is_planned(
         at = traced_at(subject.build(), prefix)
     (patch, _), options = subject.patch_size, {"gpu": gpu}
     one, more = (
-        ScaledPlan(subject, provider, patch, setting, traced, prefix, **options)
-        for traced in (at._replace(batch=1), at)
+        ScaledPlan(subject, provider, patch, setting, traced, **options) for traced in (at._replace(batch=1), at)
     )
     for grid, batch, scaled in [(14, 8, more), (32, 3, more), (14, 1, one)]:
         size = grid * patch
@@ -158,16 +157,32 @@ def scaled_is_planned(
         assert scaled.parts(size, batch) == right
 
 
-def test_sizes_to_trace_at_divide_no_width() -> None:
+@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
+def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix: int) -> None:
+    widths = 17 * 19, 23 * 47
     with torch.device("meta"):
-        model = nn.ModuleList([nn.Linear(17 * 19, 23 * 47)])
-    for prefix in (0, 1, 5):
-        at = traced_at(model, prefix)
-        assert at.batch not in (17, 19, 23, 47)
-        assert at.side not in (17, 19, 23, 47, at.batch)
-        assert math.gcd(at.batch, at.side) == 1
-        assert at.tokens == (at.side**2 + prefix if prefix else 0)
-        assert math.gcd(at.tokens, at.batch * at.side) == 1 or not prefix
+        at = traced_at(nn.ModuleList([nn.Linear(*widths)]), prefix)
+    assert at.grow() == (
+        at.batch, at.side, at.side**2 + 1, at.side**2 + prefix, (2 * at.side - 1) ** 2 + 3 * prefix
+    )  # fmt: skip
+    tell = set(at.grow()) - {at.side**2}
+    assert len(tell) == (4 if prefix < 2 else 5)
+    for n in tell:  # what is left without the others' primes divides no width
+        for m in (*widths, *tell - {n}):
+            while (common := math.gcd(n, m)) > 1:
+                n //= common
+        assert n > 1
+
+
+def test_every_extent_scales_by_what_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers without positions, as transformers' DINOv2 has them, and tables of relative positions, as BEiT."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    for name, prefix in [("study_models:of_registers", 3), ("study_models:of_relative_positions", 1)]:
+        subject = find(name)
+        at = traced_at(subject.on_meta("sdpa"), prefix)
+        scaled = ScaledPlan(subject, "sdpa", 8, Setting(), at, gpu=True)
+        right = plan(subject, "sdpa", (48, 48), 3, Setting(), gpu=True, patch_size=(8, 8)).parts
+        assert scaled.parts(48, 3) == right
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Block:
     asked: int
 
 
-class Sizes(NamedTuple):
+class Laid(NamedTuple):
     """All that an op sees of a tensor without data."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A fused op that was looked into: which, on what arguments (their leaves, with `Sizes` for tensors, and how these
+    """A fused op that was looked into: which, on what arguments (their leaves, with `Laid` for tensors, and how these
     were nested), which events and blocks came within it, from the first to before the last, and the blocks of its
     outputs."""
 
@@ -110,9 +110,9 @@ class Allocations(TorchDispatchMode):
         outputs = tuple(self.see(out))
         if outermost:
             leaves, nested = tree_flatten(args)
-            sizes = (Sizes(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+            laid = (Laid(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
             came = (events, len(self.events)), (blocks, len(self.blocks))
-            self.calls.append(Call(op, tuple(sizes), nested, *came, outputs))
+            self.calls.append(Call(op, tuple(laid), nested, *came, outputs))
         return out
 
     def see(self, tensors: Any) -> list[int]:

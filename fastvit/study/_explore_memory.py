@@ -53,7 +53,7 @@ def collect(
         for provider, mode, dtype, p in steps:
             step(f"{provider}, {mode}, {dtype}, patch {p}")
             one, more = (
-                ScaledPlan(subject, provider, p, Setting(mode, dtype), traced, prefix, gpu=gpu)
+                ScaledPlan(subject, provider, p, Setting(mode, dtype), traced, gpu=gpu)
                 for traced in (at._replace(batch=1), at)
             )
             for s in sizes:

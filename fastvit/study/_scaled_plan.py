@@ -1,14 +1,15 @@
 """Plans of a step at many image sizes and batches from one run on fake tensors.
 
-The bytes of every allocation of a ViT are a constant times powers of the batch B, of the side h of the patch grid, and
-of the tokens N. One step is traced at a B, an h and an N with primes that the model's own widths do not have, so that
-dividing a number by them tells its powers. At another size each is evaluated, and the peak found anew. Fused ops, whose
-kernels write partial sums of as many programs as they have, are run again on fake tensors of the other size. All of it
-is exact where the step runs the same functions at both sizes. One image, a sum over which is a view, wants a trace of
-its own."""
+Every extent of a ViT is a constant times powers of what grows: the batch, the side of the patch grid, its tokens, its
+relative positions. One step is traced where each of these has a prime that the model's own widths do not have, so that
+dividing the bytes of an allocation by them tells its powers. At another size each is evaluated, and the peak found
+anew. Fused ops, whose kernels write partial sums of as many programs as they have, are run again on tensors of the
+other size. All of it is exact where the step runs the same functions at both sizes. One image, a sum over which is a
+view, wants a trace of its own."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -18,52 +19,57 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
-from fastvit.study._allocations import Allocations, Call, Sizes, as_on
+from fastvit.study._allocations import Allocations, Call, Laid, as_on
 from fastvit.study._plan import Parts, Setting, run
 from fastvit.study._subject import Subject
 
 _PRIMES = (17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
-class Traced(NamedTuple):
-    """At which sizes a step is traced: images, patches down and across, and tokens, one of whose prime factors is as
-    good as their number; 0 for tokens that are the patches alone, and a batch of 1 for one image alone."""
+class Sizes(NamedTuple):
+    """Images, patches down and across, and tokens before the patches, of a trace or of what it is scaled to. A trace of
+    one image is scaled to one image only."""
 
     batch: int
     side: int
-    tokens: int
-    prime: int
+    prefix: int
+
+    def grow(self) -> tuple[int, ...]:
+        """What extents grow with: images, side, CLS and patches (positions, where registers have none), all tokens, and
+        relative positions (BEiT's and timm's table)."""
+        patches = self.side**2
+        relative = (2 * self.side - 1) ** 2 + 3 * self.prefix
+        return self.batch, self.side, patches + 1, patches + self.prefix, relative
 
 
-def traced_at(model: nn.Module, prefix: int) -> Traced:
-    """Sizes whose primes divide no extent of a parameter, nor each other."""
-    extents = {extent for p in model.parameters() for extent in p.shape}
-    free = [p for p in _PRIMES if not any(extent % p == 0 for extent in extents if extent)]
-    for side in reversed(free):
-        tokens = side * side + prefix
-        prime = max(_factors(tokens)) if prefix else 0
-        if prefix and (prime < _PRIMES[0] or any(extent % prime == 0 for extent in extents if extent)):
-            continue
-        for batch in free:
-            if batch != side and (not prefix or tokens % batch):
-                return Traced(batch, side, tokens if prefix else 0, prime)
+def traced_at(model: nn.Module, prefix: int) -> Sizes:
+    """Sizes of which each has a prime that divides no extent of a parameter and none of the others."""
+    extents = {extent for p in model.parameters() for extent in p.shape if extent}
+
+    def free(prime: int) -> bool:
+        return prime >= _PRIMES[0] and not any(extent % prime == 0 for extent in extents)
+
+    for side, batch in itertools.product(reversed(_PRIMES), _PRIMES):
+        at = Sizes(batch, side, prefix)
+        grow = set(at.grow()) - ({side * side} if prefix == 0 else set())  # which side tells
+        if batch != side and all(
+            any(free(prime) for prime in _primes(n) if not any(m % prime == 0 for m in grow - {n})) for n in grow
+        ):
+            return at
     raise ValueError(f"no sizes to trace {type(model).__name__} at: its widths have all primes of {_PRIMES}")
 
 
 class ScaledPlan:
-    """The plan of one provider's step at one patch size, for square images and batches of any number; a trace of one
-    image for one image only.
+    """The plan of one provider's step at one patch size, for square images and batches of any number.
 
     Args:
         patch: pixels.
-        prefix: tokens before the patches.
+        at: where it is traced.
         gpu: plan as on a GPU.
     """
 
-    def __init__(
-        self, subject: Subject, provider: str, patch: int, setting: Setting, at: Traced, prefix: int, *, gpu: bool
-    ) -> None:
-        self.patch, self.prefix, self.at = patch, prefix, at
+    def __init__(self, subject: Subject, provider: str, patch: int, setting: Setting, at: Sizes, *, gpu: bool) -> None:
+        self.patch, self.at = patch, at
         size = at.side * patch
         self.seen, self.begin, _, groups = run(
             subject, provider, (size, size), at.batch, setting, gpu=gpu, patch_size=(patch, patch)
@@ -77,10 +83,9 @@ class ScaledPlan:
 
     def parts(self, image_size: int, batch: int) -> Parts:
         """As `plan` has them. image_size: pixels, a multiple of the patch."""
-        side = image_size // self.patch
+        sizes = Sizes(batch, image_size // self.patch, self.at.prefix)
         constant, *powers = self.powers
-        sizes = batch, side, side * side + self.prefix
-        asked = constant * np.prod([size**power for size, power in zip(sizes, powers, strict=True)], 0)
+        asked = constant * np.prod([n**power for n, power in zip(sizes.grow(), powers, strict=True)], 0)
         number, sign, asked = self._with_calls(asked, sizes)
         nbytes = self.seen.rounded(asked)
         held = np.cumsum(nbytes[number] * sign)
@@ -89,7 +94,7 @@ class ScaledPlan:
         part = np.pad(self.part, (0, len(nbytes) - len(self.part)), constant_values=len(fields(Parts)) - 1)
         return Parts(*(int(nbytes[there & (part == p)].sum()) for p in range(len(fields(Parts)))))
 
-    def _with_calls(self, asked: np.ndarray, sizes: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _with_calls(self, asked: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Blocks and signs of all events, and the bytes of all blocks, with those of the fused ops' at these sizes.
         On a CPU they allocate as PyTorch's functions do, whose powers tell all."""
         numbers, signs, nbytes, blocks, done = [], [], [asked], len(asked), 0
@@ -122,15 +127,15 @@ class _Run(NamedTuple):
     outputs: list[int]
 
 
-def _run_again(call: Call, at: Traced, sizes: tuple[int, int, int]) -> _Run:
+def _run_again(call: Call, at: Sizes, sizes: Sizes) -> _Run:
     """At other sizes, on a GPU; on meta tensors, of which launchers make new ones faster than of fake ones."""
 
     def scaled(n: int) -> int:
         constant, *powers = _powers(n, at)
-        return constant * math.prod(size**power for size, power in zip(sizes, powers, strict=True))
+        return constant * math.prod(n**power for n, power in zip(sizes.grow(), powers, strict=True))
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, Sizes):
+        if isinstance(x, Laid):
             shape, stride = tuple(map(scaled, x.shape)), tuple(map(scaled, x.stride))
             return torch.empty_strided(shape, stride, dtype=x.dtype, device="meta")
         return scaled(x) if type(x) is int else x
@@ -146,19 +151,20 @@ def _run_again(call: Call, at: Traced, sizes: tuple[int, int, int]) -> _Run:
     return _Run(number, sign, np.array([block.asked for block in seen.blocks[first:]], int), outputs)
 
 
-def _powers(n: int, at: Traced) -> tuple[int, int, int, int]:
-    """Constant, and the powers of batch, side and tokens."""
+def _powers(n: int, at: Sizes) -> tuple[int, ...]:
+    """Constant, and the powers of what grows."""
     found = []
-    for value in (at.batch, at.side, at.tokens):
+    for value in at.grow():
         power = 0
         while value > 1 and n and n % value == 0:
             n //= value
             power += 1
         found.append(power)
-    return n, found[0], found[1], found[2]
+    return n, *found
 
 
-def _factors(n: int) -> set[int]:
+def _primes(n: int) -> set[int]:
+    """Those that divide n."""
     found, divisor = set(), 2
     while n > 1:
         while n % divisor == 0:
