@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,17 @@ def test_memory_is_that_of_the_study(opened: Callable[..., Opened], written: tup
     window, memory = opened(), written[0].data["memory"]
 
     def same(mode: str, dtype: str, size: int, patch: int, batch: int) -> None:
-        for provider in PROVIDERS:
-            planned = memory["plan"][provider][mode][dtype][f"{size}x{patch}"][batch]
-            shown = window.parts(provider)
+        """The page, its data, and what the command plans by itself."""
+        by_itself = study.memory(
+            NAME, image_sizes=[size], patch_size=patch, batches=[batch], mode=mode, dtype=dtype, device="cuda"
+        )
+        for point in by_itself.points:
+            assert point.planned is not None
+            planned = memory["plan"][point.provider][mode][dtype][f"{size}x{patch}"][batch]
+            shown = window.parts(point.provider)
             assert shown == dict(zip(memory["parts"], planned, strict=True)) | {"peak": sum(planned)}
+            assert shown == asdict(point.planned) | {"peak": point.planned.peak}
+        assert [point.provider for point in by_itself.points] == list(PROVIDERS)
 
     same("train", "bfloat16", 40, 8, 8)
     window.slide("#memory", "Image size", "End")
@@ -105,15 +113,8 @@ def test_memory_is_that_of_the_study(opened: Callable[..., Opened], written: tup
     same("train", "float32", 368, 4, 32)
     window.page.get_by_label("Training").press("ArrowRight")
     same("infer", "float32", 368, 4, 32)
-
-    (point,) = study.memory(
-        NAME, image_sizes=[368], patch_size=4, batches=[32], mode="infer", dtype="float32", providers=["eager"],
-        device="cuda",
-    ).points  # fmt: skip
-    assert point.planned is not None
-    assert window.parts("eager")["peak"] == point.planned.peak
     cell = '#memory-table tr[data-part="peak"] td[data-provider="eager"]'
-    assert window.text(cell) == in_gib(point.planned.peak)
+    assert window.text(cell) == in_gib(window.parts("eager")["peak"])
     assert window.text("#memory-command") == (
         f"fastvit memory {NAME} --image-size 368 --patch-size 4 --batch 32 --mode infer --dtype fp32 --device cuda"
     )
