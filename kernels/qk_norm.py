@@ -32,6 +32,22 @@ def _tile(tile, N, H, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _rows(ptr, batch, token, tokens, stride_b, stride_n, UNIT: tl.constexpr):
+    """Pointers [BLOCK_N, 1] to the first elements of a sample's tokens from that one on."""
+    return ptr + (batch * stride_b + token * stride_n) * UNIT + tokens * (stride_n * UNIT)
+
+
+@triton.jit
+def _tables(
+    sin_ptr, cos_ptr, offsets, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32."""
+    sin1, sin2 = load_pairs(sin_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
+    cos1, cos2 = load_pairs(cos_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
+    return sin1, sin2, cos1, cos2
+
+
+@triton.jit
 def _normalised(x1, x2, mask, eps, HEAD_DIM: tl.constexpr, RMS: tl.constexpr):
     """x^ and rstd [BLOCK_N, 1]; of rows outside the mask zero, where eps = 0 would make it infinite."""
     if not RMS:
@@ -64,7 +80,7 @@ def qk_norm_fwd_kernel(
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, RMS: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N tokens of HEADS heads of q or of k; grid: tiles x 2, flattened."""
+    """One program owns BLOCK_N tokens of GROUP heads of q or of k; grid: tiles x 2, flattened."""
     of_q = tl.program_id(0) % 2 == 0
     x_ptr = tl.where(of_q, q_ptr, k_ptr)
     out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr)
@@ -74,14 +90,13 @@ def qk_norm_fwd_kernel(
     batch, start, first, end = _tile(tl.program_id(0) // 2, N, H, BLOCK_N, GROUP)
     tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
     within = tokens < N - start
-    x_rows = x_ptr + (batch * stride_xb + start * stride_xn) * UNIT + tokens * (stride_xn * UNIT)
+    x_rows = _rows(x_ptr, batch, start, tokens, stride_xb, stride_xn, UNIT)
     out_rows = out_ptr + (batch * N + start) * H * HEAD_DIM + tokens * (H * HEAD_DIM)
     if sin_ptr is not None:
         positioned = within & (tokens >= P - start)
-        table_rows = (batch * stride_tb + (start - P) * stride_tn) * UNIT + tokens * (stride_tn * UNIT)
+        table_rows = _rows(0, batch, start - P, tokens, stride_tb, stride_tn, UNIT)
         if TABLE_HEADS == 1:
-            sin1, sin2 = load_pairs(sin_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
-            cos1, cos2 = load_pairs(cos_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
+            sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
     for head in range(first, end):
         x1, x2 = load_pairs(x_rows + head * stride_xh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
         y1, y2, _ = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
@@ -91,8 +106,7 @@ def qk_norm_fwd_kernel(
         if sin_ptr is not None:
             if TABLE_HEADS > 1:
                 of_head = table_rows + head % TABLE_HEADS * stride_th.to(tl.int64) * UNIT
-                sin1, sin2 = load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-                cos1, cos2 = load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
             turned1, turned2 = rotate(y1, y2, sin1, sin2, cos1, cos2, False)
             y1, y2 = tl.where(positioned, turned1, y1), tl.where(positioned, turned2, y2)
         store_pairs(out_rows + head * HEAD_DIM, y1, y2, within, HEAD_DIM, HALF, INTERLEAVED)
@@ -137,23 +151,21 @@ def qk_norm_bwd_kernel(
     for tile in range(tl.program_id(0) // 2, tiles, programs):
         batch, start, first, end = _tile(tile, N, H, BLOCK_N, GROUP)
         within = tokens < N - start
-        x_rows = x_ptr + (batch * stride_xb + start * stride_xn) * UNIT + tokens * (stride_xn * UNIT)
-        dy_rows = dy_ptr + (batch * stride_yb + start * stride_yn) * UNIT + tokens * (stride_yn * UNIT)
-        dx_rows = dx_ptr + (batch * stride_db + start * stride_dn) * UNIT + tokens * (stride_dn * UNIT)
+        x_rows = _rows(x_ptr, batch, start, tokens, stride_xb, stride_xn, UNIT)
+        dy_rows = _rows(dy_ptr, batch, start, tokens, stride_yb, stride_yn, UNIT)
+        dx_rows = _rows(dx_ptr, batch, start, tokens, stride_db, stride_dn, UNIT)
         if sin_ptr is not None:
             positioned = within & (tokens >= P - start)
-            table_rows = (batch * stride_tb + (start - P) * stride_tn) * UNIT + tokens * (stride_tn * UNIT)
+            table_rows = _rows(0, batch, start - P, tokens, stride_tb, stride_tn, UNIT)
             if TABLE_HEADS == 1:
-                sin1, sin2 = load_pairs(sin_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
-                cos1, cos2 = load_pairs(cos_ptr + table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
         for head in tl.range(first, end, num_stages=STAGES):
             x1, x2 = load_pairs(x_rows + head * stride_xh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
             g1, g2 = load_pairs(dy_rows + head * stride_yh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
             if sin_ptr is not None:
                 if TABLE_HEADS > 1:
                     of_head = table_rows + head % TABLE_HEADS * stride_th.to(tl.int64) * UNIT
-                    sin1, sin2 = load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-                    cos1, cos2 = load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
+                    sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
                 turned1, turned2 = rotate(g1, g2, sin1, sin2, cos1, cos2, True)
                 g1, g2 = tl.where(positioned, turned1, g1), tl.where(positioned, turned2, g2)
             x1, x2, rstd = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,15 +93,10 @@ class Subject:
             )
         return self.build("fused", image_size, weights=weights, num_classes=0, drop_head=True)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Within the context what a model of another library raises, of a size that it does not take or for want of
         another input, is an error of one line."""
-        if self.source == "fastvit":
-            yield
-            return
-        with told(self.name):
-            yield
+        return contextlib.nullcontext() if self.source == "fastvit" else told(self.name)
 
     def sizes(
         self, image_size: Pair | None = None, patch_size: Pair | None = None
