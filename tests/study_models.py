@@ -1,14 +1,33 @@
 """Models that studies take as module:function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from library_imports import import_library
 from torch import Tensor, nn
 
-from fastvit import reference
+from fastvit import ops, reference, zoo
+
+SMALL = "vit_of_two_blocks"
+CONFIG = {  # of SMALL, which stands in the zoo while a test runs
+    "img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5,
+}  # fmt: skip
+TIMM = "study_models:of_timm"
+
+
+@contextmanager
+def known() -> Iterator[None]:
+    """Within the context SMALL is in the zoo, and these functions are found; on a CPU, ops run what a user's CPU runs,
+    not the interpreter."""
+    with pytest.MonkeyPatch.context() as patch, ops.use_backend("auto" if torch.cuda.is_available() else "aten"):
+        patch.setitem(zoo.CONFIGS, SMALL, CONFIG)
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield
 
 
 def of_timm(image_size: int = 32) -> nn.Module:
