@@ -21,7 +21,6 @@ from fastvit import study
 from fastvit.cli import VERBS, _memory, _terminal, main
 from fastvit.ops import _library
 
-
 FAST = ["memory", SMALL, "--image-size", "32,64", "--batch", "2", "--device", "cpu", "--mode", "infer"]
 
 

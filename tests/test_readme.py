@@ -71,3 +71,11 @@ def test_links() -> None:
     assert len(local) > 5
     for path in local:
         assert (README.parent / path).exists(), path
+
+
+def test_how_many_models_the_graph_route_fuses_is_what_the_results_say() -> None:
+    page = (README.parent / "benchmarks/results/README.md").read_text()
+    results = re.findall(r"^(\d+ of \d+) with every self-attention fused", page, re.MULTILINE)
+    said = re.search(r"In (\d+ of \d+) classes of transformers and (\d+ of \d+) models of timm", README.read_text())
+    assert said is not None
+    assert results[:2] == list(said.groups())
