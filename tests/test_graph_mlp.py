@@ -226,28 +226,6 @@ def test_dropout_of_attention_is_that_of_the_op(device):
 # ---- LayerNorms ----
 
 
-def test_layer_norm_before_one_and_several_layers(x):
-    def forward(m, x):
-        y = m.norm(x)
-        return m.qkv(m.norm(m.proj(x)) * 1.0), [layer(y) for layer in (m.a, m.b, m.c)]
-
-    def flat(m, x):
-        last, three = forward(m, x)
-        return last, *three
-
-    layers = {"a": nn.Linear(D, 24), "b": nn.Linear(D, 40, bias=False), "c": nn.Linear(D, 8)}
-    report = compile_and_check(half(flat, **layers), x)
-    assert details(report, "LayerNorm") == [
-        "left: several linear layers behind it, not those of attention",
-        "left: mul behind it",
-    ]
-
-    def one(m, x):
-        return m.qkv(m.norm(x)).sin()
-
-    assert details(compile_and_check(half(one), x), "LayerNorm") == ["layer_norm_linear"]
-
-
 def test_residual_sum_before_a_layer_norm(x):
     def forward(m, x):
         s = x + m.proj(x.sin()).tanh()

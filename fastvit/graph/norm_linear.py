@@ -1,9 +1,9 @@
-"""LayerNorm or RMSNorm -> linear, nothing else reading the normalised rows, becomes `ops.layer_norm_linear`, which
-saves x and the row statistics. Of several layers only those of attention are one op: the op's output would be theirs
-side by side."""
+"""LayerNorm or RMSNorm -> one or several linear layers, nothing else reading the normalised rows, becomes one op,
+`ops.layer_norm_linear` or `layer_norm_linears`, which saves x and the row statistics."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, 
 from fastvit.graph._report import Kind
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake
+from fastvit.ops.layer_norm_linear import layer_norm_linears
 
 
 class LinearCall(NamedTuple):
@@ -98,25 +99,33 @@ def rewrite(subject: Subject) -> None:
         if not is_norm(node):
             continue
         try:
-            _rewrite(subject, node)
+            op = _rewrite(subject, node)
         except Refused as reason:
             note_norm(subject, node, False, str(reason))
         else:
-            note_norm(subject, node, True, "layer_norm_linear")
+            note_norm(subject, node, True, op)
 
 
-def _rewrite(subject: Subject, node: Node) -> None:
+def _rewrite(subject: Subject, node: Node) -> str:
+    """-> the op"""
     norm = norm_of(node)
-    users = list(node.users)
+    users = sorted(node.users)  # as they stand in the graph
     others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
     if others or not users:
         raise Refused(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} behind it")
-    if len(users) > 1:
-        raise Refused("several linear layers behind it, not those of attention")
-    linear = linear_of(users[0])
+    of_norm, options = (norm.x, norm.weight, norm.bias), {"eps": norm.eps, "norm": norm.kind}
+    layers = [linear_of(user) for user in users]
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
 
-    def build(emit: Emitter) -> Node:
-        of_norm = norm.x, norm.weight, norm.bias
-        return emit.call(ops.layer_norm_linear, *of_norm, linear.weight, linear.bias, eps=norm.eps, norm=norm.kind)
+    def one(emit: Emitter) -> Node:
+        return emit.call(ops.layer_norm_linear, *of_norm, *weights, *biases, **options)
 
-    subject.replace(users[0], {node}, build, node)
+    def several(emit: Emitter) -> list[Node]:
+        outputs = emit.call(layer_norm_linears, *of_norm, weights, biases, **options)
+        return [emit.call(operator.getitem, outputs, i) for i in range(len(layers))]
+
+    if len(layers) == 1:
+        subject.replace(users[0], {node}, one, node)
+        return "layer_norm_linear"
+    subject.replace_all(users, {node}, several, node)
+    return "layer_norm_linears"

@@ -1,4 +1,4 @@
-"""A norm and the linear layer behind it as one autograd node, which does not store the normalised rows."""
+"""A norm and the linear layers behind it as one autograd node, which does not store the normalised rows."""
 
 from __future__ import annotations
 
@@ -33,21 +33,28 @@ def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
 
 
 def layer_norm_linear_backward(
-    dout: Tensor, dresidual: Tensor | None, eps: float, rms: bool, wants: tuple[bool, ...],
+    dout: Tensor | Sequence[Tensor | None], dresidual: Tensor | None, eps: float, rms: bool, wants: Sequence[bool],
     x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dout, dresidual: of the output (..., out), and of x where that is also the residual. wants: of x, the norm's
-    weight and bias, n weights, n biases -> their gradients, or None."""
+    """dout: of n layers' outputs side by side, (..., out), or of each one's, and not all of these None; dresidual: of x
+    where that is also the residual. wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or
+    None."""
     n = len(weights)
+    douts: Any
+    if isinstance(dout, Tensor):
+        douts = as_rows(dout).split([len(weight) for weight in weights], dim=1) if n > 1 else (as_rows(dout),)
+    else:
+        douts = [part if part is None else as_rows(part) for part in dout]
+        wants = [*wants[:3], *(want and part is not None for want, part in zip(wants[3:], [*douts] * 2, strict=True))]
     wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
-    douts = as_rows(dout).split([len(weight) for weight in weights], dim=1) if n > 1 else (as_rows(dout),)
     dx: Any = None
     y: Any = None
     dnorm_weight = dnorm_bias = None
     if any(wants[:3]):
-        dy = douts[0] @ weights[0]
-        for part, weight in zip(douts[1:], weights[1:], strict=True):
-            dy.addmm_(part, weight)
+        dy: Any = None
+        for part, weight in zip(douts, weights, strict=True):
+            if part is not None:
+                dy = part @ weight if dy is None else dy.addmm_(part, weight)
         dy = dy.view(x.shape)
         if any(wants_weight):
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
@@ -67,20 +74,20 @@ class _LayerNormLinear(FusedFunction):
     @staticmethod
     def forward(
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
         return F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers), mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, norm_weight, norm_bias, ctx.eps, ctx.rms, *layers = inputs
-        _, mean, rstd = output
+        *_, mean, rstd = output
         weights = layers[: len(layers) // 2]
         wants = ctx.needs_input_grad
         keep_x = any(wants[:3]) or any(wants[5 : 5 + len(weights)])
         mean = None if ctx.rms else mean
         ctx.save_for_backward(x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights)
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*output[-2:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -93,6 +100,33 @@ class _LayerNormLinear(FusedFunction):
             "layer_norm_linear", layer_norm_linear_backward, dout, None, ctx.eps, ctx.rms, wants, *ctx.saved_tensors
         )
         return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
+
+
+class _LayerNormLinears(_LayerNormLinear):
+    """With an output for each layer."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
+    ) -> tuple[Tensor, ...]:
+        y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
+        n = len(layers) // 2
+        return *(F.linear(y, *layer) for layer in zip(layers[:n], layers[n:], strict=True)), mean, rstd
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:
+        wants, n = ctx.needs_input_grad, len(douts) - 2
+        if all(dout is None for dout in douts[:n]):
+            return (None,) * len(wants)
+        wants = (*wants[:3], *wants[5:])
+        dx, dnorm_weight, dnorm_bias, *dlayers = differentiable_once(
+            "layer_norm_linears", _layers_backward, n, ctx.eps, ctx.rms, wants, *douts[:n], *ctx.saved_tensors
+        )
+        return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
+
+
+def _layers_backward(n: int, eps: float, rms: bool, wants: Sequence[bool], *tensors: Any) -> tuple[Tensor | None, ...]:
+    return layer_norm_linear_backward(tensors[:n], None, eps, rms, wants, *tensors[n:])
 
 
 Weights = Tensor | Sequence[Tensor]
@@ -150,3 +184,15 @@ def layer_norm_linear(
     if needs_autograd("layer_norm_linear", x, norm_weight, norm_bias, *layers):
         return _LayerNormLinear.apply(*arguments)[0]
     return _LayerNormLinear.forward(*arguments)[0]
+
+
+def layer_norm_linears(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None, *, eps: float = 1e-6, norm: str = "layer",
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As `layer_norm_linear` of several layers, each output a tensor of its own: (..., out of that layer)."""
+    _, layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weights, biases, ("weights", "biases"))
+    arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
+    if needs_autograd("layer_norm_linears", x, norm_weight, norm_bias, *layers):
+        return _LayerNormLinears.apply(*arguments)[:-2]
+    return _LayerNormLinears.forward(*arguments)[:-2]
