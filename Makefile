@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick test-slow mutants bench lint targets report results traffic docs gpu gpu-first tune clean
+.PHONY: test test-quick test-slow mutants models bench lint targets report results traffic docs gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -19,6 +19,9 @@ test-slow: $(INSTALLED)  ## the slowest, which CI runs too
 
 mutants: $(INSTALLED)  ## deliberate faults, each of which a test has to catch; ARGS="-k attention"
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
+	FASTVIT_MODELS=all $(PYTEST) tests/test_graph_models.py $(ARGS)
 
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)

@@ -1,7 +1,11 @@
 """Models of other libraries through `fastvit.compile`, by the check that makes benchmarks/results: outputs and all
-gradients against eager mode and float64, and what is fused."""
+gradients against eager mode and float64, and no less fused than the results say.
+
+By default a few; FASTVIT_MODELS=all (`make models`) takes all that the results list: an hour of a core.
+"""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,43 +15,53 @@ from torch import nn
 
 from benchmarks.harness import graph_checks, graph_models, graph_tables
 
-MODELS = {  # attention sites without a mask or a bias
-    ("transformers", "ViTForImageClassification"): 2,
-    ("transformers", "Dinov2Model"): 2,
-    ("transformers", "ViTMAEForPreTraining"): 4,
-    ("transformers", "CLIPVisionModel"): 2,
-    ("transformers", "SwinModel"): 0,
-    ("timm", "vit_tiny_patch16_224"): 2,
-    ("timm", "eva02_tiny_patch14_224"): 2,
-    ("timm", "beit_base_patch16_224"): 0,
-    ("torchvision", "vit_b_16"): 2,
-}
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "cpu" / "graphs.json"
+ROWS = json.loads(RESULTS.read_text())["rows"]
+FULL = os.environ.get("FASTVIT_MODELS") == "all"
+FEW = (
+    "transformers/ViTForImageClassification",
+    "transformers/Dinov2Model",
+    "transformers/ViTMAEForPreTraining",
+    "transformers/CLIPVisionModel",
+    "transformers/SwinModel",  # all of its attention has a bias
+    "transformers/Aimv2VisionModel",  # RMSNorm
+    "transformers/Sapiens2Model",  # norms of q and k
+    "timm/vit_tiny_patch16_224",
+    "timm/eva02_tiny_patch14_224",
+    "timm/beit_base_patch16_224",
+    "timm/beit3_base_patch16_224",  # a norm before each projection
+    "torchvision/vit_b_16",
+)
 
 
-@pytest.mark.parametrize(("library", "name"), MODELS, ids="-".join)
-def test_compiled_as_accurate_as_eager(library: str, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row["same_as"]] if FULL else FEW)
+def test_as_right_and_as_fused_as_the_results_say(name: str) -> None:
+    library, _, model = name.partition("/")
     import_library(library)
-    row = graph_models.run(graph_models.candidate(library, name), limit=0)
-    assert row.status == "right", row.detail
-    fused, all_of_them = graph_tables.counts(vars(row), "attention")
-    assert fused == all_of_them == MODELS[library, name], row.sites
+    row = graph_models.run(graph_models.candidate(library, model), limit=0)
+    assert row.status == ROWS[name]["status"], row.detail
+    for column, kinds in graph_tables.KINDS.items():
+        fused, shown = (graph_tables.counts(of, *kinds)[0] for of in (vars(row), ROWS[name]))
+        assert fused >= shown, (column, row.sites)
 
 
-HALVES = {  # models all of whose norms but the last are an RMSNorm, a norm of q or k, or one before a projection
-    ("transformers", "Aimv2VisionModel"): ("RMSNorm", 4),
-    ("transformers", "Sapiens2Model"): ("RMSNorm", 8),
-    ("timm", "beit3_base_patch16_224"): ("LayerNorm", 9),
-}
+def test_the_few_are_right_and_all_their_plain_attention_is_fused() -> None:
+    for name in FEW:
+        assert ROWS[name]["status"] == "right", name
+        fused, all_of_it = graph_tables.counts(ROWS[name], "attention")
+        assert fused == all_of_it, name
 
 
-@pytest.mark.parametrize(("library", "name"), HALVES, ids=[name for _, name in HALVES])
-def test_halves_of_blocks_with_other_norms(library: str, name: str) -> None:
-    import_library(library)
-    row = graph_models.run(graph_models.candidate(library, name), limit=0)
-    assert row.status == "right", row.detail
-    assert row.sites["attention"]["fused"] == {"layer_norm_attention": 2}, row.sites
-    kind, fused = HALVES[library, name]
-    assert graph_tables.counts(vars(row), kind)[0] == fused, row.sites
+@pytest.mark.slow
+@pytest.mark.parametrize("library", graph_models.LIBRARIES)
+def test_the_results_list_every_model(library: str) -> None:
+    module = import_library(library)
+    shown = json.loads(RESULTS.read_text())["environment"]["libraries"][library]
+    if module.__version__ != shown:
+        pytest.skip(f"the results are of {library} {shown}")
+    assert {str(candidate) for candidate in graph_models.candidates(library)} == {
+        name for name in ROWS if name.startswith(f"{library}/")
+    }
 
 
 class Doubling(nn.Module):
@@ -90,9 +104,9 @@ def test_one_lucky_run_of_eager_mode_condemns_nothing() -> None:
     lucky = [{name: t.float() for name, t in part.items()} for part in subject.exact]
     subject.eager = [graph_checks.Results(*lucky)]
     with pytest.raises(graph_checks.Wrong, match="in evaluation output: error"):
-        subject._judge(subject._results(subject.model, lambda model: model))
+        subject._judge(subject._results(subject.model, lambda model: model), 1)
     assert subject.check(lambda model: model) < 1
-    assert len(subject.eager) == 5
+    assert 1 < len(subject.eager) < 17
     with pytest.raises(graph_checks.Wrong, match="in evaluation output: error"):  # is no matter of rounding
         subject.check(lambda model: lambda x: model(x * (1 + 1e-5)))
 
@@ -117,4 +131,4 @@ def test_table(tmp_path: Path) -> None:
     assert next(line for line in lines if line.startswith("vit ")).split() == [
         "vit", "1/2", "2/3", "1", "3", "4/5", "2/2", "-", "1", "0.50",
     ]  # fmt: skip
-    assert lines[lines.index("  timm vit_x: 0.50") - 1].endswith("away (4 runs), not by those of one run:")
+    assert lines[lines.index("  timm vit_x: 5") - 1].startswith("right by eager mode's largest error of so many runs")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fastvit
 from benchmarks.harness.columns import make
-from benchmarks.harness.libraries import load
+from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Clock, Quantiles
@@ -41,15 +41,10 @@ class Architecture:
         return f"{self.library}-{self.name}"
 
     def model(self, *, whole: bool = False, seed: int = 0) -> nn.Module:
-        """In evaluation mode, with random weights away from the degenerate values of an initialisation."""
+        """In evaluation mode, with random weights."""
         torch.manual_seed(seed)
         model = self.build(self.name, **(self.whole if whole else self.small)).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if ("norm" in name and name.endswith("weight")) or "gamma" in name or "lambda1" in name:
-                    parameter.normal_(1.0, 0.1)
-                elif parameter.dim() == 1 or not parameter.any():
-                    parameter.normal_(0.0, 0.05)
+        randomize(model)
         return model
 
     def image(self, model: nn.Module, batch: int, *, seed: int = 1) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import fastvit
 from benchmarks.harness import small_timm, small_transformers
 from benchmarks.harness.graph_checks import Model, infer
-from benchmarks.harness.libraries import load
+from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
 
@@ -82,9 +82,10 @@ def candidates(library: str) -> Iterator[Candidate]:
 
 
 def candidate(library: str, name: str) -> Candidate:
-    """One, without a look at all others."""
+    """One; where the library exports it without a look at all others."""
     if library == "transformers":
-        return Candidate(library, name, "", _transformers(getattr(load(library), name)))
+        kind = getattr(load(library), name, None) or dict(small_transformers.classes())[name]
+        return Candidate(library, name, "", _transformers(kind))
     if library == "timm":
         return Candidate(library, name, "", _timm("", name))
     return Candidate(library, name, name.partition("_")[0], _torchvision(name))
@@ -107,27 +108,18 @@ def _torchvision(name: str) -> tuple[Callable[[], Made], ...]:
 
 
 def made(candidate: Candidate) -> Made:
-    """With random weights away from the degenerate values of an initialisation, after one run of it."""
+    """With random weights, after one run of it."""
     errors: list[Exception] = []
     for make in candidate.make:
         try:
             torch.manual_seed(0)
             model, inputs = make()
-            spread(model)
+            randomize(model)
             infer(model.eval(), inputs)
             return model, inputs
         except Exception as error:
             errors.append(error)
     raise errors[0]
-
-
-def spread(model: nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 and (name.endswith("weight") or "gamma" in name or "lambda" in name):
-                parameter.normal_(1.0, 0.1)
-            elif parameter.dim() == 1 or not parameter.any():
-                parameter.normal_(0.0, 0.05)
 
 
 def compiled(model: nn.Module, report: Callable[[Any], None]) -> Callable[..., Any]:

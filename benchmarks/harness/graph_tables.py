@@ -125,9 +125,8 @@ def _reasons(rows: Iterable[Row]) -> Iterator[str]:
 def _exceptions(rows: Sequence[Row]) -> Iterator[str]:
     several = [row for row in rows if row["status"] == "right" and row["eager_runs"] > 1]
     if several:
-        beside = several[0]["eager_runs"] - 1
-        yield f"right by eager mode's errors with weights a rounding away ({beside} runs), not by those of one run:"
-        yield from (f"  {row['library']} {row['name']}: {row['share']:.2f}" for row in several)
+        yield "right by eager mode's largest error of so many runs, with weights a rounding away from each other:"
+        yield from (f"  {row['library']} {row['name']}: {row['eager_runs']}" for row in several)
         yield ""
     for status, words in STATUS.items():
         own = [row for row in rows if row["status"] == status and status != "right"]

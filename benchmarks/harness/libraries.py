@@ -1,4 +1,5 @@
-"""The libraries whose models are compared with: importing them, also beside a torch that torchvision was not built for.
+"""The libraries whose models are compared with: importing them, also beside a torch that torchvision was not built for,
+and weights for their models.
 
 timm and transformers import torchvision for their data pipelines. A CUDA build of torchvision cannot load its compiled
 operators beside a CPU-only torch, and then fails at import, where it registers fake implementations for operators that
@@ -13,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 _NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _declared: list[torch.library.Library] = []
@@ -23,6 +25,16 @@ def load(name: str) -> Any:
     if importlib.util.find_spec("torchvision") is not None:
         _import_torchvision()  # by now: timm and transformers import it on their own
     return importlib.import_module(name)
+
+
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    """Away from the degenerate values of an initialisation: norms of ones, biases and tokens of zeros."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and (name.endswith("weight") or "gamma" in name or "lambda" in name):
+            parameter.normal_(1.0, 0.1)
+        elif parameter.dim() == 1 or not parameter.any():
+            parameter.normal_(0.0, 0.05)
 
 
 def _import_torchvision() -> None:

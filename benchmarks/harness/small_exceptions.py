@@ -25,8 +25,16 @@ _HEAD = {
     "conv_out_channels": [32],
     "use_pixel_shuffle": False,
     "scale_conv_out_channels": [16],
-    "scale_final_hidden_sizes": [16],
+    "scale_final_hidden_sizes": [16, 16],
 }
+_SAM = {
+    "vision_config": {
+        "hidden_size": 96, "output_channels": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64,
+        "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 48, "mlp_dim": 128,
+    },
+    "prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96},
+}  # fmt: skip
+_DEPTH_PRO = {"patch_size": 56}  # of the windows that its encoder sees, four patches a side
 _SAPIENS2 = ("SemanticSegmentation", "PoseEstimation", "NormalEstimation", "PointmapEstimation", "ImageMatting")
 OPTIONS: dict[str, dict[str, Any]] = {
     "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_mask_token": False},
@@ -51,8 +59,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "HieraForPreTraining": {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4},
     "Kosmos2_5VisionModel": {"patch_embed_hidden_size": 768, "max_num_patches": 16},
-    "SamModel": {"prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96}},
-    "SamHQModel": {"prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96}},
+    "SamModel": _SAM,
+    "SamHQModel": _SAM,
+    "DepthProModel": _DEPTH_PRO,
+    "DepthProForDepthEstimation": _DEPTH_PRO,
+    "PPDocLayoutV2ForObjectDetection": {"class_thresholds": [0.5] * 5, "class_order": [4, 3, 2, 1, 0]},
+    "PeVideoEncoder": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384", "global_pool": "map", "num_classes": 96,
+            "model_args": {"img_size": 64, "depth": 2, "embed_dim": 96, "num_heads": 4},
+        },
+    },
 }  # fmt: skip
 
 
@@ -131,6 +148,20 @@ def _temporal_patches(config: Any, normal: Normal) -> Inputs:
     return {"pixel_values": normal(32, 3 * times * config.patch_size**2), "grid_thw": GRID}
 
 
+def _windows(config: Any, normal: Normal) -> Inputs:
+    """Of the smallest of three scales, one."""
+    return {"pixel_values": normal(2, 3, 4 * config.patch_size, 4 * config.patch_size)}
+
+
+def _frames(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values_videos": normal(1, 2, 3, 64, 64)}
+
+
+def _tokens_of_patches(config: Any, normal: Normal) -> Inputs:
+    side = config.patch_size * config.spatial_merge_size
+    return {"pixel_values": normal(32, side, side, 3), "image_grid_thw": GRID}
+
+
 def _folded(config: Any, normal: Normal) -> Inputs:
     return {"pixel_values": normal(4, 2, config.patch_size, config.patch_size, 3)}
 
@@ -158,4 +189,7 @@ INPUTS: dict[str, Callable[[Any, Normal], Inputs]] = {
     **dict.fromkeys(("OneFormerModel", "OneFormerForUniversalSegmentation"), _task),
     **dict.fromkeys(("MuseGlimmerVisionModel", "MuseSparkVisionModel"), _temporal_patches),
     "InklingVisionModel": _folded,
+    "Inkling2VisionModel": _tokens_of_patches,
+    "PeVideoEncoder": _frames,
+    **dict.fromkeys(("DepthProModel", "DepthProForDepthEstimation"), _windows),
 }  # fmt: skip

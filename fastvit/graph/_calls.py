@@ -54,8 +54,8 @@ def words(node: Node) -> str:
 
 
 def arguments(node: Node, **defaults: Any) -> list[Any]:
-    """The arguments of a call by name, in the order of `defaults`, which are what is not given. Raises Refused for
-    others, and for one that is required."""
+    """The arguments of a call in the order of `defaults`, which name all that there are and say what is not given.
+    Raises Refused for an argument of another name."""
     bound = dict(zip(defaults, node.args, strict=False)) | node.kwargs
     if len(node.args) > len(defaults) or not bound.keys() <= defaults.keys():
         raise Refused(f"unknown arguments of {name_of(node)}")

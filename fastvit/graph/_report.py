@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal, get_args
 
 from torch.fx import Node
+
+from fastvit._table import table
 
 Kind = Literal["attention", "MLP", "LayerNorm", "RMSNorm", "patch embedding", "linear"]
 
@@ -42,27 +43,14 @@ class Report:
         return sum(of_kind), len(of_kind)
 
     def __str__(self) -> str:
-        rows = [("module", "line", "what", ""), *self._rows()]
+        rows = ((e.module, e.line, e.kind if e.fused else f"{e.kind}, left", e.detail) for e in self.entries)
+        lines = table(("module", "line", "what", ""), rows)
         whole = [f"left as it was: {reason}" for reason in self.left]
-        if len(rows) == 1:
+        if not lines:
             return "\n".join(whole or ["nothing in this graph for fastvit"])
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        lines.insert(1, "-" * max(map(len, lines)))
         counts = {kind: self.fused(kind) for kind in get_args(Kind)}
         told = [f"{kind} {fused} of {count}" for kind, (fused, count) in counts.items() if count]
-        lines = [line.rstrip() for line in lines]
         return "\n".join([*lines, *whole, f"fused: {', '.join(told)}; {self.seconds:.2f} s"])
-
-    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for entry in self.entries:
-            what = entry.kind if entry.fused else f"{entry.kind}, left"
-            pattern = re.sub(r"\d+", "*", entry.module)
-            groups.setdefault((pattern, entry.line, what, entry.detail), []).append(entry.module)
-        for (pattern, line, what, detail), names in groups.items():
-            name = names[0] or "(the model itself)"
-            yield name if len(names) == 1 else f"{pattern} ({len(names)})", line, what, detail
 
 
 def entry_of(node: Node, kind: Kind, fused: bool, detail: str) -> Entry:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
+from fastvit.graph._calls import Refused, arguments, first, name_of, scaled, words
 from fastvit.graph._epilogue import replace_longest
 from fastvit.graph._layout import Layout, dense_strides
 from fastvit.graph._subject import Emitter, Subject
@@ -90,37 +90,31 @@ def _quick_gelu(sigmoid: Node) -> _Act | None:
 
 
 def _tanh_gelu(tanh: Node) -> _Act | None:
-    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), in any order of the products"""
-    outer = scaled(first(tanh))
-    if (
-        outer is None
-        or outer[0].kwargs
-        or len(outer[0].args) != 2
-        or not math.isclose(outer[1], math.sqrt(2.0 / math.pi))
-        or name_of(outer[0]) != "add"
-    ):
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), in any order of terms and factors"""
+    inner = scaled(first(tanh))
+    if inner is None or name_of(first(tanh)).endswith("_") or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
         return None
-    cubes = [(scaled(term), other) for term, other in (outer[0].args[:2], outer[0].args[1::-1])]
-    cube, x = next(((cube, x) for cube, x in cubes if cube is not None and name_of(cube[0]) == "pow"), (None, None))
-    if cube is None or cube[1] != 0.044715 or [*cube[0].args] != [x, 3.0] or len(tanh.users) != 1:
+    for x, term in _operands(inner[0], "add"):
+        cube = scaled(term)
+        if cube is not None and cube[1] == 0.044715 and _operands(cube[0], "pow")[:1] == [(x, 3.0)]:
+            break
+    else:
         return None
-    (plus_one,) = tanh.users
-    if name_of(plus_one) != "add" or not {1.0} & {a for a in plus_one.args if is_number(a)} or len(plus_one.users) != 1:
-        return None
-    if (
-        plus_one.kwargs
-        or cube[0].kwargs
-        or any(name_of(node).endswith("_") for node in (*tanh.all_input_nodes, *outer))
-    ):
-        return None
-    (root,) = plus_one.users
-    if name_of(root) != "mul" or plus_one not in root.args:
-        return None
-    half = root.args[1] if root.args[0] is plus_one else root.args[0]
-    if scaled(half) != (x, 0.5):
-        return None
-    term = next(a for a in outer[0].args if scaled(a) == cube)
-    return _Act("gelu_tanh", x, root, {tanh, first(tanh), outer[0], term, cube[0], plus_one, root, half})  # type: ignore[arg-type]
+    for plus_one in tanh.users:
+        for root in plus_one.users:
+            halves = [half for one, half in _operands(root, "mul") if one is plus_one and scaled(half) == (x, 0.5)]
+            if halves and (tanh, 1.0) in _operands(plus_one, "add"):
+                matched = {tanh, first(tanh), inner[0], term, cube[0], plus_one, root, *halves}
+                return _Act("gelu_tanh", x, root, matched)
+    return None
+
+
+def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
+    """Of a call of that name with two arguments, in both orders; of another call, none."""
+    if name_of(node) != name or node.kwargs or len(node.args) != 2:
+        return []
+    a, b = node.args
+    return [(a, b), (b, a)]
 
 
 def _rewrite(subject: Subject, act: _Act, site: Node) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from fastvit._table import table
 from fastvit.integrations._recognise import Part
 
 Status = Literal["accelerated", "part of", "skipped", "as it was"]
@@ -57,29 +56,13 @@ class Report:
         return sum(of_part), len(of_part)
 
     def __str__(self) -> str:
-        lines = self._table()
+        rows = ((e.name, e.kind, e.status, e.detail) for e in self.accelerated + self.skipped)
+        lines = table(("module", "class", "what", ""), rows)
+        if lines:
+            lines.append(f"{len(self.accelerated)} modules accelerated, {len(self.skipped)} skipped")
         if any(entry.detail == FUSED_ALREADY for entry in self.entries):
             lines.append("fastvit's own modules are fused already")
         counts = {part: self.fused(part) for part in ("attention", "MLP")}
         told = [f"{part} in {fused} of {count}" for part, (fused, count) in counts.items() if count]
         lines += [f"fused: {', '.join(told)}"] if told else []
         return "\n".join([*(lines or ["no known ViT in this model"]), *self.advice])
-
-    def _table(self) -> list[str]:
-        rows = [("module", "class", "what", ""), *self._rows()]
-        if len(rows) == 1:
-            return []
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        lines.insert(1, "-" * max(map(len, lines)))
-        count = f"{len(self.accelerated)} modules accelerated, {len(self.skipped)} skipped"
-        return [line.rstrip() for line in [*lines, count]]
-
-    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        groups: dict[tuple[str, str, str, str], list[str]] = {}
-        for entry in self.accelerated + self.skipped:
-            pattern = re.sub(r"\d+", "*", entry.name)
-            groups.setdefault((pattern, entry.kind, entry.status, entry.detail), []).append(entry.name)
-        for (pattern, kind, status, detail), names in groups.items():
-            name = names[0] or "(the model itself)"
-            yield name if len(names) == 1 else f"{pattern} ({len(names)})", kind, status, detail
