@@ -4,7 +4,7 @@ the end.
 pytest benchmarks --benchmark-only                      CPU path in 5 minutes, or the full grid on a GPU
 pytest benchmarks --benchmark-only --quick              one tiny case per op, under a minute
 pytest benchmarks --benchmark-only --long               CPU path, large cases too
-pytest benchmarks --benchmark-only --providers eager,sdpa,compile,fused --dtype bfloat16
+pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fused --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--quick", action="store_true", help="one tiny case per op")
     group.addoption("--long", action="store_true", help="on a CPU, large cases too")
     group.addoption("--dtype", choices=sorted(DTYPES), help="float32 on a CPU, bfloat16 on a GPU, unless given")
-    group.addoption("--providers", type=_providers, help=f"of {','.join(PROVIDERS)}; default all, on a CPU no compile")
+    group.addoption(
+        "--providers", type=_providers, help=f"of {','.join(PROVIDERS)}; default all, on a CPU what is not compiled"
+    )
     group.addoption("--bench-seconds", type=float, help="timed seconds for each case and step")
     group.addoption("--bench-minutes", type=float, help="for all; default 5, with --long 30, on a GPU 110")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_imports import import_library
 
 from benchmarks.harness import dispatch, measure, plot, provenance, results, table, timing
 from benchmarks.harness.agreement import agreement
@@ -27,6 +28,7 @@ from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
 from fastvit.study._baselines import use_sdpa
+from fastvit.study._peak import saved_bytes
 from fastvit.study._plot import draw
 
 CPU = torch.device("cpu")
@@ -326,6 +328,16 @@ def test_every_option_builds_on_a_device_without_memory(workload: Workload) -> N
     outputs = runner.outputs()
     gradients = runner.gradients(tuple(torch.empty_like(out) for out in outputs))
     assert [g.shape for g in gradients] == [leaf.shape for leaf in runner.leaves]
+
+
+@pytest.mark.slow
+def test_the_graph_provider_is_the_library_s_model_with_fused_ops() -> None:
+    import_library("timm")
+    (workload,) = workloads("quick", ops=("accelerate",))
+    plain, graph = (workload.runner(name, Draw(torch.float32, "cpu")).train(True) for name in ("sdpa", "graph"))
+    torch.testing.assert_close(graph.outputs(), plain.outputs(), atol=1e-5, rtol=1e-4)
+    saved = [saved_bytes(runner.outputs, runner.parameters) for runner in (plain, graph)]
+    assert saved[1] < 0.75 * saved[0]  # 10 token tensors a block of 16
 
 
 # ---- order and time of a run ----

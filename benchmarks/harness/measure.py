@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.providers import OPS
+from benchmarks.harness.providers import COMPILED, OPS
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import Schedule
 from benchmarks.harness.sdpa_backend import SdpaBackend
@@ -102,7 +102,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
         provider = record.providers[name] = Provider(error_ratio=ratios[name])
         try:
             steps[name], runner = workload.step(name, mode, Draw(session.dtype, session.device))
-            if name == "compile":
+            if name in COMPILED:
                 steps[name]()  # compiles: no estimate of a round
             seconds[name] = warm(steps[name], session.clock)
             provider.peak_bytes = peak_bytes(steps[name], session.device)

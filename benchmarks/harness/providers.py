@@ -23,7 +23,9 @@ from fastvit.study import _eager as eager
 from fastvit.study._baselines import use_sdpa
 from fastvit.study._sources import reference_arguments
 
-PROVIDERS = ("eager", "sdpa", "compile", "fused")
+PROVIDERS = ("eager", "sdpa", "compile", "graph", "fused")
+COMPILED = ("compile", "graph")
+_OF_ATTENTION = ("eager", "sdpa", "compile", "fused")
 
 
 def attention(
@@ -183,7 +185,7 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
 
 
 def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
-    """ViT-B/16 of another library, untouched (as "sdpa", which is what they run) or accelerated."""
+    """ViT-B/16 of another library, untouched (as "sdpa", which is what they run, or compiled) or accelerated."""
     vit = draw.module(lambda: VIT_B_16[library](**options))
     if provider == "fused":
         fastvit.accelerate(vit, strict=True)
@@ -251,7 +253,7 @@ class Op:
 
 
 OPS = {
-    "attention": Op(attention, PROVIDERS, _few_scores),
+    "attention": Op(attention, _OF_ATTENTION, _few_scores),
     "rotary": Op(rotary),
     "qk_norm": Op(qk_norm),
     "dropout": Op(dropout, ("fused",)),
@@ -259,18 +261,18 @@ OPS = {
     "add_layer_norm": Op(add_layer_norm),
     "linear": Op(linear),
     "layer_norm_linear": Op(layer_norm_linear),
-    "layer_norm_attention": Op(layer_norm_attention, PROVIDERS, _few_samples),
+    "layer_norm_attention": Op(layer_norm_attention, _OF_ATTENTION, _few_samples),
     "mlp": Op(mlp),
     "layer_norm_mlp": Op(functools.partial(mlp, norm=True)),
     "patch_embed": Op(patch_embed, note=f"on {SOURCE}"),
-    "block": Op(block, PROVIDERS, _few_samples),
-    "model": Op(model, PROVIDERS, _few_images, f"on {SOURCE}"),
+    "block": Op(block, _OF_ATTENTION, _few_samples),
+    "model": Op(model, _OF_ATTENTION, _few_images, f"on {SOURCE}"),
     "accelerate": Op(
         accelerate,
         PROVIDERS[1:],
         lambda sizes: {"B": min(sizes["B"], 2), "depth": 2},
         f"ViT-B/16 at 224 px, of as many blocks as a case says, on {SOURCE}; sdpa: the library's own",
     ),
-    "memory, attention": Op(attention, PROVIDERS, lambda sizes: {"H": 1}),
-    "memory, block": Op(block, PROVIDERS, lambda sizes: {"D": 64, "H": 1}),
+    "memory, attention": Op(attention, _OF_ATTENTION, lambda sizes: {"H": 1}),
+    "memory, block": Op(block, _OF_ATTENTION, lambda sizes: {"D": 64, "H": 1}),
 }

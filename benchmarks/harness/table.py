@@ -20,6 +20,7 @@ step      fwd: forward without gradients; fwd+bwd: forward and the gradients of 
 eager     plain PyTorch, which materialises N x N scores
 sdpa      the same with torch's scaled_dot_product_attention
 compile   the latter, or where an op has no attention the former, under torch.compile
+graph     the same under fastvit.compile, which puts fastvit's ops into the graph
 fused     fastvit
 ms        median of interleaved rounds
 MB        the most that one step allocates at a time: activations, temporaries, results, gradients

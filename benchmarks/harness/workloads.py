@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16
-from benchmarks.harness.providers import OPS
+from benchmarks.harness.providers import COMPILED, OPS
 
 Step = Callable[[], tuple[Tensor, ...]]
 BATCH = 256 * 197  # rows of the large batch whose parts are counted
@@ -62,12 +63,13 @@ class Workload:
 
     def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
         sizes = {**self.sizes, **self.check} if check else self.sizes
-        if provider != "compile":
+        if provider not in COMPILED:
             return OPS[self.op].build(provider, draw, **sizes)
         # the best plain PyTorch that there is for this op
         runner = OPS[self.op].build("sdpa" if "sdpa" in self.providers else "eager", draw, **sizes)
         torch.compiler.reset()
-        runner.forward = torch.compile(runner.forward, dynamic=False)
+        compiler = fastvit.compile if provider == "graph" else torch.compile
+        runner.forward = compiler(runner.forward, dynamic=False)
         return runner
 
     def step(self, provider: str, mode: str, draw: Draw) -> tuple[Step, Runner]:
