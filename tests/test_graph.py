@@ -120,6 +120,30 @@ def test_heads_are_found_however_they_are_arranged(forward, dynamic, x):
     assert details(report, "attention") == ["layer_norm_attention"]
 
 
+@pytest.mark.parametrize("options", [{"batch_first": True}, {"batch_first": False, "bias": False}], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_multihead_attention_of_different_tensors(dynamic, options, x):
+    """As detectors have it: q and k with positions, v without."""
+
+    def forward(m, x):
+        y = m.norm(x)
+        placed = y + m.positions
+        return x + m.attn(placed, placed, y, need_weights=False)[0]
+
+    model = half(forward, positions=nn.Parameter(torch.randn(N, D)), attn=nn.MultiheadAttention(D, H, **options))
+    report = compile_and_check(model, x, dynamic=dynamic)
+    assert details(report, "attention") == ["attention (q, k and v are of different tensors)"]
+
+
+def test_multihead_attention_of_few_queries(x):
+    def forward(m, x):
+        y = m.norm(x)
+        return m.attn(y[:, :3], y, y, need_weights=False)[0]
+
+    report = compile_and_check(half(forward, attn=nn.MultiheadAttention(D, H, batch_first=True)), x)
+    assert details(report, "attention") == ["left: k and v of another length than q"]
+
+
 def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
     """(H, 3, d) and q, k and v in another order: attention reads them where they lie, the projection stays."""
 

@@ -222,12 +222,11 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             again = "twice" if name in rows and rows[name]["status"] == "running" else ""
             rows[name] = asdict(Row(library, candidate.name, candidate.family, detail=again))
-            if library == "timm" and _same(candidate, name, rows, same):
-                continue
+            if library != "timm" or not _same(candidate, name, rows, same):
+                save(chosen.path, rows)
+                rows[name] |= asdict(run(candidate))
+                print(line(rows[name]), flush=True)
             save(chosen.path, rows)
-            rows[name] |= asdict(run(candidate))
-            save(chosen.path, rows)
-            print(line(rows[name]), flush=True)
 
 
 def _settled(row: Mapping[str, Any] | None) -> bool:

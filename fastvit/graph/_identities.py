@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from fastvit.graph._calls import Refused, arguments, name_of
+from fastvit.graph._layout import same_shape
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake, storages, value_of
 
@@ -50,16 +51,28 @@ def _write_out(subject: Subject, node: Node) -> None:
     )  # fmt: skip
     if mask is not None or padding is not None or causal:
         raise Refused("a mask")
-    if not (query is key is value) or separate:
-        raise Refused("attention to another tensor")
-    if any(t is not None for t in (bias_k, bias_v, static_k, static_v)) or add_zero or fake(query).dim() != 3:
+    options = separate, add_zero, *(t is not None for t in (bias_k, bias_v, static_k, static_v))
+    if any(options) or fake(query).dim() != 3:
         raise Refused("an option of nn.MultiheadAttention that no ViT has")
+    if not all(same_shape(fake(t).shape, fake(query).shape) for t in (key, value)):
+        raise Refused("k and v of another length than q")
     if any(name_of(user) != "getitem" or user.args[1] != 0 for user in node.users):
         raise Refused("its attention weights are used, too")
 
+    def projected(emit: Emitter) -> list[Node]:
+        """q, k and v, (N, B, H, d)"""
+        if query is key is value:
+            qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
+            return [emit.method("select", qkv, 2, i) for i in range(3)]
+        E = fake(query).shape[-1]
+        found = []
+        for i, t in enumerate((query, key, value)):
+            layer = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
+            found.append(emit.method("unflatten", emit.call(F.linear, t, *layer), -1, (num_heads, -1)))
+        return found
+
     def build(emit: Emitter) -> Node:
-        qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
-        q, k, v = (emit.method("permute", emit.method("select", qkv, 2, i), 1, 2, 0, 3) for i in range(3))
+        q, k, v = (emit.method("permute", t, 1, 2, 0, 3) for t in projected(emit))
         attended = emit.call(F.scaled_dot_product_attention, q, k, v, dropout_p=p if training else 0.0)
         rows = emit.method("flatten", emit.method("permute", attended, 2, 0, 1, 3), 2)
         return emit.call(F.linear, rows, out_weight, out_bias)

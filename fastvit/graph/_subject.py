@@ -74,9 +74,11 @@ class Subject:
     # ---- the report ----
 
     def note(self, node: Node, kind: Kind, fused: bool, detail: str) -> None:
-        """What became of a site. Of several notes the last counts, but none takes back that it is fused."""
+        """What became of a site. Of several notes the last counts, but none takes back that it is fused, nor what: the
+        projection of an nn.MultiheadAttention may be fused, too."""
         site = node.meta.get("fastvit_site", node)
-        if fused or site not in self.entries or not self.entries[site].fused:
+        before = self.entries.get(site)
+        if before is None or not before.fused or (fused and before.kind == kind):
             self.entries[site] = entry_of(site, kind, fused, detail)
 
     # ---- changes ----
