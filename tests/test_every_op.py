@@ -42,7 +42,7 @@ with_formula = pytest.mark.parametrize("name", FORMULAS)
 @every_op
 def test_deterministic(name, backend, device):
     """Over several tiles, partial sums and splits."""
-    tensors = made(name, 3, 146, device, torch.bfloat16)
+    tensors = made(name, 2, 146, device, torch.bfloat16)
     first, again = (results(function(name), tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -130,7 +130,7 @@ def test_gradients_of_stride_0(name, backend, device):
 def test_compile(name, dynamic, backend, device):
     torch._dynamo.reset()
     compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for B in (2, 3, 5) if dynamic else (3,):
+    for B in (2, 5) if dynamic else (3,):
         tensors = made(name, B, 6, device)
         torch.testing.assert_close(results(compiled, tensors), results(function(name), tensors))
 

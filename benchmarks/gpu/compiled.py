@@ -1,4 +1,5 @@
-"""Whole models under torch.compile, eager with SDPA and fused: compiled at once, timed when the file `go` is there.
+"""Whole models under torch.compile: eager with SDPA, fused, and the former with fastvit's ops in its graph; compiled at
+once, timed when the file `go` is there.
 
 python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider fused --go FILE --until TIME
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+import fastvit
 from benchmarks.gpu import summary
 from benchmarks.gpu.journal import words
 from benchmarks.harness.draw import Draw
@@ -20,14 +22,16 @@ from benchmarks.harness.timing import Clock, Quantiles, measured, per_call
 from benchmarks.harness.workloads import Step, Workload, workloads
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
-PROVIDERS = ("sdpa", "fused")
+RUNS = (*((model, provider) for model in MODELS for provider in ("sdpa", "fused")), (MODELS[1], "graph"))
 _STYLES = ("reduce-overhead", "default")
 
 
 def compiled(workload: Workload, provider: str, mode: str, device: torch.device, options: dict[str, Any]) -> Step:
     """The step, compiled and warm."""
-    step, runner = workload.step(provider, mode, Draw(torch.bfloat16, device))
-    runner.forward = torch.compile(runner.forward, dynamic=False, **options)
+    in_graph = provider == "graph"
+    step, runner = workload.step("sdpa" if in_graph else provider, mode, Draw(torch.bfloat16, device))
+    compiler = fastvit.compile if in_graph else torch.compile
+    runner.forward = compiler(runner.forward, dynamic=False, **options)
     for _ in range(4):  # the third and later ones may replay a graph
         step()
     if device.type == "cuda":
@@ -38,7 +42,7 @@ def compiled(workload: Workload, provider: str, mode: str, device: torch.device,
 def main(arguments: list[str] | None = None) -> int:
     parser = summary.arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--provider", choices=PROVIDERS, required=True)
+    parser.add_argument("--provider", choices=("sdpa", "fused", "graph"), required=True)
     parser.add_argument("--go", type=Path, required=True)
     parser.add_argument("--until", type=float, required=True, help="seconds since 1970 after which nothing is compiled")
     chosen = parser.parse_args(arguments)
@@ -57,7 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
                 cut.append(name)
                 continue
             start = time.perf_counter()
-            options: dict[str, Any] = {"backend": "eager"} if chosen.rehearse else {"mode": style}
+            options: dict[str, Any] = {"mode": style}
+            if chosen.rehearse:
+                options = {"inner" if chosen.provider == "graph" else "backend": "eager"}
             try:
                 steps[name] = compiled(workload, chosen.provider, mode, device, options)
                 print(f"{name}: compiled in {time.perf_counter() - start:.0f} s", flush=True)

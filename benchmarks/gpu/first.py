@@ -56,8 +56,7 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
                 [
                     step(f"torch.compile {provider} {model}", "compiled", "--model", model, "--provider", provider,
                          "--go", str(go), "--until", str(time.time() + SANITIZED - runner.elapsed))
-                    for model in compiled.MODELS[: 1 if rehearse else None]
-                    for provider in compiled.PROVIDERS
+                    for model, provider in (compiled.RUNS[2:] if rehearse else compiled.RUNS)
                 ],
                 until=MODELS_TIMED,
             )  # fmt: skip
