@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-import fastvit
 from benchmarks.gpu import summary
 from benchmarks.gpu.journal import words
 from benchmarks.harness.draw import Draw
+from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import Clock, Quantiles, measured, per_call
 from benchmarks.harness.workloads import Step, Workload, workloads
 
@@ -26,12 +26,10 @@ RUNS = (*((model, provider) for model in MODELS for provider in ("sdpa", "fused"
 _STYLES = ("reduce-overhead", "default")
 
 
-def compiled(workload: Workload, provider: str, mode: str, device: torch.device, options: dict[str, Any]) -> Step:
+def warm(workload: Workload, provider: str, mode: str, device: torch.device, options: dict[str, Any]) -> Step:
     """The step, compiled and warm."""
-    in_graph = provider == "graph"
-    step, runner = workload.step("sdpa" if in_graph else provider, mode, Draw(torch.bfloat16, device))
-    compiler = fastvit.compile if in_graph else torch.compile
-    runner.forward = compiler(runner.forward, dynamic=False, **options)
+    step, runner = workload.step("sdpa" if provider == "graph" else provider, mode, Draw(torch.bfloat16, device))
+    runner.forward = compiled(provider, runner.forward, **options)
     for _ in range(4):  # the third and later ones may replay a graph
         step()
     if device.type == "cuda":
@@ -42,7 +40,7 @@ def compiled(workload: Workload, provider: str, mode: str, device: torch.device,
 def main(arguments: list[str] | None = None) -> int:
     parser = summary.arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--provider", choices=("sdpa", "fused", "graph"), required=True)
+    parser.add_argument("--provider", choices=sorted({name for _, name in RUNS}), required=True)
     parser.add_argument("--go", type=Path, required=True)
     parser.add_argument("--until", type=float, required=True, help="seconds since 1970 after which nothing is compiled")
     chosen = parser.parse_args(arguments)
@@ -65,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             if chosen.rehearse:
                 options = {"inner" if chosen.provider == "graph" else "backend": "eager"}
             try:
-                steps[name] = compiled(workload, chosen.provider, mode, device, options)
+                steps[name] = warm(workload, chosen.provider, mode, device, options)
                 print(f"{name}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
             except Exception as error:
                 cut.append(name)

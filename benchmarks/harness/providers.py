@@ -28,6 +28,12 @@ COMPILED = ("compile", "graph")
 _OF_ATTENTION = ("eager", "sdpa", "compile", "fused")
 
 
+def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """forward under torch.compile; of the provider "graph" with fastvit's ops in its graph."""
+    compiler = fastvit.compile if provider == "graph" else torch.compile
+    return compiler(forward, dynamic=False, **options)
+
+
 def attention(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0
 ) -> Runner:

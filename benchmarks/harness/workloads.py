@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fastvit
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16
-from benchmarks.harness.providers import COMPILED, OPS
+from benchmarks.harness.providers import COMPILED, OPS, compiled
 
 Step = Callable[[], tuple[Tensor, ...]]
 BATCH = 256 * 197  # rows of the large batch whose parts are counted
@@ -68,8 +67,7 @@ class Workload:
         # the best plain PyTorch that there is for this op
         runner = OPS[self.op].build("sdpa" if "sdpa" in self.providers else "eager", draw, **sizes)
         torch.compiler.reset()
-        compiler = fastvit.compile if provider == "graph" else torch.compile
-        runner.forward = compiler(runner.forward, dynamic=False)
+        runner.forward = compiled(provider, runner.forward)
         return runner
 
     def step(self, provider: str, mode: str, draw: Draw) -> tuple[Step, Runner]:

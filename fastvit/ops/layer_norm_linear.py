@@ -126,6 +126,7 @@ class _LayerNormLinears(_LayerNormLinear):
 
 
 def _layers_backward(n: int, eps: float, rms: bool, wants: Sequence[bool], *tensors: Any) -> tuple[Tensor | None, ...]:
+    """Of n outputs' gradients and what is saved, flat, since autograd looks for tensors among the arguments only."""
     return layer_norm_linear_backward(tensors[:n], None, eps, rms, wants, *tensors[n:])
 
 
