@@ -2,7 +2,8 @@
 
 A program owns a tile of one sequence and loops along the other: `own` x `loop` scores at a time. The tables hold, by
 the instructions that the target's matmuls compile to, the widest tiles that spill no registers, up to a head dimension.
-What no table has (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere.
+What no table has (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere. `general` attention
+has a mask, or heads that share keys: tiles as with dropout, no kernels for short sequences, and nothing measured yet.
 """
 
 from dataclasses import dataclass
@@ -66,10 +67,10 @@ def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
     return (parts[0] // 2, parts[0] // 2) if parts[1] == 0 and parts[0] > 64 and instructions != "wgmma" else parts
 
 
-def _tile(rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str) -> Tile:
+def _tile(rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, extra: bool, arch: str) -> Tile:
     plain = _PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps = next(tile for limit, tile in (*rows.get(instructions, ()), *plain) if head_dim <= limit)
-    if has_dropout and head_dim > 64:  # the random numbers take registers
+    if extra and head_dim > 64:  # random numbers or a mask take registers
         loop = max(loop // 2, 16)
     if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
         own, num_warps = 64, 4
@@ -111,14 +112,17 @@ class AttentionForwardConfig:
 
 @_tuned.cached
 def attention_fwd(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, general: bool = False
 ) -> AttentionForwardConfig:
     instructions = _instructions(itemsize, arch, tf32)
-    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch), _stages(itemsize, arch)
-    short = n <= next((longest for limit, longest in _SHORT_FORWARD.get(instructions, ()) if head_dim <= limit), 0)
+    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout or general, arch), _stages(itemsize, arch)
+    short = not general and n <= next(
+        (longest for limit, longest in _SHORT_FORWARD.get(instructions, ()) if head_dim <= limit), 0
+    )
     if short:
         tile = 64, 128, 4, 2
-    if tuned := _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32):
+    tuned = _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
+    if tuned and not general:
         short, *tile = bool(tuned[0]), *tuned[1:]
     block_m, block_n, num_warps, num_stages = tile
     parts = _parts(head_dim, instructions)
@@ -146,28 +150,29 @@ class AttentionBackwardConfig:
 
 @_tuned.cached
 def attention_bwd_dq(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = False
 ) -> AttentionBackwardConfig:
     """A program owns queries and loops along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout, arch)
-    tile = _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
+    block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout or general, arch)
+    tile = None if general else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
     # a wide last tile takes a few registers more than leave room for two programs on an SM; ptxas can save them
-    limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64 and not has_dropout
+    limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64
+    limited = limited and not (has_dropout or general)
     parts = _parts(head_dim, instructions)
     return AttentionBackwardConfig(*tile[:2], loop, tail, parts, *tile[2:], 128 if limited else None)
 
 
 @_tuned.cached
 def attention_bwd_dkdv(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = False
 ) -> AttentionBackwardConfig:
     """A program owns keys and loops along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_n, block_m, num_warps = _tile(_DKDV, instructions, n, head_dim, has_dropout, arch)
-    tile = _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
+    block_n, block_m, num_warps = _tile(_DKDV, instructions, n, head_dim, has_dropout or general, arch)
+    tile = None if general else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
     return AttentionBackwardConfig(*tile[:2], *_loop(n, tile[0]), _parts(head_dim, instructions), *tile[2:])
 
@@ -184,9 +189,11 @@ def _loop(n: int, block: int) -> tuple[bool, int]:
 
 @_tuned.cached
 def attention_bwd_short(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = False
 ) -> AttentionBackwardConfig | None:
     """For the kernel that takes a whole head, where its tiles fit; else None."""
+    if general:
+        return None
     parts = split_head_dim(head_dim)
     if tuned := _tuned.choice(arch, "attention_bwd_short", n, head_dim, itemsize, has_dropout, tf32):
         return AttentionBackwardConfig(*tuned[1:3], True, 0, parts, *tuned[3:]) if tuned[0] else None
@@ -196,3 +203,13 @@ def attention_bwd_short(
         if head_dim <= limit and n <= longest and not (has_dropout and longest > 64):
             return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 3)
     return None
+
+
+@_tuned.cached
+def attention_bwd_mask(
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = True
+) -> AttentionBackwardConfig:
+    """A program owns a tile of the mask's gradient."""
+    instructions = _instructions(itemsize, arch, tf32)
+    block_m, block_n, num_warps = _tile({}, instructions, n, head_dim, False, arch)
+    return AttentionBackwardConfig(block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, 2)

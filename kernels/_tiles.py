@@ -57,6 +57,12 @@ def place(N, H, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def of_head(at, head, H):
+    """The same rows of another one of H heads."""
+    return Place(at.batch, head, at.batch * H + head, at.first, at.N)
+
+
+@triton.jit
 def rows_of(x, at, first):
     """Tokens of x from index `first` on, of the program's batch and head: the only place where offsets are int64."""
     offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT

@@ -1,10 +1,13 @@
 """Softmax attention, non-causal, without the N x N matrix in memory (Dao et al. 2022; online softmax: Milakov 2018).
 
-    S = scale * Q K^T,   P = softmax(S),   O = dropout(P) V,   LSE = log(sum(exp(S)))      per batch and head
+    S = scale * Q K^T + mask,   P = softmax(S),   O = dropout(P) V,   LSE = log(sum(exp(S)))      per batch and head
 
 The kernel here loops over key tiles with a running maximum; short sequences have one of their own without it
-(attention_short.py). Matmuls accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to
-the tensors' dtype. Every program writes its own rows: bitwise reproducible. Tensors and tiles: _tiles.py.
+(attention_short.py), unless there is a mask, or heads of q share those of k and v (Ainslie et al. 2023). Matmuls
+accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to the tensors' dtype. Every
+program writes its own rows: bitwise reproducible. Tensors and tiles: _tiles.py.
+
+A query that may look at no key has P = 0, as in PyTorch; its LSE is inf, of which the backward kernels make that again.
 """
 
 from typing import NamedTuple
@@ -14,19 +17,33 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
+from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # That a size or a stride is 1 or a multiple of 16 is no reason to compile a kernel again: a batch of one has a stride
 # of 0, and what matters of strides, UNIT says.
-NOT_SPECIALIZED = ["N", "H", *(f"stride_{x}{i}" for x in ("q", "k", "v", "o", "do", "dq", "dk", "dv") for i in "bnh")]
+_TENSORS = "q", "k", "v", "o", "do", "dq", "dk", "dv", "mask"
+NOT_SPECIALIZED = ["N", "H", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
+LOWEST: tl.constexpr = tl.constexpr(-1e30)  # a masked row's maximum is not below: what is masked has exp(S) = 0
+
+
+class Mask(NamedTuple):
+    """[B, H, N, N], contiguous along the keys, 0 strides where it is broadcast: bool, True where a query may look, or
+    what is added to the scaled scores. ptr: None without."""
+
+    ptr: tl.tensor
+    batch: tl.tensor
+    query: tl.tensor
+    head: tl.tensor
 
 
 class Softmax(NamedTuple):
-    """What is between S and P: the scale; the dropout's seed, [1] int64 or None without, and probability of zero."""
+    """What is between Q K^T and P: the scale, the mask; the dropout's seed, [1] int64 or None without, and probability
+    of zero."""
 
     scale: tl.tensor
+    mask: Mask
     seed_ptr: tl.tensor
     dropout_p: tl.tensor
 
@@ -43,13 +60,46 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def scores(q, k, keys, limit, head, MASKED: tl.constexpr):
-    """Q K^T, unscaled, and whatever else happens to scores in front of the softmax: keys from `limit` on do not exist.
-    The backward kernels' counterpart is `probabilities` in attention_bwd.py."""
-    s = dot(q, k, head)
-    if MASKED:
-        s = tl.where((keys < limit)[None, :], s, float("-inf"))
+def factor(softmax):
+    """What makes S of what `masked` returns: the mask is added to scaled scores, without one they are scaled later."""
+    if softmax.mask.ptr is None:
+        return softmax.scale
+    else:
+        return 1.0
+
+
+@triton.jit
+def masked(s, softmax, queries, keys, at):
+    """scale * Q K^T + mask; Q K^T itself without one. Indices broadcast against s, which may be transposed."""
+    if softmax.mask.ptr is not None:
+        mask = softmax.mask
+        first = mask.ptr + at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
+        of_query = queries.to(tl.int64) * mask.query
+        m = tl.load(first + (of_query + keys), mask=(queries < at.N) & (keys < at.N), other=0)
+        if m.dtype == tl.int1:
+            s = tl.where(m, s * softmax.scale, float("-inf"))
+        else:
+            s = s * softmax.scale + m.to(tl.float32)
     return s
+
+
+@triton.jit
+def scores(q, k, keys, start, at, softmax, head, MASKED: tl.constexpr):
+    """Q K^T against keys counted from `start`, and whatever else happens to scores in front of the softmax: those from
+    N on do not exist if MASKED. The backward kernels' counterpart is `probabilities` in attention_bwd.py."""
+    s = dot(q, k, head)
+    queries = at.first + tl.arange(0, s.shape[0])
+    s = masked(s, softmax, queries[:, None], (start + keys)[None, :], at)
+    if MASKED:
+        s = tl.where((keys < at.N - start)[None, :], s, float("-inf"))
+    return s
+
+
+@triton.jit
+def maximum(s, softmax):
+    """Of each row [M]."""
+    m = tl.max(s, 1)
+    return m if softmax.mask.ptr is None else tl.maximum(m, LOWEST)
 
 
 @triton.jit
@@ -64,27 +114,32 @@ def add_values(acc, p, v, keys, at, softmax, head):
 
 @triton.jit
 def finish(acc, m, total, o, lse_ptr, at, softmax, head):
-    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]. m: the maximum of the unscaled scores."""
+    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]. m: the maximum of the scores."""
+    empty = total == 0.0  # only with a mask; acc is 0 then
+    if softmax.mask.ptr is not None:
+        total = tl.where(empty, 1.0, total)
     norm = 1.0 / total
+    lse = m * factor(softmax) + tl.log2(total) * LN2
+    if softmax.mask.ptr is not None:
+        lse = tl.where(empty, float("inf"), lse)
     if softmax.seed_ptr is not None:
         norm = norm / (1.0 - softmax.dropout_p)
     index = tl.arange(0, m.shape[0])
     left = at.N - at.first
     store(rows_of(o, at, at.first), scaled(acc, norm[:, None], head), index, left, head)
-    lse = m * softmax.scale + tl.log2(total) * LN2
     tl.store(lse_ptr + at.plane.to(tl.int64) * at.N + at.first + index, lse, mask=index < left)
 
 
 @triton.jit
 def _step(state, q, k, v, start, at, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr):
     """WIDTH more keys from index `start`, where k and v begin. state: the accumulators [M, d], the running maximum of
-    the unscaled scores and the running sum [M]. FIRST: there is nothing to rescale yet."""
+    the scores and the running sum [M]. FIRST: there is nothing to rescale yet."""
     acc, m, total = state
     keys = tl.arange(0, WIDTH)
     left = at.N - start
-    scale2 = softmax.scale * LOG2E
-    s = scores(q, load(k, keys, left, head, MASKED), keys, left, head, MASKED)
-    m_new = tl.max(s, 1) if FIRST else tl.maximum(m, tl.max(s, 1))
+    scale2 = factor(softmax) * LOG2E
+    s = scores(q, load(k, keys, left, head, MASKED), keys, start, at, softmax, head, MASKED)
+    m_new = maximum(s, softmax) if FIRST else tl.maximum(m, maximum(s, softmax))
     p = tl.exp2(s * scale2 - (m_new * scale2)[:, None])
     if FIRST:
         total = tl.sum(p, 1)
@@ -97,15 +152,15 @@ def _step(state, q, k, v, start, at, softmax, head, WIDTH: tl.constexpr, MASKED:
 
 
 @triton.jit
-def _attend(q, k, v, o, lse_ptr, at, softmax, head, tiles):
-    """BLOCK_M rows of one head, all keys. Only the last key tile is masked."""
+def _attend(q, k, v, o, lse_ptr, at, at_keys, softmax, head, tiles):
+    """BLOCK_M rows of one head, all keys, which are of the head of at_keys. Only the last key tile is masked."""
     rows = load(rows_of(q, at, at.first), tl.arange(0, tiles.BLOCK_M), at.N - at.first, head, True)
     minus_infinity = tl.full([tiles.BLOCK_M], float("-inf"), tl.float32)
     state = zeros(tiles.BLOCK_M, head), minus_infinity, tl.zeros([tiles.BLOCK_M], tl.float32)
     # The narrow tiles come first, and the loop surely runs. Behind a loop, and where it might be skipped, accumulators
     # are moved: up to 30 registers more, and ptxas may wait for every wgmma.
     full = (at.N - 1) // tiles.BLOCK_N * tiles.BLOCK_N
-    keys, values = rows_of(k, at, full), rows_of(v, at, full)
+    keys, values = rows_of(k, at_keys, full), rows_of(v, at_keys, full)
     state = _step(state, rows, keys, values, full, at, softmax, head, tiles.TAIL_0, tiles.TAIL_1 == 0, True)
     if tiles.TAIL_1 > 0:
         start = full + tiles.TAIL_0
@@ -113,7 +168,7 @@ def _attend(q, k, v, o, lse_ptr, at, softmax, head, tiles):
         state = _step(state, rows, keys, values, start, at, softmax, head, tiles.TAIL_1, True, False)
     if tiles.LOOP:
         tl.assume(full > 0)
-        keys, values = rows_of(k, at, 0), rows_of(v, at, 0)
+        keys, values = rows_of(k, at_keys, 0), rows_of(v, at_keys, 0)
         for start in tl.range(0, full, tiles.BLOCK_N):
             state = _step(state, rows, keys, values, start, at, softmax, head, tiles.BLOCK_N, False, False)
             keys, values = skip(keys, tiles.BLOCK_N), skip(values, tiles.BLOCK_N)
@@ -124,7 +179,8 @@ def _attend(q, k, v, o, lse_ptr, at, softmax, head, tiles):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(2))
 def attention_fwd_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride
+    q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    mask_ptr,  # [B, H, N, N] bool or float by stride, or None
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     o_ptr,  # [B, N, H, d] T, contiguous
@@ -134,21 +190,24 @@ def attention_fwd_kernel(
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
+    stride_maskb, stride_maskn, stride_maskh,  # in elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
+    at = place(N, H, BLOCK_M)
     _attend(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
         Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
         Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
         Tokens(o_ptr, tl.cast(N, tl.int64) * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM, 1),
         lse_ptr,
-        place(N, H, BLOCK_M),
-        Softmax(scale, seed_ptr, dropout_p),
+        at,
+        of_head(at, at.head // GROUP, H // GROUP),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL_0, TAIL_1),
     )

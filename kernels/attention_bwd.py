@@ -1,12 +1,12 @@
-"""Backward of softmax attention in two kernels, without the N x N matrix in memory or atomics (Dao et al. 2022).
+"""Backward of softmax attention in two kernels, dQ first, without the N x N matrix in memory (Dao et al. 2022), and
+without atomics.
 
-    S = scale * Q K^T,   P = exp(S - LSE),   P~ = dropout(P),   O = P~ V          recomputed tile by tile
+    S = scale * Q K^T + mask,   P = exp(S - LSE),   P~ = dropout(P),   O = P~ V          recomputed tile by tile
     dV = P~^T dO,   dP = dropout(dO V^T),   dS = P * (dP - delta),   delta = rowsum(dO * O)
-    dQ = scale * dS K,   dK = scale * dS^T Q
+    dQ = scale * dS K,   dK = scale * dS^T Q                          dmask = dS: attention_bwd_mask.py
 
-`attention_bwd_dq_kernel` owns queries: it computes delta, loops over key tiles, and leaves LSE and delta for
-`attention_bwd_dkdv_kernel`, which owns keys and loops over query tiles with the scores transposed, so that P~^T and
-dS^T are already where the tensor cores want them. Short sequences have a kernel of their own (attention_bwd_short.py).
+The kernel here owns queries: it computes delta, loops over key tiles, and leaves LSE and delta for that of dK and dV
+(attention_bwd_dkdv.py). Short sequences have a kernel of their own (attention_bwd_short.py).
 
 Queries beyond N get LSE = inf, so P = 0; keys beyond N are masked in the last key tile only. As in the forward kernel
 the narrow last tile comes before the loop over full ones. Sums are float32; P and dS are rounded to T.
@@ -19,8 +19,8 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels._tiles import Head, Rows, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
-from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Softmax, Tiles
+from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
+from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Mask, Softmax, Tiles, factor, masked
 
 
 class Inputs(NamedTuple):
@@ -38,15 +38,6 @@ class Queries(NamedTuple):
     do: tuple
     lse: tl.tensor
     delta: tl.tensor
-
-
-class QueryRows(NamedTuple):
-    """Where a tile of queries lies; lse_ptr and delta_ptr: of its first row."""
-
-    q: Rows
-    do: Rows
-    lse_ptr: tl.tensor
-    delta_ptr: tl.tensor
 
 
 @triton.jit
@@ -70,9 +61,9 @@ def exponential(x, T: tl.constexpr):
 
 @triton.jit
 def probabilities(s, lse, keys, limit, softmax, MASKED: tl.constexpr, T: tl.constexpr):
-    """P = exp(scale * S - LSE) again, the counterpart of `scores` in attention.py; 0 at keys from `limit` on if MASKED.
-    lse in log_unit(T)s; it and keys broadcast against s, which may be transposed."""
-    p = exponential(s * (softmax.scale * log_unit(T)) - lse, T)
+    """P = exp(S - LSE) again of what `masked` returns, the counterpart of `scores` in attention.py; 0 at keys from
+    `limit` on if MASKED. lse in log_unit(T)s; it and keys broadcast against s, which may be transposed."""
+    p = exponential(s * (factor(softmax) * log_unit(T)) - lse, T)
     if MASKED:
         p = tl.where(keys < limit, p, 0.0)
     return p
@@ -111,16 +102,17 @@ def _dq_step(dq, queries, k, v, start, at, softmax, head, WIDTH: tl.constexpr, M
     left = at.N - start
     k, v = load(k, keys, left, head, MASKED), load(v, keys, left, head, MASKED)
     s, dp = dot(queries.q, k, head), dot(queries.do, v, head)
-    p = probabilities(s, queries.lse[:, None], keys[None, :], left, softmax, MASKED, k[0].dtype)
     rows = at.first + tl.arange(0, s.shape[0])
-    factor = dropout_factor(rows[:, None], (start + keys)[None, :], at, softmax)
-    ds = p * (dp * factor - queries.delta[:, None])
+    s = masked(s, softmax, rows[:, None], (start + keys)[None, :], at)
+    p = probabilities(s, queries.lse[:, None], keys[None, :], left, softmax, MASKED, k[0].dtype)
+    dropped = dropout_factor(rows[:, None], (start + keys)[None, :], at, softmax)
+    ds = p * (dp * dropped - queries.delta[:, None])
     return add_dot(dq, ds.to(k[0].dtype), k, head)
 
 
 @triton.jit
-def _dq(x, dq, lse_ptr, statistics_ptr, at, softmax, head, tiles):
-    """dQ of BLOCK_M queries, and their statistics."""
+def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
+    """dQ of BLOCK_M queries, and their statistics. Keys are of the head of at_keys."""
     queries = load_queries(x, lse_ptr, at, head, tiles.BLOCK_M)
     index = tl.arange(0, tiles.BLOCK_M)
     left = at.N - at.first
@@ -130,11 +122,11 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, softmax, head, tiles):
 
     total = zeros(tiles.BLOCK_M, head)
     full = (at.N - 1) // tiles.BLOCK_N * tiles.BLOCK_N
-    k, v = rows_of(x.k, at, full), rows_of(x.v, at, full)
+    k, v = rows_of(x.k, at_keys, full), rows_of(x.v, at_keys, full)
     total = _dq_step(total, queries, k, v, full, at, softmax, head, tiles.TAIL_0, True)
     if tiles.LOOP:
         tl.assume(full > 0)
-        k, v = rows_of(x.k, at, 0), rows_of(x.v, at, 0)
+        k, v = rows_of(x.k, at_keys, 0), rows_of(x.v, at_keys, 0)
         for start in range(0, full, tiles.BLOCK_N):
             total = _dq_step(total, queries, k, v, start, at, softmax, head, tiles.BLOCK_N, False)
             k, v = skip(k, tiles.BLOCK_N), skip(v, tiles.BLOCK_N)
@@ -144,8 +136,9 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, softmax, head, tiles):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(3))
 def attention_bwd_dq_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
     lse_ptr,  # [B, H, N] f32
+    mask_ptr,  # [B, H, N, N] bool or float by stride, or None
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dq_ptr,  # [B, N, H, d] T by stride
@@ -158,13 +151,15 @@ def attention_bwd_dq_kernel(
     stride_ob, stride_on, stride_oh,
     stride_dob, stride_don, stride_doh,
     stride_dqb, stride_dqn, stride_dqh,
+    stride_maskb, stride_maskn, stride_maskh,  # in elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
+    at = place(N, H, BLOCK_M)
     _dq(
         Inputs(
             Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
@@ -176,100 +171,9 @@ def attention_bwd_dq_kernel(
         Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
         lse_ptr,
         statistics_ptr,
-        place(N, H, BLOCK_M),
-        Softmax(scale, seed_ptr, dropout_p),
-        Head(HEAD_DIM, D0, D1, PRECISION),
-        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0),
-    )
-
-
-@triton.jit
-def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """dK + dS^T Q and dV + P~^T dO for WIDTH queries from index `start`. Keys beyond N need no mask: each has its own
-    row of dK and dV, which is not stored."""
-    index = tl.arange(0, WIDTH)
-    left = at.N - start
-    q, do = load(queries.q, index, left, head, MASKED), load(queries.do, index, left, head, MASKED)
-    if MASKED:
-        lse = tl.load(queries.lse_ptr + index, mask=index < left, other=float("inf"))
-        delta = tl.load(queries.delta_ptr + index, mask=index < left, other=0.0)
-    else:
-        lse = tl.load(queries.lse_ptr + index)
-        delta = tl.load(queries.delta_ptr + index)
-    s = dot(k, q, head)  # [keys, queries]
-    keys = (at.first + tl.arange(0, s.shape[0]))[:, None]
-    p = probabilities(s, lse[None, :], keys, at.N, softmax, False, q[0].dtype)
-    dp = dot(v, do, head)
-    factor = dropout_factor((start + index)[None, :], keys, at, softmax)
-    dv = add_dot(dv, (p * factor).to(do[0].dtype), do, head)
-    ds = p * (dp * factor - delta[None, :])
-    return add_dot(dk, ds.to(q[0].dtype), q, head), dv
-
-
-@triton.jit
-def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles):
-    """dK and dV of BLOCK_N keys."""
-    index = tl.arange(0, tiles.BLOCK_N)
-    left = at.N - at.first
-    keys = load(rows_of(k, at, at.first), index, left, head, True)
-    values = load(rows_of(v, at, at.first), index, left, head, True)
-    dk_total, dv_total = zeros(tiles.BLOCK_N, head), zeros(tiles.BLOCK_N, head)
-    lse_ptr = statistics_ptr + at.plane.to(tl.int64) * (2 * at.N)
-    full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
-    queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, lse_ptr + at.N + full)
-    dk_total, dv_total = _dkdv_step(
-        dk_total, dv_total, keys, values, queries, full, at, softmax, head, tiles.TAIL_0, True
-    )
-    if tiles.LOOP:
-        tl.assume(full > 0)
-        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, lse_ptr + at.N)
-        for start in range(0, full, tiles.BLOCK_M):
-            dk_total, dv_total = _dkdv_step(
-                dk_total, dv_total, keys, values, queries, start, at, softmax, head, tiles.BLOCK_M, False
-            )
-            queries = QueryRows(
-                skip(queries.q, tiles.BLOCK_M),
-                skip(queries.do, tiles.BLOCK_M),
-                queries.lse_ptr + tiles.BLOCK_M,
-                queries.delta_ptr + tiles.BLOCK_M,
-            )
-    store(rows_of(dk, at, at.first), scaled(dk_total, softmax.scale, head), index, left, head)
-    store(rows_of(dv, at, at.first), dv_total, index, left, head)
-
-
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(4))
-def attention_bwd_dkdv_kernel(
-    # inputs
-    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride
-    statistics_ptr,  # [B, H, 2, N] f32, of attention_bwd_dq_kernel
-    seed_ptr,  # [1] int64, or None: no dropout
-    # outputs
-    dk_ptr, dv_ptr,  # [B, N, H, d] T by stride
-    # sizes; strides in UNITs of elements, the last dimension is contiguous
-    N, H,
-    stride_qb, stride_qn, stride_qh,
-    stride_kb, stride_kn, stride_kh,
-    stride_vb, stride_vn, stride_vh,
-    stride_dob, stride_don, stride_doh,
-    stride_dkb, stride_dkn, stride_dkh,
-    stride_dvb, stride_dvn, stride_dvh,
-    scale: tl.float32,  # > 0
-    dropout_p: tl.float32,
-    UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_N),). Tiles along the queries: LOOP is N > BLOCK_M."""
-    _dkdv(
-        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
-        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
-        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
-        Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
-        Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
-        Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
-        statistics_ptr,
-        place(N, H, BLOCK_N),
-        Softmax(scale, seed_ptr, dropout_p),
+        at,
+        of_head(at, at.head // GROUP, H // GROUP),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0),
     )

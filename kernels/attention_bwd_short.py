@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
-from fastvit.kernels.attention import NOT_SPECIALIZED, Softmax
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax
 from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, probabilities
 
 
@@ -23,10 +23,10 @@ def _key_tile(dq_total, queries, k, v, dk, dv, start, at, softmax, head, WIDTH: 
     s = dot(queries.q, keys, head)
     p = probabilities(s, queries.lse[:, None], index[None, :], left, softmax, True, keys[0].dtype)
     rows = tl.arange(0, s.shape[0])[:, None]
-    factor = dropout_factor(rows, (start + index)[None, :], at, softmax)
-    p_t = tl.trans((p * factor).to(keys[0].dtype))
+    dropped = dropout_factor(rows, (start + index)[None, :], at, softmax)
+    p_t = tl.trans((p * dropped).to(keys[0].dtype))
     dp = dot(queries.do, values, head)
-    ds = (p * (dp * factor - queries.delta[:, None])).to(keys[0].dtype)
+    ds = (p * (dp * dropped - queries.delta[:, None])).to(keys[0].dtype)
     dq_total = add_dot(dq_total, ds, keys, head)
     dv_tile = add_dot(zeros(WIDTH, head), p_t, queries.do, head)
     dk_tile = add_dot(zeros(WIDTH, head), tl.trans(ds), queries.q, head)
@@ -86,7 +86,7 @@ def attention_bwd_short_kernel(
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         lse_ptr,
         place(N, H, BLOCK_M),
-        Softmax(scale, seed_ptr, dropout_p),
+        Softmax(scale, Mask(None, 0, 0, 0), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M,
         BLOCK_N,

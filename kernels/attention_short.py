@@ -10,14 +10,14 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._tiles import Head, Tokens, load, place, rows_of, zeros
-from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Softmax, add_values, finish, scores
+from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Mask, Softmax, add_values, finish, scores
 
 
 @triton.jit
-def _chunk_scores(q, k, at, head, FIRST: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+def _chunk_scores(q, k, at, softmax, head, FIRST: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """-> [M, WIDTH] against the keys FIRST.., unscaled, and their maximum [M]"""
     keys = FIRST + tl.arange(0, WIDTH)
-    s = scores(q, load(k, keys, at.N, head, MASKED), keys, at.N, head, MASKED)
+    s = scores(q, load(k, keys, at.N, head, MASKED), keys, 0, at, softmax, head, MASKED)
     return s, tl.max(s, 1)
 
 
@@ -38,12 +38,12 @@ def _attend(
     """BLOCK_M rows of one head, all keys."""
     rows = load(rows_of(q, at, at.first), tl.arange(0, BLOCK_M), at.N - at.first, head, True)
     keys, values = rows_of(k, at, 0), rows_of(v, at, 0)
-    s0, m = _chunk_scores(rows, keys, at, head, 0, KEYS_0, KEYS_1 == 0)
+    s0, m = _chunk_scores(rows, keys, at, softmax, head, 0, KEYS_0, KEYS_1 == 0)
     if KEYS_1 > 0:
-        s1, m1 = _chunk_scores(rows, keys, at, head, KEYS_0, KEYS_1, KEYS_2 == 0)
+        s1, m1 = _chunk_scores(rows, keys, at, softmax, head, KEYS_0, KEYS_1, KEYS_2 == 0)
         m = tl.maximum(m, m1)
     if KEYS_2 > 0:
-        s2, m2 = _chunk_scores(rows, keys, at, head, KEYS_0 + KEYS_1, KEYS_2, True)
+        s2, m2 = _chunk_scores(rows, keys, at, softmax, head, KEYS_0 + KEYS_1, KEYS_2, True)
         m = tl.maximum(m, m2)
 
     scale2 = softmax.scale * LOG2E
@@ -84,7 +84,7 @@ def attention_short_fwd_kernel(
         Tokens(o_ptr, tl.cast(N, tl.int64) * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM, 1),
         lse_ptr,
         place(N, H, BLOCK_M),
-        Softmax(scale, seed_ptr, dropout_p),
+        Softmax(scale, Mask(None, 0, 0, 0), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M, KEYS_0, KEYS_1, KEYS_2,
     )  # fmt: skip

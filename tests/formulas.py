@@ -15,11 +15,18 @@ ACTIVATIONS = {
 GATED = {"swiglu": F.silu, "geglu": F.gelu}
 
 
-def attention(q, k, v, scale=None, mask=None):
+def attention(q, k, v, scale=None, mask=None, attn_mask=None):
     """mask: factors of the attention weights, (B, H, N, N)."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    p = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask.to(scores.dtype)
+    nowhere = (scores == -torch.inf).all(-1, keepdim=True)  # to look: zeros, as of F.scaled_dot_product_attention
+    p = torch.softmax(scores.masked_fill(nowhere, 0.0), -1).masked_fill(nowhere, 0.0)
     return ((p if mask is None else p * mask.to(p.dtype)) @ v).transpose(1, 2)
 
 

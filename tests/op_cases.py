@@ -46,6 +46,7 @@ SHAPES = {
     "layer_norm_mlp gated recompute": {"x": X, **RMS_NORM, **PAIRED, **RMS_INNER, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
     "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
+    "attention mask": {"q": ("B", "N", 2, 16), **dict.fromkeys("kv", ("B", "N", 1, 16)), "attn_mask": (2, "N", "N")},
     "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
     "rotary": {"x": ("B", "N", 2, 16), "sin": ("T", 16), "cos": ("T", 16)},
     "rotary_qkvpacked": {"qkv": ("B", "N", 3, 2, 16), "sin": ("B", 1, "T", 16), "cos": ("B", 1, "T", 16)},

@@ -83,12 +83,18 @@ def _layer_norm(draw, dtype):
 def _attention(draw, dtype):
     B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197, 300)), draw.randint(1, 3), draw.choice((16, 40, 64))
     seed, p = draw.choice(((None, 0.0), (torch.zeros(1, dtype=torch.int64), 0.1)))
-    q, k, v, do = (_tensor(draw, B, N, H, d, dtype=dtype) for _ in range(4))
-    o, lse = OPS.attention_fwd(q, k, v, seed, d**-0.5, p)
-    OPS.attention_bwd(do, q, k, v, o, lse, seed, d**-0.5, p)
+    q, do = (_tensor(draw, B, N, H, d, dtype=dtype) for _ in range(2))
+    k, v = (_tensor(draw, B, N, draw.choice((1, H)), d, dtype=dtype) for _ in range(2))
+    v = v if v.shape == k.shape else torch.zeros_like(k)
+    of = draw.choice((1, B)), draw.choice((1, H)), N, N
+    mask = _maybe(draw, _tensor(draw, *of, dtype=draw.choice((*DTYPES, torch.bool))))
+    o, lse = OPS.attention_fwd(q, k, v, mask, seed, d**-0.5, p)
+    OPS.attention_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
+    if mask is not None and mask.dtype is not torch.bool:
+        OPS.attention_mask_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
     qkv = _tensor(draw, B, N, 3, H, d, dtype=dtype)
-    o, lse = OPS.attention_qkvpacked_fwd(qkv, seed, 1.0, p)
-    OPS.attention_qkvpacked_bwd(do, qkv, o, lse, seed, 1.0, p)
+    o, lse = OPS.attention_qkvpacked_fwd(qkv, mask, seed, 1.0, p)
+    OPS.attention_qkvpacked_bwd(do, qkv, mask, o, lse, seed, 1.0, p)
 
 
 def _linear(draw, dtype):
@@ -236,7 +242,7 @@ def a_profiler_reads_names_flops_and_bytes():
                     outs = out if isinstance(out, tuple) else (out,)
                     torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
             attention = torch.zeros(3, 197, 12, 64, dtype=torch.bfloat16)
-            OPS.attention_fwd(attention, attention, attention, None, 0.125, 0.0)
+            OPS.attention_fwd(attention, attention, attention, None, None, 0.125, 0.0)
             x, w = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
             OPS.layer_norm_fwd(x, w, w, 1e-6, None)
             pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")

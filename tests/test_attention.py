@@ -81,7 +81,7 @@ def test_lse_and_output_of_the_registered_op(backend, device):
     """The same layout and meaning on both paths: (B, H, N) float32, natural logarithm."""
     for N in (9, 50):
         q, k, v = (t.detach() for t in separate(2, N, 3, 16, device=device).values())
-        o, lse = registered.attention_fwd(q, k, v, None, 0.3, 0.0)
+        o, lse = registered.attention_fwd(q, k, v, None, None, 0.3, 0.0)
         exact = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.3).logsumexp(-1)
         torch.testing.assert_close(lse, exact.float())
         assert o.is_contiguous()

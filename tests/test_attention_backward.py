@@ -52,11 +52,11 @@ def autograd(q, k, v, do, scale, mask, dtype):
 
 def fused(q, k, v, do, scale, seed=None, dropout_p=0.0):
     """dq, dk, dv of the kernels, behind the forward kernel."""
-    o, lse = launch_forward(q, k, v, seed, scale, dropout_p)
+    o, lse = launch_forward(q, k, v, None, seed, scale, dropout_p)
     B, N, H, d = q.shape
     frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
     packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)
-    launch_backward(do, q, k, v, o, lse, seed, scale, dropout_p, *packed.unbind(2))
+    launch_backward(do, q, k, v, None, o, lse, seed, scale, dropout_p, *packed.unbind(2))
     assert frame[:MARGIN].isnan().all(), "written before the gradients"
     assert frame[-MARGIN:].isnan().all(), "written behind the gradients"
     return packed.unbind(2)
@@ -178,7 +178,7 @@ def test_a_nan_query_stays_out_of_other_queries_gradients(kernels, device):
 
 def test_empty_batch_and_unsupported_dtype(device):
     empty = torch.empty(0, 5, 2, 16, device=device)
-    launch_backward(*(empty,) * 5, torch.empty(0, 2, 5, device=device), None, 1.0, 0.0, *(empty,) * 3)
+    launch_backward(*(empty,) * 4, None, empty, torch.empty(0, 2, 5, device=device), None, 1.0, 0.0, *(empty,) * 3)
     x = torch.zeros(1, 5, 2, 16, dtype=torch.float64, device=device)
     with pytest.raises(Unsupported, match="float64"):
-        launch_backward(*(x,) * 5, torch.zeros(1, 2, 5, device=device), None, 1.0, 0.0, *(x,) * 3)
+        launch_backward(*(x,) * 4, None, x, torch.zeros(1, 2, 5, device=device), None, 1.0, 0.0, *(x,) * 3)

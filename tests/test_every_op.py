@@ -285,6 +285,8 @@ def registered_calls(device):
     v, statistic, per_sample, half = x[0], x[:, :1], x[:2, 0], x.bfloat16()
     seed, pixels, normalize = torch.tensor([3], device=device), (image.detach() * 50).to(torch.uint8), x[:2, :3]
     heads, tables = qkv.bfloat16().unbind(2)[:2], (x[None, None, :3], x[None, None, 1:4])  # of one prefix token
+    bias = x[None, None, :12, :12]
+    mask = bias.detach() > 0.0
     dout = tokens[:, :8]  # of two prefix tokens and six patches
     return {
         "layer_norm_fwd": (x, v, v, 1e-6, None),
@@ -321,10 +323,13 @@ def registered_calls(device):
         "gated_act of tokens": (tokens, "gelu"),
         "gated_act_bwd": (x[:, :12], x, "silu"),
         "gated_dact": (x, x[:, :12], x, "gelu"),
-        "attention_fwd": (q, q, q, None, 0.2, 0.0),
-        "attention_bwd": (q, q, q, q, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
-        "attention_qkvpacked_fwd": (qkv, seed, 0.2, 0.3),
-        "attention_qkvpacked_bwd": (qkv[:, :, 0], qkv, qkv[:, :, 1], x[:2, :4].view(2, 1, 4), seed, 0.2, 0.3),
+        "attention_fwd": (q, q, q, None, None, 0.2, 0.0),
+        "attention_bwd": (q, q, q, q, None, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
+        "attention_fwd mask": (q, q[:, :, :1], q[:, :, :1], mask, None, 0.2, 0.0),
+        "attention_bwd mask": (q, q, q[:, :, :1], q[:, :, :1], mask, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
+        "attention_mask_bwd": (q, q, q, q, bias, q, x[:2, :12].view(1, 2, 12), seed, 0.2, 0.3),
+        "attention_qkvpacked_fwd": (qkv, None, seed, 0.2, 0.3),
+        "attention_qkvpacked_bwd": (qkv[:, :, 0], qkv, None, qkv[:, :, 1], x[:2, :4].view(2, 1, 4), seed, 0.2, 0.3),
         "rotary": (tokens.unflatten(-1, (1, 24)), x[None, None, :11], x[None, None, :11], 1, True, False),
         "rotary transposed": (q, x.view(1, 2, 12, 24), x.view(1, 2, 12, 24), 2, False, True),
         "rotary of a part": (qkv.flatten(2, 3).bfloat16(), x[None, None, :3], x[None, None, :3], 2, False, False),

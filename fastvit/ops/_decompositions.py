@@ -80,11 +80,17 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
+    if k.shape[2] != q.shape[2]:
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    lse = (q.to(stat_dtype(q)) @ k.to(stat_dtype(q)).transpose(2, 3) * scale).logsumexp(-1)
-    return F.scaled_dot_product_attention(q, k, v, None, dropout_p, scale=scale).transpose(1, 2).contiguous(), lse
+    scores = q.to(stat_dtype(q)) @ k.to(stat_dtype(q)).transpose(2, 3) * scale
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype is torch.bool else scores + mask
+        mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
+    o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+    return o.transpose(1, 2).contiguous(), scores.logsumexp(-1)
 
 
 def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastvit.ops import _decompositions
@@ -23,8 +24,9 @@ from fastvit.ops.dropout import draw_seeds
 
 # ---- registered ops: one pair for three tensors, one for the packed tensor ----
 #
-# Tokens come before heads, (B, N, H, d), as the QKV projection writes them. `lse` is (B, H, N), natural logarithm,
-# float32 (float64 for float64 input), on both paths.
+# Tokens come before heads, (B, N, H, d), as the QKV projection writes them; k and v may have fewer heads. `mask` is
+# (B or 1, H or 1, N or 1, N). `lse` is (B, H, N), natural logarithm, float32 (float64 for float64 input), on both
+# paths; where a query may look at no key, what makes exp(-inf - lse) zero.
 
 
 def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -46,26 +48,34 @@ def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
 
 
 attention_fwd = register(
-    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
+    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
+    " -> (Tensor o, Tensor lse)",
     aten=aten.attention_fwd, launch="attention", fake=_fwd_fake, flops=_fwd_flops,
     decomposition=_decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
-    "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor? seed, float scale,"
-    " float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"
+    " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
     aten=aten.attention_bwd, launch="attention", fake=_bwd_fake, flops=_bwd_flops,
 )  # fmt: skip
 attention_qkvpacked_fwd = register(
-    "attention_qkvpacked_fwd(Tensor qkv, Tensor? seed, float scale, float dropout_p) -> (Tensor o, Tensor lse)",
+    "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
+    " -> (Tensor o, Tensor lse)",
     aten=aten.attention_qkvpacked_fwd, launch="attention", fake=lambda qkv, *_: _fwd_fake(qkv.select(2, 0)),
     flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
     decomposition=_decompositions.attention_qkvpacked_fwd,
 )  # fmt: skip
 attention_qkvpacked_bwd = register(
-    "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor o, Tensor lse, Tensor? seed, float scale, float dropout_p)"
-    " -> Tensor",
+    "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor? mask, Tensor o, Tensor lse, Tensor? seed, float scale,"
+    " float dropout_p) -> Tensor",
     aten=aten.attention_qkvpacked_bwd, launch="attention", fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
     flops=_bwd_flops,
+)  # fmt: skip
+attention_mask_bwd = register(
+    "attention_mask_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
+    " float scale, float dropout_p) -> Tensor",  # of a float mask with as many rows as there are queries
+    aten=aten.attention_mask_bwd, launch="attention", fake=lambda do, q, k, v, mask, *_: mask.new_empty(mask.shape),
+    flops=_fwd_flops,
 )  # fmt: skip
 
 
@@ -73,7 +83,7 @@ attention_qkvpacked_bwd = register(
 
 
 class _Attention(FusedFunction):
-    """Inputs: q, k and v, or the packed qkv; then seed, scale, dropout_p."""
+    """Inputs: q, k and v, or the packed qkv; then mask, seed, scale, dropout_p."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
@@ -89,9 +99,10 @@ class _Attention(FusedFunction):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if do is None:
-            return (None,) * 6
+            return (None,) * 7
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        return *differentiable_once("attention", attention_bwd, *arguments), None, None, None
+        dmask = _mask_gradient(*arguments) if ctx.needs_input_grad[3] else None
+        return *differentiable_once("attention", attention_bwd, *arguments), dmask, None, None, None
 
 
 class _AttentionQkvPacked(_Attention):
@@ -102,9 +113,16 @@ class _AttentionQkvPacked(_Attention):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if do is None:
-            return (None,) * 4
+            return (None,) * 5
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        return differentiable_once("attention_qkvpacked", attention_qkvpacked_bwd, *arguments), None, None, None
+        dmask = _mask_gradient(do, *arguments[1].unbind(2), *arguments[2:]) if ctx.needs_input_grad[1] else None
+        return differentiable_once("attention_qkvpacked", attention_qkvpacked_bwd, *arguments), dmask, None, None, None
+
+
+def _mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+    rows = mask.expand(-1, -1, q.shape[1], -1)
+    dmask = differentiable_once("attention", attention_mask_bwd, do, q, k, v, rows, *rest)
+    return dmask if mask.shape[2] > 1 or q.shape[1] == 1 else dmask.sum(2, keepdim=True)
 
 
 # ---- public functions ----
@@ -123,19 +141,53 @@ def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float
     return float(scale)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
-    """dropout(softmax(scale * q k^T)) v per batch and head, non-causal, in O(N) memory (Dao et al. 2022).
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Of k and v that are not of q's shape."""
+    B, N, H, d = q.shape
+    heads = k.shape[2] if k.dim() == 4 else 0
+    if k.shape != (B, N, heads, d) or heads == 0 or H % heads:
+        raise ValueError(f"k must have q's shape {tuple(q.shape)}, or a divisor of its heads, got {tuple(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+
+
+def checked_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int) -> Tensor:
+    """-> mask, broadcast to (B or 1, H or 1, N or 1, N)"""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None, got {type(mask).__name__}")
+    if mask.dtype is not torch.bool:
+        check_float("attn_mask", mask)
+    if mask.device != x.device:
+        raise ValueError(f"attn_mask must be on {x_name}'s device {x.device}, got {mask.device}")
+    full = batch, heads, tokens, tokens
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(shape) != 4 or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+        raise ValueError(f"attn_mask must be broadcastable to (B, H, N, N) = {full}, got {tuple(mask.shape)}")
+    return mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, tokens)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """dropout(softmax(scale * q k^T + attn_mask)) v per batch and head, non-causal, in O(N) memory but for the mask
+    (Dao et al. 2022).
 
     Args:
-        q, k, v: (B, N, H, d) each, one dtype: float32, float16, bfloat16 or float64; any strides, read in place if the
-            last dimension is contiguous. d is a multiple of 8 from 16 to 256.
+        q: (B, N, H, d); float32, float16, bfloat16 or float64; any strides, read in place if the last dimension is
+            contiguous. d is a multiple of 8 from 16 to 256.
+        k, v: (B, N, H, d), as q, or with fewer heads, of which each serves H / heads neighbouring heads of q (Ainslie
+            et al. 2023, arXiv:2305.13245).
+        attn_mask: broadcastable to (B, H, N, N), or None: bool, True where a query may look at a key, or what is added
+            to the scaled scores, of any floating dtype, which then may want a gradient. Read in place, and never
+            expanded. What it makes less than -1e30 counts as masked; a query without any key gives zeros.
         scale: of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The mask follows torch.manual_seed, is not
             stored, and is drawn again in the backward pass; the Triton and the ATen path draw different ones.
 
     Returns:
-        (B, N, H, d), contiguous, q's dtype; under autocast its dtype. float64, and dropout on the CPU, need O(N^2)
-        memory. A NaN in one row of q makes that row NaN and no other.
+        (B, N, H, d), contiguous, q's dtype; under autocast its dtype. float64, dropout on the CPU, and there the
+        gradient of attn_mask, need O(N^2) memory. A NaN in one row of q makes that row NaN and no other.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
@@ -146,23 +198,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, dr
         raise ValueError(f"q must have shape (B, N, H, d), got {tuple(q.shape)}")
     for name, t in (("k", k), ("v", v)):
         check_like("q", q, (name, t, None, ""), dtype=cast is None)
-        if t.shape != q.shape:
-            raise ValueError(f"{name} must have q's shape {tuple(q.shape)}, got {tuple(t.shape)}")
+    if k.shape != q.shape or v.shape != q.shape:
+        _check_heads(q, k, v)
     scale = checked_scale(q.shape[3], scale, dropout_p)
+    if attn_mask is not None:
+        attn_mask = checked_mask(attn_mask, "q", q, q.shape[0], q.shape[1], q.shape[2])
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
-    if needs_autograd("attention", q, k, v):
-        return _Attention.apply(*repeats_as_views(q, k, v), seed, scale, dropout_p)[0]
-    return attention_fwd(q, k, v, seed, scale, dropout_p)[0]
+    if needs_autograd("attention", q, k, v, attn_mask):
+        return _Attention.apply(*repeats_as_views(q, k, v), attn_mask, seed, scale, dropout_p)[0]
+    return attention_fwd(q, k, v, attn_mask, seed, scale, dropout_p)[0]
 
 
-def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+def attention_qkvpacked(
+    qkv: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0
+) -> Tensor:
     """`attention` of q, k, v = qkv.unbind(2), read in place; the gradient is one packed tensor.
 
     Args:
         qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `attention`.
-        scale, dropout_p: as in `attention`.
+        attn_mask, scale, dropout_p: as in `attention`.
 
     Returns:
         (B, N, H, d), contiguous, as `attention`; view it as (B, N, H * d) for the output projection.
@@ -174,10 +230,12 @@ def attention_qkvpacked(qkv: Tensor, *, scale: float | None = None, dropout_p: f
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
     scale = checked_scale(qkv.shape[4], scale, dropout_p)
+    if attn_mask is not None:
+        attn_mask = checked_mask(attn_mask, "qkv", qkv, qkv.shape[0], qkv.shape[1], qkv.shape[3])
     cast = autocast_dtype(qkv)
     if cast is not None:
         qkv = qkv.to(cast)
     seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
-    if needs_autograd("attention_qkvpacked", qkv):
-        return _AttentionQkvPacked.apply(qkv, seed, scale, dropout_p)[0]
-    return attention_qkvpacked_fwd(qkv, seed, scale, dropout_p)[0]
+    if needs_autograd("attention_qkvpacked", qkv, attn_mask):
+        return _AttentionQkvPacked.apply(qkv, attn_mask, seed, scale, dropout_p)[0]
+    return attention_qkvpacked_fwd(qkv, attn_mask, seed, scale, dropout_p)[0]

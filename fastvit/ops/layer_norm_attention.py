@@ -69,7 +69,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     if of_qk[0] is not None:
         dqkv, dqk = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o)
     else:
-        dqkv = attention_qkvpacked_bwd(do, qkv, *attention)
+        dqkv = attention_qkvpacked_bwd(do, qkv, None, *attention)
     del do, qkv, attended, attention
     if sin is not None and of_qk[0] is None:
         heads, backend = dqkv.flatten(2, 3), choose_backend(dqkv, sin, cos)
@@ -93,7 +93,7 @@ def _backward_of_normed(
     # where nothing could tell, both ops write into the packed gradient, the second in the place of what it reads
     packed = None if backend == "dispatcher" else empty_like(qkv)
     out: Any = () if packed is None else packed.unbind(2)
-    dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
+    dq, dk, dv = attention_bwd(do, *normed, v, None, *attention, *out, backend=backend)
     del normed
     options = o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved
     arguments = dq, dk, q, k, q_weight, k_weight, sin, cos, *options, *out[:2]
@@ -133,14 +133,14 @@ class _LayerNormAttention(FusedFunction):
         if q_weight is not None:  # not in place: the backward pass reads q and k as they are here
             q, k, v = qkv.unbind(2)
             q, k = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
-            attended, lse = attention_fwd(q, k, v, *attention, backend=backend)
+            attended, lse = attention_fwd(q, k, v, None, *attention, backend=backend)
             del q, k
         else:
             if sin is not None:
                 heads = qkv.flatten(2, 3)
                 rotary = heads, sin, cos, 2 * o.heads[1], o.interleaved, False, *in_place(heads, backend)
                 qkv = rotary_op(*rotary, backend=backend).view(qkv.shape)
-            attended, lse = attention_qkvpacked_fwd(qkv, *attention, backend=backend)
+            attended, lse = attention_qkvpacked_fwd(qkv, None, *attention, backend=backend)
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         rows = attended.view(B, N, proj_weight.shape[1])
         of_scale_norm: list[Tensor] = []

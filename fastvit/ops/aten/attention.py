@@ -20,23 +20,36 @@ _VECTOR = 16
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seed, scale, dropout_p)
+    if k.shape != q.shape:
+        k, v = _for_all_heads(k, q), _for_all_heads(v, q)
+    return _forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, seed, scale, dropout_p)
 
 
-def attention_qkvpacked_fwd(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
+def attention_qkvpacked_fwd(
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-    return _forward(q, k, v, seed, scale, dropout_p)
+    return _forward(q, k, v, mask, seed, scale, dropout_p)
 
 
 def attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, *out: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, *out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """out: where the three gradients are written instead of room of their own."""
     gradients: Any = out or tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)])
-    _backward(do, q, k, v, o, lse, seed, scale, dropout_p, *gradients)
+    if k.shape == q.shape:
+        _backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients)
+        return gradients
+    dq, *of_keys = gradients
+    dk, dv = torch.empty_like(q), torch.empty_like(q)
+    k, v = _for_all_heads(k, q), _for_all_heads(v, q)
+    _backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, dq, dk, dv)
+    for out_of_keys, gradient in zip(of_keys, (dk, dv), strict=True):
+        shared = gradient.unflatten(2, (out_of_keys.shape[2], -1))
+        out_of_keys.copy_(shared.sum(3, dtype=stat_dtype(q)))
     return gradients
 
 
@@ -47,6 +60,25 @@ def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return dqkv
 
 
+def attention_mask_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    k, v = _for_all_heads(k, q), _for_all_heads(v, q)
+    dmask = torch.zeros(mask.shape, dtype=lse.dtype, device=mask.device)
+    for chunk, drop in _chunks(lse, seed, dropout_p):
+        p, dp, *_ = _probabilities(do, q, k, v, mask, lse, scale, chunk)
+        ds = dp.mul_(1.0 if drop is None else drop).sub_(_delta(do, o, chunk)).mul_(p)
+        of_mask = dmask[chunk if mask.shape[0] > 1 else slice(None)]
+        of_mask += ds.sum_to_size(of_mask.shape)
+    return dmask.to(mask.dtype)
+
+
+def _for_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    """k or v (B, N, heads, d), repeated for all heads of q that share one."""
+    return x if x.shape[2] == q.shape[2] else x.repeat_interleave(q.shape[2] // x.shape[2], 2)
+
+
 def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch's CPU flash kernel takes these inputs; it reads by stride but wants unit stride within a head."""
     if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
@@ -54,20 +86,30 @@ def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.stride(3) == k.stride(3) == v.stride(3) == 1
 
 
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to the scores."""
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """q, k, v (B, H, N, d) -> o (B, N, H, d), lse"""
     B, H, N, d = q.shape
     if N >= _VECTOR and _has_flash(seed, q, k, v):
-        o, lse = flash_attention(q, k, v, scale=scale)
+        added = None if mask is None else _added(mask, stat_dtype(q))
+        o, lse = flash_attention(q, k, v, attn_mask=added, scale=scale)
         return o.transpose(1, 2).contiguous(), lse.contiguous()
     o = q.new_empty((B, N, H, d))
     lse = q.new_empty((B, H, N), dtype=stat_dtype(q))
     for chunk, drop in _chunks(lse, seed, dropout_p):
         qc, kc, vc = (t[chunk].to(lse.dtype) for t in (q, k, v))
-        scores = (qc @ kc.transpose(2, 3)).mul_(scale)
-        lse[chunk] = torch.logsumexp(scores, -1)
+        scores = _scores(qc, kc, mask, scale, chunk)
+        found = torch.logsumexp(scores, -1)
+        # where a query may look at no key: exp(scores - inf) = 0
+        lse[chunk] = found if mask is None else found.masked_fill_(found == -torch.inf, torch.inf)
         p = scores.sub_(lse[chunk][..., None]).exp_()
         if drop is not None:
             p *= drop
@@ -75,33 +117,57 @@ def _forward(
     return o, lse
 
 
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, chunk: slice) -> Tensor:
+    scores = (q @ k.transpose(2, 3)).mul_(scale)
+    if mask is None:
+        return scores
+    mask = mask[chunk] if mask.shape[0] > 1 else mask
+    return scores.masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else scores.add_(mask)
+
+
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv (B, N, H, d), which may be views of one packed buffer."""
-    if q.shape[1] == 1 and seed is None:  # softmax over one key is constant: its gradient has no rounding errors
+    if q.shape[1] == 1 and seed is None and mask is None:
+        # softmax over one key is constant: its gradient has no rounding errors
         dq.zero_()
         dk.zero_()
         dv.copy_(do)
         return
     if _has_flash(seed, q, k, v) and do.stride(3) == 1:
-        found = flash_attention_backward(*(t.transpose(1, 2) for t in (do, q, k, v, o)), lse, 0.0, False, scale=scale)
+        tensors = (t.transpose(1, 2) for t in (do, q, k, v, o))
+        added = None if mask is None else _added(mask, stat_dtype(q))
+        found = flash_attention_backward(*tensors, lse, 0.0, False, attn_mask=added, scale=scale)
         for out, gradient in zip((dq, dk, dv), found, strict=True):
             out.copy_(gradient.transpose(1, 2))
         return
     for chunk, drop in _chunks(lse, seed, dropout_p):
-        qc, kc, vc, doc, oc = (t[chunk].transpose(1, 2).to(lse.dtype) for t in (q, k, v, do, o))
-        p = (qc @ kc.transpose(2, 3)).mul_(scale).sub_(lse[chunk][..., None]).exp_()
-        dp = doc @ vc.transpose(2, 3)
+        p, dp, doc, qc, kc = _probabilities(do, q, k, v, mask, lse, scale, chunk)
         dropped = p
         if drop is not None:
             dp *= drop
             dropped = p * drop
         dv[chunk] = (dropped.transpose(2, 3) @ doc).transpose(1, 2)
-        ds = dp.sub_((doc * oc).sum(-1, keepdim=True)).mul_(p).mul_(scale)
+        ds = dp.sub_(_delta(do, o, chunk)).mul_(p).mul_(scale)
         dq[chunk] = (ds @ kc).transpose(1, 2)
         dk[chunk] = (ds.transpose(2, 3) @ qc).transpose(1, 2)
+
+
+def _probabilities(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor, scale: float, chunk: slice
+) -> tuple[Tensor, ...]:
+    """P and dO V^T of a part of the batch, (b, H, N, N); its dO, q and k, (b, H, N, d)."""
+    qc, kc, vc, doc = (t[chunk].transpose(1, 2).to(lse.dtype) for t in (q, k, v, do))
+    p = _scores(qc, kc, mask, scale, chunk).sub_(lse[chunk][..., None]).exp_()
+    return p, doc @ vc.transpose(2, 3), doc, qc, kc
+
+
+def _delta(do: Tensor, o: Tensor, chunk: slice) -> Tensor:
+    """rowsum(dO * O) (b, H, N, 1) of a part of the batch."""
+    doc, oc = (t[chunk].transpose(1, 2).to(stat_dtype(o)) for t in (do, o))
+    return (doc * oc).sum(-1, keepdim=True)
 
 
 def _chunks(lse: Tensor, seed: Tensor | None, dropout_p: float) -> Iterator[tuple[slice, Tensor | None]]:

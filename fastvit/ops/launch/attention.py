@@ -12,7 +12,9 @@ from torch import Tensor
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.kernels._configs import register_limit
 from fastvit.kernels.attention import attention_fwd_kernel
-from fastvit.kernels.attention_bwd import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel
+from fastvit.kernels.attention_bwd import attention_bwd_dq_kernel
+from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
+from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops import _library
@@ -21,33 +23,37 @@ from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NO_MASK: tuple[Any, tuple[int, int, int]] = (None, (0, 0, 0))  # as `_readable_mask` has one
 MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """q, k, v (B, N, H, d), one of float32, bfloat16, float16, by stride; seed int64 [1], or None without dropout.
+    """q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32, bfloat16, float16, by stride;
+    mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed int64 [1], or None without dropout.
 
     -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm. Raises `Unsupported`.
     """
-    o, lse, call = _forward(q, k, v, seed, scale, dropout_p)
+    o, lse, call = _forward(q, k, v, mask, seed, scale, dropout_p)
     if call is not None:
         launch(*call)
     return o, lse
 
 
-def attention_qkvpacked_fwd(qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float) -> tuple[Tensor, Tensor]:
+def attention_qkvpacked_fwd(
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
     """The same for qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
-    o, lse, call = _forward(q, k, v, seed, scale, dropout_p)
+    o, lse, call = _forward(q, k, v, mask, seed, scale, dropout_p)
     if call is not None:
         launch(*call)
     return o, lse
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor, Call | None]:
     """Room for o and LSE, and the launch that fills it, if there is anything to fill."""
     _check(q, scale)
@@ -58,19 +64,24 @@ def _forward(
         return o, lse, None
     q, k, v = readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, q.stride(), k.stride(), v.stride())
-    short, rows, constants = _forward_plan(_workload(q, seed, unit))
-    kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
-    numbers = N, H, *strides, scale, dropout_p
-    return o, lse, (kernel, B * H * cdiv(N, rows), (q, k, v, seed, o, lse), numbers, constants)
+    mask, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
+    short, rows, constants = _forward_plan(_workload(q, k, mask, seed, unit))
+    programs = B * H * cdiv(N, rows)
+    numbers: tuple[float, ...] = (scale, dropout_p)
+    if short:
+        numbers = N, H, *strides, *numbers
+        return o, lse, (attention_short_fwd_kernel, programs, (q, k, v, seed, o, lse), numbers, constants)
+    numbers = N, H, *strides, *of_mask, *numbers
+    return o, lse, (attention_fwd_kernel, programs, (q, k, v, mask, seed, o, lse), numbers, constants)
 
 
 def attention_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, *out: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, *out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """out: where the three gradients are written, by stride, instead of room of their own."""
     gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
-    launch_backward(do, q, k, v, o, lse, seed, scale, dropout_p, *gradients)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients)
     return gradients
 
 
@@ -82,40 +93,64 @@ def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
 
 
 def launch_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Writes the gradients of attention's inputs into dq, dk, dv.
 
-    do, q, k, v, o, dq, dk, dv: (B, N, H, d), one of float32, bfloat16, float16, read and written by stride; the last
-    dimension of all but do must be contiguous. lse: (B, H, N) float32, natural logarithm, contiguous. seed: int64 [1],
-    the forward's, or None without dropout. Raises `Unsupported` for another dtype.
+    do, q, k, v, o, dq, dk, dv: (B, N, H, d), k, v, dk and dv with as many heads or a divisor of that, one of float32,
+    bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
+    float32, contiguous. mask, seed, lse: the forward's. Raises `Unsupported` for another dtype.
     """
     _check(q, scale)
     if q.numel() == 0:
         return
     B, N, H, _ = q.shape
-    if N == 1 and seed is None:  # softmax over one key is constant: no gradient, not even one of rounding errors
+    if N == 1 and seed is None and mask is None and q.shape == k.shape:
+        # softmax over one key is constant: no gradient, not even one of rounding errors
         dq.zero_()
         dk.zero_()
         dv.copy_(do)
         return
     do, q, k, v = readable(do), readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
-    workload = _workload(q, seed, unit)
+    mask, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
+    workload = _workload(q, k, mask, seed, unit)
     numbers: Any = (scale, dropout_p)
     if constants := _backward_short_plan(workload):
         tensors: Any = (q, k, v, o, do, lse, seed, dq, dk, dv)
         launch(attention_bwd_short_kernel, B * H, tensors, (N, H, *strides, *numbers), constants)
         return
     statistics = q.new_empty((B, H, 2, N), dtype=torch.float32)
+    numbers = *of_mask, *numbers
     rows, constants = _backward_plan("dq", workload)
-    tensors = (q, k, v, o, do, lse, seed, dq, statistics)
+    tensors = (q, k, v, o, do, lse, mask, seed, dq, statistics)
     launch(attention_bwd_dq_kernel, B * H * cdiv(N, rows), tensors, (N, H, *strides[:18], *numbers), constants)
     rows, constants = _backward_plan("dkdv", workload)
-    tensors = (q, k, v, do, statistics, seed, dk, dv)
+    tensors = (q, k, v, do, statistics, mask, seed, dk, dv)
     numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *numbers
-    launch(attention_bwd_dkdv_kernel, B * H * cdiv(N, rows), tensors, numbers, constants)
+    launch(attention_bwd_dkdv_kernel, B * k.shape[2] * cdiv(N, rows), tensors, numbers, constants)
+
+
+def attention_mask_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """-> the gradient of a float mask of as many rows as there are queries, contiguous"""
+    _check(q, scale)
+    B, N, H, _ = q.shape
+    dmask = mask.new_empty(mask.shape)
+    if q.numel() == 0:
+        return dmask.zero_()
+    do, q, k, v = readable(do), readable(q), readable(k), readable(v)
+    unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do)])
+    samples, mask_heads = B // mask.shape[0], mask.shape[1]
+    mask, of_mask = _readable_mask(mask)
+    rows, columns, constants = _mask_plan(_workload(q, k, mask, seed, unit))
+    programs = dmask.shape[0] * mask_heads * cdiv(N, rows) * cdiv(N, columns)
+    numbers = N, H, samples, mask_heads, *strides, *of_mask, scale, dropout_p
+    launch(attention_bwd_mask_kernel, programs, (q, k, v, o, do, lse, mask, seed, dmask), numbers, constants)
+    return dmask
 
 
 def _check(q: Tensor, scale: float) -> None:
@@ -132,6 +167,15 @@ def readable(x: Tensor) -> Tensor:
     return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
 
 
+def _readable_mask(mask: Tensor) -> tuple[Any, tuple[int, int, int]]:
+    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, and its strides of batch, token and head; 0 where it is
+    broadcast."""
+    if mask.stride(3) != 1:
+        mask = mask.contiguous()
+    batch, head, token = [0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3)]
+    return mask, (batch, token, head)
+
+
 @functools.lru_cache(4096)
 def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
     """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units), for tensors of one shape. The
@@ -142,13 +186,15 @@ def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tu
     return unit, tuple(s // unit for s in elements)
 
 
-# N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, unit of the strides
-Workload = tuple[int, int, int, bool, str, str, int]
+# N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, unit of the strides, how many
+# heads share keys, whether there is a mask
+Workload = tuple[int, int, int, bool, str, str, int, int, bool]
 
 
-def _workload(q: Tensor, seed: Tensor | None, unit: int) -> Workload:
-    _, N, _, d = q.shape
-    return N, d, q.element_size(), seed is not None, _library.arch(q), dot_precision(q), unit
+def _workload(q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, unit: int) -> Workload:
+    _, N, H, d = q.shape
+    precision, group = dot_precision(q), H // k.shape[2]
+    return N, d, q.element_size(), seed is not None, _library.arch(q), precision, unit, group, mask is not None
 
 
 @_tuned.cached
@@ -160,7 +206,7 @@ def _forward_plan(workload: Workload) -> tuple[bool, int, Constants]:
         tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
         return True, config.block_m, constants | tiles
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
-    return False, config.block_m, constants | tiles
+    return False, config.block_m, {"GROUP": workload[7]} | constants | tiles
 
 
 @_tuned.cached
@@ -178,14 +224,21 @@ def _backward_plan(of: str, workload: Workload) -> tuple[int, Constants]:
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": config.tail}
     return (
         config.block_m if of == "dq" else config.block_n,
-        constants | tiles | register_limit(config.max_registers),
+        {"GROUP": workload[7]} | constants | tiles | register_limit(config.max_registers),
     )
+
+
+@_tuned.cached
+def _mask_plan(workload: Workload) -> tuple[int, int, Constants]:
+    """The tile of the gradient that a program owns, and the constants."""
+    config, constants = _configured(_attention_configs.attention_bwd_mask, workload)
+    return config.block_m, config.block_n, {"GROUP": workload[7]} | constants | {"BLOCK_N": config.block_n}
 
 
 def _configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
     """A config, and the constants that all kernels have; of no config none."""
-    n, d, itemsize, has_dropout, arch, precision, unit = workload
-    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32")
+    n, d, itemsize, has_dropout, arch, precision, unit, group, has_mask = workload
+    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32", group > 1 or has_mask)
     if config is None:
         return None, {}
     D0, D1 = config.parts

@@ -1,0 +1,147 @@
+"""Backward of softmax attention, dK and dV: the equations and conventions of attention_bwd.py.
+
+A program owns keys and loops over query tiles with the scores transposed, so that P~^T and dS^T are already where the
+tensor cores want them. Heads of queries that share keys are gone through one after the other: no atomics.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels import _cost
+from fastvit.kernels._tiles import (
+    Head,
+    Rows,
+    Tokens,
+    add_dot,
+    dot,
+    load,
+    of_head,
+    place,
+    rows_of,
+    scaled,
+    skip,
+    store,
+    zeros,
+)
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, masked
+from fastvit.kernels.attention_bwd import dropout_factor, probabilities
+
+
+class QueryRows(NamedTuple):
+    """Where a tile of queries lies; lse_ptr and delta_ptr: of its first row."""
+
+    q: Rows
+    do: Rows
+    lse_ptr: tl.tensor
+    delta_ptr: tl.tensor
+
+
+@triton.jit
+def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """dK + dS^T Q and dV + P~^T dO for WIDTH queries from index `start`. Keys beyond N need no mask: each has its own
+    row of dK and dV, which is not stored."""
+    index = tl.arange(0, WIDTH)
+    left = at.N - start
+    q, do = load(queries.q, index, left, head, MASKED), load(queries.do, index, left, head, MASKED)
+    if MASKED:
+        lse = tl.load(queries.lse_ptr + index, mask=index < left, other=float("inf"))
+        delta = tl.load(queries.delta_ptr + index, mask=index < left, other=0.0)
+    else:
+        lse = tl.load(queries.lse_ptr + index)
+        delta = tl.load(queries.delta_ptr + index)
+    s = dot(k, q, head)  # [keys, queries]
+    keys = (at.first + tl.arange(0, s.shape[0]))[:, None]
+    s = masked(s, softmax, (start + index)[None, :], keys, at)
+    p = probabilities(s, lse[None, :], keys, at.N, softmax, False, q[0].dtype)
+    dp = dot(v, do, head)
+    dropped = dropout_factor((start + index)[None, :], keys, at, softmax)
+    dv = add_dot(dv, (p * dropped).to(do[0].dtype), do, head)
+    ds = p * (dp * dropped - delta[None, :])
+    return add_dot(dk, ds.to(q[0].dtype), q, head), dv
+
+
+@triton.jit
+def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles):
+    """dK and dV with those of all queries of one head added."""
+    lse_ptr = statistics_ptr + at.plane.to(tl.int64) * (2 * at.N)
+    full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
+    queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, lse_ptr + at.N + full)
+    dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, True)
+    if tiles.LOOP:
+        tl.assume(full > 0)
+        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, lse_ptr + at.N)
+        for start in range(0, full, tiles.BLOCK_M):
+            dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, False)
+            queries = QueryRows(
+                skip(queries.q, tiles.BLOCK_M),
+                skip(queries.do, tiles.BLOCK_M),
+                queries.lse_ptr + tiles.BLOCK_M,
+                queries.delta_ptr + tiles.BLOCK_M,
+            )
+    return dk, dv
+
+
+@triton.jit
+def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROUP: tl.constexpr):
+    """dK and dV of BLOCK_N keys, which GROUP of H heads of queries share."""
+    index = tl.arange(0, tiles.BLOCK_N)
+    left = at.N - at.first
+    keys = load(rows_of(k, at, at.first), index, left, head, True)
+    values = load(rows_of(v, at, at.first), index, left, head, True)
+    dk_total, dv_total = zeros(tiles.BLOCK_N, head), zeros(tiles.BLOCK_N, head)
+    if GROUP == 1:
+        dk_total, dv_total = _add_queries(
+            dk_total, dv_total, keys, values, q, do, statistics_ptr, at, softmax, head, tiles
+        )
+    else:
+        for i in range(GROUP):
+            of_q = of_head(at, at.head * GROUP + i, H)
+            dk_total, dv_total = _add_queries(
+                dk_total, dv_total, keys, values, q, do, statistics_ptr, of_q, softmax, head, tiles
+            )
+    store(rows_of(dk, at, at.first), scaled(dk_total, softmax.scale, head), index, left, head)
+    store(rows_of(dv, at, at.first), dv_total, index, left, head)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(4))
+def attention_bwd_dkdv_kernel(
+    # inputs
+    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    statistics_ptr,  # [B, H, 2, N] f32, of attention_bwd_dq_kernel
+    mask_ptr,  # [B, H, N, N] bool or float by stride, or None
+    seed_ptr,  # [1] int64, or None: no dropout
+    # outputs
+    dk_ptr, dv_ptr,  # [B, N, H / GROUP, d] T by stride
+    # sizes; strides in UNITs of elements, the last dimension is contiguous
+    N, H,
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_dob, stride_don, stride_doh,
+    stride_dkb, stride_dkn, stride_dkh,
+    stride_dvb, stride_dvn, stride_dvh,
+    stride_maskb, stride_maskn, stride_maskh,  # in elements
+    scale: tl.float32,  # > 0
+    dropout_p: tl.float32,
+    UNIT: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * H / GROUP * cdiv(N, BLOCK_N),). Tiles along the queries: LOOP is N > BLOCK_M."""
+    _dkdv(
+        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+        Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+        Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
+        Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
+        statistics_ptr,
+        place(N, H // GROUP, BLOCK_N),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0),
+        H,
+        GROUP,
+    )

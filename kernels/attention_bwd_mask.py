@@ -1,0 +1,80 @@
+"""Backward of softmax attention, the gradient of a mask that is added to the scores: dS, summed over the samples and
+the heads that share it. The equations and conventions are those of attention_bwd.py.
+
+A program owns a tile of the gradient and goes through the samples and heads that it belongs to in their order: no
+atomics, and no dS in memory but the sum.
+"""
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels import _cost
+from fastvit.kernels._tiles import Head, Place, Tokens, dot, load, of_head, rows_of
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, masked
+from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, probabilities
+
+
+@triton.jit
+def _ds(x, lse_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys are of the head of at_keys."""
+    queries = load_queries(x, lse_ptr, at, head, BLOCK_M)
+    index = tl.arange(0, BLOCK_N)
+    left = at.N - first
+    k = load(rows_of(x.k, at_keys, first), index, left, head, True)
+    v = load(rows_of(x.v, at_keys, first), index, left, head, True)
+    rows, keys = (at.first + tl.arange(0, BLOCK_M))[:, None], (first + index)[None, :]
+    s = masked(dot(queries.q, k, head), softmax, rows, keys, at)
+    p = probabilities(s, queries.lse[:, None], keys, at.N, softmax, True, k[0].dtype)
+    dropped = dropout_factor(rows, keys, at, softmax)
+    return p * (dot(queries.do, v, head) * dropped - queries.delta[:, None])
+
+
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "samples", "mask_heads"], launch_metadata=_cost.of_attention(2))
+def attention_bwd_mask_kernel(
+    # inputs
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    lse_ptr,  # [B, H, N] f32
+    mask_ptr,  # [B, H, N, N] float by stride
+    seed_ptr,  # [1] int64, or None: no dropout
+    # output
+    dmask_ptr,  # [mask_batch, mask_heads, N, N]
+    # sizes: `samples` share a mask, B or 1; mask_heads is H or 1
+    N, H, samples, mask_heads,
+    # strides in UNITs of elements, the last dimension is contiguous
+    stride_qb, stride_qn, stride_qh,
+    stride_kb, stride_kn, stride_kh,
+    stride_vb, stride_vn, stride_vh,
+    stride_ob, stride_on, stride_oh,
+    stride_dob, stride_don, stride_doh,
+    stride_maskb, stride_maskn, stride_maskh,  # in elements
+    scale: tl.float32,  # > 0
+    dropout_p: tl.float32,
+    UNIT: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid (mask_batch * mask_heads * cdiv(N, BLOCK_M) * cdiv(N, BLOCK_N),)."""
+    rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    plane = tl.program_id(0) // (rows * columns)
+    first_query = tl.program_id(0) // columns % rows * BLOCK_M
+    first_key = tl.program_id(0) % columns * BLOCK_N
+    x = Inputs(
+        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+        Tokens(o_ptr, stride_ob, stride_on, stride_oh, UNIT),
+        Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+    )
+    head = Head(HEAD_DIM, D0, D1, PRECISION)
+    softmax = Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p)
+    sharing = H // mask_heads  # heads of a sample: 1 or all
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in range(samples * sharing):
+        sample, of_sample = plane // mask_heads + i // sharing, plane % mask_heads + i % sharing
+        at = Place(sample, of_sample, sample * H + of_sample, first_query, N)
+        at_keys = of_head(at, of_sample // GROUP, H // GROUP)
+        total += _ds(x, lse_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
+    queries = (first_query + tl.arange(0, BLOCK_M))[:, None]
+    keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
+    out = dmask_ptr + plane.to(tl.int64) * N * N + (queries.to(tl.int64) * N + keys)
+    tl.store(out, total.to(dmask_ptr.dtype.element_ty), mask=(queries < N) & (keys < N))
