@@ -2,8 +2,9 @@
 
 A program owns a tile of one sequence and loops along the other: `own` x `loop` scores at a time. The tables hold, by
 the instructions that the target's matmuls compile to, the widest tiles that spill no registers, up to a head dimension.
-What no table has (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere. `general` attention
-has a mask, or heads that share keys: tiles as with dropout, no kernels for short sequences, and nothing measured yet.
+What no table has (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere. A `kind` of
+attention ("mask", "groups" of heads that share keys, sequences of several "lengths") has no kernels for short
+sequences, and no measured choices yet; "" is plain attention.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _DKDV: dict[str, _Rows] = {
     "wgmma": ((96, Tile(128, 64, 8)), (128, Tile(128, 32, 8)), (256, Tile(64, 32, 8))),
     "mma": ((64, Tile(128, 64, 8)), (96, Tile(128, 32, 8)), (128, Tile(128, 16, 8))),
 }
+_DMASK: dict[str, _Rows] = {"wgmma": ((64, Tile(64, 64, 4)), (128, Tile(64, 32, 4)))}
 _PLAIN: dict[str, _Rows] = {
     "16-bit": ((128, Tile(64, 32, 4)), (256, Tile(16, 16, 4))),
     "float32": ((128, Tile(32, 32, 8)), (256, Tile(16, 16, 8))),
@@ -67,10 +69,12 @@ def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
     return (parts[0] // 2, parts[0] // 2) if parts[1] == 0 and parts[0] > 64 and instructions != "wgmma" else parts
 
 
-def _tile(rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, extra: bool, arch: str) -> Tile:
+def _tile(
+    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = ""
+) -> Tile:
     plain = _PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps = next(tile for limit, tile in (*rows.get(instructions, ()), *plain) if head_dim <= limit)
-    if extra and head_dim > 64:  # random numbers or a mask take registers
+    if kind == "mask" or (has_dropout and head_dim > 64):  # which take registers
         loop = max(loop // 2, 16)
     if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
         own, num_warps = 64, 4
@@ -112,17 +116,17 @@ class AttentionForwardConfig:
 
 @_tuned.cached
 def attention_fwd(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, general: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = ""
 ) -> AttentionForwardConfig:
     instructions = _instructions(itemsize, arch, tf32)
-    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout or general, arch), _stages(itemsize, arch)
-    short = not general and n <= next(
+    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind), _stages(itemsize, arch)
+    short = not kind and n <= next(
         (longest for limit, longest in _SHORT_FORWARD.get(instructions, ()) if head_dim <= limit), 0
     )
     if short:
         tile = 64, 128, 4, 2
     tuned = _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
-    if tuned and not general:
+    if tuned and not kind:
         short, *tile = bool(tuned[0]), *tuned[1:]
     block_m, block_n, num_warps, num_stages = tile
     parts = _parts(head_dim, instructions)
@@ -150,29 +154,33 @@ class AttentionBackwardConfig:
 
 @_tuned.cached
 def attention_bwd_dq(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig:
     """A program owns queries and loops along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout or general, arch)
-    tile = None if general else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
+    block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind)
+    tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
     # a wide last tile takes a few registers more than leave room for two programs on an SM; ptxas can save them
     limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64
-    limited = limited and not (has_dropout or general)
+    limited = limited and not (has_dropout or kind)
     parts = _parts(head_dim, instructions)
     return AttentionBackwardConfig(*tile[:2], loop, tail, parts, *tile[2:], 128 if limited else None)
 
 
 @_tuned.cached
 def attention_bwd_dkdv(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig:
     """A program owns keys and loops along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_n, block_m, num_warps = _tile(_DKDV, instructions, n, head_dim, has_dropout or general, arch)
-    tile = None if general else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
+    block_n, block_m, num_warps = _tile(_DKDV, instructions, n, head_dim, has_dropout, arch, kind)
+    if kind == "groups":  # a loop around the loop
+        block_m = max(block_m // (2 if head_dim <= 88 else 4), 16)
+        if head_dim > 96:
+            block_n, num_warps = min(block_n, 64), 4
+    tile = None if kind else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
     return AttentionBackwardConfig(*tile[:2], *_loop(n, tile[0]), _parts(head_dim, instructions), *tile[2:])
 
@@ -189,10 +197,10 @@ def _loop(n: int, block: int) -> tuple[bool, int]:
 
 @_tuned.cached
 def attention_bwd_short(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = False
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig | None:
     """For the kernel that takes a whole head, where its tiles fit; else None."""
-    if general:
+    if kind:
         return None
     parts = split_head_dim(head_dim)
     if tuned := _tuned.choice(arch, "attention_bwd_short", n, head_dim, itemsize, has_dropout, tf32):
@@ -207,9 +215,11 @@ def attention_bwd_short(
 
 @_tuned.cached
 def attention_bwd_mask(
-    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, general: bool = True
+    n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "mask"
 ) -> AttentionBackwardConfig:
     """A program owns a tile of the mask's gradient."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps = _tile({}, instructions, n, head_dim, False, arch)
-    return AttentionBackwardConfig(block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, 2)
+    block_m, block_n, num_warps = _tile(_DMASK, instructions, n, head_dim, has_dropout, arch)
+    return AttentionBackwardConfig(
+        block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, _stages(itemsize, arch)
+    )

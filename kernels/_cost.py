@@ -27,11 +27,15 @@ def _metadata(operand: str, sizes_of: Callable[[Arguments], Sizes], flops_of: Ca
 
 
 def of_attention(matmuls: int) -> Any:
-    """matmuls: of N x N x d, per head."""
+    """matmuls: of N x N x d, per head. Where sequences lie one behind the other, N is the number of all tokens, and the
+    FLOPs are those of sequences of the longest one's length."""
+
+    def sizes(a: Arguments) -> Sizes:
+        found = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
+        return found if a["N"] == found["N"] else {**found, "longest": a["N"]}
+
     return _metadata(
-        "q_ptr",
-        lambda arguments: dict(zip("BNHd", arguments["q_ptr"].shape, strict=True)),
-        lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] ** 2 * s["d"],
+        "q_ptr", sizes, lambda s: 2 * matmuls * s["B"] * s["H"] * s["N"] * s.get("longest", s["N"]) * s["d"]
     )
 
 

@@ -30,13 +30,20 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a program owns: rows from `first` on, of N, of one batch and head; `plane` is both as one index."""
+    """What a program owns: rows from `first` on, of N, of one sequence and head; `plane` is both as one index.
+
+    Sequences are the samples of a batch, or lie one behind the other in one sample, where `start` is this one's first
+    token and strides of `batch` are 0. before: the tokens of the sequences before it; rows: where its LSE begins, which
+    has all heads of those, and this one's heads before; int64."""
 
     batch: tl.tensor
     head: tl.tensor
     plane: tl.tensor
     first: tl.tensor
     N: tl.tensor
+    start: tl.tensor
+    before: tl.tensor
+    rows: tl.tensor
 
 
 class Head(NamedTuple):
@@ -49,25 +56,33 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def place(N, H, BLOCK: tl.constexpr):
-    """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head."""
+def place(N, H, cu_seqlens_ptr, BLOCK: tl.constexpr):
+    """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head. cu_seqlens_ptr: [B + 1], where sequences
+    of at most N tokens begin and end that lie one behind the other, or None where each is a sample and has N; of a
+    shorter one, programs that own nothing have first >= N."""
     tiles = tl.cdiv(N, BLOCK)
     plane = tl.program_id(0) // tiles
-    return Place(plane // H, plane % H, plane, tl.program_id(0) % tiles * BLOCK, N)
+    sequence, head, first = plane // H, plane % H, tl.program_id(0) % tiles * BLOCK
+    if cu_seqlens_ptr is None:
+        return Place(sequence, head, plane, first, N, 0, sequence.to(tl.int64) * N, plane.to(tl.int64) * N)
+    else:
+        start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + sequence + 1) - start).to(tl.int32)
+        return Place(sequence, head, plane, first, length, start, start, start * H + head * length)
 
 
 @triton.jit
 def of_head(at, head, H):
     """The same rows of another one of H heads."""
-    return Place(at.batch, head, at.batch * H + head, at.first, at.N)
+    return Place(at.batch, head, at.batch * H + head, at.first, at.N, at.start, at.before, at.before * H + head * at.N)
 
 
 @triton.jit
 def rows_of(x, at, first):
-    """Tokens of x from index `first` on, of the program's batch and head: the only place where offsets are int64."""
+    """Tokens of x from index `first` on, of the program's sequence and head: the only place where offsets are int64."""
     offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT
     stride = x.token * x.UNIT
-    return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * first, stride)
+    return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * (at.start + first), stride)
 
 
 @triton.jit

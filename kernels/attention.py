@@ -30,12 +30,14 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)  # a masked row's maximum is not belo
 
 class Mask(NamedTuple):
     """[B, H, N, N], contiguous along the keys, 0 strides where it is broadcast: bool, True where a query may look, or
-    what is added to the scaled scores. ptr: None without."""
+    what is added to the scaled scores. Rows have room for a multiple of 16 elements, strides come in units of that.
+    ptr: None without. ROWS: queries have a row each, or all of them one."""
 
     ptr: tl.tensor
     batch: tl.tensor
     query: tl.tensor
     head: tl.tensor
+    ROWS: tl.constexpr
 
 
 class Softmax(NamedTuple):
@@ -50,13 +52,14 @@ class Softmax(NamedTuple):
 
 class Tiles(NamedTuple):
     """Scores [BLOCK_M queries, BLOCK_N keys] at a time. The sequence that a program loops along ends in one tile of its
-    own width, or two if TAIL_1 is not 0: masked, and never empty. LOOP: there are full ones before."""
+    own width, or two if TAIL_1 is not 0: masked, and never empty. LOOP: there are full ones before; SURELY: for all."""
 
     BLOCK_M: tl.constexpr
     BLOCK_N: tl.constexpr
     LOOP: tl.constexpr
     TAIL_0: tl.constexpr
     TAIL_1: tl.constexpr
+    SURELY: tl.constexpr
 
 
 @triton.jit
@@ -69,13 +72,25 @@ def factor(softmax):
 
 
 @triton.jit
-def masked(s, softmax, queries, keys, at):
-    """scale * Q K^T + mask; Q K^T itself without one. Indices broadcast against s, which may be transposed."""
+def _load_mask(mask, queries, first_query, keys, first_key, at, TAIL: tl.constexpr):
+    """A tile, or one row of it for all queries."""
+    plane = at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
+    tile = mask.ptr + (plane + tl.cast(first_query, tl.int64) * mask.query) * 16 + first_key
+    inside = keys // 16 * 16 < at.N - first_key if TAIL else keys >= 0  # rows have room: loads of 16 bytes
+    if mask.ROWS:
+        return tl.load(
+            tile + (queries * (mask.query * 16) + keys), mask=(queries < at.N - first_query) & inside, other=0
+        )
+    else:
+        return tl.load(tile + keys, mask=inside, other=0)
+
+
+@triton.jit
+def masked(s, softmax, queries, first_query, keys, first_key, at, TAIL: tl.constexpr):
+    """scale * Q K^T + mask; Q K^T itself without one. Indices count from first_query and first_key, and broadcast
+    against s, which may be transposed. TAIL: keys may lie beyond N."""
     if softmax.mask.ptr is not None:
-        mask = softmax.mask
-        first = mask.ptr + at.batch.to(tl.int64) * mask.batch + at.head.to(tl.int64) * mask.head
-        of_query = queries.to(tl.int64) * mask.query
-        m = tl.load(first + (of_query + keys), mask=(queries < at.N) & (keys < at.N), other=0)
+        m = _load_mask(softmax.mask, queries, first_query, keys, first_key, at, TAIL)
         if m.dtype == tl.int1:
             s = tl.where(m, s * softmax.scale, float("-inf"))
         else:
@@ -88,8 +103,7 @@ def scores(q, k, keys, start, at, softmax, head, MASKED: tl.constexpr):
     """Q K^T against keys counted from `start`, and whatever else happens to scores in front of the softmax: those from
     N on do not exist if MASKED. The backward kernels' counterpart is `probabilities` in attention_bwd.py."""
     s = dot(q, k, head)
-    queries = at.first + tl.arange(0, s.shape[0])
-    s = masked(s, softmax, queries[:, None], (start + keys)[None, :], at)
+    s = masked(s, softmax, tl.arange(0, s.shape[0])[:, None], at.first, keys[None, :], start, at, MASKED)
     if MASKED:
         s = tl.where((keys < at.N - start)[None, :], s, float("-inf"))
     return s
@@ -114,7 +128,7 @@ def add_values(acc, p, v, keys, at, softmax, head):
 
 @triton.jit
 def finish(acc, m, total, o, lse_ptr, at, softmax, head):
-    """o = acc / total into [B, N, H, d], and LSE into [B, H, N]. m: the maximum of the scores."""
+    """o = acc / total, and LSE. m: the maximum of the scores."""
     empty = total == 0.0  # only with a mask; acc is 0 then
     if softmax.mask.ptr is not None:
         total = tl.where(empty, 1.0, total)
@@ -127,7 +141,7 @@ def finish(acc, m, total, o, lse_ptr, at, softmax, head):
     index = tl.arange(0, m.shape[0])
     left = at.N - at.first
     store(rows_of(o, at, at.first), scaled(acc, norm[:, None], head), index, left, head)
-    tl.store(lse_ptr + at.plane.to(tl.int64) * at.N + at.first + index, lse, mask=index < left)
+    tl.store(lse_ptr + at.rows + at.first + index, lse, mask=index < left)
 
 
 @triton.jit
@@ -167,7 +181,8 @@ def _attend(q, k, v, o, lse_ptr, at, at_keys, softmax, head, tiles):
         keys, values = skip(keys, tiles.TAIL_0), skip(values, tiles.TAIL_0)
         state = _step(state, rows, keys, values, start, at, softmax, head, tiles.TAIL_1, True, False)
     if tiles.LOOP:
-        tl.assume(full > 0)
+        if tiles.SURELY:
+            tl.assume(full > 0)
         keys, values = rows_of(k, at_keys, 0), rows_of(v, at_keys, 0)
         for start in tl.range(0, full, tiles.BLOCK_N):
             state = _step(state, rows, keys, values, start, at, softmax, head, tiles.BLOCK_N, False, False)
@@ -181,33 +196,38 @@ def attention_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
     mask_ptr,  # [B, H, N, N] bool or float by stride, or None
+    cu_seqlens_ptr,  # [B + 1] int32 or int64, or None: sequences of N tokens at most lie one behind the other
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     o_ptr,  # [B, N, H, d] T, contiguous
-    lse_ptr,  # [B, H, N] f32
+    lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]
     # sizes; strides in UNITs of elements, the last dimension is contiguous
     N, H,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
-    stride_maskb, stride_maskn, stride_maskh,  # in elements
+    stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
-    at = place(N, H, BLOCK_M)
+    at = place(N, H, cu_seqlens_ptr, BLOCK_M)
+    if cu_seqlens_ptr is not None:
+        if at.first >= at.N:
+            return
+    stride_ob = tl.cast(N, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     _attend(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
         Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
         Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
-        Tokens(o_ptr, tl.cast(N, tl.int64) * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM, 1),
+        Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
         lse_ptr,
         at,
         of_head(at, at.head // GROUP, H // GROUP),
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL_0, TAIL_1),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL_0, TAIL_1, cu_seqlens_ptr is None),
     )

@@ -89,7 +89,7 @@ def load_queries(x, lse_ptr, at, head, BLOCK: tl.constexpr):
     delta = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
     if head.D1 > 0:
         delta += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
-    at_lse = lse_ptr + at.plane.to(tl.int64) * at.N + at.first + index
+    at_lse = lse_ptr + at.rows + at.first + index
     lse = tl.load(at_lse, mask=index < left, other=float("inf")) * log_unit(do[0].dtype)
     q = load(rows_of(x.q, at, at.first), index, left, head, True)
     return Queries(q, do, lse, delta)
@@ -102,10 +102,10 @@ def _dq_step(dq, queries, k, v, start, at, softmax, head, WIDTH: tl.constexpr, M
     left = at.N - start
     k, v = load(k, keys, left, head, MASKED), load(v, keys, left, head, MASKED)
     s, dp = dot(queries.q, k, head), dot(queries.do, v, head)
-    rows = at.first + tl.arange(0, s.shape[0])
-    s = masked(s, softmax, rows[:, None], (start + keys)[None, :], at)
+    rows = tl.arange(0, s.shape[0])[:, None]
+    s = masked(s, softmax, rows, at.first, keys[None, :], start, at, MASKED)
     p = probabilities(s, queries.lse[:, None], keys[None, :], left, softmax, MASKED, k[0].dtype)
-    dropped = dropout_factor(rows[:, None], (start + keys)[None, :], at, softmax)
+    dropped = dropout_factor(at.first + rows, (start + keys)[None, :], at, softmax)
     ds = p * (dp * dropped - queries.delta[:, None])
     return add_dot(dq, ds.to(k[0].dtype), k, head)
 
@@ -116,7 +116,7 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
     queries = load_queries(x, lse_ptr, at, head, tiles.BLOCK_M)
     index = tl.arange(0, tiles.BLOCK_M)
     left = at.N - at.first
-    statistics = statistics_ptr + at.plane.to(tl.int64) * (2 * at.N) + at.first + index
+    statistics = statistics_ptr + 2 * at.rows + at.first + index
     tl.store(statistics, queries.lse, mask=index < left)
     tl.store(statistics + at.N, queries.delta, mask=index < left)
 
@@ -125,7 +125,8 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
     k, v = rows_of(x.k, at_keys, full), rows_of(x.v, at_keys, full)
     total = _dq_step(total, queries, k, v, full, at, softmax, head, tiles.TAIL_0, True)
     if tiles.LOOP:
-        tl.assume(full > 0)
+        if tiles.SURELY:
+            tl.assume(full > 0)
         k, v = rows_of(x.k, at_keys, 0), rows_of(x.v, at_keys, 0)
         for start in range(0, full, tiles.BLOCK_N):
             total = _dq_step(total, queries, k, v, start, at, softmax, head, tiles.BLOCK_N, False)
@@ -137,12 +138,13 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
 def attention_bwd_dq_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    lse_ptr,  # [B, H, N] f32
+    lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]
     mask_ptr,  # [B, H, N, N] bool or float by stride, or None
+    cu_seqlens_ptr,  # [B + 1] int32 or int64, or None: sequences of N tokens at most lie one behind the other
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dq_ptr,  # [B, N, H, d] T by stride
-    statistics_ptr,  # [B, H, 2, N] f32: LSE * log_unit, delta
+    statistics_ptr,  # [B, H, 2, N] f32, or as LSE: LSE * log_unit, delta
     # sizes; strides in UNITs of elements, the last dimension is contiguous
     N, H,
     stride_qb, stride_qn, stride_qh,
@@ -151,15 +153,18 @@ def attention_bwd_dq_kernel(
     stride_ob, stride_on, stride_oh,
     stride_dob, stride_don, stride_doh,
     stride_dqb, stride_dqn, stride_dqh,
-    stride_maskb, stride_maskn, stride_maskh,  # in elements
+    stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
-    at = place(N, H, BLOCK_M)
+    at = place(N, H, cu_seqlens_ptr, BLOCK_M)
+    if cu_seqlens_ptr is not None:
+        if at.first >= at.N:
+            return
     _dq(
         Inputs(
             Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
@@ -173,7 +178,7 @@ def attention_bwd_dq_kernel(
         statistics_ptr,
         at,
         of_head(at, at.head // GROUP, H // GROUP),
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p),
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
     )

@@ -52,11 +52,11 @@ def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.conste
         lse = tl.load(queries.lse_ptr + index)
         delta = tl.load(queries.delta_ptr + index)
     s = dot(k, q, head)  # [keys, queries]
-    keys = (at.first + tl.arange(0, s.shape[0]))[:, None]
-    s = masked(s, softmax, (start + index)[None, :], keys, at)
+    keys = tl.arange(0, s.shape[0])[:, None]
+    s = masked(s, softmax, index[None, :], start, keys, at.first, at, True)
     p = probabilities(s, lse[None, :], keys, at.N, softmax, False, q[0].dtype)
     dp = dot(v, do, head)
-    dropped = dropout_factor((start + index)[None, :], keys, at, softmax)
+    dropped = dropout_factor((start + index)[None, :], at.first + keys, at, softmax)
     dv = add_dot(dv, (p * dropped).to(do[0].dtype), do, head)
     ds = p * (dp * dropped - delta[None, :])
     return add_dot(dk, ds.to(q[0].dtype), q, head), dv
@@ -65,12 +65,13 @@ def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.conste
 @triton.jit
 def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles):
     """dK and dV with those of all queries of one head added."""
-    lse_ptr = statistics_ptr + at.plane.to(tl.int64) * (2 * at.N)
+    lse_ptr = statistics_ptr + 2 * at.rows
     full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
     queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, lse_ptr + at.N + full)
     dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, True)
     if tiles.LOOP:
-        tl.assume(full > 0)
+        if tiles.SURELY:
+            tl.assume(full > 0)
         queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, lse_ptr + at.N)
         for start in range(0, full, tiles.BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, False)
@@ -111,6 +112,7 @@ def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
     statistics_ptr,  # [B, H, 2, N] f32, of attention_bwd_dq_kernel
     mask_ptr,  # [B, H, N, N] bool or float by stride, or None
+    cu_seqlens_ptr,  # [B + 1] int32 or int64, or None: sequences of N tokens at most lie one behind the other
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dk_ptr, dv_ptr,  # [B, N, H / GROUP, d] T by stride
@@ -122,14 +124,18 @@ def attention_bwd_dkdv_kernel(
     stride_dob, stride_don, stride_doh,
     stride_dkb, stride_dkn, stride_dkh,
     stride_dvb, stride_dvn, stride_dvh,
-    stride_maskb, stride_maskn, stride_maskh,  # in elements
+    stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H / GROUP * cdiv(N, BLOCK_N),). Tiles along the queries: LOOP is N > BLOCK_M."""
+    at = place(N, H // GROUP, cu_seqlens_ptr, BLOCK_N)
+    if cu_seqlens_ptr is not None:
+        if at.first >= at.N:
+            return
     _dkdv(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
         Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
@@ -138,10 +144,10 @@ def attention_bwd_dkdv_kernel(
         Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         statistics_ptr,
-        place(N, H // GROUP, BLOCK_N),
-        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p),
+        at,
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0),
+        Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
         H,
         GROUP,
     )

@@ -18,15 +18,42 @@ from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, 
 def _ds(x, lse_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys are of the head of at_keys."""
     queries = load_queries(x, lse_ptr, at, head, BLOCK_M)
-    index = tl.arange(0, BLOCK_N)
+    keys = tl.arange(0, BLOCK_N)
     left = at.N - first
-    k = load(rows_of(x.k, at_keys, first), index, left, head, True)
-    v = load(rows_of(x.v, at_keys, first), index, left, head, True)
-    rows, keys = (at.first + tl.arange(0, BLOCK_M))[:, None], (first + index)[None, :]
-    s = masked(dot(queries.q, k, head), softmax, rows, keys, at)
-    p = probabilities(s, queries.lse[:, None], keys, at.N, softmax, True, k[0].dtype)
-    dropped = dropout_factor(rows, keys, at, softmax)
+    k = load(rows_of(x.k, at_keys, first), keys, left, head, True)
+    v = load(rows_of(x.v, at_keys, first), keys, left, head, True)
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    s = masked(dot(queries.q, k, head), softmax, rows, at.first, keys[None, :], first, at, True)
+    p = probabilities(s, queries.lse[:, None], keys[None, :], left, softmax, True, k[0].dtype)
+    dropped = dropout_factor(at.first + rows, (first + keys)[None, :], at, softmax)
     return p * (dot(queries.do, v, head) * dropped - queries.delta[:, None])
+
+
+@triton.jit
+def _dmask(
+    x, dmask_ptr, lse_ptr, N, H, samples, mask_heads, softmax, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A tile of the gradient."""
+    rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    plane = tl.program_id(0) // (rows * columns)
+    first_query = tl.program_id(0) // columns % rows * BLOCK_M
+    first_key = tl.program_id(0) % columns * BLOCK_N
+    sharing = H // mask_heads  # heads of a sample: 1 or all
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in range(samples * sharing):
+        sample, of_sample = plane // mask_heads + i // sharing, plane % mask_heads + i % sharing
+        in_batch = sample * H + of_sample
+        before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
+        at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
+        at_keys = of_head(at, of_sample // GROUP, H // GROUP)
+        total += _ds(x, lse_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
+    queries = tl.arange(0, BLOCK_M)[:, None]
+    keys = tl.arange(0, BLOCK_N)[None, :]
+    width = tl.cdiv(N, 16) * 16
+    tile = dmask_ptr + (plane.to(tl.int64) * N + first_query) * width + first_key
+    inside = (queries < N - first_query) & (keys // 16 * 16 < N - first_key)  # as a mask's
+    tl.store(tile + (queries * width + keys), total.to(dmask_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "samples", "mask_heads"], launch_metadata=_cost.of_attention(2))
@@ -37,7 +64,7 @@ def attention_bwd_mask_kernel(
     mask_ptr,  # [B, H, N, N] float by stride
     seed_ptr,  # [1] int64, or None: no dropout
     # output
-    dmask_ptr,  # [mask_batch, mask_heads, N, N]
+    dmask_ptr,  # [mask_batch, mask_heads, N, cdiv(N, 16) * 16]: rows with room as a mask's
     # sizes: `samples` share a mask, B or 1; mask_heads is H or 1
     N, H, samples, mask_heads,
     # strides in UNITs of elements, the last dimension is contiguous
@@ -46,35 +73,26 @@ def attention_bwd_mask_kernel(
     stride_vb, stride_vn, stride_vh,
     stride_ob, stride_on, stride_oh,
     stride_dob, stride_don, stride_doh,
-    stride_maskb, stride_maskn, stride_maskh,  # in elements
+    stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
     dropout_p: tl.float32,
-    UNIT: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid (mask_batch * mask_heads * cdiv(N, BLOCK_M) * cdiv(N, BLOCK_N),)."""
-    rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    plane = tl.program_id(0) // (rows * columns)
-    first_query = tl.program_id(0) // columns % rows * BLOCK_M
-    first_key = tl.program_id(0) % columns * BLOCK_N
-    x = Inputs(
-        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
-        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
-        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
-        Tokens(o_ptr, stride_ob, stride_on, stride_oh, UNIT),
-        Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
-    )
-    head = Head(HEAD_DIM, D0, D1, PRECISION)
-    softmax = Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh), seed_ptr, dropout_p)
-    sharing = H // mask_heads  # heads of a sample: 1 or all
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(samples * sharing):
-        sample, of_sample = plane // mask_heads + i // sharing, plane % mask_heads + i % sharing
-        at = Place(sample, of_sample, sample * H + of_sample, first_query, N)
-        at_keys = of_head(at, of_sample // GROUP, H // GROUP)
-        total += _ds(x, lse_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
-    queries = (first_query + tl.arange(0, BLOCK_M))[:, None]
-    keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
-    out = dmask_ptr + plane.to(tl.int64) * N * N + (queries.to(tl.int64) * N + keys)
-    tl.store(out, total.to(dmask_ptr.dtype.element_ty), mask=(queries < N) & (keys < N))
+    _dmask(
+        Inputs(
+            Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+            Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+            Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+            Tokens(o_ptr, stride_ob, stride_on, stride_oh, UNIT),
+            Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+        ),
+        dmask_ptr,
+        lse_ptr,
+        N, H, samples, mask_heads,
+        Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
+        Head(HEAD_DIM, D0, D1, PRECISION),
+        GROUP, BLOCK_M, BLOCK_N,
+    )  # fmt: skip

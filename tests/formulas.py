@@ -1,6 +1,7 @@
 """The ops' formulas in plain PyTorch, every intermediate result materialised: what the oracle compares with."""
 
 import functools
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,15 @@ def attention(q, k, v, scale=None, mask=None, attn_mask=None):
 
 def attention_qkvpacked(qkv, **options):
     return attention(*qkv.unbind(2), **options)
+
+
+def attention_varlen(q, k, v, cu_seqlens, max_seqlen=None, scale=None, masks=None):
+    """masks: as `attention`'s, of each sequence."""
+    outputs = []
+    for i, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        its = (t[None, first:end] for t in (q, k, v))
+        outputs.append(attention(*its, scale=scale, mask=None if masks is None else masks[i])[0])
+    return torch.cat(outputs)
 
 
 def rotary(x, rotary):
@@ -143,6 +153,7 @@ def layer_norm_attention(
     norm="layer",
     scale_norm=None,
     qk_norm=None,
+    attn_mask=None,
 ):
     """qkv_weight and qkv_bias may be of three layers; mask: factors of the attention weights, (B, H, N, N)."""
     qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps, norm)
@@ -152,7 +163,7 @@ def layer_norm_attention(
         q, k = _qk_norm(q, k, *qk_norm, rotary)
     elif rotary is not None:
         q, k = _rotary(q, rotary), _rotary(k, rotary)
-    out = attention(q, k, v, scale=scale, mask=mask).flatten(2)
+    out = attention(q, k, v, scale=scale, mask=mask, attn_mask=attn_mask).flatten(2)
     out = out if scale_norm is None else layer_norm(out, *scale_norm)
     return linear(out, proj_weight, proj_bias, layer_scale, row_scale, residual)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastvit import ops
 from fastvit.study._peak import saved_bytes
 
-# "B", "N" and "T": the batch, the tokens of a sample, and those of them that have a rotary position
+# "B", "N", "BN" and "T": the batch, the tokens of a sample and of all, and those of one with a rotary position
 X = ("B", "N", 16)
 BRANCH = {"layer_scale": (16,), "row_scale": ("B",)}
 LINEAR = {"weight": (16, 16), "bias": (16,)}
@@ -20,6 +20,7 @@ SCALE_NORM = {"scale_weight": (32,), "scale_bias": (32,)}
 FIXED = {"fixed_sin": ("T", 16), "fixed_cos": ("T", 16)}
 HEADS = {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
 HEAD = {"qkv_weight": (48, 16), "qkv_bias": (48,), "proj_weight": (16, 16), "proj_bias": (16,)}
+MASK = {"attn_mask": (2, "N", "N")}
 QK = {"q_weight": (16,), "q_bias": (16,), "k_weight": (16,), "k_bias": (16,)}
 FC = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 40), "fc2_bias": (16,)}
 GATED = {"fc1_weight": (40, 16), "fc1_bias": (40,), "fc2_weight": (16, 20), "fc2_bias": (16,)}
@@ -36,7 +37,7 @@ SHAPES = {
     "linear gelu": {"x": X, **LINEAR},
     "layer_norm_linear": {"x": X, **NORM, **LINEAR},
     "layer_norm_attention": {"x": X, **NORM, **HEADS, **BRANCH},
-    "layer_norm_attention rotary": {"x": X, **RMS_NORM, **HEADS, **SCALE_NORM, **BRANCH, **FIXED},
+    "layer_norm_attention rotary": {"x": X, **RMS_NORM, **HEADS, **SCALE_NORM, **BRANCH, **FIXED, **MASK},
     "layer_norm_attention qk_norm": {"x": X, **NORM, **HEAD, "q_weight": (16,), "k_weight": (16,), **FIXED},
     "mlp": {"x": X, **FC, **BRANCH},
     "layer_norm_mlp": {"x": X, **NORM, **FC, **BRANCH},
@@ -46,8 +47,9 @@ SHAPES = {
     "layer_norm_mlp gated recompute": {"x": X, **RMS_NORM, **PAIRED, **RMS_INNER, **BRANCH},
     "add_layer_norm": {"residual": X, "branch": X, "weight": (16,), "bias": (16,), **BRANCH},
     "attention": dict.fromkeys("qkv", ("B", "N", 2, 16)),
-    "attention mask": {"q": ("B", "N", 2, 16), **dict.fromkeys("kv", ("B", "N", 1, 16)), "attn_mask": (2, "N", "N")},
+    "attention mask": {"q": ("B", "N", 2, 16), **dict.fromkeys("kv", ("B", "N", 1, 16)), **MASK},
     "attention_qkvpacked": {"qkv": ("B", "N", 3, 2, 16)},
+    "attention_varlen": {"q": ("BN", 2, 16), **dict.fromkeys("kv", ("BN", 1, 16))},
     "rotary": {"x": ("B", "N", 2, 16), "sin": ("T", 16), "cos": ("T", 16)},
     "rotary_qkvpacked": {"qkv": ("B", "N", 3, 2, 16), "sin": ("B", 1, "T", 16), "cos": ("B", 1, "T", 16)},
     "rotary_qkvpacked interleaved": {"qkv": ("B", "N", 3, 2, 16), "sin": (2, "T", 16), "cos": (2, "T", 16)},
@@ -137,11 +139,13 @@ def tensors_of(shapes, dtype, device, kind="normal"):
 
 
 def made(name, B, N, device, dtype=torch.float32):
-    sizes = {"B": B, "N": N, "2N": 2 * N, "T": N - 1}
+    sizes = {"B": B, "N": N, "2N": 2 * N, "BN": B * N, "T": N - 1}
     shapes = {key: tuple(sizes.get(n, n) for n in shape) for key, shape in SHAPES[name].items()}
     tensors = tensors_of(shapes, dtype, device)
     if name == "patch_embed uint8":
         tensors["image"] = (tensors["image"].detach() * 40).to(torch.uint8)
+    elif name == "attention_varlen":
+        tensors["cu_seqlens"] = torch.tensor([0, *[min(N - 1, B * N)] * 2, B * N], dtype=torch.int32, device=device)
     return tensors
 
 

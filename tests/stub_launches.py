@@ -92,6 +92,11 @@ def _attention(draw, dtype):
     OPS.attention_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
     if mask is not None and mask.dtype is not torch.bool:
         OPS.attention_mask_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
+    if mask is None:
+        ends = torch.tensor([0, N // 2, N], dtype=draw.choice((torch.int32, torch.int64)))
+        images = q[0], k[0], v[0], ends
+        o, lse = OPS.attention_varlen_fwd(*images, seed, N, d**-0.5, p)
+        OPS.attention_varlen_bwd(do[0], *images, o, lse, seed, N, d**-0.5, p)
     qkv = _tensor(draw, B, N, 3, H, d, dtype=dtype)
     o, lse = OPS.attention_qkvpacked_fwd(qkv, mask, seed, 1.0, p)
     OPS.attention_qkvpacked_bwd(do, qkv, mask, o, lse, seed, 1.0, p)

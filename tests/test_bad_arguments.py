@@ -150,7 +150,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, "k must be a tensor", {"k": None}),
         (TypeError, "k must have q's dtype", {"k": ones(B, N, 2, D).half()}),
         (ValueError, "v must be on q's device", {"v": ones(B, N, 2, D, device="meta")}),
-        (ValueError, "v must have q's shape", {"v": ones(B, 3, 2, D)}),
+        (ValueError, "v must have k's shape", {"v": ones(B, 3, 2, D)}),
         (ValueError, HEADS + "12", dict.fromkeys("qkv", ones(B, N, 2, 12))),
         (ValueError, "dropout_p must be in [0, 1), got 1", {"dropout_p": 1.0}),
         (ValueError, "dropout_p must be in [0, 1), got -0.1", {"dropout_p": -0.1}),

@@ -30,7 +30,7 @@ def test_other_dtypes_and_head_dims(dtype):
     names = ["attention", "rotary_qkvpacked", "linear"]
     verdicts = list(verify(dtypes=[dtype], head_dims=[72, 80], names=names, device="cpu"))
     assert all(verdict.passed and verdict.dtype == dtype for verdict in verdicts)
-    assert [verdict.head_dim for verdict in verdicts] == [72] * 2 + [80] * 2 + [None] * 2
+    assert [verdict.head_dim for verdict in verdicts] == [72] * 3 + [80] * 3 + [None] * 2
 
 
 def test_kernels_of_triton_are_verified(triton_backend):
@@ -166,7 +166,7 @@ def test_a_model_is_verified_with_the_sizes_of_its_ops(capsys):
     assert main(["verify", "vit_cifar_small", "--depth", "1", "--ops", "attention", "--dtype", "fp32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["verdicts"]
     assert [(row["name"], row["head_dim"], row["width"]) for row in found] == [
-        ("attention", 64, 192), ("attention", 64, 192), ("vit_cifar_small", 64, 192)
+        ("attention", 64, 192), ("attention", 64, 192), ("attention mask", 64, 192), ("vit_cifar_small", 64, 192)
     ]  # fmt: skip
     assert found[-1]["worst"].startswith(("blocks.0.", "patch_embed.", "norm.", "head.", "pos_embed", "cls_token"))
 

@@ -29,6 +29,7 @@ _MATMULS = {
     "attention_bwd_dq_kernel": 3,
     "attention_bwd_dkdv_kernel": 4,
     "attention_bwd_short_kernel": 5,
+    "attention_bwd_mask_kernel": 2,
 }
 _PER_LANE = {"dropout_kernel": 4}  # elements per index of the tile
 

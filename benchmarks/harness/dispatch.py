@@ -44,7 +44,7 @@ def cases() -> dict[str, Case]:
     fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
     head_weight, head_bias = _parameters((D // HEADS,), (D // HEADS,))
     of_head = ops.Norm(head_weight, head_bias)
-    image = torch.randn(1, 3, 16, 16)
+    image, ends = torch.randn(1, 3, 16, 16), torch.tensor([0, 8, N])
     patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
 
     angles = torch.randn(N - 1, D // HEADS)
@@ -83,6 +83,10 @@ def cases() -> dict[str, Case]:
         ),
         "attention": (lambda: ops.attention(q, q, q), lambda: attention(q, q, q)),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: attention(*qkv.unbind(2))),
+        "attention_varlen": (
+            lambda: ops.attention_varlen(q[0], q[0], q[0], ends),
+            lambda: torch.cat([attention(part, part, part) for part in (q[:, :8], q[:, 8:])], 1)[0],
+        ),
         "rotary": (lambda: ops.rotary(q, positions), lambda: rotary(q)),
         "rotary_qkvpacked": (
             lambda: ops.rotary_qkvpacked(qkv, positions),

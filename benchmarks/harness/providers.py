@@ -4,6 +4,7 @@ that all providers get the same numbers."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,19 +36,38 @@ def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Call
 
 
 def attention(
-    provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0
-) -> Runner:
-    if separate:
-        q, k, v = (draw.normal(B, N, H, d) for _ in range(3))
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0,
+    kv_heads: int = 0, mask: str = "",
+) -> Runner:  # fmt: skip
+    """kv_heads: fewer than H, of k and v. mask: "padding", bool, of the last third of the keys of every other sample;
+    "positions", a bias of H x N x N that all samples share and that wants a gradient."""
+    if separate or kv_heads or mask:
+        q, k, v = draw.normal(B, N, H, d), *(draw.normal(B, N, kv_heads or H, d) for _ in "kv")
+        attn_mask = _mask(draw, B, N, H, mask) if mask else None
         if provider == "fused":
-            return Runner(lambda: ops.attention(q, k, v, dropout_p=dropout_p), (q, k, v))
-        heads = eager.heads if provider == "eager" else eager.heads_sdpa
-        return Runner(lambda: heads(*(t.transpose(1, 2) for t in (q, k, v))), (q, k, v))
+            run = lambda: ops.attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)  # noqa: E731
+        else:
+            heads = eager.heads if provider == "eager" else eager.heads_sdpa
+            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            run = lambda: heads(*heads_first, attn_mask=attn_mask)  # noqa: E731
+        return Runner(run, (q, k, v), () if attn_mask is None else (attn_mask,))
     qkv = draw.normal(B, N, 3, H, d)
     if provider == "fused":
         return Runner(lambda: ops.attention_qkvpacked(qkv, dropout_p=dropout_p), (qkv,))
     function = eager.attention if provider == "eager" else eager.attention_sdpa
     return Runner(lambda: function(qkv), (qkv,))
+
+
+def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0) -> Runner:
+    """B images, the longest of N tokens, the others of three quarters, a half and a quarter of that."""
+    lengths = [max(N * (4 - i % 4) // 4, 1) for i in range(B)]
+    ends = [0, *itertools.accumulate(lengths)]
+    q, k, v = draw.normal(ends[-1], H, d), *(draw.normal(ends[-1], kv_heads or H, d) for _ in "kv")
+    if provider == "fused":
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=draw.device)
+        return Runner(lambda: ops.attention_varlen(q, k, v, cu_seqlens, N), (q, k, v))
+    heads = eager.heads if provider == "eager" else eager.heads_sdpa
+    return Runner(lambda: eager.attention_varlen(q, k, v, ends, heads), (q, k, v))
 
 
 def rotary(provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves") -> Runner:
@@ -219,6 +239,15 @@ def _positions(draw: Draw, N: int, d: int, spelling: str) -> ops.Rotary:
     return ops.Rotary(angles.sin(), angles.cos(), 1, spelling == "interleaved")
 
 
+def _mask(draw: Draw, B: int, N: int, H: int, kind: str) -> Tensor:
+    """As `attention` has it."""
+    if kind == "positions":
+        return draw.normal(1, H, N, N)
+    visible = torch.ones(B, 1, 1, N, dtype=torch.bool, device=draw.device)
+    visible[1::2, ..., N - N // 3 :] = False
+    return visible
+
+
 def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
     """LayerScale's factors, and DropPath's, one a sample."""
     return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
@@ -260,6 +289,7 @@ class Op:
 
 OPS = {
     "attention": Op(attention, _OF_ATTENTION, _few_scores),
+    "attention_varlen": Op(attention_varlen, _OF_ATTENTION, _few_scores),
     "rotary": Op(rotary),
     "qk_norm": Op(qk_norm),
     "dropout": Op(dropout, ("fused",)),

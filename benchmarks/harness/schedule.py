@@ -21,6 +21,7 @@ Case = tuple[Workload, str]  # and "inference" or "training"
 # What tells most of an op, on a CPU and on a GPU, and the least that an exponent can be fitted to.
 TELLING = {
     "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
+    "attention_varlen": ("B4 N256 H12 d64", "B32 N1024 H16 d64"),
     "rotary": ("B8 N197 H12 d64 halves", "B32 N197 H12 d64 halves"),
     "qk_norm": ("halves layer B8 N197 H12 d64", "halves layer B32 N197 H12 d64"),
     "layer_norm": ("B8 N197 D768", "B256 N197 D768"),

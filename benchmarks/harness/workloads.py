@@ -150,6 +150,34 @@ def _attention() -> Iterator[Workload]:
     yield from rows("compile", B=64, N=1024, H=8, d=[72, 80, 96, 128, 256], separate=[False, True])
     yield from rows("compile", B=64, N=197, H=12, d=64, dropout_p=0.1)
     yield from rows("compile second kernels", B=64, N=577, H=12, d=64, dropout_p=0.1)
+    yield from _masked_attention()
+
+
+def _masked_attention() -> Iterator[Workload]:
+    """With a mask, heads that share keys, or sequences of several lengths."""
+    rows, varlen = functools.partial(_rows, "attention"), functools.partial(_rows, "attention_varlen")
+    masks = ["padding", "positions"]
+    yield from varlen("quick", B=3, N=50, H=3, d=64)
+    yield from rows("quick", B=2, N=50, H=3, d=64, mask="positions")
+    for kinds in ({"mask": masks}, {"kv_heads": 4}):
+        yield from rows("cpu", B=2, N=197, H=12, d=64, **kinds)
+        yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64, **kinds)
+        yield from rows("gpu", B=8, N=1025, H=16, d=64, **kinds)
+        yield from rows("verify", B=2, N=[197, 577], H=4, d=[64, 80], **kinds)
+        yield from rows("traffic", B=2, N=[197, 257], H=4, d=64, **kinds)
+        yield from rows("sanitize", B=2, N=[70, 133], H=4, d=72, **kinds)
+        for d in (16, 32, 64, 72, 80, 96, 128):
+            few = {64: "second kernels", 72: "second"}.get(d, "")
+            yield from rows(f"compile {few}", B=64, N=[197, 577], H=8, d=d, **kinds)
+        yield from rows("compile", B=64, N=577, H=8, d=64, dropout_p=0.1, **kinds)
+    yield from varlen("cpu", B=4, N=256, H=12, d=64)
+    yield from varlen("gpu", B=[4, 32], N=[256, 1024], H=16, d=[64, 80])
+    yield from varlen("verify", B=4, N=[197, 577], H=4, d=[64, 80])
+    yield from varlen("traffic", B=4, N=256, H=4, d=64)
+    yield from varlen("sanitize", B=4, N=[70, 300], H=4, d=72, kv_heads=[0, 2])
+    for d in (16, 32, 64, 72, 80, 96, 128):
+        few = {64: "second kernels", 72: "second"}.get(d, "")
+        yield from varlen(f"compile {few}", B=32, N=1024, H=8, d=d)
 
 
 def _rotary() -> Iterator[Workload]:

@@ -2,6 +2,7 @@
 
 from fastvit.ops._library import use_backend
 from fastvit.ops.attention import attention, attention_qkvpacked
+from fastvit.ops.attention_varlen import attention_varlen
 from fastvit.ops.dropout import dropout
 from fastvit.ops.layer_norm import Norm, add_layer_norm, layer_norm, rms_norm
 from fastvit.ops.layer_norm_attention import layer_norm_attention
@@ -18,6 +19,7 @@ __all__ = [
     "add_layer_norm",
     "attention",
     "attention_qkvpacked",
+    "attention_varlen",
     "dropout",
     "layer_norm",
     "layer_norm_attention",

@@ -41,6 +41,14 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def unexpanded(x: Tensor) -> Tensor:
+    """x with one element in the place of many that are the same in memory."""
+    for i, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[i] > 1:
+            x = x.narrow(i, 0, 1)
+    return x
+
+
 def promoted_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     """By PyTorch's promotion, of those that are there."""
     dtype = x.dtype

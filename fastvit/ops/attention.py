@@ -101,7 +101,7 @@ class _Attention(FusedFunction):
         if do is None:
             return (None,) * 7
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        dmask = _mask_gradient(*arguments) if ctx.needs_input_grad[3] else None
+        dmask = mask_gradient(*arguments) if ctx.needs_input_grad[3] else None
         return *differentiable_once("attention", attention_bwd, *arguments), dmask, None, None, None
 
 
@@ -115,14 +115,15 @@ class _AttentionQkvPacked(_Attention):
         if do is None:
             return (None,) * 5
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        dmask = _mask_gradient(do, *arguments[1].unbind(2), *arguments[2:]) if ctx.needs_input_grad[1] else None
+        dmask = mask_gradient(do, *arguments[1].unbind(2), *arguments[2:]) if ctx.needs_input_grad[1] else None
         return differentiable_once("attention_qkvpacked", attention_qkvpacked_bwd, *arguments), dmask, None, None, None
 
 
-def _mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+def mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
+    """rest: the arguments of `attention_bwd` behind the mask"""
     rows = mask.expand(-1, -1, q.shape[1], -1)
     dmask = differentiable_once("attention", attention_mask_bwd, do, q, k, v, rows, *rest)
-    return dmask if mask.shape[2] > 1 or q.shape[1] == 1 else dmask.sum(2, keepdim=True)
+    return dmask if mask.shape[2] == q.shape[1] else dmask.sum(2, keepdim=True)
 
 
 # ---- public functions ----
@@ -180,7 +181,8 @@ def attention(
             et al. 2023, arXiv:2305.13245).
         attn_mask: broadcastable to (B, H, N, N), or None: bool, True where a query may look at a key, or what is added
             to the scaled scores, of any floating dtype, which then may want a gradient. Read in place, and never
-            expanded. What it makes less than -1e30 counts as masked; a query without any key gives zeros.
+            expanded. A query that may look at no key gives zeros; kernels take what it makes less than -1e30 for
+            masked, PyTorch's functions on the CPU only minus infinity.
         scale: of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The mask follows torch.manual_seed, is not
             stored, and is drawn again in the backward pass; the Triton and the ATen path draw different ones.

@@ -16,7 +16,9 @@ from fastvit.ops.attention import (
     attention_fwd,
     attention_qkvpacked_bwd,
     attention_qkvpacked_fwd,
+    checked_mask,
     checked_scale,
+    mask_gradient,
 )
 from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_bwd_recompute, layer_norm_fwd
@@ -41,11 +43,11 @@ class _Options(NamedTuple):
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """wants: of proj's weight and bias and layer_scale, weight and bias of the norm before it, of q's and of k's, then
-    as `layer_norm_linear_backward` -> gradients, or None."""
+    """wants: of proj's weight and bias and layer_scale, weight and bias of the norm before it, of q's and of k's, the
+    mask, then as `layer_norm_linear_backward` -> gradients, or None."""
     proj_weight, proj_bias, layer_scale, row_scale, scale_weight, scale_bias, *rest = saved
-    *of_qk, seed, sin, cos, scale_mean, scale_rstd, qkv, attended, lse, x = rest[:13]
-    rest = rest[13:]
+    *of_qk, mask, seed, sin, cos, scale_mean, scale_rstd, qkv, attended, lse, x = rest[:14]
+    rest = rest[14:]
     saved.clear()
     features = proj_weight.shape[1]
     g = as_rows(scale_samples(dout.to(proj_weight.dtype), row_scale))
@@ -64,12 +66,14 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)) if do is None else do
     do = do.view(attended.shape)
     del g, rows
-    attention = attended, lse, seed, o.scale, o.dropout_p
+    attention = mask, attended, lse, seed, o.scale, o.dropout_p
     dqk: tuple[Tensor | None, ...] = (None,) * 4
+    dmask = None
     if of_qk[0] is not None:
-        dqkv, dqk = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o)
+        dqkv, dqk, dmask = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o, wants[9])
     else:
-        dqkv = attention_qkvpacked_bwd(do, qkv, None, *attention)
+        dqkv = attention_qkvpacked_bwd(do, qkv, *attention)
+        dmask = mask_gradient(do, *qkv.unbind(2), *attention) if wants[9] else None
     del do, qkv, attended, attention
     if sin is not None and of_qk[0] is None:
         heads, backend = dqkv.flatten(2, 3), choose_backend(dqkv, sin, cos)
@@ -77,15 +81,15 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         dqkv = rotary_op(*arguments, backend=backend)
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
     dqkv = dqkv.view(-1, 3 * features)
-    return *behind, *dqk, *layer_norm_linear_backward(dqkv, dresidual, o.eps, o.rms, wants[9:], x, *rest)
+    return *behind, *dqk, dmask, *layer_norm_linear_backward(dqkv, dresidual, o.eps, o.rms, wants[10:], x, *rest)
 
 
 def _backward_of_normed(
     do: Tensor, qkv: Tensor, attention: tuple[Any, ...], of_qk: list[Any], sin: Tensor | None, cos: Tensor | None,
-    o: _Options,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:  # fmt: skip
+    o: _Options, want_mask: bool,
+) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor | None]:  # fmt: skip
     """Of attention behind norms of q and k. attention: its op's arguments behind v; of_qk: weight and bias of both
-    norms -> gradients of the packed qkv, which is written once, and of these."""
+    norms -> gradients of the packed qkv, which is written once, of these, and of the mask."""
     backend = choose_backend(do, qkv, sin, cos, *of_qk)
     q_weight, q_bias, k_weight, _ = of_qk
     q, k, v = qkv.unbind(2)
@@ -93,7 +97,8 @@ def _backward_of_normed(
     # where nothing could tell, both ops write into the packed gradient, the second in the place of what it reads
     packed = None if backend == "dispatcher" else empty_like(qkv)
     out: Any = () if packed is None else packed.unbind(2)
-    dq, dk, dv = attention_bwd(do, *normed, v, None, *attention, *out, backend=backend)
+    dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
+    dmask = mask_gradient(do, *normed, v, *attention) if want_mask else None
     del normed
     options = o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved
     arguments = dq, dk, q, k, q_weight, k_weight, sin, cos, *options, *out[:2]
@@ -101,10 +106,10 @@ def _backward_of_normed(
     if q_bias is None:
         dq_bias = dk_bias = None
     dqkv = torch.stack((dq, dk, dv), 2) if packed is None else packed
-    return dqkv, (dq_weight, dq_bias, dk_weight, dk_bias)
+    return dqkv, (dq_weight, dq_bias, dk_weight, dk_bias), dmask
 
 
-_LAYERS = 18  # tensors and options before the layers of q, k and v
+_LAYERS = 19  # tensors and options before the layers of q, k and v
 
 
 class _LayerNormAttention(FusedFunction):
@@ -117,30 +122,30 @@ class _LayerNormAttention(FusedFunction):
         proj_weight: Tensor, proj_bias: Tensor | None, layer_scale: Tensor | None,
         scale_weight: Tensor | None, scale_bias: Tensor | None,
         q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-        row_scale: Tensor | None, residual: Tensor | None, seed: Tensor | None, sin: Tensor | None, cos: Tensor | None,
-        o: _Options, *layers: Any,
+        row_scale: Tensor | None, residual: Tensor | None, mask: Tensor | None, seed: Tensor | None,
+        sin: Tensor | None, cos: Tensor | None, o: _Options, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """-> the output, what the backward pass reads, and the mean and rstd of scale_norm, if there is one"""
         of_qk: Any = q_weight, q_bias, k_weight, k_bias
         parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias, scale_weight, scale_bias, *of_qk
-        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, sin, cos)
+        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, mask, sin, cos)
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, layers[0].dtype, o.rms, backend=backend)
         qkv = F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers)
         del y
         B, N, _ = x.shape
         qkv = qkv.view(B, N, *o.heads)
-        attention: Any = seed, o.scale, o.dropout_p
+        attention: Any = mask, seed, o.scale, o.dropout_p
         if q_weight is not None:  # not in place: the backward pass reads q and k as they are here
             q, k, v = qkv.unbind(2)
             q, k = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
-            attended, lse = attention_fwd(q, k, v, None, *attention, backend=backend)
+            attended, lse = attention_fwd(q, k, v, *attention, backend=backend)
             del q, k
         else:
             if sin is not None:
                 heads = qkv.flatten(2, 3)
                 rotary = heads, sin, cos, 2 * o.heads[1], o.interleaved, False, *in_place(heads, backend)
                 qkv = rotary_op(*rotary, backend=backend).view(qkv.shape)
-            attended, lse = attention_qkvpacked_fwd(qkv, None, *attention, backend=backend)
+            attended, lse = attention_qkvpacked_fwd(qkv, *attention, backend=backend)
         epilogue = layer_scale, row_scale, x if o.residual_is_x else residual
         rows = attended.view(B, N, proj_weight.shape[1])
         of_scale_norm: list[Tensor] = []
@@ -153,20 +158,20 @@ class _LayerNormAttention(FusedFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, norm_weight, norm_bias, *proj = inputs[:6]
-        scale_weight, scale_bias, *of_qk, row_scale, residual, seed, sin, cos, o = inputs[6:_LAYERS]
+        scale_weight, scale_bias, *of_qk, row_scale, residual, mask, seed, sin, cos, o = inputs[6:_LAYERS]
         _, mean, rstd, qkv, attended, lse, *of_scale_norm = output
         layers, wants = inputs[_LAYERS:], ctx.needs_input_grad
         weights = layers[: len(layers) // 2]
         want_norm = any(wants[:3])
         keep_x = want_norm or any(wants[_LAYERS : _LAYERS + len(weights)])
         scale_mean, scale_rstd = of_scale_norm or (None, None)
-        if not (want_norm or any(wants[8:12]) or any(wants[_LAYERS:])):
+        if not (want_norm or any(wants[8:12]) or wants[14] or any(wants[_LAYERS:])):
             qkv = lse = None
             attended = attended if wants[3] or any(wants[5:8]) else None
         mean, rstd = (None if o.rms else mean, rstd) if want_norm else (None, None)
         ctx.save_for_backward(
             *proj, row_scale, scale_weight, scale_bias, *of_qk,
-            seed, sin, cos, None if o.scale_rms else scale_mean, scale_rstd, qkv, attended, lse,
+            mask, seed, sin, cos, None if o.scale_rms else scale_mean, scale_rstd, qkv, attended, lse,
             x if keep_x else None, norm_weight, norm_bias, mean, rstd, *weights,
         )  # fmt: skip
         ctx.options = o
@@ -180,11 +185,12 @@ class _LayerNormAttention(FusedFunction):
         if dout is None:
             return (None,) * len(wants)
         dresidual = dout.to(ctx.residual_dtype) if wants[13] else None
-        wants = (*wants[3:12], *wants[:3], *wants[_LAYERS:])
+        wants = (*wants[3:12], wants[14], *wants[:3], *wants[_LAYERS:])
         gradients: tuple[Tensor | None, ...] = (None,) * len(wants)
         if any(wants):
             gradients = consume_saved(ctx, "layer_norm_attention", _backward, dout, ctx.options, wants)
-        return *gradients[9:12], *gradients[:9], None, dresidual, None, None, None, None, *gradients[12:]
+        of_mask = gradients[9]
+        return *gradients[10:13], *gradients[:9], None, dresidual, of_mask, None, None, None, None, *gradients[13:]
 
 
 def _head_dim(weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -204,6 +210,7 @@ def layer_norm_attention(
     *, eps: float = 1e-6, norm: str = "layer", scale: float | None = None, dropout_p: float = 0.0,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     rotary: Rotary | None = None, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et al.
     2017, section 3.2.2) as one autograd node, which saves x, q, k, v, attention's output and float32 statistics; the
@@ -233,6 +240,7 @@ def layer_norm_attention(
         qk_norm: norms of q and of k over the head dimension, before the rotation, as in `qk_norm`, or None; they are of
             one kind and eps, with (head_dim,) of x's dtype. q and k are saved as they are before, and normalised
             again in the backward pass.
+        attn_mask: of the scores, broadcastable to (B, num_heads, N, N), or None, as in `attention`.
 
     Returns:
         (B, N, out), contiguous, in the dtype that x and residual promote to. Under autocast weights, biases and the
@@ -266,10 +274,12 @@ def layer_norm_attention(
     sin = cos = None
     if rotary is not None:
         sin, cos = tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
+    if attn_mask is not None:
+        attn_mask = checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
     if cast is not None:
         proj_weight, proj_bias = proj_weight.to(cast), None if proj_bias is None else proj_bias.to(cast)
     tensors = x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale, *after[:2], *of_q[:2], *of_k[:2]
-    autograd = needs_autograd("layer_norm_attention", *tensors, residual, *layers)
+    autograd = needs_autograd("layer_norm_attention", *tensors, residual, attn_mask, *layers)
     options = _Options(
         eps,
         norm == "rms",
@@ -285,7 +295,7 @@ def layer_norm_attention(
     )
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     seed = draw_seeds(1, x.device) if dropout_p else None
-    arguments = *tensors, row_scale, residual, seed, sin, cos, options, *layers
+    arguments = *tensors, row_scale, residual, attn_mask, seed, sin, cos, options, *layers
     if autograd:
         return _LayerNormAttention.apply(*repeats_as_views(*arguments))[0]
     return _LayerNormAttention.forward(*arguments)[0]

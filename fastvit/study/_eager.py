@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,14 +24,32 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
 
 
-def heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Materialises N x N. (B, H, N, d) each -> (B, N, H, d). mask: (B, H, N, N), what dropout multiplies by."""
-    weights = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(dim=-1)
+def heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
+    """Materialises N x N. (B, H, N, d) each, k and v perhaps of fewer heads -> (B, N, H, d). mask: (B, H, N, N), what
+    dropout multiplies by; attn_mask: as `ops.attention` has it."""
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    if attn_mask is not None:
+        hides = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask.to(scores.dtype)
+    weights = scores.softmax(dim=-1)
     return ((weights if mask is None else weights * mask.to(weights.dtype)) @ v).transpose(1, 2).contiguous()
 
 
-def heads_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+def heads_sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    shared = k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=shared).transpose(1, 2).contiguous()
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], heads: Callable[..., Tensor] = heads
+) -> Tensor:
+    """One sequence after the other, (T, H, d) each -> (T, H, d). ends: from 0 to T."""
+    outputs = []
+    for first, end in pairwise(ends):
+        outputs.append(heads(*(t[None, first:end].transpose(1, 2) for t in (q, k, v)))[0])
+    return torch.cat(outputs)
 
 
 def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -118,6 +118,11 @@ def _of_heads(B: int, N: int, H: int, d: int) -> Iterator[Case]:
         yield Case("attention", "", d, D, tokens, _of("attention"), _separate, separate)
         packed: Shapes = {"qkv": (B, tokens, 3, H, d)}
         yield Case("attention_qkvpacked", "", d, D, tokens, _of("attention_qkvpacked"), _eager.attention, packed)
+    shared: Shapes = {"q": (B, N, H, d), "k": (B, N, 1, d), "v": (B, N, 1, d)}
+    yield Case("attention", "mask", d, D, N, _of("attention"), _separate, {**shared, "attn_mask": (H, N, N)})
+    yield Case(
+        "attention_varlen", "", d, D, N, _ended(_of("attention_varlen")), _ended(_one_by_one), _images(B * N, H, d)
+    )
     tables: Shapes = {"sin": (T, d), "cos": (T, d)}
     for name, interleaved in (("halves", False), ("interleaved", True)):
         fused, eager = _positions("rotary", interleaved), _rotary(_eager.rotary, interleaved)
@@ -169,8 +174,26 @@ def _with_residual(function: Callable[..., Any], **options: Any) -> Callable[...
     return call
 
 
-def _separate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _eager.heads(*(t.transpose(1, 2) for t in (q, k, v)))
+def _separate(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    return _eager.heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=attn_mask)
+
+
+def _images(T: int, H: int, d: int) -> Shapes:
+    return dict.fromkeys("qkv", (T, H, d))
+
+
+def _ended(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of three images of other sizes."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        T = q.shape[0]
+        return function(q, k, v, torch.tensor([0, T // 7, T // 2, T], device=q.device))
+
+    return call
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+    return _eager.attention_varlen(q, k, v, ends.tolist())
 
 
 def _positions(name: str, interleaved: bool = False) -> Callable[..., Any]:

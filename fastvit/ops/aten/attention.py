@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops._checks import unexpanded
 from fastvit.ops._library import stat_dtype
 from fastvit.ops._private import flash_attention, flash_attention_backward
 
@@ -88,6 +89,7 @@ def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """What a mask adds to the scores."""
+    mask = unexpanded(mask)
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

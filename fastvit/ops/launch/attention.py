@@ -18,12 +18,12 @@ from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops import _library
-from fastvit.ops._checks import empty_like
+from fastvit.ops._checks import empty_like, unexpanded
 from fastvit.ops._launch import Call, Constants, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NO_MASK: tuple[Any, tuple[int, int, int]] = (None, (0, 0, 0))  # as `_readable_mask` has one
+_NO_MASK: tuple[Any, bool, tuple[int, int, int]] = (None, False, (0, 0, 0))  # as `_readable_mask` has one
 MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
 
 
@@ -52,9 +52,29 @@ def attention_qkvpacked_fwd(
     return o, lse
 
 
+def attention_varlen_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same for sequences of q, k, v (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or int64.
+
+    -> o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
+    """
+    sequences = cu_seqlens.contiguous(), max_seqlen
+    o, lse, call = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
+    if call is not None:
+        launch(*call)
+    return o[0], lse.view(-1)
+
+
+# Where sequences begin and end that lie one behind the other in a batch of one, and the longest one's length
+Sequences = tuple[Tensor, int]
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor, Call | None]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    sequences: Sequences | None = None,
+) -> tuple[Tensor, Tensor, Call | None]:  # fmt: skip
     """Room for o and LSE, and the launch that fills it, if there is anything to fill."""
     _check(q, scale)
     B, N, H, _ = q.shape
@@ -62,17 +82,21 @@ def _forward(
     lse = q.new_empty((B, H, N), dtype=torch.float32)
     if q.numel() == 0:
         return o, lse, None
+    cu_seqlens = None
+    if sequences is not None:
+        cu_seqlens, N = sequences
+        B = cu_seqlens.shape[0] - 1
     q, k, v = readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, q.stride(), k.stride(), v.stride())
-    mask, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
-    short, rows, constants = _forward_plan(_workload(q, k, mask, seed, unit))
+    mask, mask_rows, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
+    short, rows, constants = _forward_plan(_workload(N, q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences)))
     programs = B * H * cdiv(N, rows)
     numbers: tuple[float, ...] = (scale, dropout_p)
     if short:
         numbers = N, H, *strides, *numbers
         return o, lse, (attention_short_fwd_kernel, programs, (q, k, v, seed, o, lse), numbers, constants)
     numbers = N, H, *strides, *of_mask, *numbers
-    return o, lse, (attention_fwd_kernel, programs, (q, k, v, mask, seed, o, lse), numbers, constants)
+    return o, lse, (attention_fwd_kernel, programs, (q, k, v, mask, cu_seqlens, seed, o, lse), numbers, constants)
 
 
 def attention_bwd(
@@ -92,9 +116,20 @@ def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
     return dqkv
 
 
+def attention_varlen_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
+    max_seqlen: int, scale: float, dropout_p: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    gradients = tuple([empty_like(t) for t in (q, k, v)])
+    forward: Any = do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p
+    arguments: Any = *forward, *[t[None] for t in gradients], (cu_seqlens.contiguous(), max_seqlen)
+    launch_backward(*arguments)
+    return gradients
+
+
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor,
+    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, sequences: Sequences | None = None,
 ) -> None:  # fmt: skip
     """Writes the gradients of attention's inputs into dq, dk, dv.
 
@@ -106,6 +141,10 @@ def launch_backward(
     if q.numel() == 0:
         return
     B, N, H, _ = q.shape
+    cu_seqlens = None
+    if sequences is not None:
+        cu_seqlens, N = sequences
+        B = cu_seqlens.shape[0] - 1
     if N == 1 and seed is None and mask is None and q.shape == k.shape:
         # softmax over one key is constant: no gradient, not even one of rounding errors
         dq.zero_()
@@ -114,20 +153,20 @@ def launch_backward(
         return
     do, q, k, v = readable(do), readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
-    mask, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
-    workload = _workload(q, k, mask, seed, unit)
+    mask, mask_rows, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
+    workload = _workload(N, q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences))
     numbers: Any = (scale, dropout_p)
     if constants := _backward_short_plan(workload):
         tensors: Any = (q, k, v, o, do, lse, seed, dq, dk, dv)
         launch(attention_bwd_short_kernel, B * H, tensors, (N, H, *strides, *numbers), constants)
         return
-    statistics = q.new_empty((B, H, 2, N), dtype=torch.float32)
+    statistics = q.new_empty((q.shape[0], H, 2, q.shape[1]), dtype=torch.float32)
     numbers = *of_mask, *numbers
     rows, constants = _backward_plan("dq", workload)
-    tensors = (q, k, v, o, do, lse, mask, seed, dq, statistics)
+    tensors = (q, k, v, o, do, lse, mask, cu_seqlens, seed, dq, statistics)
     launch(attention_bwd_dq_kernel, B * H * cdiv(N, rows), tensors, (N, H, *strides[:18], *numbers), constants)
     rows, constants = _backward_plan("dkdv", workload)
-    tensors = (q, k, v, do, statistics, mask, seed, dk, dv)
+    tensors = (q, k, v, do, statistics, mask, cu_seqlens, seed, dk, dv)
     numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *numbers
     launch(attention_bwd_dkdv_kernel, B * k.shape[2] * cdiv(N, rows), tensors, numbers, constants)
 
@@ -139,18 +178,18 @@ def attention_mask_bwd(
     """-> the gradient of a float mask of as many rows as there are queries, contiguous"""
     _check(q, scale)
     B, N, H, _ = q.shape
-    dmask = mask.new_empty(mask.shape)
+    dmask = mask.new_empty((*mask.shape[:3], cdiv(N, 16) * 16))
     if q.numel() == 0:
-        return dmask.zero_()
+        return torch.zeros_like(mask)
     do, q, k, v = readable(do), readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do)])
     samples, mask_heads = B // mask.shape[0], mask.shape[1]
-    mask, of_mask = _readable_mask(mask)
-    rows, columns, constants = _mask_plan(_workload(q, k, mask, seed, unit))
+    mask, mask_rows, of_mask = _readable_mask(mask)
+    rows, columns, constants = _mask_plan(_workload(N, q, k, seed, (unit, mask_rows), "mask"))
     programs = dmask.shape[0] * mask_heads * cdiv(N, rows) * cdiv(N, columns)
     numbers = N, H, samples, mask_heads, *strides, *of_mask, scale, dropout_p
     launch(attention_bwd_mask_kernel, programs, (q, k, v, o, do, lse, mask, seed, dmask), numbers, constants)
-    return dmask
+    return dmask[..., :N].contiguous()
 
 
 def _check(q: Tensor, scale: float) -> None:
@@ -167,13 +206,22 @@ def readable(x: Tensor) -> Tensor:
     return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
 
 
-def _readable_mask(mask: Tensor) -> tuple[Any, tuple[int, int, int]]:
-    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, and its strides of batch, token and head; 0 where it is
-    broadcast."""
-    if mask.stride(3) != 1:
-        mask = mask.contiguous()
-    batch, head, token = [0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3)]
-    return mask, (batch, token, head)
+def _readable_mask(mask: Tensor) -> tuple[Any, bool, tuple[int, int, int]]:
+    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, whether queries have a row each, and the strides of
+    batch, token and head in units of 16 elements; 0 where it is broadcast. A copy with room behind its rows where N is
+    no multiple of that: 2 bytes would be loaded at a time."""
+    N = mask.shape[3]
+    mask = unexpanded(mask).expand(-1, -1, -1, N)
+    strides = _mask_strides(mask)
+    if N % 16 or mask.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
+        mask = mask.new_empty((*mask.shape[:3], cdiv(N, 16) * 16))[..., :N].copy_(mask)
+        strides = _mask_strides(mask)
+    batch, token, head = (stride // 16 for stride in strides)
+    return mask, mask.shape[2] > 1, (batch, token, head)
+
+
+def _mask_strides(mask: Tensor) -> list[int]:
+    return [0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 2, 1)]
 
 
 @functools.lru_cache(4096)
@@ -186,15 +234,24 @@ def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tu
     return unit, tuple(s // unit for s in elements)
 
 
-# N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, unit of the strides, how many
-# heads share keys, whether there is a mask
-Workload = tuple[int, int, int, bool, str, str, int, int, bool]
+# N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, (unit of the strides,
+# whether queries have a mask each), how many heads share keys, and why it is not plain attention: "mask", "groups",
+# "lengths" where N is the longest sequence's, or ""
+Workload = tuple[int, int, int, bool, str, str, tuple[int, bool], int, str]
 
 
-def _workload(q: Tensor, k: Tensor, mask: Tensor | None, seed: Tensor | None, unit: int) -> Workload:
-    _, N, H, d = q.shape
-    precision, group = dot_precision(q), H // k.shape[2]
-    return N, d, q.element_size(), seed is not None, _library.arch(q), precision, unit, group, mask is not None
+def _kind(q: Tensor, k: Tensor, mask: Tensor | None, sequences: Sequences | None) -> str:
+    if mask is not None:
+        return "mask"
+    if sequences is not None:
+        return "lengths"
+    return "" if q.shape == k.shape else "groups"
+
+
+def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[int, bool], kind: str) -> Workload:
+    _, _, H, d = q.shape
+    group = H // k.shape[2]
+    return N, d, q.element_size(), seed is not None, _library.arch(q), dot_precision(q), units, group, kind
 
 
 @_tuned.cached
@@ -205,8 +262,10 @@ def _forward_plan(workload: Workload) -> tuple[bool, int, Constants]:
     if config.algorithm == "short":
         tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
         return True, config.block_m, constants | tiles
+    if workload[8] == "lengths":
+        keys = config.block_n, 0
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
-    return False, config.block_m, {"GROUP": workload[7]} | constants | tiles
+    return False, config.block_m, _general(workload) | constants | tiles
 
 
 @_tuned.cached
@@ -221,10 +280,13 @@ def _backward_plan(of: str, workload: Workload) -> tuple[int, Constants]:
     """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
     choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
     config, constants = _configured(choose, workload)
-    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": config.tail}
+    tail = config.tail
+    if workload[8] == "lengths":
+        tail = config.block_n if of == "dq" else config.block_m
+    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": tail}
     return (
         config.block_m if of == "dq" else config.block_n,
-        {"GROUP": workload[7]} | constants | tiles | register_limit(config.max_registers),
+        _general(workload) | constants | tiles | register_limit(config.max_registers),
     )
 
 
@@ -232,13 +294,18 @@ def _backward_plan(of: str, workload: Workload) -> tuple[int, Constants]:
 def _mask_plan(workload: Workload) -> tuple[int, int, Constants]:
     """The tile of the gradient that a program owns, and the constants."""
     config, constants = _configured(_attention_configs.attention_bwd_mask, workload)
-    return config.block_m, config.block_n, {"GROUP": workload[7]} | constants | {"BLOCK_N": config.block_n}
+    return config.block_m, config.block_n, _general(workload) | constants | {"BLOCK_N": config.block_n}
+
+
+def _general(workload: Workload) -> Constants:
+    """What kernels for short sequences do not have."""
+    return {"MASK_ROWS": workload[6][1], "GROUP": workload[7]}
 
 
 def _configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
     """A config, and the constants that all kernels have; of no config none."""
-    n, d, itemsize, has_dropout, arch, precision, unit, group, has_mask = workload
-    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32", group > 1 or has_mask)
+    n, d, itemsize, has_dropout, arch, precision, (unit, _), _, kind = workload
+    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32", kind)
     if config is None:
         return None, {}
     D0, D1 = config.parts
