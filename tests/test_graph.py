@@ -226,10 +226,6 @@ def wide_values(m, x):
     return m.proj(F.scaled_dot_product_attention(q, k, torch.cat([v, v], -1)).sum(1))
 
 
-def masked(m, x):
-    return m.proj(sdpa(m, x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)))
-
-
 def causal(m, x):
     return m.proj(sdpa(m, x, is_causal=True))
 
@@ -237,11 +233,6 @@ def causal(m, x):
 def scaled_by_a_tensor(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.proj(joined((q @ k.mT * m.scale).softmax(-1) @ v))
-
-
-def biased(m, x):
-    q, k, v = heads(m.qkv(m.norm(x)))
-    return m.proj(joined((q @ k.mT * 0.2 + m.bias).softmax(-1) @ v))
 
 
 def masked_fill(m, x):
@@ -270,10 +261,8 @@ LEFT = {
     with_probabilities: "the output of its softmax is used elsewhere, too",
     cross: "k and v of another length than q",
     wide_values: "values that are wider or narrower than keys",
-    masked: "a mask",
     causal: "a mask: causal",
     scaled_by_a_tensor: "mul between scores and softmax",
-    biased: "a bias is added to the scores",
     masked_fill: "a mask: masked_fill",
     over_queries: "a softmax over another dimension",
     reshaped_scores: "a reshape of scores or probabilities",
@@ -283,8 +272,7 @@ LEFT = {
 
 @pytest.mark.parametrize("forward", LEFT, ids=lambda f: f.__name__)
 def test_attention_is_left(forward, x):
-    scale, bias = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(H, N, N))
-    report = compile_and_check(half(forward, scale=scale, bias=bias), x)
+    report = compile_and_check(half(forward, scale=nn.Parameter(torch.tensor(0.3))), x)
     (detail,) = details(report, "attention")
     assert detail.startswith(f"left: {LEFT[forward]}")
 

@@ -1,13 +1,14 @@
-"""What does nothing in this graph is taken out, and one call that hides a pattern is written out as the calls that it
-is made of, before anything is sought."""
+"""What does nothing in this graph is taken out, sizes that are known are written down, and one call that hides a
+pattern is written out as the calls that it is made of, before anything is sought."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from fastvit.graph._calls import Refused, arguments, name_of
-from fastvit.graph._layout import same_shape
+from fastvit.graph._calls import Refused, arguments, first, name_of
+from fastvit.graph._layout import known_int, same_shape
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake, storages, value_of
 
@@ -16,6 +17,10 @@ def rewrite(subject: Subject) -> None:
     for node in list(subject.graph.nodes):
         if name_of(node) == "dropout":
             _take_out(subject, node)
+        elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
+            _by_sizes(node)
+        elif "size" in (name_of(node), name_of(first(node))):
+            _write_down(node)
         elif node.target is F.multi_head_attention_forward:
             try:
                 _write_out(subject, node)
@@ -35,6 +40,29 @@ def _take_out(subject: Subject, node: Node) -> None:
         return
     node.replace_all_uses_with(x)
     subject.graph.erase_node(node)
+
+
+def _write_down(node: Node) -> None:
+    """A size that Dynamo asked for before it knew the number, as where a bias of so many tokens is added later, makes
+    no further use of the tensor."""
+    known = known_int(value_of(node))
+    if known is None or any(user.op == "output" for user in node.users):
+        return
+    for user in list(node.users):
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda used: known if used is node else used)
+    sizes = first(node)
+    node.graph.erase_node(node)
+    if name_of(sizes) == "size" and not sizes.users:
+        sizes.graph.erase_node(sizes)
+
+
+def _by_sizes(node: Node) -> None:
+    """x.reshape_as(y) needs nothing of y but its sizes, of which one may be symbolic: as SAM shapes its bias."""
+    shape = getattr(value_of(node), "shape", ())
+    sizes = [-1 if (known := known_int(size)) is None else known for size in shape]
+    if len(node.args) == 2 and shape and sizes.count(-1) <= 1 and 0 not in sizes:
+        node.target = str(node.target).removesuffix("_as")
+        node.args = node.args[0], *sizes
 
 
 def _write_out(subject: Subject, node: Node) -> None:

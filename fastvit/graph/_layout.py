@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 Size = Any  # int or torch.SymInt
@@ -24,6 +25,11 @@ class NotALayout(ValueError):
 
 def known_equal(a: Size, b: Size) -> bool:
     return statically_known_true(a == b)
+
+
+def known_int(size: Size) -> int | None:
+    """Of a size that is a number, or a symbol of which a guard says what it is."""
+    return size if isinstance(size, int) else size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
 
 
 def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit.graph._calls import Refused, first, name_of, words
-from fastvit.graph._layout import outermost_first, same_shape, same_strides
+from fastvit.graph._layout import known_equal, outermost_first, same_shape, same_strides
 from fastvit.graph._report import Entry, Kind, entry_of
 from fastvit.graph._values import VIEWS, evaluate, fake, mutated, storages, value_of
 
@@ -225,6 +226,14 @@ class Emitter:
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         return self._write("call_method", name, args, kwargs)
+
+    def size(self, tensor: Node, dim: int) -> Node:
+        """A size as a node: one that the graph has, so that the tensor is not used once more, or a new one."""
+        size = fake(tensor).shape[dim]
+        before = itertools.takewhile(lambda node: node is not self._root, self._subject.graph.nodes)
+        symbols = (node for node in before if isinstance(value_of(node), torch.SymInt))
+        found = next((node for node in symbols if known_equal(value_of(node), size)), None)
+        return found or self.method("size", tensor, dim)
 
     def _write(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
         with self._subject.graph.inserting_before(self._root):

@@ -5,11 +5,13 @@
 
 becomes `ops.attention`, which reads q, k and v where they lie and stores no N x N tensor. The products may be spelled
 @, matmul, bmm or einsum, the scale multiply or divide, before the product or behind it, and the softmax run in float32
-and be rounded back.
+and be rounded back. Masks and biases are those of `_masks.py`, which says what becomes of rows in which nothing is
+kept; k and v may have fewer heads than q, or be repeated for it (`_groups.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from torch.fx import Node
 
 from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
+from fastvit.graph._groups import repeated
 from fastvit.graph._layout import known_equal, same_shape
+from fastvit.graph._masks import Term, attn_mask, term_of
 from fastvit.graph._subject import Emitter, Subject
-from fastvit.graph._values import fake, value_of
+from fastvit.graph._values import fake
 from fastvit.graph._views import COPIES, RESHAPES, is_view
 
 
@@ -45,13 +49,18 @@ def _rewrite_call(subject: Subject, node: Node) -> None:
         node, query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     )  # fmt: skip
-    if mask is not None:
-        raise Refused("a mask")
     if causal is not False:
         raise Refused("a mask: causal")
-    if gqa is not False and not same_shape(fake(q).shape, fake(k).shape):
-        raise Refused("queries in groups")
-    _emit(subject, node, {node}, (q, k, v), scale, p, node)
+    if gqa is not False and fake(q).dim() != 4 and not same_shape(fake(q).shape, fake(k).shape):
+        raise Refused("queries in groups without a batch")
+    _check_shapes(*(fake(t).shape for t in (q, k, v)))
+    _emit(subject, node, {node}, (q, k, v), scale, p, node, terms=[] if mask is None else [_given(mask, q)])
+
+
+def _given(mask: Node, q: Node) -> Term:
+    """Of scaled_dot_product_attention: True where a query may look at a key, or what is added."""
+    shape = fake(q).shape
+    return Term(mask, (*shape[:-1], shape[-2]), keeps=True if fake(mask).dtype is torch.bool else None)
 
 
 def _softmax_before(node: Node) -> Node | None:
@@ -81,6 +90,7 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
         raise Refused("a softmax over another dimension")
     scale = 1.0
+    terms: list[Term] = []
     while True:
         if factor := scaled(at):
             matched.add(at)
@@ -89,6 +99,11 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
             _check_precision(at, fake(root).dtype)
             matched.add(at)
             at = first(at)
+        elif found := term_of(at, scale):
+            _check_precision(at, fake(root).dtype)
+            matched.add(at)
+            at = found[0]
+            terms.append(found[1])
         else:
             break
     if name_of(at) not in ("matmul", "einsum"):
@@ -99,7 +114,7 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
     q, k = _operands(at, transposed=True)
     if fake(q).dtype != fake(root).dtype:
         raise Refused(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
-    _emit(subject, root, matched, (q, k, v), scale, p, softmax, k_transposed=name_of(at) == "matmul")
+    _emit(subject, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=name_of(at) == "matmul")
 
 
 def _check_precision(node: Node, dtype: torch.dtype) -> None:
@@ -110,19 +125,7 @@ def _check_precision(node: Node, dtype: torch.dtype) -> None:
 def _what_is_between(scores: Node) -> str:
     while is_view(scores):
         scores = first(scores)
-    name = name_of(scores)
-    if name in ("add", "add_"):
-        learnt = any(getattr(value_of(term), "requires_grad", False) for term in _terms(scores))
-        return "a bias is added to the scores" if learnt else "a mask is added to the scores"
-    if name in ("masked_fill", "masked_fill_", "where"):
-        return f"a mask: {name}"
     return f"{words(scores)} between scores and softmax"
-
-
-def _terms(scores: Node) -> list[Node]:
-    """What is added to a product of q and k, as far as it can be told."""
-    nodes = [term for term in scores.args if isinstance(term, Node)]
-    return [term for term in nodes if name_of(term) not in ("matmul", "einsum") and not scaled(term)]
 
 
 def dropout_of(node: Node) -> float:
@@ -154,27 +157,43 @@ def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
 
 def _emit(
     subject: Subject, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
-    site: Node, *, k_transposed: bool = False,
+    site: Node, *, terms: Sequence[Term], k_transposed: bool = False,
 ) -> None:  # fmt: skip
     """qkv: (B, H, N, d) or (..., N, d) each, k perhaps (..., d, N)."""
     if not (scale is None or is_number(scale)) or not is_number(p):
         raise Refused("a scale or probability that is a tensor")
     q, k, v = map(fake, qkv)
-    if not same_shape(q.shape, k.mT.shape if k_transposed else k.shape) or not same_shape(q.shape[:-1], v.shape[:-1]):
-        raise Refused("k and v of another length than q")
-    if not known_equal(q.shape[-1], v.shape[-1]):
-        raise Refused("values that are wider or narrower than keys")
+    _check_shapes(q.shape, k.mT.shape if k_transposed else k.shape, v.shape)
+    shared = repeated(qkv[1], transposed=k_transposed), repeated(qkv[2])
 
     def build(emit: Emitter) -> Node:
-        key = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1]
-        tensors = [_tokens_first(emit, t) for t in (qkv[0], key, qkv[2])]
-        out = emit.call(ops.attention, *tensors, scale=scale, dropout_p=p)
+        if grouped:
+            key, value = (t.emit(emit) for t in grouped)
+        else:
+            key, value = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1], qkv[2]
+        tensors = [_tokens_first(emit, t) for t in (qkv[0], key, value)]
+        options = {"attn_mask": attn_mask(emit, terms, qkv[0])} if terms else {}
+        out = emit.call(ops.attention, *tensors, **options, scale=scale, dropout_p=p)
         if q.dim() == 4:
             return emit.method("transpose", out, 1, 2)
         out = emit.method("squeeze", out, 2)
         return out if q.dim() == 3 else emit.method("reshape_as", out, qkv[0])
 
-    subject.replace(root, matched, build, site)
+    grouped = [t for t in shared if t is not None] if q.dim() == 4 else []
+    if len(grouped) != 2 or not known_equal(grouped[0].heads, grouped[1].heads):
+        grouped = []
+    subject.replace(root, matched.union(*(t.unused(matched) for t in grouped)), build, site)
+
+
+def _check_shapes(q: Any, k: Any, v: Any) -> None:
+    """(B, H, N, d), k and v perhaps of fewer heads, or (..., N, d)"""
+    want = q
+    if len(q) == len(k) == 4 and not known_equal(q[1], k[1]) and known_equal(q[1] % k[1], 0):
+        want = q[0], k[1], *q[2:]
+    if not same_shape(want, k) or not same_shape(want[:-1], v[:-1]):
+        raise Refused("k and v of another length than q")
+    if not known_equal(q[-1], v[-1]):
+        raise Refused("values that are wider or narrower than keys")
 
 
 def _tokens_first(emit: Emitter, t: Node) -> Node:

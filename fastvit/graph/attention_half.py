@@ -2,8 +2,9 @@
 
     norm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
 
-with or without norms of q and k over each head, rotary positions of both and a norm in front of the projection, becomes
-`ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. A norm is a LayerNorm or an RMSNorm.
+with or without norms of q and k over each head, rotary positions of both, a mask or bias of the scores and a norm in
+front of the projection, becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. A
+norm is a LayerNorm or an RMSNorm. Where k and v have fewer heads than q, attention stays `ops.attention`.
 Where only the projection is packed, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
 """
 
@@ -52,6 +53,9 @@ class _Projections:
         self.matched: set[Node] = set()
         self.factor = 1.0  # of the scale
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
+        self.mask: Node | None = attention.kwargs.get("attn_mask")  # type: ignore[assignment]
+        if not known_equal(fake(attention.args[1]).shape[2], self.H):
+            raise Refused("k and v with fewer heads than q")
         self.plain = True  # whether attention_qkvpacked could read the projection's output
         self.rotary: list[Rotary] = []  # of nodes, of q and of k
         self.norms: list[NormCall] = []  # of q and of k
@@ -73,6 +77,8 @@ class _Projections:
         if known_equal(self.H, 1) and self.linears[0].out_features > self.d:  # perhaps (B * H, N, 1, d)
             self.H = self.linears[0].out_features // (3 * self.d if self.packed else self.d)
             self.B, self.plain = fake(self.y).shape[0], self.H == 1
+            if self.mask is not None and self.H != 1:
+                raise Refused("a mask of heads in the batch")
         if fake(self.y).dim() != 3 or not same_shape(fake(self.y).shape[:2], (self.B, self.N)):
             raise Refused(f"a projection of {tuple(fake(self.y).shape)}")
         of_y = follow(Layout.of(fake(self.y).shape), views)
@@ -158,7 +164,7 @@ def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
         biases: Any = tuple(linear.bias for linear in of.linears)
         if of.packed:
             (weights,), (biases,) = weights, biases
-        options = {**epilogue, "scale": _scale(attention, of), "dropout_p": attention.kwargs["dropout_p"]}
+        options = {**epilogue, **attention.kwargs, "scale": _scale(attention, of)}  # with the mask and dropout_p
         if of.rotary:
             options["rotary"] = of.rotary[0]
         if of.norms:
@@ -226,8 +232,8 @@ def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool
 
     def build(emit: Emitter) -> Node:
         qkv = emit.method("unflatten", linear.node, -1, (3, of.H, of.d))
-        dropout_p = attention.kwargs["dropout_p"]
-        return emit.call(ops.attention_qkvpacked, qkv, scale=_scale(attention, of), dropout_p=dropout_p)
+        options = {**attention.kwargs, "scale": _scale(attention, of)}  # with the mask and dropout_p
+        return emit.call(ops.attention_qkvpacked, qkv, **options)
 
     try:
         subject.replace(attention, of.matched - {linear.node}, build, attention)
