@@ -43,7 +43,7 @@ Layer = Linear | Call
 class Attention(NamedTuple):
     """Multi-head self-attention. qkv: one packed layer (3 * H * d, D), or three for q, k and v; scale: None for
     d**-0.5; attn_drop: of the attention probabilities; proj_drop: behind the projection; scale_norm: before it;
-    qk_norm: of q and of k."""
+    qk_norm: of q and of k, each over a head, or over all of them; kv_heads: of k and v, a divisor of num_heads."""
 
     qkv: tuple[Layer, ...]
     proj: Layer
@@ -53,6 +53,8 @@ class Attention(NamedTuple):
     proj_drop: float = 0.0
     scale_norm: Norm | None = None
     qk_norm: tuple[Norm, Norm] | None = None
+    kv_heads: int = 0  # as many as q where 0
+    in_steps: bool = False  # whether no op has all of it: kv_heads, or norms over all heads
 
 
 class Mlp(NamedTuple):
@@ -73,13 +75,14 @@ class Mlp(NamedTuple):
 
 class Half(NamedTuple, Generic[Branch]):
     """x + drop_path(layer_scale * branch(norm(x))). scale_by_keep: whether samples that drop_path keeps are divided by
-    1 - drop_path."""
+    1 - drop_path; row_scale: its draw, (B,), where that is made already and drop_path is 0."""
 
     branch: Branch
     norm: Norm
     layer_scale: Tensor | None = None
     drop_path: float = 0.0
     scale_by_keep: bool = True
+    row_scale: Tensor | None = None
 
 
 Block = tuple[Half[Attention], Half[Mlp]]
@@ -88,57 +91,62 @@ Block = tuple[Half[Attention], Half[Mlp]]
 
 
 def runs_in_steps(branch: Attention | Mlp) -> bool:
-    """Whether a half of a block is several ops: where layers are called as modules, and of an MLP without a gate that
-    has a norm before fc2, which no op has."""
+    """Whether a half of a block is several ops: where layers are called as modules, where no op has such attention, and
+    of an MLP without a gate that has a norm before fc2, which no op has either."""
     if isinstance(branch, Attention):
-        return Call in (*map(type, branch.qkv), type(branch.proj))
+        return branch.in_steps or Call in (*map(type, branch.qkv), type(branch.proj))
     if branch.inner_norm is not None and branch.activation not in GATED:
         return True
     return Call in (type(branch.fc1), type(branch.value), type(branch.fc2))
 
 
-def run_block(x: Tensor, block: Block, rotary: Rotary | None = None) -> Tensor:
+def run_block(x: Tensor, block: Block, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
     attention, mlp = block
-    return run_mlp_half(run_attention_half(x, attention, rotary), mlp)
+    return run_mlp_half(run_attention_half(x, attention, rotary, attn_mask), mlp)
 
 
-def run_attention_half(x: Tensor, half: Half[Attention], rotary: Rotary | None = None) -> Tensor:
+def run_attention_half(
+    x: Tensor, half: Half[Attention], rotary: Rotary | None = None, attn_mask: Tensor | None = None
+) -> Tensor:
     attn, norm = half.branch, half.norm
     if Call in (*map(type, attn.qkv), type(attn.proj)):  # `runs_in_steps`, without its call
-        return _run_last(_attend(run_norm(x, norm), attn, rotary), attn.proj, attn.proj_drop, x, half)
+        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
+        return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     weights: Any
     weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
-    if rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad):  # learnt frequencies
+    if attn.in_steps or (rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)):  # learnt
         qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
-        return _run_last(_attend_packed(qkv, attn, rotary), attn.proj, attn.proj_drop, x, half)
+        return _run_last(_attend_packed(qkv, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
     arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
     options: dict[str, Any] = {
         "eps": norm.eps, "norm": norm.kind, "scale": attn.scale, "dropout_p": attn.attn_drop, "rotary": rotary,
-        "scale_norm": attn.scale_norm, "qk_norm": attn.qk_norm,
+        "scale_norm": attn.scale_norm, "qk_norm": attn.qk_norm, "attn_mask": attn_mask,
     }  # fmt: skip
     if attn.proj_drop:
         return _add_branch(x, ops.dropout(ops.layer_norm_attention(*arguments, **options), attn.proj_drop), half)
-    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
     return ops.layer_norm_attention(
         *arguments, **options, layer_scale=half.layer_scale, row_scale=row_scale, residual=x
     )
 
 
-def run_mlp_half(x: Tensor, half: Half[Mlp]) -> Tensor:
+def run_mlp_half(x: Tensor, half: Half[Mlp], residual: Tensor | None = None) -> Tensor:
+    """residual: what the branch is added to, x if None."""
     mlp, norm = half.branch, half.norm
+    residual = x if residual is None else residual
     if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (mlp.inner_norm is not None and runs_in_steps(mlp)):
-        return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, x, half)
+        return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     tensors = (norm.weight, norm.bias, *fc1, *mlp.fc2)
     if mlp.drop1 != mlp.drop2:
         branch = ops.layer_norm_mlp(
             x, *tensors, eps=norm.eps, norm=norm.kind, activation=mlp.activation, inner_norm=mlp.inner_norm
         )
-        return _add_branch(x, ops.dropout(branch, mlp.drop2), half)
-    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
+        return _add_branch(residual, ops.dropout(branch, mlp.drop2), half)
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
     return ops.layer_norm_mlp(
         x, *tensors, eps=norm.eps, norm=norm.kind, activation=mlp.activation, dropout_p=mlp.drop1,
-        layer_scale=half.layer_scale, row_scale=row_scale, residual=x, inner_norm=mlp.inner_norm,
+        layer_scale=half.layer_scale, row_scale=row_scale, residual=residual, inner_norm=mlp.inner_norm,
     )  # fmt: skip
 
 
@@ -146,8 +154,8 @@ def run_norm(x: Tensor, norm: Norm) -> Tensor:
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, norm=norm.kind)
 
 
-def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> Tensor:
-    return ops.dropout(_run(_attend(x, attn, rotary), attn.proj), attn.proj_drop)
+def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
+    return ops.dropout(_run(_attend(x, attn, rotary, attn_mask), attn.proj), attn.proj_drop)
 
 
 def run_mlp(x: Tensor, mlp: Mlp) -> Tensor:
@@ -163,36 +171,53 @@ def _run(x: Tensor, layer: Layer) -> Tensor:
     return layer.module(x) if isinstance(layer, Call) else ops.linear(x, *layer)
 
 
-def _attend(x: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
+def _attend(x: Tensor, attn: Attention, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
     """Attention up to its projection: (B, N, D) -> (B, N, H * d)."""
     projected = [layer.module(x) if isinstance(layer, Call) else F.linear(x, *layer) for layer in attn.qkv]
     if len(projected) == 1:
-        return _attend_packed(projected[0], attn, rotary)
-    q, k, v = (t.unflatten(-1, (attn.num_heads, -1)) for t in projected)
-    q, k = placed(q, k, attn.qk_norm, rotary)
-    return _scaled(ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop), attn)
+        return _attend_packed(projected[0], attn, rotary, attn_mask)
+    heads = attn.num_heads, attn.kv_heads or attn.num_heads, attn.kv_heads or attn.num_heads
+    q, k, v = (t.unflatten(-1, (n, -1)) for t, n in zip(projected, heads, strict=True))
+    return _attend_separate(q, k, v, attn, rotary, attn_mask)
 
 
-def _attend_packed(qkv: Tensor, attn: Attention, rotary: Rotary | None) -> Tensor:
-    """(B, N, 3 * H * d) -> (B, N, H * d)"""
+def _attend_packed(qkv: Tensor, attn: Attention, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
+    """(B, N, 3 * H * d), of k and v perhaps fewer -> (B, N, H * d)"""
+    if attn.in_steps or attn.qk_norm is not None:
+        H, kv_heads = attn.num_heads, attn.kv_heads or attn.num_heads
+        q, k, v = qkv.unflatten(-1, (H + 2 * kv_heads, -1)).split((H, kv_heads, kv_heads), 2)
+        return _attend_separate(q, k, v, attn, rotary, attn_mask)
     qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
-    if attn.qk_norm is not None:
-        q, k, v = qkv.unbind(2)
-        q, k = placed(q, k, attn.qk_norm, rotary)
-        return _scaled(ops.attention(q, k, v, scale=attn.scale, dropout_p=attn.attn_drop), attn)
     if rotary is not None:
         qkv = ops.rotary_qkvpacked(qkv, rotary)
-    return _scaled(ops.attention_qkvpacked(qkv, scale=attn.scale, dropout_p=attn.attn_drop), attn)
+    out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop)
+    return _scaled(out, attn)
+
+
+def _attend_separate(
+    q: Tensor, k: Tensor, v: Tensor, attn: Attention, rotary: Rotary | None, attn_mask: Tensor | None
+) -> Tensor:
+    """(B, N, H, d) each, k and v perhaps of fewer heads -> (B, N, H * d)"""
+    q, k = placed(q, k, attn.qk_norm, rotary)
+    return _scaled(ops.attention(q, k, v, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop), attn)
 
 
 def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-    """(B, N, H, d) each -> the same, behind their norms and rotated."""
-    learnt = rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)
-    if qk_norm is not None:
+    """(B, N, H, d) each, k perhaps of fewer heads -> the same, behind their norms and rotated."""
+    if qk_norm is not None and q.shape == k.shape and qk_norm[0].weight.shape[0] == q.shape[-1]:
+        learnt = rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)
         q, k = ops.qk_norm(q, k, *qk_norm, None if learnt else rotary)
-    if rotary is not None and (learnt or qk_norm is None):
-        q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-    return q, k
+        rotary = rotary if learnt else None
+    elif qk_norm is not None:
+        q, k = (_normed_heads(t, norm) for t, norm in zip((q, k), qk_norm, strict=True))
+    return (q, k) if rotary is None else (ops.rotary(q, rotary), ops.rotary(k, rotary))
+
+
+def _normed_heads(x: Tensor, norm: Norm) -> Tensor:
+    """(B, N, H, d) behind a norm of each head, or of all together."""
+    if norm.weight.shape[0] == x.shape[-1]:
+        return run_norm(x, norm)
+    return run_norm(x.flatten(2), norm).view(x.shape)
 
 
 def _scaled(out: Tensor, attn: Attention) -> Tensor:
@@ -228,7 +253,7 @@ def _run_last(hidden: Tensor, last: Layer, p: float, x: Tensor, half: Half[Any])
     """x + drop_path(layer_scale * dropout(last(hidden)))"""
     if p or isinstance(last, Call):
         return _add_branch(x, ops.dropout(_run(hidden, last), p), half)
-    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else None
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
     return ops.linear(hidden, *last, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
 
 
@@ -243,6 +268,7 @@ def _add_branch(x: Tensor, branch: Tensor, half: Half[Any]) -> Tensor:
     """The end of a half behind a dropout that no op has in its epilogue."""
     if half.layer_scale is not None:
         branch = branch * half.layer_scale
-    if half.drop_path:
-        branch = branch * draw_drop_path(branch, half.drop_path, half.scale_by_keep).view(-1, 1, 1)
+    row_scale = draw_drop_path(branch, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    if row_scale is not None:
+        branch = branch * row_scale.view(-1, 1, 1)
     return x + branch

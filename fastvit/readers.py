@@ -186,18 +186,26 @@ Dropout = nn.Dropout | None  # the layer, or None where there is none
 
 def describe_attention(
     qkv: tuple[Layer, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float, proj_drop: Dropout,
-    scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
+    scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None, kv_heads: int | None = None,
 ) -> Attention:  # fmt: skip
-    """Checks that the ops take this head dimension and these probabilities."""
+    """Checks that the ops take this head dimension, these norms and probabilities. kv_heads: of k and v, or None for as
+    many as q has."""
     head_dim, rest = divmod(proj.in_features, num_heads)
     if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
         raise Unsupported(f"head_dim {proj.in_features / num_heads:g} is not a multiple of 8 from 16 to 256")
     p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
     if attn_drop >= 1.0 or p >= 1.0:
         raise Unsupported("a dropout of everything")
-    if qk_norm is not None and len(qk_norm[0].weight) != head_dim:
-        raise Unsupported("qk-norm over all heads")
-    return Attention(qkv, read_layer(proj), num_heads, scale, attn_drop, p, scale_norm, qk_norm)
+    kv_heads = 0 if kv_heads is None or kv_heads == num_heads else kv_heads
+    if kv_heads and num_heads % kv_heads:
+        raise Unsupported(f"{kv_heads} heads of keys for {num_heads} of queries")
+    in_steps = kv_heads > 0
+    if qk_norm is not None:
+        widths = {len(norm.weight) for norm in qk_norm}
+        in_steps = in_steps or widths != {head_dim}
+        if widths not in ({head_dim}, {num_heads * head_dim}) or (kv_heads and widths != {head_dim}):
+            raise Unsupported(f"norms of q and k over {sorted(widths)} of {num_heads} heads of {head_dim}")
+    return Attention(qkv, read_layer(proj), num_heads, scale, attn_drop, p, scale_norm, qk_norm, kv_heads, in_steps)
 
 
 def describe_mlp(

@@ -20,19 +20,23 @@ def read_attention(attn: Any) -> Attention:
     attn_drop, proj, proj_drop = submodules(attn, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
     norms = readers.read_norms_of_attention(attn)
     layers: tuple[Layer, ...]
+    kv_heads = None
     if attn._modules.get("qkv") is not None:
         (packed,) = submodules(attn, qkv=LINEAR)
         layers, width = (_with_biases(attn, packed),), packed.out_features
     else:
         three = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR)
-        layers, width = tuple(map(readers.read_layer, three)), sum(layer.out_features for layer in three)
+        kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)  # of AttentionRope
+        layers, width = tuple(map(readers.read_layer, three)), 3 * three[0].out_features
+        if any(layer.out_features * attn.num_heads * 3 != width * kv_heads for layer in three[1:]):
+            raise Unsupported(f"k and v have {three[1].out_features} outputs for {kv_heads} heads")
     if width != 3 * proj.in_features:
         raise Unsupported(f"q, k and v have {width} outputs for {proj.in_features} inputs of proj")
     scale, training = attn.scale, attn_drop.training
     if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
         scale, training = None, attn.training
     p = attn_drop.p if training else 0.0
-    return readers.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop, *norms)
+    return readers.describe_attention(layers, proj, attn.num_heads, scale, p, proj_drop, *norms, kv_heads)
 
 
 def _with_biases(attn: Any, packed: nn.Linear) -> Layer:

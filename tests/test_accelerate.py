@@ -209,13 +209,11 @@ def test_an_adapter_put_in_later_is_honoured(vit: nn.Module, image: Tensor) -> N
     assert close(got, vit(image))
 
 
-def test_masks_fall_back_by_call(vit: nn.Module) -> None:
+def test_causal_attention_falls_back_by_call(vit: nn.Module) -> None:
     x = torch.randn(2, 5, 192, device=vit.pos_embed.device)
-    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool, device=x.device).tril()
     block = vit.blocks[0]
-    masked = {"attn_mask": mask}, {"is_causal": True}
-    accelerate_as_it_was(vit, lambda: [block(x, **mask) for mask in masked], "an attention mask")
-    assert not close(block(x), block(x, attn_mask=mask))
+    accelerate_as_it_was(vit, lambda: block(x, is_causal=True), "a causal mask")
+    assert not close(block(x), block(x, is_causal=True))
 
 
 def test_timms_attention_drops_and_scales_as_its_own_does(timm, vit: nn.Module, image: Tensor) -> None:

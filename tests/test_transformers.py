@@ -1,6 +1,8 @@
 """What is Hugging Face's own: masks, attention weights, hidden states, checkpointing inside forward, attention
 implementations by name."""
 
+import warnings
+
 import pytest
 import torch
 from library_imports import import_library
@@ -42,15 +44,15 @@ def padding(image: Tensor) -> Tensor:
 def test_a_padding_mask_is_honoured(vit, image) -> None:
     want, unmasked = tokens(vit, image, attention_mask=padding(image)), tokens(vit, image)
     fastvit.accelerate(vit)
-    with pytest.warns(UserWarning, match="ViTLayer runs its own forward instead of fastvit's: an attention mask"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         got = tokens(vit, image, attention_mask=padding(image))
     assert close(got, want)
     assert not close(got, unmasked)
     assert close(tokens(vit, image), unmasked)
 
 
-def test_a_mask_is_honoured_and_told_of_under_compile(vit, device) -> None:
-    """The warning comes while the graph is made, and does not break it."""
+def test_a_mask_is_honoured_under_compile(vit, device) -> None:
     fastvit.accelerate(vit)
     torch._dynamo.reset()
     layer = next(module for module in vit.modules() if type(module).__name__ == "ViTLayer")
@@ -59,10 +61,24 @@ def test_a_mask_is_honoured_and_told_of_under_compile(vit, device) -> None:
     mask[0, ..., 9:] = -torch.inf
     want = type(layer).forward(layer, hidden, mask)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with pytest.warns(UserWarning, match="ViTLayer runs its own forward instead of fastvit's: an attention mask"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*own forward")
         got = compiled(hidden, mask)
     assert close(got, want)
     assert not close(got, layer(hidden))
+
+
+def test_a_mask_of_another_kind_is_told_of_under_compile(vit, device) -> None:
+    """Padding as flash attention takes it, (B, N). The warning comes while the graph is made, and does not break it."""
+    fastvit.accelerate(vit)
+    torch._dynamo.reset()
+    layer = next(module for module in vit.modules() if type(module).__name__ == "ViTLayer")
+    hidden = torch.randn(2, 17, vit.config.hidden_size, device=device)
+    mask = torch.zeros(17, 17, device=device).masked_fill(torch.rand(17, 17, device=device) > 0.8, -torch.inf)
+    want = type(layer).forward(layer, hidden, mask)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="ViTLayer runs its own forward instead of fastvit's: an attention mask of sh"):
+        assert close(compiled(hidden, mask), want)
 
 
 @pytest.mark.parametrize("asked", ["by argument", "by configuration"])
@@ -210,11 +226,13 @@ def test_as_an_attention_implementation(vit, image) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         assert close(tokens(vit, image), want)
     assert "fastvit::attention_fwd" in {event.name for event in profile.events()}
-    assert close(tokens(vit, image, attention_mask=padding(image)), masked)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert close(tokens(vit, image, attention_mask=padding(image)), masked)
+    assert "fastvit::attention_fwd" in {event.name for event in profile.events()}
 
 
 def test_attention_implementation_leaves_other_attention_to_sdpa(transformers, device) -> None:
-    """Causal and grouped-query: a decoder gives what it gives under sdpa."""
+    """Causal: a decoder gives what it gives under sdpa."""
     register_attention()
     config = transformers.LlamaConfig(
         vocab_size=50, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,

@@ -12,11 +12,22 @@ from torch import nn
 
 from fastvit._arguments import checked_statistics
 from fastvit._modules import Unsupported, qualified_name
-from fastvit.integrations import _pixels, _recognise, dinov2, dinov3, generic, timm, timm_eva, torchvision, transformers
+from fastvit.integrations import (
+    _pixels,
+    _recognise,
+    dinov2,
+    dinov3,
+    generic,
+    timm,
+    timm_eva,
+    timm_parallel,
+    torchvision,
+    transformers,
+)
 from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
+_FAMILIES = (timm, timm_eva, timm_parallel, transformers, torchvision, dinov2, dinov3)
 PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 

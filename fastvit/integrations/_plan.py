@@ -27,12 +27,14 @@ class Plan:
     """What `accelerate` does with instances of one class.
 
     read: module -> its description as `run` takes it: tensors, numbers and tuples of them. Called anew for every call.
-    run: (input, description, rotary) -> what the module's own forward returns; rotary only where `rotary` is set.
+    run: (input, description, rotary, attn_mask=) -> what the module's own forward returns; rotary and attn_mask only
+        where `rotary` and `mask` are set.
     check_call: (module, *args, **kwargs), the arguments of a call -> its input.
     ndim: of the input, or None for any.
     takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
     rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
         class has none.
+    mask: the same for the mask of its scores, which `run` then has as `attn_mask`.
     takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
     op: the name of the op that runs, for the report, where the description has no branch of a block to tell it.
 
@@ -45,6 +47,7 @@ class Plan:
     ndim: int | None = 3
     takes_pixels: bool = False
     rotary: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
     takes_lists: bool = False
     op: str = ""
 
@@ -57,11 +60,12 @@ def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwa
         for one in x if plan.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, plan)
         rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
+        mask = {"attn_mask": plan.mask(module, *args, **kwargs)} if plan.mask is not None else {}
     except Unsupported as reason:
         # args, not str(reason), which torch.compile of 2.11 does not trace
         _warn(name, type(module).__name__, reason.args[0])
         return type(module).forward(module, *args, **kwargs)
-    return plan.run(x, description, *rotary)
+    return plan.run(x, description, *rotary, **mask)
 
 
 # Libraries between a user's line and a module's forward
@@ -109,11 +113,13 @@ def _ops(description: Any) -> Iterator[str]:
         if not runs_in_steps(description.branch):
             yield "layer_norm_attention" if isinstance(description.branch, Attention) else "layer_norm_mlp"
             return
-        yield f"{description.norm.kind}_norm"
+        in_steps = isinstance(description.branch, Attention) and not calls(description.branch)
+        yield "layer_norm_linear" if in_steps else f"{description.norm.kind}_norm"
         description = description.branch
     if isinstance(description, Attention):
-        packed = len(description.qkv) == 1 and description.qk_norm is None
-        yield from () if description.qk_norm is None else ("qk_norm",)
+        packed = len(description.qkv) == 1 and description.qk_norm is None and not description.in_steps
+        if description.qk_norm is not None:
+            yield f"{description.qk_norm[0].kind}_norm" if description.in_steps else "qk_norm"
         yield "attention_qkvpacked" if packed else "attention"
         yield from _norm(description.scale_norm)
         if isinstance(description.proj, Linear):
@@ -133,6 +139,17 @@ def _ops(description: Any) -> Iterator[str]:
 def _norm(norm: Norm | None) -> Iterator[str]:
     if norm is not None:
         yield f"{norm.kind}_norm"
+
+
+def checked_mask(mask: Any, x: Any) -> Tensor | None:
+    """A mask of the scores of x (B, N, D), if the ops take it, or None."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
+        raise Unsupported("an attention mask of another kind")
+    if mask.dim() not in (2, 4) or mask.shape[-2] not in (1, x.shape[1]) or mask.shape[-1] not in (1, x.shape[1]):
+        raise Unsupported(f"an attention mask of shape {tuple(mask.shape)}")
+    return mask
 
 
 def check_input(x: Any, description: Any, plan: Plan) -> None:

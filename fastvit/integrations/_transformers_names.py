@@ -36,6 +36,7 @@ MODELS = {  # by the prefix of its classes
     "Aimv2": Names("aimv2", *_AIMV2, "EncoderLayer"),
     "Ovis2": Names("ovis2", *_AIMV2, "VisionEncoderLayer", "VisionAttention"),
     "InternVLVision": Names("internvl", "layernorm_before", "attention", "layernorm_after", "projection_layer"),
+    "Pixtral": Names("pixtral", "attention_norm", "attention", "ffn_norm", "o_proj", "feed_forward", "AttentionLayer"),
 }
 _CONVOLUTIONS = {  # of patch embeddings: what follows the prefix in the name of their class, and their attribute
     **dict.fromkeys(
@@ -43,9 +44,10 @@ _CONVOLUTIONS = {  # of patch embeddings: what follows the prefix in the name of
     ),
     **dict.fromkeys(("CLIP", "Siglip", "Ovis2"), ("VisionEmbeddings", "patch_embedding")),
     "Aimv2": ("VisionEmbeddings", "patch_embed"),
+    "Pixtral": ("VisionModel", "patch_conv"),
     **dict.fromkeys(("DINOv3ViT", "Sapiens2"), ("Embeddings", "patch_embeddings")),
 }
-ROTATES = ("DINOv3ViT", "Sapiens2")  # layers with rotary positions
+ROTATES = ("DINOv3ViT", "Sapiens2", "Pixtral")  # layers with rotary positions
 
 
 def _qualified(file: str, name: str) -> str:
@@ -58,19 +60,33 @@ def class_of(prefix: str, suffix: str) -> str:
 
 
 EMBEDDINGS = {class_of(prefix, suffix): attribute for prefix, (suffix, attribute) in _CONVOLUTIONS.items()}
-# RMSNorm as T5 has it, in layers of ours and of models whose attention no op does, and these models' MLPs
+# RMSNorm as T5 has it, and the MLPs of layers that are not known as a whole
 RMS_NORM: set[type | str] = {
-    *(class_of(prefix, "RMSNorm") for prefix in ("Aimv2", "Ovis2", "InternVLVision", "Sapiens2")),
-    _qualified("pixtral", "PixtralRMSNorm"),
+    *(class_of(prefix, "RMSNorm") for prefix in ("Aimv2", "Ovis2", "InternVLVision", "Sapiens2", "Pixtral")),
     _qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
     _qualified("glm4v", "Glm4vRMSNorm"),
 }
 OTHER_MLPS = {
-    _qualified("pixtral", "PixtralMLP"),
     _qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
     _qualified("glm4v", "Glm4VisionMlp"),
 }
-# Attention that no op does, and why
-REFUSED_ATTENTION = {
-    _qualified("pixtral", "PixtralAttention"): "a mask in every call, which keeps the images of a sequence apart",
+# Attention within images or windows that cu_seqlens cuts out, of one code
+VARLEN_ATTENTION = {
+    _qualified("qwen2_vl", "VisionAttention"),
+    *(
+        _qualified(file, f"{prefix}VisionAttention")
+        for file, prefix in {
+            "qwen2_5_vl": "Qwen2_5_VL",
+            "qwen3_vl": "Qwen3VL",
+            "qwen3_vl_moe": "Qwen3VLMoe",
+            "qwen3_omni_moe": "Qwen3OmniMoe",
+            "qwen3_5": "Qwen3_5",
+            "qwen3_5_moe": "Qwen3_5Moe",
+            "qwen4_exp": "Qwen4Exp",
+            "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
+            "cohere_compass": "CohereCompass",
+            "glm4v": "Glm4v",
+            "glm4v_moe": "Glm4vMoe",
+        }.items()
+    ),
 }

@@ -1,8 +1,7 @@
 """timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT, and those of
 DeepSeek's vision encoder.
 
-Blocks with norms of q and k, or with norms behind their branches (`EvaBlockPostNorm`), run their own forward, with what
-is known inside them fused.
+Blocks with norms behind their branches (`EvaBlockPostNorm`) run their own forward, with all that is inside them fused.
 """
 
 from __future__ import annotations
@@ -13,14 +12,18 @@ from torch import Tensor, nn
 
 from fastvit import fuse, readers_eva
 from fastvit._modules import Unsupported
-from fastvit.integrations._plan import Plan
+from fastvit.integrations._plan import Plan, checked_mask
 from fastvit.ops import Rotary
 
 
 def check_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
-    if attn_mask is not None or is_causal:
-        raise Unsupported("an attention mask")
+    if is_causal:
+        raise Unsupported("a causal mask")
     return x
+
+
+def mask(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    return checked_mask(attn_mask, x)
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
@@ -30,8 +33,8 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
     return found
 
 
-_ATTENTION = Plan(readers_eva.read_attention, fuse.run_attention, check_call, rotary=rotary)
-_BLOCK = Plan(readers_eva.read_block, fuse.run_block, check_call, rotary=rotary)
+_ATTENTION = Plan(readers_eva.read_attention, fuse.run_attention, check_call, rotary=rotary, mask=mask)
+_BLOCK = Plan(readers_eva.read_block, fuse.run_block, check_call, rotary=rotary, mask=mask)
 PLANS = {
     "timm.models.eva.EvaBlock": _BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _BLOCK,

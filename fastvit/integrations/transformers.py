@@ -1,10 +1,7 @@
 """Hugging Face transformers (version 5): the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3, Sapiens2, and of
-the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2 and InternVL; RMSNorm and MLPs of Pixtral, Qwen2.5-VL and
-GLM-4V; and an attention implementation for other models: `register_attention`.
-
-Left to the library: calls with a mask, as SigLIP 2 makes for padded images, and Pixtral always; attention within
-windows or images that `cu_seqlens` cuts out (Qwen2.5-VL, GLM-4V), which `register_attention` fuses piece by piece;
-norms of q and k over all heads at once (InternVL's 6B tower).
+the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral, with and without a mask; attention
+(transformers_varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation for other models:
+`register_attention`.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ from torch import Tensor, nn
 from fastvit import fuse, ops, readers
 from fastvit._modules import Classes, Unsupported, qualified_name, submodules
 from fastvit.fuse import Attention, Half, Mlp, Norm
-from fastvit.integrations import _transformers_names
-from fastvit.integrations._plan import Plan
-from fastvit.integrations._transformers_names import MODELS, OTHER_MLPS, REFUSED_ATTENTION, RMS_NORM, ROTATES, class_of
+from fastvit.integrations import _transformers_names, transformers_varlen
+from fastvit.integrations._plan import Plan, checked_mask
+from fastvit.integrations._transformers_names import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
 from fastvit.ops import Rotary
 from fastvit.ops._checks import takes_head_dim
 from fastvit.readers import LINEAR
@@ -71,17 +68,18 @@ def read_attention(attn: Any, proj: str, dropout: readers.Dropout = None) -> Att
     if implementation not in _SAME_ATTENTION and not implementation.startswith("flash_attention"):
         raise Unsupported(f"its attention implementation is {implementation!r}")
     q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
-    if not q.out_features == k.out_features == v.out_features:
-        raise Unsupported("its keys have fewer heads than its queries")
     if "projection_dropout" in attn._modules:
         (own,) = submodules(attn, projection_dropout={nn.Identity, *readers.DROPOUT})
         dropout = None if type(own) is nn.Identity else own
     p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
     scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
     qkv = readers.read_layer(q), readers.read_layer(k), readers.read_layer(v)
-    heads = q.out_features // attn.head_dim
-    qk_norm = readers.read_qk_norm(attn, _NORM, read_norm)
-    return readers.describe_attention(qkv, out, heads, scale, p if attn.training else 0.0, dropout, qk_norm=qk_norm)
+    heads, kv_heads = q.out_features // attn.head_dim, k.out_features // attn.head_dim
+    if k.out_features != v.out_features or q.out_features != out.in_features:
+        raise Unsupported(f"q, k and v have {q.out_features}, {k.out_features} and {v.out_features} outputs")
+    of_qk = readers.read_qk_norm(attn, _NORM, read_norm)
+    p = p if attn.training else 0.0
+    return readers.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=of_qk, kv_heads=kv_heads)
 
 
 def read_attention_alone(attn: Any, proj: str) -> Attention:
@@ -157,12 +155,19 @@ def _made_for_export(mask: Any) -> bool:
 
 
 def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    if attention_mask is not None and not _made_for_export(attention_mask):
-        raise Unsupported("an attention mask")
     for name, value in kwargs.items():
         if name not in _HARMLESS and value is not None and value is not False:
             raise Unsupported(f"the argument {name}")
     return hidden_states
+
+
+def mask(module: Any, x: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> Tensor | None:
+    """attention_mask: (B, 1 or H, 1 or N, N). Padding that is only known to flash attention, (B, N), is not taken."""
+    if attention_mask is None or _made_for_export(attention_mask):
+        return None
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
+        raise Unsupported(f"an attention mask of shape {tuple(attention_mask.shape)}")
+    return checked_mask(attention_mask, x)
 
 
 def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
@@ -181,14 +186,17 @@ def rotary(
     return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
 
 
-def run_layer(x: Tensor, layer: Layer, rotary: Rotary | None = None) -> Tensor:
+def run_layer(x: Tensor, layer: Layer, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
     if layer.checkpoint is not None:
-        return layer.checkpoint(partial(fuse.run_block, block=layer.block, rotary=rotary), x)
-    return fuse.run_block(x, layer.block, rotary)
+        run = partial(fuse.run_block, block=layer.block, rotary=rotary, attn_mask=attn_mask)
+        return layer.checkpoint(run, x)
+    return fuse.run_block(x, layer.block, rotary, attn_mask)
 
 
-def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None) -> tuple[Tensor, None]:
-    return fuse.run_attention(x, attn, rotary), None
+def run_attention(
+    x: Tensor, attn: Attention, rotary: Rotary | None = None, attn_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    return fuse.run_attention(x, attn, rotary, attn_mask), None
 
 
 def _mlps(prefix: str) -> set[str]:
@@ -196,15 +204,11 @@ def _mlps(prefix: str) -> set[str]:
     return {class_of(prefix, suffix) for suffix in MODELS[prefix].mlp_classes}
 
 
-def _refuse(reason: str, module: Any) -> Any:
-    raise Unsupported(reason)
-
-
 PLANS: dict[type | str, Plan] = {}
 for _prefix, _names in MODELS.items():
-    _call: dict[str, Any] = {"check_call": check_call}
+    _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
     if _prefix in ROTATES:
-        _call = {"check_call": check_rotary_call, "rotary": rotary}
+        _call |= {"check_call": check_rotary_call, "rotary": rotary}
     PLANS[class_of(_prefix, _names.layer_class)] = Plan(partial(read_layer, _prefix), run_layer, **_call)
     PLANS[class_of(_prefix, _names.attention_class)] = Plan(
         partial(read_attention_alone, proj=_names.projection), run_attention, **_call
@@ -212,7 +216,7 @@ for _prefix, _names in MODELS.items():
     PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, fuse.run_mlp, ndim=None))
 PLANS |= dict.fromkeys(OTHER_MLPS, Plan(read_mlp, fuse.run_mlp, ndim=None))
 PLANS |= dict.fromkeys(RMS_NORM, Plan(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
-PLANS |= {kind: Plan(partial(_refuse, reason), run_attention) for kind, reason in REFUSED_ATTENTION.items()}
+PLANS |= transformers_varlen.PLANS
 EMBEDDINGS = _transformers_names.EMBEDDINGS
 
 
@@ -222,7 +226,8 @@ def register_attention(name: str = "fastvit") -> None:
         register_attention()
         model.set_attn_implementation("fastvit")
 
-    Masked, causal, cross and grouped-query attention run on transformers' "sdpa" implementation, masks included.
+    Causal attention, attention to keys of another length, and whatever comes with a decoder's arguments run on
+    transformers' "sdpa" implementation.
 
     Args:
         name: that the implementation is known by from then on.
@@ -241,7 +246,6 @@ def takes_registered_attention(attn: Any) -> bool:
         hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
         and getattr(config, "_attn_implementation", "fastvit") in {*_SAME_ATTENTION} - {"fastvit"}
         and not getattr(attn, "is_causal", True)
-        and getattr(attn, "num_key_value_groups", 1) == 1
         and takes_head_dim(getattr(attn, "head_dim", 64))
     )
 
@@ -263,9 +267,9 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if (
-        (attention_mask is not None and not _made_for_export(attention_mask))
-        or (is_causal and query.shape[2] > 1)
-        or not query.shape == key.shape == value.shape
+        (attention_mask is not None and not _takes_mask(attention_mask, query))
+        or (attention_mask is None and is_causal and query.shape[2] > 1)
+        or not _self_attention(query, key, value)
         or not takes_head_dim(query.shape[-1])
         or any(value is not None and value is not False for value in kwargs.values())
     ):
@@ -273,4 +277,19 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return ops.attention(q, k, v, scale=scaling, dropout_p=dropout), None
+    if attention_mask is not None and _made_for_export(attention_mask):
+        attention_mask = None
+    return ops.attention(q, k, v, attn_mask=attention_mask, scale=scaling, dropout_p=dropout), None
+
+
+def _takes_mask(mask: Any, query: Tensor) -> bool:
+    try:
+        return mask.dim() == 4 and checked_mask(mask, query.transpose(1, 2)) is mask
+    except (AttributeError, Unsupported):
+        return False
+
+
+def _self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether q, k and v are of the same tokens, and each head of k and v serves as many of q."""
+    B, H, N, d = query.shape
+    return key.shape == value.shape == (B, key.shape[1], N, d) and H % key.shape[1] == 0
