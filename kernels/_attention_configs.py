@@ -34,7 +34,11 @@ _DKDV: dict[str, _Rows] = {
     "wgmma": ((96, Tile(128, 64, 8)), (128, Tile(128, 32, 8)), (256, Tile(64, 32, 8))),
     "mma": ((64, Tile(128, 64, 8)), (96, Tile(128, 32, 8)), (128, Tile(128, 16, 8))),
 }
-_DMASK: dict[str, _Rows] = {"wgmma": ((64, Tile(64, 64, 4)), (128, Tile(64, 32, 4)))}
+_DKDV_MASKED: dict[str, _Rows] = {"mma": ((32, Tile(128, 64, 8)), (96, Tile(64, 32, 4)), (128, Tile(32, 32, 4)))}
+_DMASK: dict[str, _Rows] = {
+    "wgmma": ((64, Tile(64, 64, 4)), (128, Tile(64, 32, 4))),
+    "mma": ((96, Tile(64, 32, 4)), (128, Tile(64, 16, 4))),
+}
 _PLAIN: dict[str, _Rows] = {
     "16-bit": ((128, Tile(64, 32, 4)), (256, Tile(16, 16, 4))),
     "float32": ((128, Tile(32, 32, 8)), (256, Tile(16, 16, 8))),
@@ -120,6 +124,8 @@ def attention_fwd(
 ) -> AttentionForwardConfig:
     instructions = _instructions(itemsize, arch, tf32)
     tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind), _stages(itemsize, arch)
+    if kind == "mask" and instructions == "mma" and head_dim > 64:
+        tile = tile[0], min(tile[1], 32), *tile[2:]
     short = not kind and n <= next(
         (longest for limit, longest in _SHORT_FORWARD.get(instructions, ()) if head_dim <= limit), 0
     )
@@ -175,9 +181,10 @@ def attention_bwd_dkdv(
 ) -> AttentionBackwardConfig:
     """A program owns keys and loops along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_n, block_m, num_warps = _tile(_DKDV, instructions, n, head_dim, has_dropout, arch, kind)
+    rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
+    block_n, block_m, num_warps = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
     if kind == "groups":  # a loop around the loop
-        block_m = max(block_m // (2 if head_dim <= 88 else 4), 16)
+        block_m = max(block_m // (2 if head_dim <= 88 and not has_dropout else 4), 16)
         if head_dim > 96:
             block_n, num_warps = min(block_n, 64), 4
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)

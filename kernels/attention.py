@@ -19,13 +19,10 @@ from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
 
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # That a size or a stride is 1 or a multiple of 16 is no reason to compile a kernel again: a batch of one has a stride
 # of 0, and what matters of strides, UNIT says.
 _TENSORS = "q", "k", "v", "o", "do", "dq", "dk", "dv", "mask"
 NOT_SPECIALIZED = ["N", "H", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
-LOWEST: tl.constexpr = tl.constexpr(-1e30)  # a masked row's maximum is not below: what is masked has exp(S) = 0
 
 
 class Mask(NamedTuple):
@@ -60,6 +57,23 @@ class Tiles(NamedTuple):
     TAIL_0: tl.constexpr
     TAIL_1: tl.constexpr
     SURELY: tl.constexpr
+
+
+# Not global constants: with those, a kernel's key in Triton's cache depends on which kernel of a process is the first.
+@triton.jit
+def log2e():
+    return 1.4426950408889634
+
+
+@triton.jit
+def ln2():
+    return 0.6931471805599453
+
+
+@triton.jit
+def lowest():
+    """A masked row's maximum is not below: what is masked has exp(S) = 0."""
+    return -1e30
 
 
 @triton.jit
@@ -113,7 +127,7 @@ def scores(q, k, keys, start, at, softmax, head, MASKED: tl.constexpr):
 def maximum(s, softmax):
     """Of each row [M]."""
     m = tl.max(s, 1)
-    return m if softmax.mask.ptr is None else tl.maximum(m, LOWEST)
+    return m if softmax.mask.ptr is None else tl.maximum(m, lowest())
 
 
 @triton.jit
@@ -133,7 +147,7 @@ def finish(acc, m, total, o, lse_ptr, at, softmax, head):
     if softmax.mask.ptr is not None:
         total = tl.where(empty, 1.0, total)
     norm = 1.0 / total
-    lse = m * factor(softmax) + tl.log2(total) * LN2
+    lse = m * factor(softmax) + tl.log2(total) * ln2()
     if softmax.mask.ptr is not None:
         lse = tl.where(empty, float("inf"), lse)
     if softmax.seed_ptr is not None:
@@ -151,7 +165,7 @@ def _step(state, q, k, v, start, at, softmax, head, WIDTH: tl.constexpr, MASKED:
     acc, m, total = state
     keys = tl.arange(0, WIDTH)
     left = at.N - start
-    scale2 = factor(softmax) * LOG2E
+    scale2 = factor(softmax) * log2e()
     s = scores(q, load(k, keys, left, head, MASKED), keys, start, at, softmax, head, MASKED)
     m_new = maximum(s, softmax) if FIRST else tl.maximum(m, maximum(s, softmax))
     p = tl.exp2(s * scale2 - (m_new * scale2)[:, None])

@@ -20,7 +20,7 @@ import triton.language as tl
 from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
-from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Mask, Softmax, Tiles, factor, masked
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, factor, log2e, masked
 
 
 class Inputs(NamedTuple):
@@ -47,7 +47,7 @@ def log_unit(T: tl.constexpr):
     if T == tl.float32:
         return 1.0
     else:
-        return LOG2E
+        return log2e()
 
 
 @triton.jit

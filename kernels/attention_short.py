@@ -10,7 +10,7 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._tiles import Head, Tokens, load, place, rows_of, zeros
-from fastvit.kernels.attention import LOG2E, NOT_SPECIALIZED, Mask, Softmax, add_values, finish, scores
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, add_values, finish, log2e, scores
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _attend(
         s2, m2 = _chunk_scores(rows, keys, at, softmax, head, KEYS_0 + KEYS_1, KEYS_2, True)
         m = tl.maximum(m, m2)
 
-    scale2 = softmax.scale * LOG2E
+    scale2 = softmax.scale * log2e()
     shift = (m * scale2)[:, None]
     acc, total = zeros(BLOCK_M, head), tl.zeros([BLOCK_M], tl.float32)
     acc, total = _add_chunk(acc, total, s0, scale2, shift, values, at, softmax, head, 0, KEYS_1 == 0)

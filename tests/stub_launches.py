@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import sys
 import threading
 import traceback
 import warnings
@@ -321,6 +322,20 @@ def versions_that_nobody_compared_and_amd_stay_with_triton():
                     call()
             assert by_triton.call_count == len(gpu.launches) == 3
             assert len(gpu.compiled) == 1
+
+
+def a_kernel_has_one_key_whichever_is_the_first():
+    """Of Triton's cache on disk: what one process compiles is what another one looks for."""
+    names = [name for name in sys.modules if name.startswith("fastvit.kernels.")]
+    functions = {f for name in names for f in vars(sys.modules[name]).values() if isinstance(f, triton.JITFunction)}
+    ordered = sorted(functions, key=lambda f: f"{f.module}.{f.__name__}")
+    found = []
+    for order in (ordered, ordered[::-1]):
+        for f in ordered:
+            f.hash, f.used_global_vals = None, {}
+        found.append({f"{f.module}.{f.__name__}": f.cache_key for f in order})
+    assert found[0] == found[1]
+    assert len(found[0]) > len(KERNELS)
 
 
 def threads_compile_once():

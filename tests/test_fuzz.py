@@ -9,6 +9,7 @@ errors fairly, and here is often one.
 """
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,6 +229,52 @@ test_attention_qkvpacked = fuzzed(
     ops.attention_qkvpacked,
     formulas.attention_qkvpacked,
 )
+
+
+@st.composite
+def masked_attention_cases(draw: st.DrawFn) -> Case:
+    """A mask of every sample or one, every head or one, every query or one, or none; keys that heads share. Not of one
+    token, whose gradients of q, k and mask are rounding alone."""
+    B, N, H, d = draw(SIZES.filter(lambda shape: shape[1] > 1))
+    kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))
+    shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, N, kv_heads, d))}
+    of = draw(st.sampled_from([B, 1])), draw(st.sampled_from([H, 1])), draw(st.sampled_from([N, 1])), N
+    return draw(
+        case(
+            {**shapes, "attn_mask": of[draw(st.integers(0, 2)) if of[0] == 1 == of[1] else 0 :]},
+            "attn_mask",
+            scale=SCALE,
+        )
+    )
+
+
+test_attention_with_masks = fuzzed(masked_attention_cases(), ops.attention, formulas.attention)
+
+
+@st.composite
+def varlen_cases(draw: st.DrawFn) -> Case:
+    """Of up to four sequences, none of one token, nor all of whose tokens are one: see above."""
+    lengths = draw(st.lists(st.one_of(st.just(0), st.integers(2, 40)), min_size=1, max_size=4))
+    _, _, H, d = draw(SIZES)
+    kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))
+    T = sum(lengths)
+    shapes = {"q": (T, H, d), **dict.fromkeys("kv", (T, kv_heads, d))}
+    found = draw(case(shapes, scale=SCALE, lengths=st.just(tuple(lengths)), known=st.booleans()))
+    for name, t in found.tensors.items():
+        if t is not None and t.layout == "expanded":
+            found.tensors[name] = replace(t, layout="contiguous")
+    return found
+
+
+def of_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], known: bool, scale: float | None) -> Tensor:
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=q.device)
+        return function(q, k, v, ends, max(*lengths, 1) if known else None, scale=scale)
+
+    return run
+
+
+test_attention_varlen = fuzzed(varlen_cases(), of_lengths(ops.attention_varlen), of_lengths(formulas.attention_varlen))
 
 
 @st.composite

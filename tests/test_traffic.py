@@ -233,3 +233,17 @@ def test_no_excess_is_unexplained() -> None:
     assert not any(traffic.UNEXPLAINED in reasons for reasons in why.values())
     assert "once for each row tile" in why["linear_fwd_kernel"]
     assert max(len(line) for table in tables for line in traffic.table(*table).splitlines()) <= 100
+
+
+@pytest.mark.parametrize("mask", ["padding", "positions"])
+def test_a_mask_is_loaded_once_for_each_tile(mask: str) -> None:
+    """In whole rows of 16 elements, by the programs of every head; of its gradient, every element is stored once."""
+    forward, backward = traffic.measure(
+        Workload("attention", {"B": 2, "N": 70, "H": 2, "d": 64, "mask": mask})
+    ).values()
+    assert tiled(forward) == 1.0
+    assert tiled(backward) < 1.08
+    gradients = [launch for launch in backward.launches if launch.kernel == "attention_bwd_mask_kernel"]
+    assert [launch.stored for launch in gradients] == ([2 * 70 * 80 * 2] if mask == "positions" else [])
+    for launch in (*forward.launches, *backward.launches):
+        assert traffic.UNEXPLAINED not in traffic.why(launch)

@@ -69,13 +69,18 @@ _OF_HEADS = {
     **dict.fromkeys(("sin", "cos"), "sample and group of heads"),
     **{f"{x}_{of}": "program" for x in "qk" for of in ("weight", "bias")},
 }
+_OF_MASK = "head or sample that shares it, and each tile of queries that share a row"
 _TILE = {  # what the programs that share an argument differ in
     "layer_norm_fwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
     "layer_norm_bwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
     "attention_short_fwd_kernel": dict.fromkeys("kv", "query tile"),
-    "attention_fwd_kernel": dict.fromkeys("kv", "query tile"),
-    "attention_bwd_dq_kernel": dict.fromkeys("kv", "query tile"),
-    "attention_bwd_dkdv_kernel": dict.fromkeys(("q", "do", "statistics"), "key tile"),
+    "attention_fwd_kernel": {**dict.fromkeys("kv", "query tile"), "mask": _OF_MASK},
+    "attention_bwd_dq_kernel": {**dict.fromkeys("kv", "query tile"), "mask": _OF_MASK},
+    "attention_bwd_dkdv_kernel": {**dict.fromkeys(("q", "do", "statistics"), "key tile"), "mask": _OF_MASK},
+    "attention_bwd_mask_kernel": {
+        **dict.fromkeys(("q", "o", "do", "lse"), "key tile"), **dict.fromkeys("kv", "query tile"),
+        "mask": _OF_MASK, "seed": "program",
+    },
     "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},
     "linear_dact_kernel": {"dy": "column tile", "w": "row tile"},
     "gated_fwd_kernel": {
@@ -95,6 +100,8 @@ _TILE = {  # what the programs that share an argument differ in
 _AGAIN = {  # what makes one program load an element again
     ("patch_embed_fwd_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("patch_embed_bwd_weight_kernel", "image"): "lanes without a patch load the first one, unmasked",
+    ("attention_bwd_dkdv_kernel", "mask"): "a row of all queries, by each query tile of a program",
+    ("attention_bwd_mask_kernel", "mask"): "by each sample and head that share it",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
     ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
     ("qk_norm_bwd_kernel", "sin"): "by each tile of a program",

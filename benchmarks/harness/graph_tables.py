@@ -31,20 +31,18 @@ STATUS = {
 }
 
 
-def other(reason: str) -> str:
-    """What attention is that is no self-attention without mask and bias; "" for what is."""
-    if reason.startswith(("a mask", "a bias")):
-        return "masked"
-    return "cross" if reason.startswith("k and v of another length") else ""
+def is_cross(reason: str) -> bool:
+    """Whether attention was left because it is to other tokens than the queries'."""
+    return reason.startswith("k and v of another length")
 
 
 def counts(row: Row, *kinds: str) -> tuple[int, int]:
-    """Fused sites, and all; of attention, all self-attention whose scores have no mask and no bias."""
+    """Fused sites, and all; of attention, all self-attention."""
     fused = left = 0
     for kind in kinds:
         found = row["sites"].get(kind, {"fused": {}, "left": {}})
         fused += sum(found["fused"].values())
-        left += sum(n for reason, n in found["left"].items() if kind != "attention" or not other(reason))
+        left += sum(n for reason, n in found["left"].items() if kind != "attention" or not is_cross(reason))
     return fused, fused + left
 
 
@@ -57,10 +55,9 @@ def render(path: Path) -> list[str]:
         own = [row for row in rows if row["library"] == library]
         lines += [*_totals(library, own), "", *_families(own), ""]
     lines += [
-        "right: models of all. attention, norms, MLP, patch: sites fused of all. masked, cross: attention",
-        "with a mask or a bias added to its scores, and attention of other queries than keys: both are left,",
-        "and not counted before. graphs: the most of one model. error: the largest of outputs and gradients",
-        "as a share of the one allowed.",
+        "right: models of all. attention, norms, MLP, patch: sites fused of all. cross: attention of other",
+        "queries than keys, which is left and not counted before. graphs: the most of one model. error: the",
+        "largest of outputs and gradients as a share of the one allowed.",
         "",
         *_reasons(rows),
         *_exceptions(rows),
@@ -77,7 +74,7 @@ def _totals(library: str, rows: Sequence[Row]) -> Iterator[str]:
     yield f"{library}: {len(rows)} models; {alone}; {right} of the other {len(run)} right"
     with_attention = [pair for row in run if (pair := counts(row, "attention"))[1]]
     whole = sum(fused == all_of_it for fused, all_of_it in with_attention)
-    yield f"{whole} of {len(with_attention)} with every self-attention fused that has neither mask nor bias"
+    yield f"{whole} of {len(with_attention)} with every self-attention fused"
     sites = [sum(pair[i] for pair in with_attention) for i in (0, 1)]
     yield f"{sites[0]} of {sites[1]} such attention sites"
 
@@ -88,18 +85,19 @@ def _families(rows: Sequence[Row]) -> list[str]:
         own = [row for row in rows if row["family"] == family]
         run = [row for row in own if row["status"] != "eager"]
         shown = [_of([counts(row, *kinds) for row in run]) for kinds in KINDS.values()]
-        left = Counter[str]()
-        for row in run:
-            for reason, number in row["sites"].get("attention", {"left": {}})["left"].items():
-                left[other(reason)] += number
+        cross = sum(
+            number
+            for row in run
+            for reason, number in row["sites"].get("attention", {"left": {}})["left"].items()
+            if is_cross(reason)
+        )
         right = f"{sum(row['status'] == 'right' for row in own)}/{len(own)}"
         graphs = str(max((row["graphs"] for row in run), default="-"))
         error = f"{max(row['share'] for row in own):.2f}"
-        beside = [str(left[name] or "-") for name in ("masked", "cross")]
         attention, *others = shown
         name = family.replace("vision_transformer", "vit")
-        table.append((name, right, attention, *beside, *others, graphs, error))
-    return make(("model", "right", "attention", "masked", "cross", *list(KINDS)[1:], "graphs", "error"), table)
+        table.append((name, right, attention, str(cross or "-"), *others, graphs, error))
+    return make(("model", "right", "attention", "cross", *list(KINDS)[1:], "graphs", "error"), table)
 
 
 def _of(pairs: Sequence[tuple[int, int]]) -> str:

@@ -159,7 +159,7 @@ def _masked_attention() -> Iterator[Workload]:
     masks = ["padding", "positions"]
     yield from varlen("quick", B=3, N=50, H=3, d=64)
     yield from rows("quick", B=2, N=50, H=3, d=64, mask="positions")
-    for kinds in ({"mask": masks}, {"kv_heads": 4}):
+    for kinds in ({"mask": masks}, {"kv_heads": 2}):
         yield from rows("cpu", B=2, N=197, H=12, d=64, **kinds)
         yield from rows("gpu", B=[1, 32, 256], N=197, H=12, d=64, **kinds)
         yield from rows("gpu", B=8, N=1025, H=16, d=64, **kinds)

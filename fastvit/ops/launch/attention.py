@@ -214,8 +214,9 @@ def _readable_mask(mask: Tensor) -> tuple[Any, bool, tuple[int, int, int]]:
     mask = unexpanded(mask).expand(-1, -1, -1, N)
     strides = _mask_strides(mask)
     if N % 16 or mask.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
-        mask = mask.new_empty((*mask.shape[:3], cdiv(N, 16) * 16))[..., :N].copy_(mask)
-        strides = _mask_strides(mask)
+        room = mask.new_empty((*mask.shape[:3], cdiv(N, 16) * 16))
+        room[..., :N] = mask
+        mask, strides = room, _mask_strides(room)
     batch, token, head = (stride // 16 for stride in strides)
     return mask, mask.shape[2] > 1, (batch, token, head)
 
