@@ -89,6 +89,10 @@ def test_heads_that_share_keys(dtype, kv_heads, backend, device):
         assert_op_as_accurate(ops.attention, eager, tensors)
 
 
+def test_a_mask_and_shared_keys(backend, device):
+    check(made(2, 18, 4, 16, 2, device=device), drawn(1, 4, 18, 18, kind=torch.float32, device=device))
+
+
 def test_packed(backend, device):
     tensors = tensors_of({"qkv": (2, 18, 3, 2, 16), "attn_mask": (2, 18, 18)}, torch.float32, device)
     assert_op_as_accurate(ops.attention_qkvpacked, attention_qkvpacked, tensors)

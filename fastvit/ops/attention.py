@@ -121,9 +121,8 @@ class _AttentionQkvPacked(_Attention):
 
 def mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
     """rest: the arguments of `attention_bwd` behind the mask"""
-    rows = mask.expand(-1, -1, q.shape[1], -1)
-    dmask = differentiable_once("attention", attention_mask_bwd, do, q, k, v, rows, *rest)
-    return dmask if mask.shape[2] == q.shape[1] else dmask.sum(2, keepdim=True)
+    rows = mask.expand(-1, -1, q.shape[1], -1)  # autograd sums what was expanded
+    return differentiable_once("attention", attention_mask_bwd, do, q, k, v, rows, *rest)
 
 
 # ---- public functions ----
