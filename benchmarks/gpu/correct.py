@@ -29,6 +29,7 @@ from fastvit.study._oracle import error_ratio, poisoned
 
 SEED = 7
 _TOGETHER = {
+    "attention_varlen": "attention masks",
     "add_layer_norm": "layer_norm",
     "layer_norm_linear": "linear",
     "layer_norm_attention": "linear",
@@ -59,6 +60,8 @@ def groups(rehearse: bool) -> list[str]:
 def group(case: Workload) -> str:
     if case.sizes.get("dropout_p"):
         return "dropout"
+    if {"mask", "kv_heads"} & {*case.sizes}:
+        return "attention masks"
     if case.op != "attention":
         return _TOGETHER.get(case.op, case.op)
     d, N = case.sizes["d"], case.sizes["N"]

@@ -30,7 +30,7 @@ from fastvit.ops import _library
 
 FINDINGS = 86  # exit status by which the tool says so
 _REFUSALS = ("not supported", "unsupported", "permission", "unable to", "failed to initialize")
-KERNELS = "(attention|layer_norm|linear|gated|act_bwd|patch_embed|column_sum|dropout)_"
+KERNELS = "(attention|layer_norm|linear|gated|act_bwd|patch_embed|column_sum|dropout|rotary|qk_norm)_"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 
 
