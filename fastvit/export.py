@@ -13,9 +13,8 @@ into an error when deserializing the saved file". `decompositions` makes a progr
 needs no table: while it traces, the ops appear as PyTorch's own, so that the graph has LayerNormalization, from opset
 20 on Gelu, and from 23 on Attention, where a lower one has MatMul and Softmax. PyTorch wants onnxscript for it.
 
-A model of transformers keeps its fused ops with "sdpa" attention, its default. With "eager" attention transformers
-makes a mask of every call that torch.export traces, which nothing tells from a user's: its layers run their own
-forward, with a warning.
+A model of transformers keeps its fused ops. With "eager" attention transformers makes a mask of every call that
+torch.export traces, which nothing tells from a user's, and the program reads it; with "sdpa", its default, it does not.
 """
 
 from __future__ import annotations

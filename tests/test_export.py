@@ -81,6 +81,15 @@ def test_dropout_decomposed(device):
     assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
 
 
+def test_varlen_decomposed(device):
+    """LSE, too, lies sequence by sequence."""
+    op = torch.ops.fastvit.attention_varlen_fwd.default
+    q, k, v = (torch.randn(19, heads, 16, device=device) for heads in (4, 2, 2))
+    arguments = q, k, v, torch.tensor([0, 5, 5, 6, 19], device=device), None, 13, 0.3, 0.0
+    for got, want in zip(fastvit.export.decompositions()[op](*arguments), op(*arguments), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 # ---- transformers makes masks that nobody passed while torch.export traces ----
 
 VISION = (
@@ -126,9 +135,9 @@ def test_a_mask_of_the_user_stays_in_the_program(kind, strict):
     want = [model(IMAGE, attention_mask=m).last_hidden_state for m in (mask, other)]
     fastvit.accelerate(model)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*own forward")
+        warnings.filterwarnings("error", message=".*own forward")
         program = torch.export.export(model, (IMAGE,), {"attention_mask": mask}, strict=strict)
-    assert not targets(program)["fastvit::attention_qkvpacked_fwd"]
+    assert targets(program)["fastvit::attention_qkvpacked_fwd"] == 2
     for m, expected in zip((mask, other), want, strict=True):
         got = program.module()(IMAGE, attention_mask=m).last_hidden_state
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -136,14 +145,14 @@ def test_a_mask_of_the_user_stays_in_the_program(kind, strict):
 
 
 @torch.no_grad()
-def test_eager_attention_is_left_to_the_model_and_told_of():
-    """What transformers then makes could be a user's mask."""
+def test_eager_attention_keeps_the_mask_that_transformers_makes():
+    """It could be a user's."""
     model = tower("ViTModel")
     want = model(IMAGE).last_hidden_state
     model.set_attn_implementation("eager")
     fastvit.accelerate(model)
-    with pytest.warns(UserWarning, match="ViTLayer runs its own forward instead of fastvit's: an attention mask"):
-        program = torch.export.export(model, (IMAGE,))
+    program = torch.export.export(model, (IMAGE,))
+    assert targets(program)["fastvit::attention_qkvpacked_fwd"] == 2
     torch.testing.assert_close(program.module()(IMAGE).last_hidden_state, want, rtol=1e-4, atol=1e-5)
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
 from benchmarks.harness.families import ARCHITECTURES, Architecture
-from fastvit import reference, study
+from fastvit import ops, reference, study
 from fastvit.eva import Eva
 from fastvit.ops import use_backend
 from fastvit.reference_eva import Eva as ReferenceEva
@@ -250,6 +250,24 @@ def test_a_mask_is_a_bias() -> None:
     assert rows[..., 1, :].gt(0).all()
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_and_shared_keys_of_fused_attention(kind: str) -> None:
+    """Both heads look at the first one's keys."""
+    mask = torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
+    given = mask if kind == "bool" else torch.zeros(24, 24).masked_fill(~mask, -torch.inf)
+
+    def attend(q: Tensor) -> Tensor:
+        q = q.transpose(1, 2)
+        return ops.attention(q, q[:, :, :1], q[:, :, :1], attn_mask=given).transpose(1, 2)
+
+    model = Odd(attend)
+    with torch.no_grad():
+        q = model.heads(image()[None])[0]
+    weights = (q @ q[:1].transpose(1, 2) / 4).masked_fill(~mask, -torch.inf).softmax(-1)
+    found = study.attention_maps(model, image(), queries=[(0, 1), (3, 0)])
+    torch.testing.assert_close(found.rows[0], weights[:, [1, 18]], **VISIBLE)
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any result. Outside of the study's own mode, it sees what that one computes."""
 
@@ -408,10 +426,14 @@ def test_a_layer_that_computes_its_weights_itself_is_named() -> None:
         (lambda q: sdpa(q, is_causal=True), "it is causal"),
         (lambda q: sdpa(q.unflatten(2, (2, 12))[0].transpose(0, 1)), "2 sequences of 12 tokens, as in windows"),
         (lambda q: sdpa(q[:, :, ::2]), "over 12 tokens, of an image of 4 x 6 patches"),
+        (
+            lambda q: ops.attention_varlen(*(q[0].transpose(0, 1),) * 3, torch.tensor([0, 10, 24])).transpose(0, 1),
+            "sequences of several lengths",
+        ),
         (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
         (lambda q: (q[0] @ q[0].transpose(1, 2)).softmax(-1), "computes 24 x 24 weights"),
     ],
-    ids=["causal", "windows", "fewer tokens", "eager", "eager 3D"],
+    ids=["causal", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
 )  # fmt: skip
 def test_attention_of_other_kinds_is_named(attend: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):

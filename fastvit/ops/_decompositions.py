@@ -98,6 +98,22 @@ def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return attention_fwd(q, k, v, *rest)
 
 
+def attention_varlen_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """With a mask that keeps sequences apart."""
+    T, H, _ = q.shape
+    token = torch.arange(T, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True)
+    mask = (sequence[:, None] == sequence)[None, None]
+    o, lse = attention_fwd(q[None], k[None], v[None], mask, seed, scale, dropout_p)
+    first, end = cu_seqlens[sequence - 1], cu_seqlens[sequence]
+    head = torch.arange(H, device=q.device)[:, None]
+    place = first * H + head * (end - first) + token - first  # [H, T]
+    return o[0], lse.new_zeros(T * H).scatter(0, place.flatten().long(), lse.flatten())
+
+
 def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
     P = x.shape[1] - sin.shape[2]
     turned = rotated_part(x, sin, rotated).to(torch.promote_types(promoted_dtype(x, sin, cos), torch.float32))

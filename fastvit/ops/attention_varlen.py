@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastvit.ops import _decompositions
 from fastvit.ops._checks import check_float, check_like
 from fastvit.ops._library import (
     FusedFunction,
@@ -41,6 +42,7 @@ attention_varlen_fwd = register(
     "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seed, int max_seqlen, float scale,"
     " float dropout_p) -> (Tensor o, Tensor lse)",
     aten=aten.attention_varlen_fwd, launch="attention", fake=_fwd_fake, flops=_fwd_flops,
+    decomposition=_decompositions.attention_varlen_fwd,
 )  # fmt: skip
 attention_varlen_bwd = register(
     "attention_varlen_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor o, Tensor lse,"

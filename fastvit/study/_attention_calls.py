@@ -18,6 +18,7 @@ _CAUGHT = (
     "fastvit::patch_embed_fwd",
     "fastvit::attention_fwd",
     "fastvit::attention_qkvpacked_fwd",
+    "fastvit::attention_varlen_fwd",
     "aten::convolution",
 )
 
@@ -27,7 +28,7 @@ class Call(NamedTuple):
 
     layer: its number in the order of the forward, from 0.
     q, k: (H, N, d); scale: of the scores.
-    bias: (H, N, N) added to the scores, as relative positions are, or None.
+    bias: (H, N, N) added to the scores, as relative positions and masks are, or None.
     grid: (h, w) of the patches, or None where no patch embedding ran before.
     unseen: why the above are not what weights could be computed from; q, k are empty then. Otherwise "".
     """
@@ -69,6 +70,8 @@ class _Catches:
             self._attends(q, k, given)
         elif name == "fastvit::attention_fwd":
             self._attends(given["q"].transpose(1, 2), given["k"].transpose(1, 2), given)
+        elif name == "fastvit::attention_varlen_fwd":
+            self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
         elif name.startswith("aten::_scaled_dot_product_"):
             q, k = given["query"], given["key"]
             if q.shape[-2] == k.shape[-2]:  # else from few tokens to all, as heads pool: no layer
@@ -85,14 +88,14 @@ class _Catches:
     def _attends(self, q: Tensor, k: Tensor, given: dict[str, Any], unseen: str = "") -> None:
         if not unseen:
             unseen = _unusable(q, k, given)
-        scale, bias = given.get("scale"), given.get("attn_mask", given.get("attn_bias"))
+        scale, bias = given.get("scale"), given.get("attn_mask", given.get("attn_bias", given.get("mask")))
         scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if unseen:
             q = k = q.new_empty(0)
             bias = None
         else:
-            q, k = q[0], k[0]
-            bias = None if bias is None else bias.expand(1, *q.shape[:2], q.shape[1])[0]
+            q, k = q[0], k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
+            bias = None if bias is None else _added(bias, q).expand(1, *q.shape[:2], q.shape[1])[0]
         self.calls += 1
         self.on_call(Call(self.calls - 1, q, k, scale, bias, self.grid, unseen))
 
@@ -111,9 +114,12 @@ def _unusable(q: Tensor, k: Tensor, given: dict[str, Any]) -> str:
         return "it is causal"
     if q.dim() != 4 or q.shape[0] != 1:
         return f"it is over {q.shape[0]} sequences of {q.shape[-2]} tokens, as in windows"
-    if q.shape != k.shape:
-        return f"its keys have {k.shape[1]} heads and its queries {q.shape[1]}"
     return ""
+
+
+def _added(mask: Tensor, q: Tensor) -> Tensor:
+    """What a mask adds to the scores."""
+    return mask if mask.dtype is not torch.bool else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
 
 def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
