@@ -1,17 +1,19 @@
 """The names in other libraries' checkpoints of Vision Transformers, and how those libraries interpolate positions.
 
 Each source is a table from its names to ours, which are timm's. Four of our names are intermediate: q, k and v apart
-(`attn.q`, `attn.k`, `attn.v`) or, of SigLIP's pooling, together (`attn_pool.qkv`), DINOv3's `mlp.up`, which is a gated
+(`attn.q`, `attn.k`, `attn.v`) or, of attention pooling, together (`attn_pool.qkv`), DINOv3's `mlp.up`, which is a gated
 MLP's fc1_x or else fc1, and CLIP's projection (`head.projection`, or `head.projection_t` for its transpose).
 
-Sources: timm 1.0.31, torchvision 0.28, transformers (_checkpoint_names_hf.py), facebookresearch/dinov2, dinov3 and mae,
-openai/CLIP, open_clip 3 and apple/ml-aim.
+Sources: timm 1.0.31, torchvision 0.28, transformers (_checkpoint_names_hf.py), facebookresearch/dinov2, dinov3, mae and
+perception_models, openai/CLIP, open_clip 3 and apple/ml-aim.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastvit._checkpoint_names_hf import HUGGING_FACE
-from fastvit._checkpoint_source import Source, align_corners, ignored, plain, with_offset
+from fastvit._checkpoint_source import Source, align_corners, bilinear, ignored, plain, with_offset
 
 _TIMM = (
     "cls_token",
@@ -33,6 +35,54 @@ _CLIP_TEXT = ignored(
     "transformer", "token_embedding", "positional_embedding", "ln_final", "text_projection", "text", "attn_mask",
     "logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size",
 )  # fmt: skip
+
+_CLIP = Source(
+    name="OpenAI CLIP or open_clip",
+    marker="class_embedding",
+    prefixes=("visual.", ""),
+    block=r"transformer\.resblocks\.([0-9]+)\.(.+)",
+    in_model={
+        "class_embedding": "cls_token",
+        "positional_embedding": "pos_embed",
+        "conv1": "patch_embed.proj",
+        "ln_pre": "norm_pre",
+        "ln_post": "norm",
+        "proj": "head.projection_t",
+    },
+    in_block={
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "attn.in_proj_weight": "attn.qkv.weight",
+        "attn.in_proj_bias": "attn.qkv.bias",
+        "attn.out_proj": "attn.proj",
+        "ls_1": "ls1",
+        "ls_2": "ls2",
+        "mlp.c_fc": "mlp.fc1",
+        "mlp.c_proj": "mlp.fc2",
+    },
+    elsewhere=_CLIP_TEXT,
+)
+# Core has attention pooling; lang and spatial have LayerScale and no last norm, which CLIP always has
+_PERCEPTION_ENCODER = [
+    replace(
+        _CLIP,
+        name="Meta's Perception Encoder",
+        marker=marker,
+        lacks=lacks,
+        in_model={
+            **_CLIP.in_model,
+            "attn_pool.probe": "attn_pool.latent",
+            "attn_pool.attn.in_proj_weight": "attn_pool.qkv.weight",
+            "attn_pool.attn.in_proj_bias": "attn_pool.qkv.bias",
+            "attn_pool.attn.out_proj": "attn_pool.proj",
+            "attn_pool.layernorm": "attn_pool.norm",
+            "attn_pool.mlp.c_fc": "attn_pool.mlp.fc1",
+            "attn_pool.mlp.c_proj": "attn_pool.mlp.fc2",
+        },
+        resize=bilinear,
+    )
+    for marker, lacks in (("attn_pool.probe", ""), ("transformer.resblocks.0.ls_1.gamma", "ln_post.weight"))
+]
 
 SOURCES = (
     Source(
@@ -61,32 +111,8 @@ SOURCES = (
         resize=align_corners,
     ),
     *HUGGING_FACE,
-    Source(
-        name="OpenAI CLIP or open_clip",
-        marker="class_embedding",
-        prefixes=("visual.", ""),
-        block=r"transformer\.resblocks\.([0-9]+)\.(.+)",
-        in_model={
-            "class_embedding": "cls_token",
-            "positional_embedding": "pos_embed",
-            "conv1": "patch_embed.proj",
-            "ln_pre": "norm_pre",
-            "ln_post": "norm",
-            "proj": "head.projection_t",
-        },
-        in_block={
-            "ln_1": "norm1",
-            "ln_2": "norm2",
-            "attn.in_proj_weight": "attn.qkv.weight",
-            "attn.in_proj_bias": "attn.qkv.bias",
-            "attn.out_proj": "attn.proj",
-            "ls_1": "ls1",
-            "ls_2": "ls2",
-            "mlp.c_fc": "mlp.fc1",
-            "mlp.c_proj": "mlp.fc2",
-        },
-        elsewhere=_CLIP_TEXT,
-    ),
+    *_PERCEPTION_ENCODER,
+    _CLIP,
     Source(
         name="Apple's AIMv2",
         marker="preprocessor.patchifier.proj.weight",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 import torch.nn.functional as F
@@ -15,6 +15,11 @@ from fastvit._positions import Resize, antialiased
 def plain(image: Tensor, grid: tuple[int, int]) -> Tensor:
     """As transformers and MAE."""
     return F.interpolate(image, size=grid, mode="bicubic")
+
+
+def bilinear(image: Tensor, grid: tuple[int, int]) -> Tensor:
+    """As Meta's Perception Encoder."""
+    return F.interpolate(image, size=grid, mode="bilinear")
 
 
 def align_corners(image: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -42,6 +47,10 @@ class Source:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # names without the prefix
     resize: Resize = antialiased
     square: bool = True  # whether positions always are of a square grid
+    lacks: str = ""  # behind the prefix, a key that it has not and another one with its marker has
+
+    def wrote(self, keys: Container[str], prefix: str) -> bool:
+        return prefix + self.marker in keys and not (self.lacks and prefix + self.lacks in keys)
 
     def rename(self, key: str, prefix: str) -> str:
         """Our name; "" for what is no part of a vision model; the key itself where the tables do not have it."""

@@ -1,5 +1,5 @@
 """Weights that users already have, put into a `VisionTransformer`: files of timm, torchvision, Hugging Face
-transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip and Apple's AIMv2.
+transformers, Meta's DINOv2, DINOv3 and Perception Encoder, OpenAI's CLIP, open_clip and Apple's AIMv2.
 
 A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. All
 of it is checked against the model before anything is copied: the model ends up with every weight or with none.
@@ -119,7 +119,7 @@ def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]
     """Whose names these keys are, and the prefix in front of the vision model's."""
     for source in SOURCES:
         for prefix in source.prefixes:
-            if prefix + source.marker in tensors:
+            if source.wrote(tensors, prefix):
                 return source, prefix
     for source in SOURCES:
         for key in tensors:

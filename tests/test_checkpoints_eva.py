@@ -1,4 +1,4 @@
-"""Weights of DINOv3 and EVA as timm, transformers and Meta write them, in our models."""
+"""Weights of DINOv3, EVA and the Perception Encoder as timm, transformers and Meta write them, in our models."""
 
 from typing import Any
 
@@ -110,6 +110,71 @@ def test_meta(gated: bool) -> None:
     model = ours(name, meta(original, gated))
     for key, value in original.state_dict().items():
         assert torch.equal(model.state_dict()[key], value), key
+
+
+# ---- Meta's Perception Encoder ----
+
+
+def as_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """timm's state_dict as facebookresearch/perception_models spells it, beside a text tower."""
+    names = {
+        "patch_embed.proj": "conv1", "norm_pre": "ln_pre", "blocks.": "transformer.resblocks.", ".norm1": ".ln_1",
+        ".norm2": ".ln_2", "gamma_1": "ls_1.gamma", "gamma_2": "ls_2.gamma", "attn.qkv.": "attn.in_proj_",
+        "attn.proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+    }  # fmt: skip
+    pool = {"latent": "probe", "proj": "attn.out_proj", "norm": "layernorm"}
+    made = {"text_projection": torch.zeros(2), "transformer.resblocks.0.ln_1.weight": torch.zeros(2)}
+    for key, value in state.items():
+        if key.startswith(("attn_pool.q.", "attn_pool.kv.", "head.bias")):
+            continue
+        for old, new in names.items():
+            key = key.replace(old, new)
+        if key.startswith("attn_pool."):
+            part, _, rest = key.removeprefix("attn_pool.").partition(".")
+            key = ".".join(filter(None, ("attn_pool", pool.get(part, part), rest)))
+        elif key in ("cls_token", "pos_embed"):
+            key, value = {"cls_token": "class_embedding", "pos_embed": "positional_embedding"}[key], value.squeeze()
+        elif key == "head.weight":
+            key, value = "proj", value.T
+        made[f"visual.{key.replace('norm.', 'ln_post.') if key.startswith('norm.') else key}"] = value
+    for kind in ("weight", "bias") if "attn_pool.q.weight" in state else ():
+        packed = torch.cat([state[f"attn_pool.{part}.{kind}"] for part in ("q", "kv")])
+        made[f"visual.attn_pool.attn.in_proj_{kind}"] = packed
+    return made
+
+
+PE = ["vit_pe_core_small_patch16_384", "vit_pe_core_gigantic_patch14_448", "vit_pe_spatial_small_patch16_512"]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["beside text", "vision alone"])
+@pytest.mark.parametrize("name", PE)
+def test_perception_encoder(name: str, alone: bool) -> None:
+    """timm's own reader of such files agrees on what they are."""
+    theirs = randomised(import_timm().create_model(name, **SMALL)).eval()
+    with torch.no_grad():
+        for key, value in theirs.named_parameters():
+            if key == "head.bias":  # Meta's projection has none
+                value.zero_()
+    weights = as_meta(theirs.state_dict())
+    from timm.models.eva import checkpoint_filter_fn
+
+    read = checkpoint_filter_fn(weights, theirs)
+    assert read.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(read[key], value) for key, value in theirs.state_dict().items())
+    if alone:
+        weights = {key.removeprefix("visual."): value for key, value in weights.items() if key.startswith("visual.")}
+    model, image = ours(name, weights), torch.randn(1, 3, *theirs.patch_embed.img_size)
+    with torch.no_grad():
+        assert close(model(image), theirs(image))
+
+
+def test_positions_of_the_perception_encoder_are_interpolated_as_meta_does() -> None:
+    theirs = randomised(import_timm().create_model(PE[0], **SMALL)).eval()
+    weights = as_meta(theirs.state_dict())
+    model = ours(PE[0], weights, img_size=(64, 96))
+    positions = theirs.pos_embed[:, 1:].unflatten(1, (24, 24)).permute(0, 3, 1, 2)
+    want = torch.nn.functional.interpolate(positions, size=(4, 6), mode="bilinear").flatten(2).transpose(1, 2)
+    torch.testing.assert_close(model.pos_embed, torch.cat((theirs.pos_embed[:, :1], want), 1))
 
 
 def test_biases_of_zeros_may_be_left_out_and_no_others() -> None:
