@@ -166,7 +166,6 @@ def _masked_attention() -> Iterator[Workload]:
         yield from rows("verify", B=2, N=197, H=4, d=64, **kinds)
         yield from rows("verify", B=2, N=577, H=4, d=80, **kinds)
         yield from rows("traffic", B=2, N=[197, 257], H=4, d=64, **kinds)
-        yield from rows("sanitize", B=2, N=133, H=4, d=72, **kinds)
         for d in (16, 32, 64, 72, 80, 96, 128):
             few = {64: "second kernels", 72: "second"}.get(d, "")
             yield from rows(f"compile {few}", B=64, N=[197, 577], H=8, d=d, **kinds)
@@ -175,7 +174,9 @@ def _masked_attention() -> Iterator[Workload]:
     yield from varlen("gpu", B=[4, 32], N=[256, 1024], H=16, d=[64, 80])
     yield from varlen("verify", B=4, N=577, H=4, d=[64, 80])
     yield from varlen("traffic", B=4, N=256, H=4, d=64)
-    yield from varlen("sanitize", B=4, N=300, H=4, d=72, kv_heads=[0, 2])
+    yield from rows("sanitize", B=2, N=133, H=2, d=72, mask=masks)
+    yield from rows("sanitize", B=1, N=133, H=2, d=72, kv_heads=1)
+    yield from varlen("sanitize", B=3, N=133, H=2, d=72, kv_heads=[0, 1])
     for d in (16, 32, 64, 72, 80, 96, 128):
         few = {64: "second kernels", 72: "second"}.get(d, "")
         yield from varlen(f"compile {few}", B=32, N=1024, H=8, d=d)
