@@ -69,7 +69,10 @@ def attention_mask_bwd(
     dmask = torch.zeros(mask.shape, dtype=lse.dtype, device=mask.device)
     for chunk, drop in _chunks(lse, seed, dropout_p):
         p, dp, *_ = _probabilities(do, q, k, v, mask, lse, scale, chunk)
-        ds = dp.mul_(1.0 if drop is None else drop).sub_(_delta(do, o, chunk)).mul_(p)
+        total = p.sum(-1, keepdim=True)  # 1, but for the 20 ulp of exponentials in PyTorch's kernel
+        p.div_(total.masked_fill_(total == 0.0, 1.0))
+        dp.mul_(1.0 if drop is None else drop)
+        ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
         of_mask = dmask[chunk if mask.shape[0] > 1 else slice(None)]
         of_mask += ds.sum_to_size(of_mask.shape)
     return dmask.to(mask.dtype)
