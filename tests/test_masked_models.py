@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import fastvit
 from benchmarks.harness import small_transformers
+from fastvit._modules import Unsupported
+from fastvit.integrations._plan import checked_mask
 from fastvit.integrations.transformers import register_attention
 
 Results = tuple[Tensor, dict[str, Tensor]]
@@ -47,7 +49,6 @@ def check(model: nn.Module, call: Callable[[nn.Module], Any], *ops: str, fused: 
     report = fastvit.accelerate(model)
     assert report.fused("attention") == fused, str(report)
     with warnings.catch_warnings(), Calls() as calls:
-        warnings.filterwarnings("error", "own forward")
         warnings.filterwarnings("error", ".* runs its own forward")
         got = results(model, call)
     assert_same(got, want)
@@ -86,22 +87,18 @@ def test_siglip2_with_padded_images(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("steps", [False, True], ids=["one node", "an adapter"])
-def test_blocks_of_timm(kind: str, steps: bool, device: torch.device) -> None:
-    """The mask of a call, given to a block and to attention alone; where layers are called, between ops."""
+def test_blocks_of_timm(kind: str, device: torch.device) -> None:
+    """The mask of a call, given to a block and to attention alone."""
     model = randomised(vit(num_classes=0)).to(device)
     block = model.blocks[0]
     x = torch.randn(2, 5, 192, device=device)
     mask = torch.rand(2, 1, 5, 5, device=device) > 0.3
     mask[..., 0] = True
     mask = mask if kind == "bool" else torch.randn(5, 5, device=device).masked_fill(~mask, -torch.inf)
-    if steps:
-        block.attn.proj = nn.Sequential(block.attn.proj)
     accelerate_as_it_was(model, lambda: (block(x, attn_mask=mask), block.attn(x, attn_mask=mask)))
-    if not steps:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert not close(block(x, attn_mask=mask), block(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not close(block(x, attn_mask=mask), block(x))
 
 
 def test_a_learnt_bias_has_its_gradient(device: torch.device) -> None:
@@ -134,15 +131,12 @@ def test_naflex(device: torch.device) -> None:
     ],
     ids=["of tokens", "of other keys", "of integers", "no tensor", "of three dimensions"],
 )  # fmt: skip
-def test_masks_that_no_op_takes_are_the_library_s(mask: Any, device: torch.device) -> None:
-    block = randomised(vit()).blocks[0].to(device)
-    fastvit.accelerate(nn.ModuleList([block]))
-    seen = []
-    block.attn.forward = lambda x, **more: seen.append(more["attn_mask"]) or x
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of which there is one for all blocks and masks
-        block(torch.randn(2, 17, 192, device=device), attn_mask=mask)
-    assert seen[0] is mask
+def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
+    """What `fused_forward` then leaves to the module, as tests/test_transformers.py holds."""
+    x, taken = torch.randn(2, 17, 192), torch.ones(2, 1, 1, 17)
+    assert checked_mask(taken, x) is taken
+    with pytest.raises(Unsupported, match="an attention mask of"):
+        checked_mask(mask, x)
 
 
 # ---- keys that heads share, norms over all heads ----
