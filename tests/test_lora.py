@@ -257,3 +257,18 @@ def test_under_compile(peft, image: Tensor) -> None:
     assert_same(
         (out, {n: p.grad for n, p in model.named_parameters() if p.grad is not None} | {"image": image.grad}, 0), want
     )
+
+
+@pytest.mark.parametrize("targets", [["qkv"], ["attn.proj"]], ids=str)
+def test_a_mask_beside_adapters(peft, targets: list[str]) -> None:
+    """Given to attention between layers that are called."""
+    block = adapted(peft, vit(num_classes=0), targets).blocks[0].eval()
+    x, mask = torch.randn(2, 5, 192), torch.rand(2, 1, 5, 5) > 0.3
+    mask[..., 0] = True
+    want, unmasked = block(x, attn_mask=mask), block(x)
+    report = fastvit.accelerate(block)
+    assert outcome(report, "")[0] == "accelerated"
+    with Calls() as calls:
+        assert close(block(x, attn_mask=mask), want)
+    assert "fastvit::attention_qkvpacked_fwd" in calls.names
+    assert not close(want, unmasked)
