@@ -59,12 +59,13 @@ def submodules(module: nn.Module, **classes: Collection[type | str]) -> list[Any
             raise Unsupported(f"it has no {name}")
         if type(child) not in allowed and qualified_name(child) not in allowed:
             raise Unsupported(f"{name} is {class_name(type(child))}")
+        own = child.__dict__
         if (
-            child._forward_hooks
-            or child._forward_pre_hooks
-            or child._backward_hooks
-            or child._backward_pre_hooks
-            or "forward" in child.__dict__
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
         ):
             raise Unsupported(f"{name} has hooks or a forward of its own")
         found.append(child)

@@ -117,17 +117,18 @@ def run_attention_half(
     if attn.in_steps or (rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)):  # learnt
         qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
         return _run_last(_attend_packed(qkv, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
-    arguments = x, norm.weight, norm.bias, weights, biases, *attn.proj, attn.num_heads
-    options: dict[str, Any] = {
-        "eps": norm.eps, "norm": norm.kind, "scale": attn.scale, "dropout_p": attn.attn_drop, "rotary": rotary,
-        "scale_norm": attn.scale_norm, "qk_norm": attn.qk_norm, "attn_mask": attn_mask,
-    }  # fmt: skip
-    if attn.proj_drop:
-        return _add_branch(x, ops.dropout(ops.layer_norm_attention(*arguments, **options), attn.proj_drop), half)
-    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
-    return ops.layer_norm_attention(
-        *arguments, **options, layer_scale=half.layer_scale, row_scale=row_scale, residual=x
-    )
+    layer_scale = row_scale = residual = None
+    if not attn.proj_drop:  # which no op has
+        layer_scale, residual = half.layer_scale, x
+        row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    proj_weight: Any
+    proj_weight, proj_bias = attn.proj
+    out = ops.layer_norm_attention(
+        x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
+        norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,
+        qk_norm=attn.qk_norm, attn_mask=attn_mask, layer_scale=layer_scale, row_scale=row_scale, residual=residual,
+    )  # fmt: skip
+    return _add_branch(x, ops.dropout(out, attn.proj_drop), half) if attn.proj_drop else out
 
 
 def run_mlp_half(x: Tensor, half: Half[Mlp], residual: Tensor | None = None) -> Tensor:
@@ -137,17 +138,17 @@ def run_mlp_half(x: Tensor, half: Half[Mlp], residual: Tensor | None = None) -> 
     if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (mlp.inner_norm is not None and runs_in_steps(mlp)):
         return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
-    tensors = (norm.weight, norm.bias, *fc1, *mlp.fc2)
-    if mlp.drop1 != mlp.drop2:
-        branch = ops.layer_norm_mlp(
-            x, *tensors, eps=norm.eps, norm=norm.kind, activation=mlp.activation, inner_norm=mlp.inner_norm
-        )
-        return _add_branch(residual, ops.dropout(branch, mlp.drop2), half)
-    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
-    return ops.layer_norm_mlp(
-        x, *tensors, eps=norm.eps, norm=norm.kind, activation=mlp.activation, dropout_p=mlp.drop1,
-        layer_scale=half.layer_scale, row_scale=row_scale, residual=residual, inner_norm=mlp.inner_norm,
+    dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
+    in_steps = mlp.drop1 != mlp.drop2  # no op has a dropout behind fc2 alone
+    if not in_steps:
+        dropout_p, layer_scale, added = mlp.drop1, half.layer_scale, residual
+        row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    out = ops.layer_norm_mlp(
+        x, norm.weight, norm.bias, *fc1, *mlp.fc2, eps=norm.eps, norm=norm.kind, activation=mlp.activation,
+        dropout_p=dropout_p, layer_scale=layer_scale, row_scale=row_scale, residual=added,
+        inner_norm=mlp.inner_norm,
     )  # fmt: skip
+    return _add_branch(residual, ops.dropout(out, mlp.drop2), half) if in_steps else out
 
 
 def run_norm(x: Tensor, norm: Norm) -> Tensor:

@@ -60,6 +60,11 @@ def cached(function: _F) -> _F:
     return wrapped  # type: ignore[no-any-return]
 
 
+def on_change(clear: Callable[[], None]) -> None:
+    """Calls it whenever the choices change."""
+    _caches.append(clear)
+
+
 def clear_caches() -> None:
     for clear in _caches:
         clear()

@@ -25,12 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.codegen.launches import recording
-from benchmarks.codegen.stub_driver import launching, stub_gpu
+from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.gpu.tables import works
 from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.ops import _launch, _library
+from fastvit.ops._launch import launching
 from fastvit.ops.launch.qk_norm import qk_norm_bwd as launch_qk_norm
 from fastvit.ops.launch.rotary import rotary as launch_rotary
 
@@ -178,7 +179,8 @@ def the_same_binary_as_triton_and_the_same_arguments():
             nonlocal direct, total
             gpu.launches.clear()
             kernel[(programs,)](*tensors, *numbers, **constants)
-            with mock.patch.object(_launch, "_by_triton", side_effect=_launch._by_triton) as by_triton:
+            by_triton = mock.patch.object(_launch, "_by_triton", side_effect=_launch._by_triton)
+            with mock.patch.object(_launch, "_instead", None), by_triton as by_triton:
                 original(kernel, programs, tensors, numbers, constants)
                 first = by_triton.call_count
                 original(kernel, programs, tensors, numbers, constants)

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import ops
+from fastvit.ops import _launch
 
 N, D = 17, 32
 PACKAGE = f"{Path(fastvit.__file__).parent}/"
@@ -40,27 +41,27 @@ def cases():
     gated = parameters((128, D), (128,), (D, 64), (D,))
     patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
     return {
-        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 11),
-        "rms_norm": (lambda: ops.rms_norm(x, norm), 14),
-        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 16),
-        "linear": (lambda: ops.linear(x, weight, bias), 14),
-        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 15),
-        "attention": (lambda: ops.attention(q, q, q), 15),
-        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 13),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 15),
-        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 31),
+        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 12),
+        "rms_norm": (lambda: ops.rms_norm(x, norm), 15),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 17),
+        "linear": (lambda: ops.linear(x, weight, bias), 15),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 16),
+        "attention": (lambda: ops.attention(q, q, q), 16),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 14),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 18),
+        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 40),
         "layer_norm_attention_rotary": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
-            53,
+            63,
         ),
         "layer_norm_attention_qk_norm": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, qk_norm=(of_head, of_head)),
-            48,
+            60,
         ),
-        "qk_norm": (lambda: ops.qk_norm(q, q, of_head, of_head, rotary), 61),
-        "mlp": (lambda: ops.mlp(x, *fc), 24),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 28),
-        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 31),
+        "qk_norm": (lambda: ops.qk_norm(q, q, of_head, of_head, rotary), 64),
+        "mlp": (lambda: ops.mlp(x, *fc), 31),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 35),
+        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 39),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
@@ -101,12 +102,12 @@ def test_python_functions_of_a_block_in_training():
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 80, "\n".join(entered)
+    assert 50 < len(entered) <= 96, "\n".join(entered)
 
 
 class Stacks:
-    """Stands in for a kernel: notes the functions of the package on the stack of each launch, but for `launch`, which
-    does what Triton's own would do."""
+    """Stands in for a kernel: notes the functions of the package on the stack of each launch, but for those of
+    _launch.py, which do what Triton's own would do."""
 
     def __init__(self, kernel, found):
         self.kernel, self.found = kernel, found
@@ -115,7 +116,8 @@ class Stacks:
         def launch(*args, **options):
             frame, stack = sys._getframe(1), []
             while frame is not None:
-                if PACKAGE in frame.f_code.co_filename and frame.f_code.co_name != "launch":
+                file = frame.f_code.co_filename
+                if PACKAGE in file and file != _launch.__file__:
                     stack.append(frame.f_code.co_name)
                 frame = frame.f_back
             self.found.append(stack)

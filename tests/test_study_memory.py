@@ -181,9 +181,9 @@ def test_planning_leaves_no_trace():
     pytest.importorskip("triton")
     from fastvit.ops import _launch
 
-    before = _launch._elsewhere, _library.INTERPRET, _library.without_gpu
+    before = _launch._instead, _library.INTERPRET, _library.without_gpu
     study.memory(SMALL, image_sizes=(32,), batches=(1,), device="cuda")
-    assert (_launch._elsewhere, _library.INTERPRET, _library.without_gpu) == before
+    assert (_launch._instead, _library.INTERPRET, _library.without_gpu) == before
     x = torch.randn(3, 32)
     with ops.use_backend("auto"):
         got = ops.layer_norm(x, torch.ones(32), torch.zeros(32), 1e-6)

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from fastvit.ops import _launch, _library
+from fastvit.ops import _launch, _library, _plans
 
 MULTIPROCESSORS = 132
 OPS = ("attention", "column_sum", "dropout", "layer_norm", "linear", "patch_embed")
@@ -122,6 +122,7 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", gpu))
         if not compiles:
             stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
+        stack.enter_context(_plans.forgotten())
         for name in ("_compiled", "_refused"):
             stack.enter_context(mock.patch.object(_launch, name, {}))
         kernels = {id(value): value for module in modules for value in vars(module).values()}
@@ -129,13 +130,3 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles:
             if isinstance(kernel, JITFunction):
                 stack.enter_context(mock.patch.object(kernel, "device_caches", defaultdict(kernel.create_binder)))
         yield gpu
-
-
-@contextlib.contextmanager
-def launching(function: Callable[..., object]) -> Iterator[None]:
-    """Within the context launchers call this with the arguments of `fastvit.ops._launch.launch`, in its place."""
-    with contextlib.ExitStack() as stack:
-        for op in OPS:
-            module = importlib.import_module(f"fastvit.ops.launch.{op}")
-            stack.enter_context(mock.patch.object(module, "launch", function))
-        yield

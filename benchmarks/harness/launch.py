@@ -11,9 +11,9 @@ of blocks; on one thread, over a few calls a round. Noise only ever adds, so the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
-import sys
 import timeit
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 import fastvit
-from benchmarks.codegen.stub_driver import launching, stub_gpu
+from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
-from fastvit.ops._launch import launch
+from fastvit.ops._launch import launch, launching
 
 B, N, D, HEADS = 1, 197, 768, 12
 _CALLS = 10  # a round
@@ -160,4 +160,6 @@ def main(path: Path, rounds: int = 1000) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the result file, JSON")
+    main(parser.parse_args().file)

@@ -20,20 +20,22 @@ def as_rows(x: Tensor) -> Tensor:
     return x if (x.stride(-1) == 1 or x.shape[-1] == 1) and x.stride(0) > 0 else x.contiguous()
 
 
-def by_rows(x: Tensor | None) -> tuple[Any, int]:
-    """For a kernel that reads x [..., D] row by row: x itself, or a copy of which that is true, and the elements from
-    one row to the next; (None, 0) of None. `as_rows` would make a view, whose time shows in every launch."""
+def by_rows(x: Tensor | None) -> Any:
+    """For a kernel that reads x [..., D] row by row: x itself, or `as_rows` of it; None of None. `as_rows` alone would
+    make a view, whose time shows in every launch."""
+    return x if x is None or x.is_contiguous() else as_rows(x)
+
+
+def row_stride(x: Tensor | None) -> int:
+    """Elements from one row of what `by_rows` made to the next; 0 of None."""
     if x is None:
-        return None, 0
-    if not x.is_contiguous():
-        x = as_rows(x)
-        return x, x.stride(0)
-    return x, x.shape[-1]
+        return 0
+    return x.shape[-1] if x.is_contiguous() else x.stride(0)
 
 
-def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+def contiguous(x: Tensor | None) -> Any:
     """What a kernel reads without strides: vectors over columns or samples, as a caller may have sliced them."""
-    return tuple([None if t is None else t.contiguous() for t in tensors])
+    return None if x is None else x.contiguous()
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

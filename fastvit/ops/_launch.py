@@ -23,41 +23,61 @@ from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
-from fastvit.ops import _library
+from fastvit.ops import _library, _plans
 from fastvit.ops._library import Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
 _DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
+_runtime = triton.knobs.runtime
 _MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
 
 Key = tuple[Any, ...]
 Constants = dict[str, Any]
-Call = tuple[Any, int, tuple[Tensor | None, ...], tuple[float, ...], Constants]  # the arguments of `launch`
 
 
 class Compiled(NamedTuple):
-    """A kernel as Triton's launcher takes it. constexprs: a place for each, which the launcher skips."""
+    """A kernel as Triton's launcher takes it, on one device. constexprs: a place for each, which the launcher skips."""
 
     run: Callable[..., object]
+    stream: Callable[[int], int]  # the current one of a device
+    device: int
     function: int
     metadata: object
     constexprs: tuple[None, ...]
 
 
-_elsewhere = "interpreter" if _library.INTERPRET else ""  # than on a GPU: there, or "nowhere"
+def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Constants) -> None:
+    kernel[(programs,)](*tensors, *numbers, **constants)
+
+
+# What launches kernels in place of a GPU
+_instead: Callable[..., object] | None = _in_interpreter if _library.INTERPRET else None
+
+
+@contextlib.contextmanager
+def launching(function: Callable[..., object]) -> Iterator[None]:
+    """Within the context launchers call this with the arguments of `launch`, in its place."""
+    global _instead
+    before = _instead
+    with _plans.forgotten():
+        _instead = function
+        try:
+            yield
+        finally:
+            _instead = before
 
 
 @contextlib.contextmanager
 def nothing_launched(multiprocessors: int) -> Iterator[None]:
     """Within the context launchers allocate what they would on a GPU of so many multiprocessors, and launch nothing:
     how memory is planned."""
-    global _elsewhere
-    before = _elsewhere, _library.INTERPRET, _library.without_gpu
-    _elsewhere, _library.INTERPRET, _library.without_gpu = "nowhere", False, multiprocessors
-    try:
-        yield
-    finally:
-        _elsewhere, _library.INTERPRET, _library.without_gpu = before
+    before = _library.INTERPRET, _library.without_gpu
+    with launching(lambda *_: None):
+        _library.INTERPRET, _library.without_gpu = False, multiprocessors
+        try:
+            yield
+        finally:
+            _library.INTERPRET, _library.without_gpu = before
 
 
 _compiled: dict[Key, Compiled] = {}
@@ -67,35 +87,59 @@ _triton = threading.RLock()
 
 def launch(
     kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], constants: Constants
-) -> None:
-    """kernel[(programs,)](*tensors, *numbers, **constants), on the current device and stream.
+) -> Compiled | None:
+    """kernel[(programs,)](*tensors, *numbers, **constants), on the current device and stream; nothing for no programs.
 
     A kernel's parameters are tensors, then numbers, of which some may be constexprs, then constexprs only; constants
     are the latter and launch options, in one order for one kernel. Raises `Unsupported` where it does not compile or
-    fit: each time, but is compiled only once.
+    fit: each time, but is compiled only once. -> what the same launch may call directly, on tensors of other addresses
+    that are multiples of 16, or None.
     """
-    if _elsewhere:
-        if _elsewhere == "interpreter":
-            kernel[(programs,)](*tensors, *numbers, **constants)
-        return
+    if programs == 0:
+        return None
+    if _instead is not None:
+        _instead(kernel, programs, tensors, numbers, constants)
+        return None
     pointers = [0 if t is None else t.data_ptr() for t in tensors]
     device = driver.active.get_current_device()
+    # almost always 0: every pointer is a multiple of 16
+    unaligned = functools.reduce(operator.or_, pointers) & 15 and tuple([p & 15 == 0 for p in pointers])
     key = (
         kernel.fn,  # JITFunction's own hash is computed in Python
         device,
-        # almost always 0: every pointer is a multiple of 16
-        functools.reduce(operator.or_, pointers) & 15 and tuple([p & 15 == 0 for p in pointers]),
+        unaligned,
         tuple([None if t is None else t.dtype for t in tensors]),
         numbers,
         tuple(constants.values()),
     )
     compiled = _compiled.get(key)
     if compiled is None or _watched():
-        _by_triton(key, kernel, programs, (*tensors, *numbers), constants)
-        return
-    run, function, metadata, constexprs = compiled
-    stream = driver.active.get_current_stream(device)
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *constexprs)
+        return _by_triton(key, kernel, programs, (*tensors, *numbers), constants)
+    run, stream, _, function, metadata, constexprs = compiled
+    run(programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *numbers, *constexprs)
+    return None if unaligned else compiled
+
+
+class Launch:
+    """A launch but for its tensors, which look alike in every call, for `_plans.Plans`: what two launches of one kernel
+    may differ in is then where tensors lie, and that is soon compared."""
+
+    __slots__ = ("_compiled", "constants", "kernel", "numbers", "programs")
+
+    def __init__(self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants) -> None:
+        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
+        self._compiled: Compiled | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        compiled = self._compiled
+        if compiled is not None and not _watched():
+            pointers = [0 if t is None else t.data_ptr() for t in tensors]
+            if not functools.reduce(operator.or_, pointers) & 15:
+                run, stream, device, function, metadata, constexprs = compiled
+                rest = self.numbers + constexprs
+                run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
+                return
+        self._compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants) or compiled
 
 
 def cdiv(a: int, b: int) -> int:
@@ -105,14 +149,15 @@ def cdiv(a: int, b: int) -> int:
 
 def _watched() -> bool:
     """Whether a profiler hooks launches."""
-    runtime = triton.knobs.runtime
-    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+    for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):  # a chain of hooks, in some versions a single one
             return True
     return False
 
 
-def _by_triton(key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> None:
+def _by_triton(
+    key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants
+) -> Compiled | None:
     """Triton's own launch, which compiles where it has to; what it launched is kept."""
     with _triton:
         if (reason := _refused.get(key)) is not None:
@@ -129,4 +174,8 @@ def _by_triton(key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...],
             if len(_compiled) >= _MOST:
                 _compiled.clear()
             constexprs = (None,) * (len(kernel.arg_names) - len(arguments))
-            _compiled[key] = Compiled(compiled.run, compiled.function, compiled.packed_metadata, constexprs)
+            stream, packed = driver.active.get_current_stream, compiled.packed_metadata
+            kept = Compiled(compiled.run, stream, key[1], compiled.function, packed, constexprs)
+            _compiled[key] = kept
+            return None if key[2] else kept
+    return None

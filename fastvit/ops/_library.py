@@ -140,10 +140,11 @@ def register(
     fake: Callable[..., Any],
     flops: Callable[..., int] | None = None,
     decomposition: Callable[..., Any] | None = None,
+    planned: bool = False,
 ) -> Callable[..., Any]:
     """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
-    where nothing could tell the difference, its implementation without the dispatcher's 3 us. It takes `backend=`, what
-    `choose_backend` said, from a caller that runs several ops.
+    where nothing could tell the difference, its implementation without the dispatcher's 3 us. From a caller that runs
+    several ops it takes `backend=`, what `choose_backend` said, or the `Plans` of the caller's call.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
@@ -153,6 +154,7 @@ def register(
     fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
     decomposition: the same in functions that exporters know, for a forward op.
+    planned: whether the launcher takes `plans=`.
     """
     name = schema[: schema.index("(")]
 
@@ -161,18 +163,23 @@ def register(
         function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.launch.{launch}"), name)
         return function
 
-    def op(*args: Any, backend: str | None = None) -> Any:
-        backend = backend or choose_backend(*args)
+    def op(*args: Any, backend: Any = None) -> Any:
+        if backend is None:
+            backend = choose_backend(*args)
         if backend == "dispatcher":
             if decomposition is not None and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
                 return decomposition(*args)
             return overload(*args)
-        if backend == "triton":
-            try:
-                return launcher()(*args)
-            except Unsupported as reason:
-                _warn_or_raise(name, str(reason))
-        return aten(*args)
+        if backend == "aten":
+            return aten(*args)
+        is_plans = backend != "triton"
+        try:
+            return launcher()(*args, plans=backend) if is_plans and planned else launcher()(*args)
+        except Unsupported as reason:
+            _warn_or_raise(name, str(reason))
+            if is_plans:
+                backend.abandon()
+            return aten(*args)
 
     def dispatched(*args: Any) -> Any:
         with _isolated(args[0]):
@@ -209,26 +216,29 @@ _KNOWS_OBSERVERS = None not in (
 )
 
 
-def choose_backend(*args: Any) -> str:
-    """What runs an op on these arguments, and every other op on what comes of them: "dispatcher", "triton" or "aten".
-
-    The dispatcher for whatever it would not lead straight to the implementation: tensor subclasses and other devices,
-    modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, autocast, profilers; for
-    Triton also a GPU that is not the current one, and lazy negations, as gradients of conj() have, which ATen's
-    functions carry out themselves. Autograd is the FusedFunctions' part."""
-    x = args[0]
-    if (
+def is_observed() -> bool:
+    """Whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, autocast or
+    profilers are to see the calls that are made now, or may be."""
+    return bool(
         not _KNOWS_OBSERVERS
         or is_dynamo_compiling()
-        or not _PLAIN_TYPES.issuperset(map(type, args))
-        or not (x.is_cpu or x.is_cuda)
         or len_torch_dispatch_stack()
         or is_torch_function_mode_enabled()
         or are_functorch_transforms_active()
         or is_any_autocast_enabled()
         or is_tracing()
         or profiler_enabled()
-    ):
+    )
+
+
+def choose_backend(*args: Any) -> str:
+    """What runs an op on these arguments, and every other op on what comes of them: "dispatcher", "triton" or "aten".
+
+    The dispatcher for whatever it would not lead straight to the implementation: calls that are observed, tensor
+    subclasses and other devices; for Triton also a GPU that is not the current one, and lazy negations, as gradients of
+    conj() have, which ATen's functions carry out themselves. Autograd is the FusedFunctions' part."""
+    x = args[0]
+    if is_observed() or not _PLAIN_TYPES.issuperset(map(type, args)) or not (x.is_cpu or x.is_cuda):
         return "dispatcher"
     if not wants_triton(x):
         return "aten"

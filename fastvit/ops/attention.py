@@ -50,26 +50,26 @@ def _bwd_flops(do: Any, *_: Any, **__: Any) -> int:
 attention_fwd = register(
     "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
     " -> (Tensor o, Tensor lse)",
-    aten=aten.attention_fwd, launch="attention", fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.attention_fwd, launch="attention", planned=True, fake=_fwd_fake, flops=_fwd_flops,
     decomposition=_decompositions.attention_fwd,
 )  # fmt: skip
 attention_bwd = register(
     "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor o, Tensor lse, Tensor? seed,"
     " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
-    aten=aten.attention_bwd, launch="attention", fake=_bwd_fake, flops=_bwd_flops,
+    aten=aten.attention_bwd, launch="attention", planned=True, fake=_bwd_fake, flops=_bwd_flops,
 )  # fmt: skip
 attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
     " -> (Tensor o, Tensor lse)",
-    aten=aten.attention_qkvpacked_fwd, launch="attention", fake=lambda qkv, *_: _fwd_fake(qkv.select(2, 0)),
-    flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
+    aten=aten.attention_qkvpacked_fwd, launch="attention", planned=True,
+    fake=lambda qkv, *_: _fwd_fake(qkv.select(2, 0)), flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
     decomposition=_decompositions.attention_qkvpacked_fwd,
 )  # fmt: skip
 attention_qkvpacked_bwd = register(
     "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor? mask, Tensor o, Tensor lse, Tensor? seed, float scale,"
     " float dropout_p) -> Tensor",
-    aten=aten.attention_qkvpacked_bwd, launch="attention", fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
-    flops=_bwd_flops,
+    aten=aten.attention_qkvpacked_bwd, launch="attention", planned=True,
+    fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape), flops=_bwd_flops,
 )  # fmt: skip
 attention_mask_bwd = register(
     "attention_mask_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"

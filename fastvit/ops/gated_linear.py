@@ -47,23 +47,23 @@ _LAYERS = "Tensor x, Tensor gate_weight, Tensor value_weight, Tensor? gate_bias,
 
 gated_fwd = register(
     f"gated_fwd({_LAYERS}) -> Tensor",
-    aten=aten.gated_fwd, launch="gated_linear", fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.gated_fwd, launch="gated_linear", planned=True, fake=_fwd_fake, flops=_fwd_flops,
     decomposition=_decompositions.gated_fwd,
 )  # fmt: skip
 gated_act_fwd = register(
     f"gated_act_fwd({_LAYERS}) -> (Tensor h, Tensor pre)",
-    aten=aten.gated_act_fwd, launch="gated_linear", fake=_act_fwd_fake, flops=_fwd_flops,
+    aten=aten.gated_act_fwd, launch="gated_linear", planned=True, fake=_act_fwd_fake, flops=_fwd_flops,
     decomposition=_decompositions.gated_act_fwd,
 )  # fmt: skip
 gated_act = register(
     "gated_act(Tensor pre, str activation) -> Tensor",
-    aten=aten.gated_act, launch="gated_linear", fake=_act_fake,
+    aten=aten.gated_act, launch="gated_linear", planned=True, fake=_act_fake,
 )  # fmt: skip
 gated_act_bwd = register(
     "gated_act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
-    aten=aten.gated_act_bwd, launch="gated_linear", fake=_act_bwd_fake,
+    aten=aten.gated_act_bwd, launch="gated_linear", planned=True, fake=_act_bwd_fake,
 )  # fmt: skip
 gated_dact = register(
     "gated_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.gated_dact, launch="gated_linear", fake=_dact_fake, flops=_dact_flops,
+    aten=aten.gated_dact, launch="gated_linear", planned=True, fake=_dact_fake, flops=_dact_flops,
 )  # fmt: skip

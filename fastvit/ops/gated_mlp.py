@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastvit.ops._activations import GATED, check_activation
 from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
-from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
@@ -22,6 +22,7 @@ from fastvit.ops._library import (
     needs_autograd,
     repeats_as_views,
 )
+from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.ops.gated_linear import gated_act, gated_act_bwd, gated_act_fwd, gated_dact, gated_fwd
 from fastvit.ops.layer_norm import (
@@ -33,7 +34,7 @@ from fastvit.ops.layer_norm import (
     layer_norm_bwd_recompute,
     layer_norm_fwd,
 )
-from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights, side_by_side
+from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights, flat_layers, side_by_side
 from fastvit.ops.linear import check_linear, linear_fwd
 
 InnerNorm = Norm | tuple[Tensor, Tensor | None, float]
@@ -73,6 +74,8 @@ def _product(parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], add: Tensor
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """wants: of x, the norm's weight and bias, the inner norm's, fc2's, layer_scale, then fc1's weights and its biases
     -> their gradients; None if not wanted."""
+    plans = recall("gated mlp backward", (dout, *saved), (o, wants))
+    backend = None if plans is AFRESH else plans
     x, norm_weight, norm_bias, inner_weight, inner_bias, fc2_weight, fc2_bias, layer_scale, row_scale, *rest = saved
     seeds, mean, rstd, inner_mean, inner_rstd, pre, h, *layers = rest
     saved.clear()
@@ -91,16 +94,17 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
 
     if pre is None and (want_layers or (want_h and h is None)):
         if y is None:
-            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
+            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
         pre = F.linear(y, *layers) if n == 1 else side_by_side(y, layers)
     dpre: Any = None
     dbias: Any = None
     dinner_weight = dinner_bias = None
     if want_layers and want_fc2 and h is None and seeds is None and not has_inner:
-        dpre, h, dbias = gated_dact(*input_gradient_operands(g, fc2_weight, layer_scale), pre, o.activation)
+        operands = input_gradient_operands(g, fc2_weight, layer_scale)
+        dpre, h, dbias = gated_dact(*operands, pre, o.activation, backend=backend)
     else:
         if want_h and h is None:
-            h = gated_act(pre, o.activation)
+            h = gated_act(pre, o.activation, backend=backend)
             h = h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p)
         dh: Any = None
         if want_dh:
@@ -108,14 +112,16 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         if has_inner and want_dh:
             norm = inner_mean, inner_rstd, inner_weight
             if want_fc2:
-                dh, dinner_weight, dinner_bias, h = layer_norm_bwd_recompute(dh, h, *norm, inner_bias, None)
+                dh, dinner_weight, dinner_bias, h = layer_norm_bwd_recompute(
+                    dh, h, *norm, inner_bias, None, backend=backend
+                )
             else:
-                dh, dinner_weight, dinner_bias = layer_norm_bwd(dh, h, *norm, None)
+                dh, dinner_weight, dinner_bias = layer_norm_bwd(dh, h, *norm, None, backend=backend)
         elif has_inner and want_fc2:
-            h, *_ = layer_norm_fwd(h, inner_weight, inner_bias, o.inner_eps, o.dtype, o.inner_rms)
+            h, *_ = layer_norm_fwd(h, inner_weight, inner_bias, o.inner_eps, o.dtype, o.inner_rms, backend=backend)
         if want_layers:
             dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p)
-            dpre, dbias = gated_act_bwd(dh, pre, o.activation)
+            dpre, dbias = gated_act_bwd(dh, pre, o.activation, backend=backend)
         del dh
     del pre
     of_fc2 = parameter_gradients(g, h, fc2_weight, fc2_bias, layer_scale, wants[5:8])
@@ -134,17 +140,19 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dy = _product(parts, weights).view(x.shape)
             if any(wants[8 : 8 + n]) and y is None:
                 dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                    dy, x, mean, rstd, norm_weight, norm_bias, dresidual
+                    dy, x, mean, rstd, norm_weight, norm_bias, dresidual, backend=backend
                 )
             else:
-                dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, x, mean, rstd, norm_weight, dresidual)
+                of_norm = x, mean, rstd, norm_weight, dresidual
+                dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, *of_norm, backend=backend)
             del dy
     elif any(wants[8 : 8 + n]) and y is None:
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
     of_fc1: list[Tensor | None] = [None] * (2 * n)
     for i, wanted in enumerate(wants[8:]):
         if wanted:
             of_fc1[i] = parts[i].t() @ as_rows(y) if i < n else dbias.split(sizes)[i - n]
+    plans.keep()
     dnorm_bias, dinner_bias = dnorm_bias if wants[2] else None, dinner_bias if wants[4] else None
     return dx, dnorm_weight, dnorm_bias, dinner_weight, dinner_bias, *of_fc2, *of_fc1
 
@@ -157,14 +165,16 @@ class GatedMlp(FusedFunction):
         x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
         inner_weight: Tensor | None, inner_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
         layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None,
-        seeds: Tensor | None, o: _Options, *layers: Any,
+        seeds: Tensor | None, o: _Options, plans: Plans | None, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """-> the output, and what there is of mean and rstd, pre, the inner mean and rstd, and h: torch.compile takes
         no None among them"""
         y: Tensor = x
         extras: list[Tensor] = []
-        parameters = norm_weight, norm_bias, inner_weight, inner_bias, fc2_weight, fc2_bias, *layers
-        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
+        backend: Any = plans
+        if backend is None:
+            parameters = norm_weight, norm_bias, inner_weight, inner_bias, fc2_weight, fc2_bias, *layers
+            backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
         if norm_weight is not None:
             y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
             extras += [mean, rstd]
@@ -191,19 +201,19 @@ class GatedMlp(FusedFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, norm_bias, inner_weight, *parameters, row_scale, residual, seeds, o = inputs[:12]
-        layers = inputs[12:]
+        x, norm_weight, norm_bias, inner_weight, *parameters, row_scale, residual, seeds, o, _ = inputs[:13]
+        layers = inputs[13:]
         extras = iter(output[1:])
         mean, rstd = (None, None) if norm_weight is None else (next(extras), next(extras))
         pre = next(extras) if o.keep_pre else None
         inner_mean, inner_rstd = (None, None) if inner_weight is None else (next(extras), next(extras))
         wants = ctx.needs_input_grad
-        want_layers, want_inner = any(wants[:3]) or any(wants[12:]), any(wants[3:5])
+        want_layers, want_inner = any(wants[:3]) or any(wants[13:]), any(wants[3:5])
         want_dh = want_layers or want_inner
         want_h = wants[5] or wants[7] or (inner_weight is not None and want_dh)
         h = next(extras) if o.keep_h and want_h else None
         keep_pre = want_layers or (want_h and h is None)
-        keep_x = any(wants[12 : 12 + len(layers) // 2]) or (norm_weight is not None and any(wants[:3]))
+        keep_x = any(wants[13 : 13 + len(layers) // 2]) or (norm_weight is not None and any(wants[:3]))
         mean, inner_mean = None if o.rms else mean, None if o.inner_rms else inner_mean
         if not want_dh:
             inner_mean = inner_rstd = None
@@ -222,11 +232,11 @@ class GatedMlp(FusedFunction):
         if dout is None:
             return (None,) * len(wants)
         dresidual = dout.to(ctx.residual_dtype) if wants[9] else None
-        wants = (*wants[:8], *wants[12:])
+        wants = (*wants[:8], *wants[13:])
         gradients: tuple[Tensor | None, ...] = (None,) * len(wants)
         if any(wants):
             gradients = consume_saved(ctx, ctx.options.name, _backward, dout, ctx.options, wants)
-        return *gradients[:8], None, dresidual, None, None, *gradients[8:]
+        return *gradients[:8], None, dresidual, None, None, None, *gradients[8:]
 
 
 def _checked_layers(x: Tensor, weight: Weights, bias: Biases, *, dtype: bool) -> tuple[int, tuple[Any, ...]]:
@@ -256,13 +266,12 @@ def _words(value: Any) -> str:
     return f"{name} of {len(value)}" if isinstance(value, list | tuple) else name
 
 
-def gated_arguments(
+def _checked(
     name: str, x: Tensor, norm: NormTuple | None,
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
-    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str,
-) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
-    """Checks a call of `fastvit.ops.<name>` with a gated activation, or with what only those take; -> whether it needs
-    autograd, and the arguments of `GatedMlp`."""
+    epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
+) -> tuple[torch.dtype | None, bool, _Options]:  # fmt: skip
+    """Autocast's dtype or None, and whether a call needs autograd."""
     check_float("x", x)
     cast = autocast_dtype(x)
     like = cast is None
@@ -274,26 +283,49 @@ def gated_arguments(
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     check_recompute(recompute)
-    epilogue.check(x, fc2_weight.shape[0], dtype=like)
+    ends = Epilogue(*epilogue)
+    ends.check(x, fc2_weight.shape[0], dtype=like)
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=like)
     weight, bias, eps, kind = norm or NO_NORM
     inner = NO_NORM if inner_norm is None else checked_norm("inner_norm", x, inner_norm, "hidden", hidden, dtype=like)
-    fc2: tuple[Tensor | None, ...] = fc2_weight, fc2_bias
-    if cast is not None:
-        x = x.to(cast) if norm is None else x
-        layers, fc2 = (tuple([None if t is None else t.to(cast) for t in some]) for some in (layers, fc2))
-    layer_scale, row_scale, residual = epilogue
-    tensors = x, weight, bias, *inner[:2], *fc2, layer_scale
-    autograd = needs_autograd(name, *tensors, residual, *layers)
+    tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, ends.layer_scale, ends.residual, *layers
+    autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, GATED[activation], dropout_p, autograd and recompute != "all", autograd and recompute == "none",
-        layers[0].dtype, eps, kind == "rms", inner[2], inner[3] == "rms", residual is x,
+        cast or fc2_weight.dtype, eps, kind == "rms", inner[2], inner[3] == "rms",
+        ends.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
-    residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
+    return cast, autograd, options
+
+
+def gated_arguments(
+    name: str, x: Tensor, norm: NormTuple | None,
+    fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
+    epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
+) -> tuple[bool, tuple[Any, ...], Plans]:  # fmt: skip
+    """Checks a call of `fastvit.ops.<name>` with a gated activation, or with what only those take; -> whether it needs
+    autograd, the arguments of `GatedMlp`, and its plans."""
+    layer_scale, row_scale, residual = epilogue
+    weight, bias, eps, kind = norm or NO_NORM
+    tensors = fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, None if residual is x else residual
+    plans = recall(
+        name, (x, weight, bias, *tensors, inner_norm), (residual is x, eps, kind, activation, dropout_p, recompute)
+    )
+    cast, autograd, options = plans.plan(
+        _checked, name, x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
+        epilogue, activation, dropout_p, recompute,
+    )  # fmt: skip
+    layers = flat_layers(fc1_weight, fc1_bias, cast)
+    fc2 = flat_layers(fc2_weight, fc2_bias, cast)
+    if cast is not None and norm is None:
+        x = x.to(cast)
+    inner = NO_NORM if inner_norm is None else Norm(*inner_norm)
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    tensors = *tensors, row_scale, residual
+    residual = None if options.residual_is_x else residual  # torch.compile refuses to see a tensor twice among inputs
+    behind = seeds, options, None if plans is AFRESH else plans
+    arguments = x, weight, bias, *inner[:2], *fc2, layer_scale, row_scale, residual
     if autograd:
-        flat = repeats_as_views(*tensors, *layers)
-        tensors, layers = flat[: len(tensors)], flat[len(tensors) :]
-    return autograd, (*tensors, seeds, options, *layers)
+        flat = repeats_as_views(*arguments, *layers)
+        return True, (*flat[: len(arguments)], *behind, *flat[len(arguments) :]), plans
+    return False, (*arguments, *behind, *layers), plans

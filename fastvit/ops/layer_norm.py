@@ -79,18 +79,18 @@ def _add_bwd_fake(dy: Tensor, dsum: Tensor | None, *rest: Any) -> tuple[Tensor, 
 layer_norm_fwd = register(
     "layer_norm_fwd(Tensor x, Tensor weight, Tensor? bias, float eps, ScalarType? out_dtype, bool rms=False)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
-    aten=aten.layer_norm_fwd, launch="layer_norm", fake=_fwd_fake,
+    aten=aten.layer_norm_fwd, launch="layer_norm", planned=True, fake=_fwd_fake,
     decomposition=_decompositions.layer_norm_fwd,
 )  # fmt: skip
 layer_norm_bwd = register(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    aten=aten.layer_norm_bwd, launch="layer_norm", fake=_bwd_fake,
+    aten=aten.layer_norm_bwd, launch="layer_norm", planned=True, fake=_bwd_fake,
 )  # fmt: skip
 layer_norm_bwd_recompute = register(
     "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias,"
     " Tensor? dresidual) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
-    aten=aten.layer_norm_bwd_recompute, launch="layer_norm", fake=_bwd_recompute_fake,
+    aten=aten.layer_norm_bwd_recompute, launch="layer_norm", planned=True, fake=_bwd_recompute_fake,
 )  # fmt: skip
 add_layer_norm_fwd = register(
     "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor? bias, Tensor? layer_scale,"

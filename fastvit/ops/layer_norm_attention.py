@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows, empty_like
-from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import FusedFunction, choose_backend, consume_saved, needs_autograd, repeats_as_views
+from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.attention import (
     attention_bwd,
     attention_fwd,
@@ -22,10 +23,17 @@ from fastvit.ops.attention import (
 )
 from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_bwd_recompute, layer_norm_fwd
-from fastvit.ops.layer_norm_linear import Biases, Weights, layer_norm_linear_backward, norm_and_layers, side_by_side
+from fastvit.ops.layer_norm_linear import (
+    Biases,
+    Weights,
+    check_norm_and_layers,
+    flat_layers,
+    layer_norm_linear_backward,
+    side_by_side,
+)
 from fastvit.ops.linear import check_linear, linear_fwd
 from fastvit.ops.qk_norm import checked_norms, qk_norm_bwd, qk_norm_fwd
-from fastvit.ops.rotary import Rotary, in_place, rotary_op, tables
+from fastvit.ops.rotary import Rotary, broadcast_tables, check_tables, in_place, rotary_op
 
 
 class _Options(NamedTuple):
@@ -45,6 +53,8 @@ class _Options(NamedTuple):
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """wants: of proj's weight and bias and layer_scale, weight and bias of the norm before it, of q's and of k's, the
     mask, then as `layer_norm_linear_backward` -> gradients, or None."""
+    plans = recall("layer_norm_attention backward", (dout, *saved), (o, wants))
+    backend = None if plans is AFRESH else plans
     proj_weight, proj_bias, layer_scale, row_scale, scale_weight, scale_bias, *rest = saved
     *of_qk, mask, seed, sin, cos, scale_mean, scale_rstd, qkv, attended, lse, x = rest[:14]
     rest = rest[14:]
@@ -56,12 +66,16 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     if scale_weight is not None and (qkv is not None or any(wants[3:5])):
         do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale))
         of_norm = scale_mean, scale_rstd, scale_weight, scale_bias
-        do, dscale_weight, dscale_bias, rows = layer_norm_bwd_recompute(do.view(rows.shape), rows, *of_norm, None)
+        do, dscale_weight, dscale_bias, rows = layer_norm_bwd_recompute(
+            do.view(rows.shape), rows, *of_norm, None, backend=backend
+        )
     elif scale_weight is not None and rows is not None:
-        rows, *_ = layer_norm_fwd(rows, scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms)
+        norm = scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms
+        rows, *_ = layer_norm_fwd(rows, *norm, backend=backend)
     of_proj = parameter_gradients(g, rows, proj_weight, proj_bias, layer_scale, wants[:3])
     behind = *of_proj, dscale_weight, dscale_bias if wants[4] else None
     if qkv is None:
+        plans.keep()
         return *behind, *(None,) * len(wants[5:])
     do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)) if do is None else do
     do = do.view(attended.shape)
@@ -70,27 +84,30 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     dqk: tuple[Tensor | None, ...] = (None,) * 4
     dmask = None
     if of_qk[0] is not None:
-        dqkv, dqk, dmask = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o, wants[9])
+        dqkv, dqk, dmask = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o, wants[9], backend)
     else:
-        dqkv = attention_qkvpacked_bwd(do, qkv, *attention)
+        dqkv = attention_qkvpacked_bwd(do, qkv, *attention, backend=backend)
         dmask = mask_gradient(do, *qkv.unbind(2), *attention) if wants[9] else None
     del do, qkv, attended, attention
     if sin is not None and of_qk[0] is None:
-        heads, backend = dqkv.flatten(2, 3), choose_backend(dqkv, sin, cos)
-        arguments = heads, sin, cos, 2 * o.heads[1], o.interleaved, True, *in_place(heads, backend)
-        dqkv = rotary_op(*arguments, backend=backend)
+        heads = dqkv.flatten(2, 3)
+        rotary_backend = backend or choose_backend(heads, sin, cos)
+        arguments = heads, sin, cos, 2 * o.heads[1], o.interleaved, True, *in_place(heads, rotary_backend)
+        dqkv = rotary_op(*arguments, backend=rotary_backend)
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
     dqkv = dqkv.view(-1, 3 * features)
-    return *behind, *dqk, dmask, *layer_norm_linear_backward(dqkv, dresidual, o.eps, o.rms, wants[10:], x, *rest)
+    of_layers = layer_norm_linear_backward(dqkv, dresidual, o.eps, o.rms, wants[10:], x, *rest, backend=backend)
+    plans.keep()
+    return *behind, *dqk, dmask, *of_layers
 
 
 def _backward_of_normed(
     do: Tensor, qkv: Tensor, attention: tuple[Any, ...], of_qk: list[Any], sin: Tensor | None, cos: Tensor | None,
-    o: _Options, want_mask: bool,
+    o: _Options, want_mask: bool, backend: Any,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor | None]:  # fmt: skip
     """Of attention behind norms of q and k. attention: its op's arguments behind v; of_qk: weight and bias of both
     norms -> gradients of the packed qkv, which is written once, of these, and of the mask."""
-    backend = choose_backend(do, qkv, sin, cos, *of_qk)
+    backend = backend or choose_backend(do, qkv, sin, cos, *of_qk)
     q_weight, q_bias, k_weight, _ = of_qk
     q, k, v = qkv.unbind(2)
     normed = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
@@ -109,7 +126,7 @@ def _backward_of_normed(
     return dqkv, (dq_weight, dq_bias, dk_weight, dk_bias), dmask
 
 
-_LAYERS = 19  # tensors and options before the layers of q, k and v
+_LAYERS = 20  # tensors and options before the layers of q, k and v
 
 
 class _LayerNormAttention(FusedFunction):
@@ -123,12 +140,14 @@ class _LayerNormAttention(FusedFunction):
         scale_weight: Tensor | None, scale_bias: Tensor | None,
         q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
         row_scale: Tensor | None, residual: Tensor | None, mask: Tensor | None, seed: Tensor | None,
-        sin: Tensor | None, cos: Tensor | None, o: _Options, *layers: Any,
+        sin: Tensor | None, cos: Tensor | None, o: _Options, plans: Plans | None, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """-> the output, what the backward pass reads, and the mean and rstd of scale_norm, if there is one"""
         of_qk: Any = q_weight, q_bias, k_weight, k_bias
-        parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias, scale_weight, scale_bias, *of_qk
-        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, mask, sin, cos)
+        backend: Any = plans
+        if backend is None:
+            parameters = norm_weight, norm_bias, *layers, proj_weight, proj_bias, scale_weight, scale_bias, *of_qk
+            backend = choose_backend(x, *parameters, layer_scale, row_scale, residual, mask, sin, cos)
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, layers[0].dtype, o.rms, backend=backend)
         qkv = F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers)
         del y
@@ -158,7 +177,7 @@ class _LayerNormAttention(FusedFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, norm_weight, norm_bias, *proj = inputs[:6]
-        scale_weight, scale_bias, *of_qk, row_scale, residual, mask, seed, sin, cos, o = inputs[6:_LAYERS]
+        scale_weight, scale_bias, *of_qk, row_scale, residual, mask, seed, sin, cos, o, _ = inputs[6:_LAYERS]
         _, mean, rstd, qkv, attended, lse, *of_scale_norm = output
         layers, wants = inputs[_LAYERS:], ctx.needs_input_grad
         weights = layers[: len(layers) // 2]
@@ -190,7 +209,7 @@ class _LayerNormAttention(FusedFunction):
         if any(wants):
             gradients = consume_saved(ctx, "layer_norm_attention", _backward, dout, ctx.options, wants)
         of_mask = gradients[9]
-        return *gradients[10:13], *gradients[:9], None, dresidual, of_mask, None, None, None, None, *gradients[13:]
+        return *gradients[10:13], *gradients[:9], None, dresidual, of_mask, *(None,) * 5, *gradients[13:]
 
 
 def _head_dim(weights: tuple[Tensor, ...], num_heads: int) -> int:
@@ -251,51 +270,69 @@ def layer_norm_attention(
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
     """
     before = norm_weight, norm_bias, eps, norm
-    cast, layers = norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
+    tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
+    behind = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
+    options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p
+    plans = recall("layer_norm_attention", (*tensors, *behind), options)
+    cast, autograd, o = plans.plan(
+        _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
+        (layer_scale, row_scale, residual), rotary, scale_norm, qk_norm, attn_mask,
+    )  # fmt: skip
+    layers = flat_layers(qkv_weight, qkv_bias, cast)
+    proj = flat_layers(proj_weight, proj_bias, cast)
+    of_scale = (None, None) if scale_norm is None else Norm(*scale_norm)[:2]
+    of_qk = (None,) * 4 if qk_norm is None else [t for one in qk_norm for t in Norm(*one)[:2]]
+    sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
+    mask = None if attn_mask is None else checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
+    seed = draw_seeds(1, x.device) if dropout_p else None
+    residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
+    arguments = (
+        x, norm_weight, norm_bias, *proj, layer_scale, *of_scale, *of_qk,
+        row_scale, residual, mask, seed, sin, cos, o, None if plans is AFRESH else plans, *layers,
+    )  # fmt: skip
+    if autograd:
+        out = _LayerNormAttention.apply(*repeats_as_views(*arguments))[0]
+    else:
+        out = _LayerNormAttention.forward(*arguments)[0]
+    plans.keep()
+    return out
+
+
+def _checked(
+    x: Tensor, before: NormTuple, qkv_weight: Weights, qkv_bias: Biases, proj_weight: Tensor, proj_bias: Tensor | None,
+    num_heads: int, scale: float | None, dropout_p: float, epilogue: EpilogueTuple, rotary: Rotary | None,
+    scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None,
+) -> tuple[torch.dtype | None, bool, _Options]:  # fmt: skip
+    """Autocast's dtype or None, and whether a call needs autograd."""
+    cast = check_norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
     if x.dim() != 3:
         raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
-    head_dim = _head_dim(layers[: len(layers) // 2], num_heads)
+    head_dim = _head_dim((qkv_weight,) if isinstance(qkv_weight, Tensor) else tuple(qkv_weight), num_heads)
     scale = checked_scale(head_dim, scale, dropout_p)
     check_linear(
         x, proj_weight, proj_bias, dtype=cast is None, names=("x", "proj_weight", "proj_bias"),
         hidden=("num_heads * head_dim", num_heads * head_dim),
     )  # fmt: skip
-    Epilogue(layer_scale, row_scale, residual).check(x, proj_weight.shape[0], dtype=cast is None)
-    after = NO_NORM
+    ends = Epilogue(*epilogue)
+    ends.check(x, proj_weight.shape[0], dtype=cast is None)
+    after = of_q = of_k = NO_NORM
     if scale_norm is not None:
         width = "num_heads * head_dim", num_heads * head_dim
         after = checked_norm("scale_norm", x, scale_norm, *width, dtype=cast is None)
-    of_q: NormTuple = NO_NORM
-    of_k: NormTuple = NO_NORM
     if qk_norm is not None:
         if not isinstance(qk_norm, tuple) or len(qk_norm) != 2:
             raise TypeError(f"qk_norm must be a tuple of two ops.Norm, got {qk_norm!r}")
         of_q, of_k = checked_norms(("qk_norm[0]", "qk_norm[1]"), x, qk_norm, head_dim, dtype=cast is None)
-    sin = cos = None
     if rotary is not None:
-        sin, cos = tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
+        check_tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
     if attn_mask is not None:
-        attn_mask = checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
-    if cast is not None:
-        proj_weight, proj_bias = proj_weight.to(cast), None if proj_bias is None else proj_bias.to(cast)
-    tensors = x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale, *after[:2], *of_q[:2], *of_k[:2]
-    autograd = needs_autograd("layer_norm_attention", *tensors, residual, attn_mask, *layers)
+        checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
+    layers = flat_layers(qkv_weight, qkv_bias, None)
+    tensors = x, *before[:2], *layers, proj_weight, proj_bias, *after[:2], *of_q[:2], *of_k[:2], attn_mask
+    autograd = needs_autograd("layer_norm_attention", *tensors, ends.layer_scale, ends.residual)
     options = _Options(
-        eps,
-        norm == "rms",
-        after[2],
-        after[3] == "rms",
-        of_q[2],
-        of_q[3] == "rms",
-        (3, num_heads, head_dim),
-        scale,
-        dropout_p,
-        residual is x,
+        before[2], before[3] == "rms", after[2], after[3] == "rms", of_q[2], of_q[3] == "rms",
+        (3, num_heads, head_dim), scale, dropout_p, ends.residual is x,
         rotary is not None and rotary.interleaved,
-    )
-    residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
-    seed = draw_seeds(1, x.device) if dropout_p else None
-    arguments = *tensors, row_scale, residual, attn_mask, seed, sin, cos, options, *layers
-    if autograd:
-        return _LayerNormAttention.apply(*repeats_as_views(*arguments))[0]
-    return _LayerNormAttention.forward(*arguments)[0]
+    )  # fmt: skip
+    return cast, autograd, options

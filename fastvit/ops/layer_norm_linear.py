@@ -34,7 +34,7 @@ def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
 
 def layer_norm_linear_backward(
     dout: Tensor | Sequence[Tensor | None], dresidual: Tensor | None, eps: float, rms: bool, wants: Sequence[bool],
-    x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor,
+    x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor, backend: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """dout: of n layers' outputs side by side, (..., out), or of each one's, and not all of these None; dresidual: of x
     where that is also the residual. wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or
@@ -58,13 +58,14 @@ def layer_norm_linear_backward(
         dy = dy.view(x.shape)
         if any(wants_weight):
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                dy, x, mean, rstd, norm_weight, norm_bias, dresidual
+                dy, x, mean, rstd, norm_weight, norm_bias, dresidual, backend=backend
             )
         else:
-            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, x, mean, rstd, norm_weight, dresidual)
+            of_norm = x, mean, rstd, norm_weight, dresidual
+            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, *of_norm, backend=backend)
         del dy
     elif any(wants_weight):
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms)
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms, backend=backend)
     dweights = (part.t() @ as_rows(y) if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
     dbiases = (part.sum(0) if wanted else None for part, wanted in zip(douts, wants_bias, strict=True))
     return dx, dnorm_weight, dnorm_bias if wants[2] else None, *dweights, *dbiases
@@ -139,6 +140,22 @@ def norm_and_layers(
 ) -> tuple[torch.dtype | None, tuple[Any, ...]]:
     """Checks a norm and the layers behind it, under the caller's names for weight and bias; -> autocast's dtype or
     None, and n weights and n biases in it."""
+    cast = check_norm_and_layers(x, norm, weight, bias, names)
+    return cast, flat_layers(weight, bias, cast)
+
+
+def flat_layers(weight: Weights, bias: Biases, cast: torch.dtype | None) -> tuple[Any, ...]:
+    """n weights and n biases, of one layer or of several, in autocast's dtype if there is one."""
+    weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
+    biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
+    layers = *weights, *biases
+    return layers if cast is None else tuple(None if t is None else t.to(cast) for t in layers)
+
+
+def check_norm_and_layers(
+    x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
+) -> torch.dtype | None:
+    """-> autocast's dtype or None"""
     check_float("x", x)
     cast = autocast_dtype(x)
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
@@ -151,10 +168,7 @@ def norm_and_layers(
         of = "" if len(weights) == 1 else f"[{i}]"
         check_linear(x, w, b, dtype=cast is None, names=("x", names[0] + of, names[1] + of))
     check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
-    layers: tuple[Tensor | None, ...] = (*weights, *biases)
-    if cast is not None:
-        layers = tuple(None if t is None else t.to(cast) for t in layers)
-    return cast, layers
+    return cast
 
 
 def layer_norm_linear(

@@ -54,21 +54,21 @@ def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
 linear_fwd = register(
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? layer_scale=None,"
     " Tensor? row_scale=None, Tensor? residual=None) -> Tensor",
-    aten=aten.linear_fwd, launch="linear", fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.linear_fwd, launch="linear", planned=True, fake=_fwd_fake, flops=_fwd_flops,
     decomposition=_decompositions.linear_fwd,
 )  # fmt: skip
 linear_act_fwd = register(
     "linear_act_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> (Tensor h, Tensor pre)",
-    aten=aten.linear_act_fwd, launch="linear", fake=_act_fwd_fake, flops=_fwd_flops,
+    aten=aten.linear_act_fwd, launch="linear", planned=True, fake=_act_fwd_fake, flops=_fwd_flops,
     decomposition=_decompositions.linear_act_fwd,
 )  # fmt: skip
 linear_dact = register(
     "linear_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
-    aten=aten.linear_dact, launch="linear", fake=_dact_fake, flops=_dact_flops,
+    aten=aten.linear_dact, launch="linear", planned=True, fake=_dact_fake, flops=_dact_flops,
 )  # fmt: skip
 act_bwd = register(
     "act_bwd(Tensor dy, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
-    aten=aten.act_bwd, launch="linear", fake=_act_bwd_fake,
+    aten=aten.act_bwd, launch="linear", planned=True, fake=_act_bwd_fake,
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastvit.ops._activations import GATED, activate, check_activation
 from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
-from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
@@ -19,6 +19,7 @@ from fastvit.ops._library import (
     needs_autograd,
     repeats_as_views,
 )
+from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.ops.gated_mlp import GatedMlp, InnerNorm, gated_arguments
 from fastvit.ops.layer_norm import NO_NORM, NormTuple, layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
@@ -40,6 +41,8 @@ class _Options(NamedTuple):
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
+    plans = recall("mlp backward", (dout, *saved), (o, wants))
+    backend = None if plans is AFRESH else plans
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *rest = saved
     layer_scale, row_scale, seeds, mean, rstd, pre, h = rest
     saved.clear()
@@ -53,17 +56,18 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
 
     if pre is None and (want_hidden or (want_h and h is None)):
         if y is None:
-            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
+            y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
         pre = F.linear(y, fc1_weight, fc1_bias)
     dpre: Any = None
     dfc1_bias = None
     if want_hidden and want_h and h is None and seeds is None:
-        dpre, h, dfc1_bias = linear_dact(*input_gradient_operands(g, fc2_weight, layer_scale), pre, o.activation)
+        operands = input_gradient_operands(g, fc2_weight, layer_scale)
+        dpre, h, dfc1_bias = linear_dact(*operands, pre, o.activation, backend=backend)
     else:
         if want_hidden:
             dh = torch.matmul(*input_gradient_operands(g, fc2_weight, layer_scale))
             dh = dh if seeds is None else dropout_op(dh, seeds[:1], o.dropout_p)
-            dpre, dfc1_bias = act_bwd(dh, pre, o.activation)
+            dpre, dfc1_bias = act_bwd(dh, pre, o.activation, backend=backend)
         if want_h and h is None:
             h = activate(pre, o.activation)
             h = h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p)
@@ -81,14 +85,16 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dx = dpre @ fc1_weight
         elif wants[3] and y is None:
             dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                dpre @ fc1_weight, x, mean, rstd, norm_weight, norm_bias, dresidual
+                dpre @ fc1_weight, x, mean, rstd, norm_weight, norm_bias, dresidual, backend=backend
             )
         else:
-            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dpre @ fc1_weight, x, mean, rstd, norm_weight, dresidual)
+            of_norm = x, mean, rstd, norm_weight, dresidual
+            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dpre @ fc1_weight, *of_norm, backend=backend)
     elif wants[3] and y is None:
-        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms)
+        y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
     if wants[3]:
         dfc1_weight = as_rows(dpre).t() @ as_rows(y)
+    plans.keep()
     dnorm_bias, dfc1_bias = dnorm_bias if wants[2] else None, dfc1_bias if wants[4] else None
     return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, *of_fc2
 
@@ -101,13 +107,15 @@ class _Mlp(FusedFunction):
         x: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None,
         fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor, fc2_bias: Tensor | None,
         layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None,
-        seeds: Tensor | None, o: _Options,
+        seeds: Tensor | None, o: _Options, plans: Plans | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """-> the output, and what there is of mean and rstd, pre and h: torch.compile takes no None among them"""
         y: Tensor = x
         extras: list[Tensor] = []
-        parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
-        backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
+        backend: Any = plans
+        if backend is None:
+            parameters = norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias
+            backend = choose_backend(x, *parameters, layer_scale, row_scale, residual)
         if norm_weight is not None:
             y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
             extras += [mean, rstd]
@@ -128,7 +136,7 @@ class _Mlp(FusedFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, norm_weight, *parameters, row_scale, residual, seeds, o = inputs
+        x, norm_weight, *parameters, row_scale, residual, seeds, o, _ = inputs
         extras = iter(output[1:])
         mean, rstd = (None, None) if norm_weight is None else (next(extras), next(extras))
         pre = next(extras) if o.keep_pre else None
@@ -149,20 +157,20 @@ class _Mlp(FusedFunction):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if dout is None:
-            return (None,) * 12
+            return (None,) * 13
         o, wants = ctx.options, ctx.needs_input_grad
         gradients = (None,) * 8
         if any(wants[:8]):
             gradients = consume_saved(ctx, o.name, _backward, dout, o, wants[:8])
-        return *gradients, None, dout.to(ctx.residual_dtype) if wants[9] else None, None, None
+        return *gradients, None, dout.to(ctx.residual_dtype) if wants[9] else None, None, None, None
 
 
-def _arguments(
+def _checked(
     name: str, x: Tensor, norm: NormTuple | None,
     fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
-    epilogue: Epilogue, activation: str, dropout_p: float, recompute: str,
-) -> tuple[bool, tuple[Any, ...]]:  # fmt: skip
-    """Checks a call; -> whether it needs autograd, and the arguments of `_Mlp`."""
+    epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
+) -> tuple[torch.dtype | None, bool, _Options]:  # fmt: skip
+    """Autocast's dtype or None, and whether a call needs autograd."""
     check_float("x", x)
     check_activation(activation, *GATED)
     cast = autocast_dtype(x)
@@ -171,27 +179,47 @@ def _arguments(
     check_linear(x, fc2_weight, fc2_bias, dtype=cast is None, names=("x", "fc2_weight", "fc2_bias"), hidden=hidden)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
-    if recompute != "activation":
-        check_recompute(recompute)
-    epilogue.check(x, fc2_weight.shape[0], dtype=cast is None)
-    parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    check_recompute(recompute)
+    ends = Epilogue(*epilogue)
+    ends.check(x, fc2_weight.shape[0], dtype=cast is None)
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
-    if cast is not None:
-        x = x.to(cast) if norm is None else x
-        parameters = tuple(None if t is None else t.to(cast) for t in parameters)
-    layer_scale, row_scale, residual = epilogue
     weight, bias, eps, kind = norm or NO_NORM
-    tensors = x, weight, bias, *parameters, layer_scale
-    autograd = needs_autograd(name, *tensors, residual)
+    tensors = x, weight, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, ends.layer_scale, ends.residual
+    autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, activation, dropout_p, autograd and recompute != "all", autograd and recompute == "none",
-        cast or fc1_weight.dtype, eps, kind == "rms", residual is x,
+        cast or fc1_weight.dtype, eps, kind == "rms",
+        ends.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
-    residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
+    return cast, autograd, options
+
+
+def _arguments(
+    name: str, x: Tensor, norm: NormTuple | None,
+    fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
+    epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
+) -> tuple[bool, tuple[Any, ...], Plans]:  # fmt: skip
+    """Checks a call of the op of that name; -> whether it needs autograd, the arguments of `_Mlp`, and its plans."""
+    layer_scale, row_scale, residual = epilogue
+    weight, bias, eps, kind = norm or NO_NORM
+    parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    plans = recall(
+        name, (x, weight, bias, *parameters, layer_scale, row_scale, None if residual is x else residual),
+        (residual is x, eps, kind, activation, dropout_p, recompute),
+    )  # fmt: skip
+    cast, autograd, options = plans.plan(
+        _checked, name, x, norm, *parameters, epilogue, activation, dropout_p, recompute
+    )
+    if cast is not None:
+        x = x.to(cast) if norm is None else x
+        parameters = tuple([None if t is None else t.to(cast) for t in parameters])
+    residual = None if options.residual_is_x else residual  # torch.compile refuses to see a tensor twice among inputs
+    arguments = x, weight, bias, *parameters, layer_scale, row_scale, residual
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    tensors = *tensors, row_scale, residual
-    return autograd, (*(repeats_as_views(*tensors) if autograd else tensors), seeds, options)
+    if autograd:
+        arguments = repeats_as_views(*arguments)
+    return autograd, (*arguments, seeds, options, None if plans is AFRESH else plans), plans
 
 
 def mlp(
@@ -231,17 +259,21 @@ def mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    epilogue = Epilogue(layer_scale, row_scale, residual)
+    epilogue = layer_scale, row_scale, residual
     if inner_norm is not None or activation in GATED:
-        autograd, arguments = gated_arguments(
+        autograd, arguments, plans = gated_arguments(
             "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
             epilogue, activation, dropout_p, recompute,
         )  # fmt: skip
-        return GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
-    autograd, arguments = _arguments(
+        out: Tensor = GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
+        plans.keep()
+        return out
+    autograd, arguments, plans = _arguments(
         "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, epilogue, activation, dropout_p, recompute
     )
-    return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
+    out = _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
+    plans.keep()
+    return out
 
 
 def layer_norm_mlp(
@@ -269,15 +301,19 @@ def layer_norm_mlp(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and names that do not fit.
     """
-    before, epilogue = (norm_weight, norm_bias, eps, norm), Epilogue(layer_scale, row_scale, residual)
+    before, epilogue = (norm_weight, norm_bias, eps, norm), (layer_scale, row_scale, residual)
     if inner_norm is not None or activation in GATED:
-        autograd, arguments = gated_arguments(
+        autograd, arguments, plans = gated_arguments(
             "layer_norm_mlp", x, before, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
             epilogue, activation, dropout_p, recompute,
         )  # fmt: skip
-        return GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
-    autograd, arguments = _arguments(
+        out: Tensor = GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
+        plans.keep()
+        return out
+    autograd, arguments, plans = _arguments(
         "layer_norm_mlp", x, before, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
         epilogue, activation, dropout_p, recompute,
     )  # fmt: skip
-    return _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
+    out = _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
+    plans.keep()
+    return out

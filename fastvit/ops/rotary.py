@@ -43,7 +43,7 @@ rotary_op = register(
 )  # fmt: skip
 
 
-def in_place(x: Tensor, backend: str) -> tuple[Tensor, ...]:
+def in_place(x: Tensor, backend: Any) -> tuple[Tensor, ...]:
     """What goes behind rotary_op's arguments for the place of x, which is contiguous and nobody else's, where nothing
     could tell."""
     return () if backend == "dispatcher" else (x,)
@@ -83,6 +83,19 @@ def tables(
 ) -> tuple[Tensor, Tensor]:
     """Checks `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name; -> its tables as
     broadcasts of (B, H, N - P, d). instead: where tables are not differentiated, the op that does."""
+    check_tables(rotary, name, x, shape, instead)
+    return broadcast_tables(rotary)
+
+
+def broadcast_tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    sin, cos, *_ = rotary
+    if sin.dim() < 4:
+        sin, cos = (table[(None,) * (4 - table.dim())] for table in (sin, cos))
+    return sin, cos
+
+
+def check_tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None) -> None:
+    """As `tables`."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be an ops.Rotary, got {type(rotary).__name__}")
     sin, cos, prefix, _ = rotary
@@ -101,9 +114,6 @@ def tables(
         raise ValueError(f"rotary.cos must have the shape of rotary.sin {tuple(sin.shape)}, got {tuple(cos.shape)}")
     if instead is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
         raise ValueError(f"rotary must not require a gradient: it is not differentiated here; see {instead}")
-    if sin.dim() < 4:
-        sin, cos = (table[(None,) * (4 - table.dim())] for table in (sin, cos))
-    return sin, cos
 
 
 def rotary(x: Tensor, rotary: Rotary) -> Tensor:

@@ -19,36 +19,35 @@ from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops import _library
 from fastvit.ops._checks import empty_like, unexpanded
-from fastvit.ops._launch import Call, Constants, cdiv, launch
+from fastvit.ops._launch import Constants, Launch, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
+from fastvit.ops._plans import AFRESH, Plans
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NO_MASK: tuple[Any, bool, tuple[int, int, int]] = (None, False, (0, 0, 0))  # as `_readable_mask` has one
 MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    *, plans: Plans = AFRESH,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32, bfloat16, float16, by stride;
     mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed int64 [1], or None without dropout.
 
     -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm. Raises `Unsupported`.
     """
-    o, lse, call = _forward(q, k, v, mask, seed, scale, dropout_p)
-    if call is not None:
-        launch(*call)
+    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
+    launch(*tensors)
     return o, lse
 
 
 def attention_qkvpacked_fwd(
-    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, *, plans: Plans = AFRESH
 ) -> tuple[Tensor, Tensor]:
     """The same for qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
-    o, lse, call = _forward(q, k, v, mask, seed, scale, dropout_p)
-    if call is not None:
-        launch(*call)
+    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
+    launch(*tensors)
     return o, lse
 
 
@@ -61,9 +60,8 @@ def attention_varlen_fwd(
     -> o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
     """
     sequences = cu_seqlens.contiguous(), max_seqlen
-    o, lse, call = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
-    if call is not None:
-        launch(*call)
+    o, lse, launch, tensors = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
+    launch(*tensors)
     return o[0], lse.view(-1)
 
 
@@ -73,46 +71,34 @@ Sequences = tuple[Tensor, int]
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    sequences: Sequences | None = None,
-) -> tuple[Tensor, Tensor, Call | None]:  # fmt: skip
-    """Room for o and LSE, and the launch that fills it, if there is anything to fill."""
-    _check(q, scale)
-    B, N, H, _ = q.shape
+    sequences: Sequences | None = None, *, plans: Plans = AFRESH,
+) -> tuple[Tensor, Tensor, Launch, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Room for o and LSE, the launch that fills it, and its tensors."""
+    q, k, v = plans.readable(readable, q, k, v)
+    if mask is not None:
+        (mask,) = plans.readable(readable_mask, mask)
+    launch, shape = plans.plan(_forward_plan, q, k, v, mask, seed, scale, dropout_p, sequences)
     o = empty_like(q)
-    lse = q.new_empty((B, H, N), dtype=torch.float32)
-    if q.numel() == 0:
-        return o, lse, None
-    cu_seqlens = None
-    if sequences is not None:
-        cu_seqlens, N = sequences
-        B = cu_seqlens.shape[0] - 1
-    q, k, v = readable(q), readable(k), readable(v)
-    unit, strides = in_units(q.shape, q.stride(), k.stride(), v.stride())
-    mask, mask_rows, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
-    short, rows, constants = _forward_plan(_workload(N, q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences)))
-    programs = B * H * cdiv(N, rows)
-    numbers: tuple[float, ...] = (scale, dropout_p)
-    if short:
-        numbers = N, H, *strides, *numbers
-        return o, lse, (attention_short_fwd_kernel, programs, (q, k, v, seed, o, lse), numbers, constants)
-    numbers = N, H, *strides, *of_mask, *numbers
-    return o, lse, (attention_fwd_kernel, programs, (q, k, v, mask, cu_seqlens, seed, o, lse), numbers, constants)
+    lse = q.new_empty(shape, dtype=torch.float32)
+    if launch.kernel is attention_short_fwd_kernel:
+        return o, lse, launch, (q, k, v, seed, o, lse)
+    return o, lse, launch, (q, k, v, mask, None if sequences is None else sequences[0], seed, o, lse)
 
 
 def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, *out: Tensor,
+    scale: float, dropout_p: float, *out: Tensor, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """out: where the three gradients are written, by stride, instead of room of their own."""
     gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
-    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients)
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients, plans=plans)
     return gradients
 
 
-def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
+def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any, plans: Plans = AFRESH) -> Tensor:
     dqkv = empty_like(qkv)
     arguments: Any = (do, *qkv.unbind(2), *rest, *dqkv.unbind(2))
-    launch_backward(*arguments)
+    launch_backward(*arguments, plans=plans)
     return dqkv
 
 
@@ -130,6 +116,7 @@ def attention_varlen_bwd(
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, sequences: Sequences | None = None,
+    *, plans: Plans = AFRESH,
 ) -> None:  # fmt: skip
     """Writes the gradients of attention's inputs into dq, dk, dv.
 
@@ -137,38 +124,26 @@ def launch_backward(
     bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
     float32, contiguous. mask, seed, lse: the forward's. Raises `Unsupported` for another dtype.
     """
-    _check(q, scale)
-    if q.numel() == 0:
-        return
-    B, N, H, _ = q.shape
-    cu_seqlens = None
-    if sequences is not None:
-        cu_seqlens, N = sequences
-        B = cu_seqlens.shape[0] - 1
-    if N == 1 and seed is None and mask is None and q.shape == k.shape:
+    longest = q.shape[1] if sequences is None else sequences[1]
+    if longest == 1 and seed is None and mask is None and q.shape == k.shape:
         # softmax over one key is constant: no gradient, not even one of rounding errors
+        _check(q, scale)
         dq.zero_()
         dk.zero_()
         dv.copy_(do)
         return
-    do, q, k, v = readable(do), readable(q), readable(k), readable(v)
-    unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do, dq, dk, dv)])
-    mask, mask_rows, of_mask = _NO_MASK if mask is None else _readable_mask(mask)
-    workload = _workload(N, q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences))
-    numbers: Any = (scale, dropout_p)
-    if constants := _backward_short_plan(workload):
-        tensors: Any = (q, k, v, o, do, lse, seed, dq, dk, dv)
-        launch(attention_bwd_short_kernel, B * H, tensors, (N, H, *strides, *numbers), constants)
+    do, q, k, v = plans.readable(readable, do, q, k, v)
+    if mask is not None:
+        (mask,) = plans.readable(readable_mask, mask)
+    strided = q, k, v, o, do, dq, dk, dv
+    first, second, shape = plans.plan(_backward_plans, strided, mask, seed, scale, dropout_p, sequences)
+    if second is None:
+        first(q, k, v, o, do, lse, seed, dq, dk, dv)
         return
-    statistics = q.new_empty((q.shape[0], H, 2, q.shape[1]), dtype=torch.float32)
-    numbers = *of_mask, *numbers
-    rows, constants = _backward_plan("dq", workload)
-    tensors = (q, k, v, o, do, lse, mask, cu_seqlens, seed, dq, statistics)
-    launch(attention_bwd_dq_kernel, B * H * cdiv(N, rows), tensors, (N, H, *strides[:18], *numbers), constants)
-    rows, constants = _backward_plan("dkdv", workload)
-    tensors = (q, k, v, do, statistics, mask, cu_seqlens, seed, dk, dv)
-    numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *numbers
-    launch(attention_bwd_dkdv_kernel, B * k.shape[2] * cdiv(N, rows), tensors, numbers, constants)
+    cu_seqlens = None if sequences is None else sequences[0]
+    statistics = q.new_empty(shape, dtype=torch.float32)
+    first(q, k, v, o, do, lse, mask, cu_seqlens, seed, dq, statistics)
+    second(q, k, v, do, statistics, mask, cu_seqlens, seed, dk, dv)
 
 
 def attention_mask_bwd(
@@ -184,8 +159,9 @@ def attention_mask_bwd(
     do, q, k, v = readable(do), readable(q), readable(k), readable(v)
     unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do)])
     samples, mask_heads = B // mask.shape[0], mask.shape[1]
-    mask, mask_rows, of_mask = _readable_mask(mask)
-    rows, columns, constants = _mask_plan(_workload(N, q, k, seed, (unit, mask_rows), "mask"))
+    mask = readable_mask(mask)
+    mask_rows, of_mask = _mask_in_units(mask)
+    rows, columns, constants = _mask_config(_workload(N, q, k, seed, (unit, mask_rows), "mask"))
     programs = dmask.shape[0] * mask_heads * cdiv(N, rows) * cdiv(N, columns)
     numbers = N, H, samples, mask_heads, *strides, *of_mask, scale, dropout_p
     launch(attention_bwd_mask_kernel, programs, (q, k, v, o, do, lse, mask, seed, dmask), numbers, constants)
@@ -206,23 +182,29 @@ def readable(x: Tensor) -> Tensor:
     return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
 
 
-def _readable_mask(mask: Tensor) -> tuple[Any, bool, tuple[int, int, int]]:
-    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, whether queries have a row each, and the strides of
-    batch, token and head in units of 16 elements; 0 where it is broadcast. A copy with room behind its rows where N is
-    no multiple of that: 2 bytes would be loaded at a time."""
+def readable_mask(mask: Tensor) -> Tensor:
+    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, with one element where it is broadcast. A copy with room
+    behind its rows where these are no multiple of 16 elements apart: 2 bytes would be loaded at a time."""
     N = mask.shape[3]
-    mask = unexpanded(mask).expand(-1, -1, -1, N)
-    strides = _mask_strides(mask)
-    if N % 16 or mask.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
-        room = mask.new_empty((*mask.shape[:3], cdiv(N, 16) * 16))
-        room[..., :N] = mask
-        mask, strides = room, _mask_strides(room)
-    batch, token, head = (stride // 16 for stride in strides)
-    return mask, mask.shape[2] > 1, (batch, token, head)
+    found = unexpanded(mask).expand(-1, -1, -1, N)
+    strides = _mask_strides(found)
+    if N % 16 or found.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
+        room = found.new_empty((*found.shape[:3], cdiv(N, 16) * 16))
+        room[..., :N] = found
+        return room
+    return mask if found.shape == mask.shape else found
 
 
 def _mask_strides(mask: Tensor) -> list[int]:
     return [0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 2, 1)]
+
+
+def _mask_in_units(mask: Tensor | None) -> tuple[bool, tuple[int, ...]]:
+    """Whether queries have a row each of what `readable_mask` made, and its strides of batch, token and head in units
+    of 16 elements; 0 where it is broadcast."""
+    if mask is None:
+        return False, (0, 0, 0)
+    return mask.shape[2] > 1, tuple([stride // 16 for stride in _mask_strides(mask)])
 
 
 @functools.lru_cache(4096)
@@ -233,6 +215,58 @@ def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tu
     elements = [tensor[i] if shape[i] > 1 else 0 for tensor in strides for i in range(3)]
     unit = 8 if all(s % 8 == 0 for s in elements) else 1
     return unit, tuple(s // unit for s in elements)
+
+
+def _forward_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    sequences: Sequences | None,
+) -> tuple[Launch, tuple[int, int, int]]:  # fmt: skip
+    """Of the kernel for short sequences or the general one, and LSE's shape."""
+    heads, strides, of_mask, workload = _described((q, k, v), mask, seed, scale, sequences)
+    B, tokens, H, _ = q.shape
+    short, rows, constants = _forward_config(workload)
+    kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
+    numbers: Any = (*strides, scale, dropout_p) if short else (*strides, *of_mask, scale, dropout_p)
+    N = workload[0]
+    return Launch(kernel, heads * cdiv(N, rows), (N, H, *numbers), constants), (B, H, tokens)
+
+
+def _backward_plans(
+    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    sequences: Sequences | None,
+) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
+    """Of the kernel that takes a whole head, or of those of dq and of dk and dv, and the shape of what the first of
+    these leaves to the second. strided: q, k, v, o, do, dq, dk, dv."""
+    heads, strides, of_mask, workload = _described(strided, mask, seed, scale, sequences)
+    B, tokens, H, _ = strided[0].shape
+    N = workload[0]
+    if constants := _backward_short_config(workload):
+        numbers: Any = N, H, *strides, scale, dropout_p
+        return Launch(attention_bwd_short_kernel, heads, numbers, constants), None, ()
+    rows, constants = _backward_config("dq", workload)
+    numbers = N, H, *strides[:18], *of_mask, scale, dropout_p
+    of_dq = Launch(attention_bwd_dq_kernel, heads * cdiv(N, rows), numbers, constants)
+    rows, constants = _backward_config("dkdv", workload)
+    numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *of_mask, scale, dropout_p
+    group = workload[7]
+    of_dkdv = Launch(attention_bwd_dkdv_kernel, heads // group * cdiv(N, rows), numbers, constants)
+    return of_dq, of_dkdv, (B, H, 2, tokens)
+
+
+def _described(
+    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, sequences: Sequences | None
+) -> tuple[int, tuple[int, ...], tuple[int, ...], Workload]:
+    """How many heads all sequences have together, 0 if nothing is to be done; the strides of q, k and the rest, and of
+    the mask, as the kernels take them; and what configurations are chosen by."""
+    q, k = strided[:2]
+    _check(q, scale)
+    B, N, H, _ = q.shape
+    if sequences is not None:
+        B, N = sequences[0].shape[0] - 1, sequences[1]
+    unit, strides = in_units(q.shape, *[t.stride() for t in strided])
+    mask_rows, of_mask = _mask_in_units(mask)
+    workload = _workload(max(N, 1), q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences))
+    return B * H if q.numel() else 0, strides, of_mask, workload
 
 
 # N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, (unit of the strides,
@@ -251,12 +285,12 @@ def _kind(q: Tensor, k: Tensor, mask: Tensor | None, sequences: Sequences | None
 
 def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[int, bool], kind: str) -> Workload:
     _, _, H, d = q.shape
-    group = H // k.shape[2]
+    group = H // k.shape[2] if H else 1
     return N, d, q.element_size(), seed is not None, _library.arch(q), dot_precision(q), units, group, kind
 
 
 @_tuned.cached
-def _forward_plan(workload: Workload) -> tuple[bool, int, Constants]:
+def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
     """Whether the kernel for short sequences is the one, the queries that a program owns, and the constants."""
     config, constants = _configured(_attention_configs.attention_fwd, workload)
     keys = config.chunks
@@ -270,14 +304,14 @@ def _forward_plan(workload: Workload) -> tuple[bool, int, Constants]:
 
 
 @_tuned.cached
-def _backward_short_plan(workload: Workload) -> Constants | None:
+def _backward_short_config(workload: Workload) -> Constants | None:
     """The constants of the kernel that takes a whole head, or None where that is not the one."""
     config, constants = _configured(_attention_configs.attention_bwd_short, workload)
     return None if config is None else constants | {"BLOCK_N": config.block_n}
 
 
 @_tuned.cached
-def _backward_plan(of: str, workload: Workload) -> tuple[int, Constants]:
+def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
     """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
     choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
     config, constants = _configured(choose, workload)
@@ -292,7 +326,7 @@ def _backward_plan(of: str, workload: Workload) -> tuple[int, Constants]:
 
 
 @_tuned.cached
-def _mask_plan(workload: Workload) -> tuple[int, int, Constants]:
+def _mask_config(workload: Workload) -> tuple[int, int, Constants]:
     """The tile of the gradient that a program owns, and the constants."""
     config, constants = _configured(_attention_configs.attention_bwd_mask, workload)
     return config.block_m, config.block_n, _general(workload) | constants | {"BLOCK_N": config.block_n}

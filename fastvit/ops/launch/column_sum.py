@@ -7,18 +7,21 @@ from torch import Tensor
 from fastvit.kernels import _configs
 from fastvit.kernels.column_sum import column_sum_kernel
 from fastvit.ops import _library
-from fastvit.ops._launch import cdiv, launch
+from fastvit.ops._launch import Launch, cdiv
+from fastvit.ops._plans import AFRESH, Plans
 
 
-def column_sums(partial: Tensor, *like: Tensor) -> list[Tensor]:
+def column_sums(partial: Tensor, *like: Tensor, plans: Plans = AFRESH) -> list[Tensor]:
     """partial [tables, P, D] f32 -> one [D] tensor a table, in the dtype of `like`'s entry: sums over P in a fixed
     order, all by one kernel. At most four tables."""
-    tables, P, D = partial.shape
-    cfg = _configs.column_sum(P, D, _library.arch(partial))
+    launch = plans.plan(_plan, *partial.shape, _library.arch(partial))
+    D = partial.shape[2]
     out = [partial.new_empty(D, dtype=t.dtype) for t in like]
-    launch(
-        column_sum_kernel, tables * cdiv(D, cfg.block_dim),
-        (partial, *out, *[None] * (4 - tables)), (P, D),
-        {"BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps},
-    )  # fmt: skip
+    launch(partial, *out, *[None] * (4 - len(out)))
     return out
+
+
+def _plan(tables: int, P: int, D: int, arch: str) -> Launch:
+    cfg = _configs.column_sum(P, D, arch)
+    constants = {"BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps}
+    return Launch(column_sum_kernel, tables * cdiv(D, cfg.block_dim), (P, D), constants)

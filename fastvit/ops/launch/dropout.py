@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastvit.kernels import _configs
 from fastvit.kernels.dropout import dropout_kernel
-from fastvit.ops._checks import by_rows, contiguous, empty_like
+from fastvit.ops._checks import by_rows, contiguous, empty_like, row_stride
 from fastvit.ops._epilogue import Epilogue, rows_per_sample
 from fastvit.ops._launch import cdiv, launch
 from fastvit.ops._library import Unsupported
@@ -19,15 +19,15 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
     ends = layer_scale, row_scale, residual = Epilogue(*epilogue)
     out = empty_like(x, ends.dtype(x))
     if size := x.numel():
-        (x, x_stride), (residual, residual_stride) = by_rows(x), by_rows(residual)
-        layer_scale, row_scale = contiguous(layer_scale, row_scale)
+        x, residual = by_rows(x), by_rows(residual)
+        layer_scale, row_scale = contiguous(layer_scale), contiguous(row_scale)
         D = x.shape[-1]
         M = size // D
         cfg = _configs.dropout(D)
         launch(
             dropout_kernel, cdiv(M, cfg.block_rows) * cdiv(D, 4 * cfg.block_dim),
             (x, seed, layer_scale, row_scale, residual, out),
-            (M, D, rows_per_sample(x, row_scale), x_stride, residual_stride, p),
+            (M, D, rows_per_sample(x, row_scale), row_stride(x), row_stride(residual), p),
             {"BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps},
         )  # fmt: skip
     return out

@@ -10,26 +10,24 @@ from torch import Tensor
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.layer_norm import layer_norm_bwd_kernel, layer_norm_fwd_kernel
 from fastvit.ops import _library
-from fastvit.ops._checks import by_rows, contiguous, empty_like
+from fastvit.ops._checks import by_rows, contiguous, empty_like, row_stride
 from fastvit.ops._epilogue import rows_per_sample
-from fastvit.ops._launch import Constants, cdiv, launch
+from fastvit.ops._launch import Constants, Launch, cdiv
 from fastvit.ops._library import Unsupported
+from fastvit.ops._plans import AFRESH, Plans
 from fastvit.ops.launch.column_sum import column_sums
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check(x)
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False,
+    *, plans: Plans = AFRESH,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (rows,) = plans.readable(by_rows, x)
+    weight, bias = plans.readable(contiguous, weight, bias)
+    launch, shape = plans.plan(_forward_plan, x, rows, None, None, eps)
     y = empty_like(x, out_dtype)
-    mean, rstd = _statistics(x, rms)
-    if size := x.numel():
-        x, stride = by_rows(x)
-        D = x.shape[-1]
-        programs, constants = _programs(size // D, D, x, None, backward=False)
-        weight, bias = contiguous(weight, bias)
-        tensors = x, None, weight, bias, None, None, None, y, None if rms else mean, rstd
-        launch(layer_norm_fwd_kernel, programs, tensors, (size // D, D, 1, stride, 0, eps), constants)
+    mean, rstd = _statistics(x, shape, rms)
+    launch(rows, None, weight, bias, None, None, None, y, None if rms else mean, rstd)
     return y, mean, rstd
 
 
@@ -38,34 +36,28 @@ def add_layer_norm_fwd(
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     s = empty_like(residual, torch.promote_types(residual.dtype, branch.dtype))
-    _check(s)
+    residual, branch = by_rows(residual), by_rows(branch)
+    vectors = map(contiguous, (weight, bias, layer_scale, row_scale))
+    launch, shape = _forward_plan(s, residual, branch, row_scale, eps)
     y = torch.empty_like(s)
-    mean, rstd = _statistics(s, rms)
-    if size := s.numel():
-        (residual, residual_stride), (branch, branch_stride) = by_rows(residual), by_rows(branch)
-        D = s.shape[-1]
-        programs, constants = _programs(size // D, D, s, row_scale, backward=False)
-        weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
-        launch(
-            layer_norm_fwd_kernel, programs,
-            (residual, branch, weight, bias, layer_scale, row_scale, s, y, None if rms else mean, rstd),
-            (size // D, D, rows_per_sample(s, row_scale), residual_stride, branch_stride, eps), constants,
-        )  # fmt: skip
+    mean, rstd = _statistics(s, shape, rms)
+    launch(residual, branch, *vectors, s, y, None if rms else mean, rstd)
     return s, y, mean, rstd
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, ...]:
-    return _backward(dy, dresidual, x, mean, rstd, weight)
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
+    *, plans: Plans = AFRESH,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _backward(dy, dresidual, x, mean, rstd, weight, plans=plans)
 
 
 def layer_norm_bwd_recompute(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    dresidual: Tensor | None,
+    dresidual: Tensor | None, *, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = empty_like(dy)
-    return *_backward(dy, dresidual, x, mean, rstd, weight, bias=bias, y=y), y
+    return *_backward(dy, dresidual, x, mean, rstd, weight, bias=bias, y=y, plans=plans), y
 
 
 def add_layer_norm_bwd(
@@ -79,57 +71,70 @@ def add_layer_norm_bwd(
     return ds, dbranch, dweight, dbias, *(dlayer_scale or [weight.new_empty(0)])
 
 
-def _check(x: Tensor) -> None:
-    if x.dtype is torch.float64:
-        raise Unsupported("float64")
-    if x.shape[-1] > _configs.MAX_ROW:
-        raise Unsupported(f"rows of more than {_configs.MAX_ROW} elements")
-
-
-def _statistics(x: Tensor, rms: bool) -> tuple[Tensor, Tensor]:
-    """Room for mean and rstd (..., 1) of x (..., D); RMSNorm's mean is (0,)."""
-    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, Tensor]:
+    """Room for mean and rstd; RMSNorm's mean is (0,)."""
+    rstd = x.new_empty(shape, dtype=torch.float32)
     return rstd.new_empty(0) if rms else torch.empty_like(rstd), rstd
-
-
-def _programs(M: int, D: int, x: Tensor, row_scale: Tensor | None, *, backward: bool) -> tuple[int, Constants]:
-    """How many programs of a kernel take M rows, and its constants. x: on its device."""
-    per_sm, constants = _plan(D, backward, _library.arch(x), row_scale is not None)
-    return min(cdiv(M, constants["BLOCK_M"]), per_sm * _library.multiprocessors(x.device.index)), constants
 
 
 def _backward(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, *,
     bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
-    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """-> ds like s; dweight [D], dbias [D], or [0] without mean, and, with layer_scale, dlayer_scale [D]. Writes y and
     dbranch."""
-    _check(s)
     ds = empty_like(s)
     parameters = (weight,) if mean is None else (weight, weight)
     if layer_scale is not None:
         parameters = *parameters, layer_scale
-    if (size := s.numel()) == 0:
+    rows = plans.readable(by_rows, dy, dsum, s, branch)
+    vectors = plans.readable(contiguous, weight, bias, layer_scale, row_scale)
+    launch, shape = plans.plan(_backward_plan, s, rows, row_scale, len(parameters))
+    if s.numel() == 0:
         return ds, *_with_bias(mean, [torch.zeros_like(p) for p in parameters])
-    weight, bias, layer_scale, row_scale = contiguous(weight, bias, layer_scale, row_scale)
-    (dy, dy_stride), (dsum, dsum_stride) = by_rows(dy), by_rows(dsum)
-    (s, s_stride), (branch, branch_stride) = by_rows(s), by_rows(branch)
-    D = s.shape[-1]
-    M = size // D
-    programs, constants = _programs(M, D, s, row_scale, backward=True)
-    partial = s.new_empty((len(parameters), programs, D), dtype=torch.float32)
-    launch(
-        layer_norm_bwd_kernel, programs,
-        (dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial),
-        (M, D, rows_per_sample(s, row_scale), dy_stride, dsum_stride, s_stride, branch_stride), constants,
-    )  # fmt: skip
-    return ds, *_with_bias(mean, column_sums(partial, *parameters))
+    dy, dsum, s, branch = rows
+    weight, bias, layer_scale, row_scale = vectors
+    partial = s.new_empty(shape, dtype=torch.float32)
+    launch(dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial)
+    return ds, *_with_bias(mean, column_sums(partial, *parameters, plans=plans))
 
 
 def _with_bias(mean: Tensor | None, sums: Sequence[Tensor]) -> Sequence[Tensor]:
     """dweight, dbias and what else there is, where RMSNorm's sums have no dbias."""
     return sums if mean is not None else (sums[0], sums[0].new_empty(0), *sums[1:])
+
+
+def _forward_plan(
+    x: Tensor, rows: Tensor, branch: Tensor | None, row_scale: Tensor | None, eps: float
+) -> tuple[Launch, tuple[int, ...]]:
+    """The launch for x (..., D), which is read as these rows, or is the sum of these and the branch; and the shape of
+    the statistics."""
+    M, D, programs, constants = _programs(x, row_scale, backward=False)
+    numbers = M, D, rows_per_sample(x, row_scale), row_stride(rows), row_stride(branch), eps
+    return Launch(layer_norm_fwd_kernel, programs, numbers, constants), (*x.shape[:-1], 1)
+
+
+def _backward_plan(
+    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, tables: int
+) -> tuple[Launch, tuple[int, int, int]]:
+    """The launch, and the shape of the partial sums. rows: dy, dsum, s and the branch as they are read."""
+    M, D, programs, constants = _programs(s, row_scale, backward=True)
+    numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
+    return Launch(layer_norm_bwd_kernel, programs, numbers, constants), (tables, programs, D)
+
+
+def _programs(x: Tensor, row_scale: Tensor | None, *, backward: bool) -> tuple[int, int, int, Constants]:
+    """How many rows x (..., D) has, D, how many programs of a kernel take them, and its constants."""
+    D = x.shape[-1]
+    if x.dtype is torch.float64:
+        raise Unsupported("float64")
+    if D > _configs.MAX_ROW:
+        raise Unsupported(f"rows of more than {_configs.MAX_ROW} elements")
+    M = x.numel() // D
+    per_sm, constants = _plan(D, backward, _library.arch(x), row_scale is not None)
+    programs = min(cdiv(M, constants["BLOCK_M"]), per_sm * _library.multiprocessors(x.device.index))
+    return M, D, programs, constants
 
 
 @_tuned.cached

@@ -10,60 +10,68 @@ from torch import Tensor
 from fastvit.kernels import _configs, _tuned
 from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
 from fastvit.ops import _library
-from fastvit.ops._checks import by_rows, contiguous, empty_like
+from fastvit.ops._checks import by_rows, contiguous, empty_like, row_stride
 from fastvit.ops._epilogue import Epilogue, rows_per_sample
-from fastvit.ops._launch import Call, Constants, cdiv, launch
+from fastvit.ops._launch import Constants, Launch, cdiv
 from fastvit.ops._library import Unsupported, dot_precision
+from fastvit.ops._plans import AFRESH, Plans
 from fastvit.ops.aten import linear as aten
 from fastvit.ops.launch.column_sum import column_sums
 
 
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
-    ends = Epilogue(*epilogue)
-    plain = activation == "none" and ends.layer_scale is None and ends.row_scale is None and ends.residual is None
-    if not is_our_matmul(x, weight.shape[0], has_epilogue=not plain):
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None, plans: Plans = AFRESH
+) -> Tensor:
+    layer_scale, row_scale, residual = epilogue if len(epilogue) == 3 else Epilogue(*epilogue)
+    has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
+    if not plans.plan(is_our_matmul, x, weight.shape[0], has_epilogue):
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
-    out = x.new_empty(*x.shape[:-1], weight.shape[0], dtype=ends.dtype(x))
-    if out.numel():
-        launch(*_forward(x, weight, bias, activation, out, None, ends))
+    rows, weight, residual = plans.readable(aligned_rows, x, weight, residual)
+    bias, layer_scale, row_scale = plans.readable(contiguous, bias, layer_scale, row_scale)
+    ends = layer_scale, row_scale, residual
+    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *ends)
+    out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
+    launch(rows, weight, bias, *ends, out, None)
     return out
 
 
-def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    if not is_our_matmul(x, weight.shape[0]):
+def linear_act_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, plans: Plans = AFRESH
+) -> tuple[Tensor, Tensor]:
+    if not plans.plan(is_our_matmul, x, weight.shape[0]):
         return aten.linear_act_fwd(x, weight, bias, activation)
-    h = x.new_empty(*x.shape[:-1], weight.shape[0])
+    rows, weight = plans.readable(aligned_rows, x, weight)
+    (bias,) = plans.readable(contiguous, bias)
+    launch, shape, _ = plans.plan(_forward_plan, x.shape, rows, weight, activation)
+    h = x.new_empty(shape)
     pre = torch.empty_like(h)
-    if h.numel():
-        launch(*_forward(x, weight, bias, activation, h, pre, Epilogue()))
+    launch(rows, weight, bias, None, None, None, h, pre)
     return h, pre
 
 
-def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+def linear_dact(
+    dy: Tensor, weight: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH
+) -> tuple[Tensor, Tensor, Tensor]:
     dpre, h = empty_like(pre), empty_like(pre)
-    if not is_our_matmul(dy, pre.shape[-1], backward=True):
-        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h)
+    if not plans.plan(is_our_matmul, dy, pre.shape[-1], True, True):
+        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h, plans)
     if pre.numel() == 0:
         return dpre, h, pre.new_zeros(pre.shape[-1])
-    (dy, dy_stride), (pre, pre_stride) = aligned_rows(dy), aligned_rows(pre)
-    K, N = weight.shape
-    weight, weight_stride = aligned_rows(weight)
-    M = pre.numel() // N
-    programs, constants = gemm(M, N, K, dy, activation)
-    partial = pre.new_empty((1, cdiv(M, constants["BLOCK_M"]), N), dtype=torch.float32)
-    numbers = M, N, K, dy_stride, weight_stride, pre_stride
-    launch(linear_dact_kernel, programs, (dy, weight, pre, dpre, h, partial), numbers, constants)
-    return dpre, h, column_sums(partial, pre)[0]
+    dy, weight, pre = plans.readable(aligned_rows, dy, weight, pre)
+    launch, shape = plans.plan(_dact_plan, dy, weight, pre, activation)
+    partial = pre.new_empty(shape, dtype=torch.float32)
+    launch(dy, weight, pre, dpre, h, partial)
+    return dpre, h, column_sums(partial, pre, plans=plans)[0]
 
 
-def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH) -> tuple[Tensor, Tensor]:
     if pre.dtype is torch.float64:
         raise Unsupported("float64")
     dpre = empty_like(pre)
-    return dpre, _activation_backward(dy, pre, activation, dpre, None)
+    return dpre, _activation_backward(dy, pre, activation, dpre, None, plans)
 
 
-def is_our_matmul(x: Tensor, n: int, *, has_epilogue: bool = True, backward: bool = False) -> bool:
+def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
     """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
     if x.dtype is torch.float64:
         raise Unsupported("float64")
@@ -95,43 +103,63 @@ def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation:
     }  # fmt: skip
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, out: Tensor, pre: Tensor | None, ends: Epilogue
-) -> Call:
-    """Of linear_fwd_kernel, which writes out and pre."""
+def _forward_plan(
+    shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None
+) -> tuple[Launch, tuple[int, ...], torch.dtype]:
+    """Of linear_fwd_kernel for x, which had that shape before it was in rows, and the output's shape and dtype."""
+    ends = Epilogue(*epilogue)
     N, K = weight.shape
-    (x, x_stride), (weight, weight_stride) = aligned_rows(x), aligned_rows(weight)
-    residual, residual_stride = aligned_rows(ends.residual)
-    bias, layer_scale, row_scale = contiguous(bias, ends.layer_scale, ends.row_scale)
     M = x.numel() // K
     programs, constants = gemm(M, N, K, x, activation)
-    return (
-        linear_fwd_kernel, programs, (x, weight, bias, layer_scale, row_scale, residual, out, pre),
-        (M, N, K, rows_per_sample(x, row_scale), x_stride, weight_stride, residual_stride), constants,
-    )  # fmt: skip
+    strides = row_stride(x), row_stride(weight), row_stride(ends.residual)
+    numbers = M, N, K, rows_per_sample(x, ends.row_scale), *strides
+    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), ends.dtype(x)
 
 
-def _activation_backward(dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None) -> Tensor:
+def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
+    """Of linear_dact_kernel, and the shape of the partial sums."""
+    K, N = weight.shape
+    M = pre.numel() // N
+    programs, constants = gemm(M, N, K, dy, activation)
+    numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
+    return Launch(linear_dact_kernel, programs, numbers, constants), (1, cdiv(M, constants["BLOCK_M"]), N)
+
+
+def _activation_backward(
+    dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, plans: Plans
+) -> Tensor:
     """Writes dpre and h; -> dbias."""
     if pre.numel() == 0:
         return pre.new_zeros(pre.shape[-1])
-    (dy, dy_stride), (pre, pre_stride) = by_rows(dy), by_rows(pre)
+    dy, pre = plans.readable(by_rows, dy, pre)
+    launch, shape = plans.plan(_activation_plan, dy, pre, activation)
+    partial = pre.new_empty(shape, dtype=torch.float32)
+    launch(dy, pre, dpre, h, partial)
+    return column_sums(partial, pre, plans=plans)[0]
+
+
+def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
+    """Of act_bwd_kernel, and the shape of the partial sums."""
     N = pre.shape[-1]
     M = pre.numel() // N
     cfg = _configs.activation_backward(N, pre.element_size(), _library.arch(pre))
     tiles = cdiv(M, cfg.steps * cfg.block_m)
-    partial = pre.new_empty((1, tiles, N), dtype=torch.float32)
-    launch(
-        act_bwd_kernel, tiles * cdiv(N, cfg.block_n),
-        (dy, pre, dpre, h, partial), (M, N, dy_stride, pre_stride),
-        {"ACTIVATION": activation, "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "STEPS": cfg.steps,
-         "num_warps": cfg.num_warps},
-    )  # fmt: skip
-    return column_sums(partial, pre)[0]
+    constants = activation_constants(cfg, activation)
+    numbers = M, N, row_stride(dy), row_stride(pre)
+    return Launch(act_bwd_kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), (1, tiles, N)
 
 
-def aligned_rows(x: Tensor | None) -> tuple[Any, int]:
+def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str) -> Constants:
+    """Of a kernel that differentiates an activation."""
+    return {
+        "ACTIVATION": activation, "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "STEPS": cfg.steps,
+        "num_warps": cfg.num_warps,
+    }  # fmt: skip
+
+
+def aligned_rows(x: Tensor | None) -> Any:
     """`by_rows`, but a copy where rows are not a multiple of 16 elements apart, without which the compiler sees no
     alignment, or so far that offsets within a tile of up to 256 rows would not fit 32 bits."""
-    rows, stride = by_rows(x)
-    return (rows, stride) if stride % 16 == 0 and stride <= 1 << 22 else by_rows(rows.contiguous())
+    x = by_rows(x)
+    stride = row_stride(x)
+    return x if x is None or (stride % 16 == 0 and stride <= 1 << 22) else x.contiguous()

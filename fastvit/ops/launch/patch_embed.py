@@ -70,7 +70,7 @@ def patch_embed_fwd(
     if pos_embed is not None and prefix is not None:
         dtype = torch.promote_types(pos_embed.dtype, prefix.dtype)
         pos_embed, prefix = pos_embed.to(dtype), prefix.to(dtype)
-    weight, bias, pos_embed, prefix = contiguous(weight, bias, pos_embed, prefix)
+    weight, bias, pos_embed, prefix = map(contiguous, (weight, bias, pos_embed, prefix))
     image = _rows_contiguous(image)
     cfg = _config(B * N, D, weight[0].numel(), weight, image)
     (grid_w, *strides), constants = _image_arguments(image, weight)

@@ -33,7 +33,7 @@ def qk_norm_fwd(
     cfg, constants = _plan(d, _library.arch(q))
     launch(
         qk_norm_fwd_kernel, 2 * _tiles(B, N, H, cfg),
-        (q, k, *contiguous(q_weight, k_weight, q_bias, k_bias), sin, cos, *out), (N, P, H, *strides, eps),
+        (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out), (N, P, H, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, **constants},
     )  # fmt: skip
     return out
@@ -64,7 +64,7 @@ def qk_norm_bwd(
     partial = q.new_empty((len(like), programs, d), dtype=torch.float32)
     launch(
         qk_norm_bwd_kernel, 2 * programs,
-        (dq_out, dk_out, q, k, *contiguous(q_weight, k_weight), sin, cos, dq, dk, partial),
+        (dq_out, dk_out, q, k, *map(contiguous, (q_weight, k_weight)), sin, cos, dq, dk, partial),
         (N, P, H, tiles, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, "STAGES": cfg.num_stages,
          **constants},

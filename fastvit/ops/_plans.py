@@ -1,0 +1,171 @@
+"""What an op works out from the looks of its arguments, once for all calls that look alike.
+
+At batch 1 the host takes longer to think about a call than a GPU to run it: checks, the choice of a path, launch
+configurations, strides, grids. All of that follows from types, shapes, dtypes, devices and options. An op that takes
+part asks `recall` for its plans before anything else and hands them to its launchers. What follows from looks alone
+goes through `plan`: worked out in the first call, read in all later ones, in the order in which it was asked for.
+
+    plans = recall("linear", (x, weight, bias), (activation,))
+    options = plans.plan(_checked, x, weight, bias, activation)
+    y = linear_fwd(x, weight, bias, activation, backend=None if plans is AFRESH else plans)
+    plans.keep()  # once nothing has raised
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from fastvit.kernels import _tuned
+from fastvit.ops._library import is_observed, wants_triton
+from fastvit.ops._private import has_forward_level, is_zerotensor
+
+T = TypeVar("T")
+Key = tuple[Any, ...]
+
+_MOST = 8192  # calls that look different, some 3 KB each: beyond that, as many shapes in one process, all begin anew
+_kept: dict[Key, list[Any]] = {}
+_tuned.on_change(_kept.clear)
+_looks = operator.attrgetter("dtype", "device", "shape", "requires_grad")
+_TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
+
+
+class Plans:
+    """Of a call of which nothing is known or kept: everything is worked out."""
+
+    __slots__ = ()
+
+    def plan(self, function: Callable[..., T], *args: Any) -> T:
+        """function(*args), which depends on what `recall` compared and on nothing else, and holds no tensor."""
+        return function(*args)
+
+    def readable(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
+        """Each tensor as a kernel reads it: itself, or what `convert` makes of it."""
+        return [convert(t) for t in tensors]
+
+    def keep(self) -> None:
+        """The call has succeeded."""
+
+    def abandon(self) -> None:
+        """Another path than the planned one is taken from here on."""
+
+
+AFRESH = Plans()
+
+
+class _First(Plans):
+    """Of the first call of its looks."""
+
+    __slots__ = ("_found", "_key")
+
+    def __init__(self, key: Key) -> None:
+        self._key: Key | None = key
+        self._found: list[Any] = []
+
+    def plan(self, function: Callable[..., T], *args: Any) -> T:
+        found = function(*args)
+        self._found.append(found)
+        return found
+
+    def readable(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
+        converted = [convert(t) for t in tensors]
+        if any(map(operator.is_not, converted, tensors)):
+            self.abandon()  # has to be converted every time
+        return converted
+
+    def keep(self) -> None:
+        if self._key is not None:
+            if len(_kept) >= _MOST:
+                _kept.clear()
+            _kept[self._key] = self._found
+
+    def abandon(self) -> None:
+        self._key = None
+
+
+class _Again(Plans):
+    """Of a call that looks like an earlier one."""
+
+    __slots__ = ("_next",)
+
+    def __init__(self, found: list[Any]) -> None:
+        self._next: Callable[[], Any] | None = iter(found).__next__
+
+    def plan(self, function: Callable[..., T], *args: Any) -> T:
+        found: T = function(*args) if self._next is None else self._next()
+        return found
+
+    def readable(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
+        return tensors if self._next is not None else [convert(t) for t in tensors]
+
+    def abandon(self) -> None:
+        self._next = None
+
+
+def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
+    """The plans of a call of the op. AFRESH where nothing may be taken for granted: a call that somebody observes
+    (`is_observed`), that does not run Triton kernels on the current device, or has anything but plain contiguous
+    tensors among its arguments.
+
+    arguments: x, then other tensors, None, or tuples of these and of what options may be; options: hashable, and with
+    the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that checks see it.
+    """
+    try:
+        x = arguments[0]
+        if not wants_triton(x) or is_observed() or not has_forward_level or forward_ad._current_level >= 0:
+            return AFRESH
+        types = tuple(map(type, arguments))
+        if not _TENSORS.issuperset(types):
+            arguments, structure = _flattened(arguments)
+            options = *options, *structure
+            types = tuple(map(type, arguments))
+        tensors = [t for t in arguments if t is not None]
+        looks = tuple(map(_looks, tensors))
+        key = op, types, looks, options, torch.is_grad_enabled(), torch.get_float32_matmul_precision()
+        found = _kept.get(key)
+    except (AttributeError, TypeError):
+        return AFRESH
+    if (
+        not all(map(Tensor.is_contiguous, tensors))
+        or any(map(Tensor.is_neg, tensors))
+        or any(map(is_zerotensor, tensors))
+        or (x.is_cuda and x.device.index != torch.cuda.current_device())
+    ):
+        return AFRESH
+    if found is not None:
+        return _Again(found)
+    return _First(key) if _TENSORS.issuperset(types) and x.numel() else AFRESH
+
+
+def _flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key]:
+    """The tensors among arguments and in tuples among them, and where these are, with all else."""
+    tensors: list[Any] = []
+    structure: list[Any] = []
+    rest = list(reversed(arguments))
+    while rest:
+        value = rest.pop()
+        if value is None or isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list):
+            rest += reversed(value)
+            structure += len(rest), type(value), len(value)
+        else:
+            structure += len(rest), value
+    return tuple(tensors), tuple(structure)
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """No call within the context looks like one outside: for contexts in which launches mean something else."""
+    _kept.clear()
+    try:
+        yield
+    finally:
+        _kept.clear()

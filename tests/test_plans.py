@@ -1,0 +1,281 @@
+"""What is worked out once for all calls that look alike: fastvit.ops._plans, in Triton's interpreter.
+
+That planned calls launch what others launch, on tensors of other alignments, is in stub_launches.py.
+"""
+
+import contextlib
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from op_cases import SHAPES, function, made, results
+
+import fastvit
+from fastvit import ops
+from fastvit.kernels import _tuned
+from fastvit.ops import _launch, _plans
+from fastvit.ops._library import Unsupported
+
+B, N, D = 2, 16, 16  # a mask's rows are then read in place
+NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+MODULES = [sys.modules[f"fastvit.ops.{name}"] for name in ("layer_norm_attention", "mlp", "gated_mlp")]  # not the ops
+
+
+@contextlib.contextmanager
+def afresh():
+    """Within the context nothing is recalled."""
+    with contextlib.ExitStack() as stack:
+        for module in MODULES:
+            stack.enter_context(mock.patch.object(module, "recall", return_value=_plans.AFRESH))
+        yield
+
+
+@contextlib.contextmanager
+def counted():
+    """Yields the number of calls that took an earlier one's plans, when left."""
+    count = []
+    original = _plans._Again.__init__
+
+    def counting(self, found):
+        count.append(1)
+        original(self, found)
+
+    with mock.patch.object(_plans._Again, "__init__", counting):
+        yield count
+
+
+def other(tensors):
+    """Of the same looks, with other values."""
+    with torch.no_grad():
+        return {name: (t * 0.75 + 0.125).requires_grad_(t.requires_grad) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
+    op, tensors = function(name), made(name, B, N, device)
+    with afresh():
+        want = results(op, other(tensors))
+    with counted() as count:
+        first = results(op, tensors)
+        assert not count
+        got = results(op, other(tensors))
+    assert len(count) == 2  # forward and backward
+    assert all(map(torch.equal, got, want))
+    assert not torch.equal(got[0], first[0])
+
+
+def call(x, weights, **options):
+    return ops.layer_norm_mlp(x, *weights, **{"residual": x, **options})
+
+
+@pytest.fixture
+def weights(device):
+    torch.manual_seed(1)
+    return [torch.randn(*s, device=device) for s in ((D,), (D,), (24, D), (24,), (D, 24), (D,))]
+
+
+def x_of(device, *shape, dtype=torch.float32):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+CHANGES = {
+    "eps": {"eps": 0.5},
+    "activation": {"activation": "relu"},
+    "norm": {"norm": "rms"},
+    "residual": {"residual": None},
+    "another residual": {"residual": torch.ones(B, N, D)},
+    "layer scale": {"layer_scale": torch.full((D,), 0.5)},
+    "row scale": {"row_scale": torch.tensor([0.0, 2.0])},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_an_option_changes(change, weights, triton_backend, device):
+    """A call with it after one without, and the other way round."""
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in CHANGES[change].items()}
+    weights = [weights[0], None if change == "norm" else weights[1], *weights[2:]]
+    x = x_of(device, B, N, D)
+    with afresh():
+        want = [call(x, weights, **one) for one in ({}, options)]
+    for order in ((0, 1, 0), (1, 0, 1)):
+        _plans._kept.clear()
+        for i in order:
+            assert torch.equal(call(x, weights, **(options if i else {})), want[i])
+    assert not torch.equal(*want)
+
+
+def test_what_looks_change(weights, triton_backend, device):
+    """Tokens, samples, dtypes, who wants a gradient, the mode."""
+    with counted() as count:
+        for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
+            x = x_of(device, *shape)
+            with afresh():
+                want = call(x, weights)
+            assert torch.equal(call(x, weights), want)
+        half = [w.to(torch.bfloat16) for w in weights]
+        x = x_of(device, B, N, D, dtype=torch.bfloat16)
+        assert call(x, half).dtype is torch.bfloat16
+        assert not count
+        x = x_of(device, B, N, D).requires_grad_()
+        out = call(x, weights)
+        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        with torch.no_grad():
+            assert call(x, weights).grad_fn is None
+        assert not count
+        again = call(x, weights)
+        assert torch.equal(torch.autograd.grad(again, x, torch.ones_like(out))[0], gradient)
+        assert len(count) == 2
+
+
+def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
+    """Strided, negated, of a subclass: each is seen behind a call that looked the same but for this."""
+    x = x_of(device, B, N, D)
+    want = call(x, weights)
+    with counted() as count:
+        strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.equal(call(strided, weights), want)
+        negated = torch._neg_view(-x)
+        assert negated.is_contiguous()
+        assert torch.equal(call(negated, weights), want)
+        wide = torch.empty(24, 2 * D, device=device)[:, :D].copy_(weights[2])
+        assert torch.equal(call(x, [*weights[:2], wide, *weights[3:]]), want)
+        assert not count
+        seen = []
+
+        class Seen(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        call(x.as_subclass(Seen), weights)
+        assert seen
+        assert not count
+
+
+def test_checks_are_made_behind_calls_that_passed_them(weights, triton_backend, device):
+    x = x_of(device, B, N, D)
+    scale = torch.ones(B, device=device)
+    call(x, weights, row_scale=scale)
+    with pytest.raises(ValueError, match="row_scale must not require a gradient"):
+        call(x, weights, row_scale=scale.clone().requires_grad_())
+    with pytest.raises(ValueError, match=r"fc2_weight must have shape \(out, hidden\)"):
+        call(x, [*weights[:4], weights[4][:, 1:], weights[5]])
+    with pytest.raises(TypeError, match="fc1_weight must have x's dtype"):
+        call(x, [*weights[:2], weights[2].double(), *weights[3:]])
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        call(x.tolist(), weights)
+    with pytest.raises(ValueError, match="activation"):
+        call(x, weights, activation="gelu_")
+    with pytest.raises(TypeError):
+        call(x, weights, eps=[1e-6])
+    heads = [torch.randn(*s, device=device) for s in ((48, D), (48,), (D, D), (D,))]
+    ops.layer_norm_attention(x, *weights[:2], *heads, 1)
+    with pytest.raises(ValueError, match=r"num_heads = 1\.0"):
+        ops.layer_norm_attention(x, *weights[:2], *heads, 1.0)
+
+
+def test_modes_see_calls_that_look_like_earlier_ones(weights, triton_backend, device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = x_of(device, B, N, D)
+    call(x, weights)
+    with counted() as count:
+        with FlopCounterMode(display=False) as counter:
+            call(x, weights)
+        assert counter.get_total_flops() == 2 * 2 * B * N * D * 24
+        with torch.autocast(device.type, torch.bfloat16):
+            assert not torch.equal(call(x, weights), call(x, weights).bfloat16().float() + 1)
+        compiled = torch.compile(lambda x: call(x, weights), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), call(x, weights))
+        with ops.use_backend("aten"):
+            call(x, weights)
+    assert len(count) == 1  # the call beside the compiled one
+
+
+def test_a_kernel_that_is_refused_among_planned_ones(weights, device, triton_backend):
+    """ATen takes its place, and what follows is not read from the plans of another op."""
+    heads = [torch.randn(*s, device=device) for s in ((48, D), (48,), (D, D), (D,))]
+    x = x_of(device, B, N, D).requires_grad_()
+    names, refused = set(), []
+
+    def launch(kernel, *rest):
+        names.add(kernel.__name__)
+        if kernel.__name__ in refused:
+            raise Unsupported("out of resources")
+        _launch._in_interpreter(kernel, *rest)
+
+    def run():
+        out = ops.layer_norm_attention(x, *weights[:2], *heads, 1, residual=x)
+        return out, *torch.autograd.grad(out, x, torch.ones_like(out))
+
+    with _launch.launching(launch), ops.use_backend("triton", strict=False):
+        want = run()
+        with counted() as count:
+            for name in sorted(names):
+                refused[:] = [name]
+                with pytest.warns(UserWarning, match="runs on ATen instead of Triton: out of resources"):
+                    got = run()
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)  # of scores of some hundreds
+            refused.clear()
+            assert all(map(torch.equal, run(), want))
+        assert len(names) >= 5
+        assert len(count) == 2 * len(names) + 2
+        # a first call that fails is not kept
+        _plans._kept.clear()
+        refused[:] = ["layer_norm_fwd_kernel"]
+        run()
+        refused.clear()
+        with counted() as count:
+            assert all(map(torch.equal, run(), want))
+        assert len(count) == 1  # of the backward pass
+
+
+def test_what_is_kept(weights, triton_backend, device, monkeypatch):
+    """So many calls, until configurations change or launches mean something else; and no tensor."""
+    monkeypatch.setattr(_plans, "_MOST", 4)
+    for rows in range(1, 12):
+        call(x_of(device, rows, D), weights)
+        assert 1 <= len(_plans._kept) <= 4
+    assert not any(isinstance(t, torch.Tensor) for found in _plans._kept.values() for t in _flat(found))
+    _tuned.clear_caches()
+    assert not _plans._kept
+    call(x_of(device, 3, D), weights)
+    with _launch.nothing_launched(4):
+        assert not _plans._kept
+
+
+def _flat(value):
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, _launch.Launch):
+        yield from (value.numbers, *value.constants.values())
+    else:
+        yield value
+
+
+def test_a_model_in_training(triton_backend, device):
+    """Three steps of a small ViT, planned from the second on, are bitwise those of one that is never planned."""
+
+    def train():
+        torch.manual_seed(0)
+        model = fastvit.VisionTransformer(
+            img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=3, drop_path_rate=0.3,
+            init_values=0.1, attn_drop_rate=0.2, qkv_bias=True,
+        ).to(device)  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8, device=device)), torch.arange(4) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    with afresh():
+        want = train()
+    with counted() as count:
+        got = train()
+    assert all(map(torch.equal, got, want))
+    assert len(count) == 2 * 8  # steps of two halves of two blocks, forward and backward
