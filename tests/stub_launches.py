@@ -30,7 +30,7 @@ from benchmarks.gpu.tables import works
 from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.kernels import _tuned
-from fastvit.ops import _launch, _library
+from fastvit.ops import _launch, _library, _plans
 from fastvit.ops._launch import launching
 from fastvit.ops.launch.qk_norm import qk_norm_bwd as launch_qk_norm
 from fastvit.ops.launch.rotary import rotary as launch_rotary
@@ -109,9 +109,10 @@ def _linear(draw, dtype):
     K, M = (draw.choice((16, 64, 128, 200)) for _ in range(2))
     x, w, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, K), (M, K), (M,)))
     ends = (_tensor(draw, M, dtype=dtype), torch.ones(B, dtype=dtype), _tensor(draw, B, N, M, dtype=dtype))
-    activation = draw.choice(("gelu", "relu"))
     OPS.linear_fwd(x, w, _maybe(draw, b), "none", *(_maybe(draw, end) for end in ends))
-    _, pre = OPS.linear_act_fwd(x, w, _maybe(draw, b), activation)
+    b = _maybe(draw, b)
+    for activation in ("gelu", "relu"):
+        _, pre = OPS.linear_act_fwd(x, w, b, activation)
     OPS.linear_dact(_tensor(draw, B, N, K, dtype=dtype), _tensor(draw, K, M, dtype=dtype), pre, activation)
     OPS.act_bwd(_tensor(draw, B, N, M, dtype=dtype), _tensor(draw, B, N, M, dtype=dtype), activation)
     OPS.dropout(x, torch.zeros(1, dtype=torch.int64), 0.1)
@@ -212,6 +213,74 @@ def the_same_binary_as_triton_and_the_same_arguments():
     assert 0.02 * total < direct < 0.98 * total, (direct, total)
 
 
+NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+
+
+def _wide(name, tokens, dtype=torch.bfloat16):
+    """Tensors for which MLPs run our kernels: hidden sizes are multiples of 16."""
+    shapes = {key: tuple({40: 64, 20: 32}.get(n, n) for n in shape) for key, shape in SHAPES[name].items()}
+    with mock.patch.dict(SHAPES, {name: shapes}):
+        return made(name, 2, tokens, torch.device("cpu"), dtype)
+
+
+def _shifted(draw, tensors):
+    """The same, contiguous, at addresses of several alignments."""
+    found = {}
+    for name, t in tensors.items():
+        shift = draw.choice((0, 0, 0, 1, 2, 4, 8))
+        flat = torch.zeros(t.numel() + shift, dtype=t.dtype)
+        found[name] = flat[shift:].view(t.shape).requires_grad_(t.requires_grad)
+    return found
+
+
+def _launched(gpu, op, tensors):
+    """Binaries, grids and numbers of a training step."""
+    gpu.launches.clear()
+    out = op(**tensors)
+    torch.autograd.backward(out, torch.ones_like(out))
+    found = []
+    for step in gpu.launches:
+        passed = [a for i, a in enumerate(step.arguments) if i not in step.kernel.src.fn.constexprs]
+        numbers = [a for a in passed if isinstance(a, int | float) and abs(a) < 1 << 24 and a != 0]  # no addresses
+        found.append((step.kernel, step.grid, numbers))
+    return found
+
+
+def planned_calls_launch_what_others_do():
+    """Their plans are those of aligned tensors, or of others."""
+    draw = random.Random(0)
+    seen = direct = 0
+    with stub_gpu() as gpu:
+        for _ in range(150):
+            name, dtype, tokens = draw.choice(NODES), draw.choice(DTYPES), draw.choice((2, 16, 17, 197))
+            op, tensors = function(name), _wide(name, tokens, dtype)
+            _launched(gpu, op, tensors if draw.random() < 0.5 else _shifted(draw, tensors))
+            tensors = _shifted(draw, tensors)
+            with mock.patch.object(_plans, "_kept", {}):
+                want = _launched(gpu, op, tensors)
+            with (
+                mock.patch.object(_plans, "_Again", side_effect=_plans._Again) as again,
+                mock.patch.object(_launch, "launch", side_effect=_launch.launch) as launch,
+            ):
+                got = _launched(gpu, op, tensors)
+            assert got == want, f"{name} of {tokens} tokens in {dtype}: {got}, wanted {want}"
+            seen, direct = seen + again.call_count, direct + len(got) - launch.call_count
+    assert seen > 200, seen
+    assert direct > 300, direct
+
+
+def planned_calls_differ_by_which_tensors_are_there():
+    """A scale in the place of a bias, of the same looks."""
+    with stub_gpu() as gpu:
+        op, tensors = function("layer_norm_mlp"), _wide("layer_norm_mlp", 16)
+        without = [{**tensors, name: None} for name in ("fc2_bias", "layer_scale")]
+        with mock.patch.object(_plans, "_kept", {}):
+            want = _launched(gpu, op, without[1])
+        for given in (without[0], without[0], without[1]):
+            got = _launched(gpu, op, given)
+        assert got == want, f"{got}, wanted {want}"
+
+
 def _norm(rows=4):
     """A call of one kernel."""
     x, w = torch.zeros(rows, 64), torch.zeros(64)
@@ -233,7 +302,17 @@ def hooks_see_every_launch():
         call()
         assert len(gpu.launches) == 4
         assert len(gpu.compiled) == 1
-    assert len(seen) == 2, seen
+        assert len(seen) == 2, seen
+        tensors = _wide("layer_norm_mlp", 16)
+        for _ in range(2):  # the second one is planned
+            function("layer_norm_mlp")(**tensors)
+        gpu.launches.clear()
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            function("layer_norm_mlp")(**tensors)
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+        assert len(seen) == 2 + len(gpu.launches) > 2
 
 
 def a_profiler_reads_names_flops_and_bytes():
