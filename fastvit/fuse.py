@@ -109,14 +109,15 @@ def run_attention_half(
     x: Tensor, half: Half[Attention], rotary: Rotary | None = None, attn_mask: Tensor | None = None
 ) -> Tensor:
     attn, norm = half.branch, half.norm
-    if Call in (*map(type, attn.qkv), type(attn.proj)):  # `runs_in_steps`, without its call
+    qkv = attn.qkv
+    if type(attn.proj) is Call or Call in map(type, qkv):  # `runs_in_steps`, without its call
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     weights: Any
-    weights, biases = attn.qkv[0] if len(attn.qkv) == 1 else zip(*attn.qkv, strict=True)
+    weights, biases = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
     if attn.in_steps or (rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)):  # learnt
-        qkv = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
-        return _run_last(_attend_packed(qkv, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
+        packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
+        return _run_last(_attend_packed(packed, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
     layer_scale = row_scale = residual = None
     if not attn.proj_drop:  # which no op has
         layer_scale, residual = half.layer_scale, x
