@@ -204,7 +204,7 @@ def register(
 _PLAIN_TYPES = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
 
 # Without one of these nobody can say whether a call is observed
-_KNOWS_OBSERVERS = None not in (
+_KNOWS_OBSERVERS = has_forward_level and None not in (
     len_torch_dispatch_stack,
     is_torch_function_mode_enabled,
     are_functorch_transforms_active,
@@ -217,8 +217,8 @@ _KNOWS_OBSERVERS = None not in (
 
 
 def is_observed() -> bool:
-    """Whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, autocast or
-    profilers are to see the calls that are made now, or may be."""
+    """Whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, autocast,
+    profilers or forward-mode AD are to see the calls that are made now, or may be."""
     return bool(
         not _KNOWS_OBSERVERS
         or is_dynamo_compiling()
@@ -228,6 +228,7 @@ def is_observed() -> bool:
         or is_any_autocast_enabled()
         or is_tracing()
         or profiler_enabled()
+        or forward_ad._current_level >= 0
     )
 
 
