@@ -49,19 +49,19 @@ def cases():
         "attention": (lambda: ops.attention(q, q, q), 16),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 14),
         "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 18),
-        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 40),
+        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 42),
         "layer_norm_attention_rotary": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
-            63,
+            65,
         ),
         "layer_norm_attention_qk_norm": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, qk_norm=(of_head, of_head)),
-            60,
+            62,
         ),
         "qk_norm": (lambda: ops.qk_norm(q, q, of_head, of_head, rotary), 64),
-        "mlp": (lambda: ops.mlp(x, *fc), 31),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 35),
-        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 39),
+        "mlp": (lambda: ops.mlp(x, *fc), 33),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 37),
+        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 41),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
@@ -102,7 +102,7 @@ def test_python_functions_of_a_block_in_training():
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 96, "\n".join(entered)
+    assert 50 < len(entered) <= 98, "\n".join(entered)
 
 
 class Stacks:
