@@ -124,22 +124,22 @@ class Launch:
     """A launch but for its tensors, which look alike in every call, for `_plans.Plans`: what two launches of one kernel
     may differ in is then where tensors lie, and that is soon compared."""
 
-    __slots__ = ("_compiled", "constants", "kernel", "numbers", "programs")
+    __slots__ = ("_direct", "constants", "kernel", "numbers", "programs")
 
     def __init__(self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self._compiled: Compiled | None = None
+        self._direct: tuple[Any, ...] | None = None  # a `Compiled` of aligned tensors, numbers and constexprs in one
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        compiled = self._compiled
-        if compiled is not None and not _watched():
+        if self._direct is not None:
             pointers = [0 if t is None else t.data_ptr() for t in tensors]
             if not functools.reduce(operator.or_, pointers) & 15:
-                run, stream, device, function, metadata, constexprs = compiled
-                rest = self.numbers + constexprs
+                run, stream, device, function, metadata, rest = self._direct
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
                 return
-        self._compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants) or compiled
+        compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
+        if compiled is not None:
+            self._direct = (*compiled[:-1], self.numbers + compiled.constexprs)
 
 
 def cdiv(a: int, b: int) -> int:
@@ -153,6 +153,9 @@ def _watched() -> bool:
         if hook is not None and getattr(hook, "calls", True):  # a chain of hooks, in some versions a single one
             return True
     return False
+
+
+_plans.launches_are_watched = _watched
 
 
 def _by_triton(

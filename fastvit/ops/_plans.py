@@ -33,6 +33,7 @@ _MOST = 8192  # calls that look different, some 3 KB each: beyond that, as many 
 _kept: dict[Key, list[Any]] = {}
 _tuned.on_change(_kept.clear)
 _looks = operator.attrgetter("dtype", "device", "shape", "requires_grad")
+launches_are_watched: Callable[[], bool] = bool  # False, until `_launch` is imported and asks Triton's hooks
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
 
 
@@ -113,12 +114,13 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
     (`is_observed`), that does not run Triton kernels on the current device, or has anything but plain contiguous
     tensors among its arguments.
 
-    arguments: x, then other tensors, None, or tuples of these and of what options may be; options: hashable, and with
-    the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that checks see it.
+    arguments: x, or a gradient, then other tensors, None, or tuples of these and of what options may be; options:
+    hashable, and with the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that
+    checks see it.
     """
     try:
         x = arguments[0]
-        if is_observed() or not wants_triton(x):
+        if is_observed() or not wants_triton(x) or launches_are_watched():
             return AFRESH
         types = tuple(map(type, arguments))
         if not _TENSORS.issuperset(types):
@@ -133,8 +135,9 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
         return AFRESH
     if (
         not all(map(Tensor.is_contiguous, tensors))
-        or any(map(Tensor.is_neg, tensors))
-        or any(map(is_zerotensor, tensors))
+        # lazy ones that are contiguous come from autograd, as gradients
+        or x.is_neg()
+        or is_zerotensor(x)
         or (x.is_cuda and x.device.index != torch.cuda.current_device())
     ):
         return AFRESH
