@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -46,14 +46,17 @@ def class_name(kind: type, known: Collection[type | str] = ()) -> str:
 class_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as integrations/_plan.py's _warn: not traced
 
 
-def submodules(module: nn.Module, **classes: Collection[type | str]) -> list[Any]:
+def submodules(
+    module: nn.Module, known: Mapping[str, Collection[type | str]] | None = None, /, **classes: Collection[type | str]
+) -> list[Any]:
     """The submodules of these names: each exactly of one of its classes, without hooks, with its class's forward.
+    known: the classes, where a dictionary of them need not be made for the call.
 
     Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
     """
     found = []
     children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
-    for name, allowed in classes.items():
+    for name, allowed in (known or classes).items():
         child = children.get(name)
         if child is None:
             raise Unsupported(f"it has no {name}")

@@ -6,7 +6,7 @@ Modules are read anew for every call, since hooks, adapters, modes and parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any
@@ -43,8 +43,12 @@ ACTIVATIONS: dict[type | str, str] = {
 SILU = nn.SiLU()  # for modules that call the function
 
 
+_OF_ATTENTION = {"qkv": LINEAR, "attn_drop": DROPOUT, "proj": LINEAR, "proj_drop": DROPOUT}
+_OF_MLP = {"fc1": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "fc2": LINEAR, "drop2": DROPOUT}
+
+
 def read_attention(attn: Any) -> Attention:
-    qkv, attn_drop, proj, proj_drop = submodules(attn, qkv=LINEAR, attn_drop=DROPOUT, proj=LINEAR, proj_drop=DROPOUT)
+    qkv, attn_drop, proj, proj_drop = submodules(attn, _OF_ATTENTION)
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     norms: tuple[Any, ...] = ()
@@ -81,7 +85,7 @@ def read_qk_norm(
 def read_mlp(mlp: Any) -> Mlp:
     if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
         return _read_gated_mlp(mlp)
-    fc1, act, drop1, fc2, drop2 = submodules(mlp, fc1=LINEAR, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT)
+    fc1, act, drop1, fc2, drop2 = submodules(mlp, _OF_MLP)
     return describe_mlp(fc1, act, fc2, drop1, drop2, read_inner_norm(mlp) if "norm" in mlp._modules else None)
 
 
@@ -102,8 +106,8 @@ def read_inner_norm(branch: nn.Module) -> Norm | None:
     return read_norm(*submodules(branch, norm=NORM))
 
 
-def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Collection[type | str]) -> Half[Any]:
-    branch, norm, scale, drop_path = submodules(block, **classes)
+def _read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> Half[Any]:
+    branch, norm, scale, drop_path = submodules(block, parts)
     layer_scale = None if type(scale) is nn.Identity else scale.gamma
     p, scale_by_keep = 0.0, True
     if drop_path.training and type(drop_path) is not nn.Identity:
@@ -112,10 +116,10 @@ def _read_half(read_branch: Callable[[Any], Any], block: Any, /, **classes: Coll
 
 
 read_attention_half: Callable[[Any], Half[Attention]] = partial(
-    _read_half, read_attention, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE, drop_path1=DROP_PATH
+    _read_half, read_attention, {"attn": ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
 )
 read_mlp_half: Callable[[Any], Half[Mlp]] = partial(
-    _read_half, read_mlp, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE, drop_path2=DROP_PATH
+    _read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
 )
 
 

@@ -114,7 +114,7 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
     (`is_observed`), that does not run Triton kernels on the current device, or has anything but plain contiguous
     tensors among its arguments.
 
-    arguments: x, or a gradient, then other tensors, None, or tuples of these and of what options may be; options:
+    arguments: x, then other tensors, None, or tuples of these and of what options may be; options:
     hashable, and with the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that
     checks see it.
     """
@@ -135,9 +135,8 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
         return AFRESH
     if (
         not all(map(Tensor.is_contiguous, tensors))
-        # lazy ones that are contiguous come from autograd, as gradients
-        or x.is_neg()
-        or is_zerotensor(x)
+        or any(map(Tensor.is_neg, tensors))
+        or any(map(is_zerotensor, tensors))
         or (x.is_cuda and x.device.index != torch.cuda.current_device())
     ):
         return AFRESH
