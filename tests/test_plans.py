@@ -5,6 +5,7 @@ That planned calls launch what others launch, on tensors of other alignments, is
 
 import contextlib
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -322,3 +323,26 @@ def test_a_model_in_training(triton_backend, device):
         got = train()
     assert all(map(torch.equal, got, want))
     assert len(count) == 2 * 8  # steps of two halves of two blocks, forward and backward
+
+
+def test_python_functions_of_a_planned_block(triton_backend, device):
+    """Of the package, in inference: what queueing a block costs the host, without a clock."""
+    block, x = fastvit.Block(32, 2, qkv_bias=True).to(device), torch.randn(1, N, 32, device=device)
+    package, entered = f"{Path(fastvit.__file__).parent}/", []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_name)
+
+    with _launch.launching(lambda *_: None), torch.inference_mode():
+        for _ in range(2):
+            block(x)
+        sys.setprofile(note)
+        try:
+            block(x)
+        finally:
+            sys.setprofile(None)
+    assert entered.count("recall") == 2
+    assert entered.count("__call__") == 6  # launches
+    assert not {"choose_backend", "check_like", "needs_autograd", "in_units"} & set(entered)
+    assert len(entered) <= 96, entered
