@@ -1,5 +1,9 @@
 """What a pre-norm block of the public ops saves for its backward pass, counted in token tensors of B * N * D."""
 
+import sys
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,3 +118,32 @@ def test_a_retained_graph_keeps_what_it_saved(op):
         assert torch.equal(a, b)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(out.sum(), runner.leaves)
+
+
+@pytest.mark.parametrize(("activation", "dact"), [("gelu", "linear_dact"), ("swiglu", "gated_dact")])
+def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation, dact, backend, device):
+    """What stochastic depth made of it is as large as x."""
+    module = sys.modules[f"fastvit.ops.{'mlp' if activation == 'gelu' else 'gated_mlp'}"]
+    seen, alive = [], []
+
+    def noted(operation, note):
+        def call(*args, **options):
+            note(args[0])
+            return operation(*args, **options)
+
+        return call
+
+    x, norm = torch.randn(2, 5, 16, device=device, requires_grad=True), torch.ones(16, device=device)
+    fc1 = torch.randn(48, 16, device=device, requires_grad=True)
+    fc2 = torch.randn(16, 48 if activation == "gelu" else 24, device=device, requires_grad=True)
+    scale = torch.tensor([0.0, 2.0], device=device)
+    out = ops.layer_norm_mlp(x, norm, None, fc1, None, fc2, None, activation=activation, row_scale=scale, residual=x)
+    with (
+        mock.patch.object(module, dact, noted(getattr(module, dact), lambda g: seen.append(weakref.ref(g)))),
+        mock.patch.object(
+            module, "layer_norm_bwd_recompute",
+            noted(module.layer_norm_bwd_recompute, lambda _: alive.append(seen[0]())),
+        ),
+    ):  # fmt: skip
+        out.backward(torch.ones_like(out))
+    assert alive == [None]

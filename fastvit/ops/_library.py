@@ -317,10 +317,18 @@ def stat_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def float32_precision() -> str:
+    """PyTorch's setting for matmuls of float32, by either of its ways, which it refuses to see mixed."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 def dot_precision(x: Tensor) -> str:
     """`tl.dot`'s input_precision for x: float32 follows PyTorch's setting, 16-bit operands are exact either way. Tensor
     cores cut TF32 operands off where cuBLAS may round them: a product is up to 2^-9 too small (tests/test_tf32.py)."""
-    tf32 = x.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    tf32 = x.dtype is torch.float32 and float32_precision() != "highest"
     return "tf32" if tf32 else "ieee"
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
-from fastvit.ops._library import is_observed, wants_triton
+from fastvit.ops._library import float32_precision, is_observed, wants_triton
 from fastvit.ops._private import is_zerotensor
 
 T = TypeVar("T")
@@ -31,9 +31,9 @@ Key = tuple[Any, ...]
 
 _MOST = 8192  # calls that look different, some 3 KB each: beyond that, as many shapes in one process, all begin anew
 _kept: dict[Key, list[Any]] = {}
-_tuned.on_change(_kept.clear)
 _looks = operator.attrgetter("dtype", "device", "shape", "requires_grad")
 launches_are_watched: Callable[[], bool] = bool  # False, until `_launch` is imported and asks Triton's hooks
+_VALUES = frozenset({bool, int, float, str, type(None), tuple, torch.dtype, type})  # the same where they are equal
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
 
 
@@ -63,10 +63,11 @@ AFRESH = Plans()
 class _First(Plans):
     """Of the first call of its looks."""
 
-    __slots__ = ("_found", "_key")
+    __slots__ = ("_found", "_into", "_key")
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, into: dict[Key, list[Any]]) -> None:
         self._key: Key | None = key
+        self._into = into  # which may be forgotten by the time the call has succeeded
         self._found: list[Any] = []
 
     def plan(self, function: Callable[..., T], *args: Any) -> T:
@@ -82,9 +83,9 @@ class _First(Plans):
 
     def keep(self) -> None:
         if self._key is not None:
-            if len(_kept) >= _MOST:
-                _kept.clear()
-            _kept[self._key] = self._found
+            if len(self._into) >= _MOST:
+                self._into.clear()
+            self._into[self._key] = self._found
 
     def abandon(self) -> None:
         self._key = None
@@ -114,22 +115,22 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
     (`is_observed`), that does not run Triton kernels on the current device, or has anything but plain contiguous
     tensors among its arguments.
 
-    arguments: x, then other tensors, None, or tuples of these and of what options may be; options:
-    hashable, and with the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that
-    checks see it.
+    arguments: x, then other tensors, None, or tuples and lists of these and of plain values; options: plain values,
+    with the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that checks see it.
     """
     try:
-        x = arguments[0]
-        if is_observed() or not wants_triton(x) or launches_are_watched():
+        x, types = arguments[0], tuple(map(type, arguments))
+        if is_observed() or types[0] not in _TENSORS or not (x.is_cuda or x.is_cpu):
             return AFRESH
-        types = tuple(map(type, arguments))
+        if not wants_triton(x) or launches_are_watched() or not _VALUES.issuperset(map(type, options)):
+            return AFRESH
         if not _TENSORS.issuperset(types):
             arguments, structure = _flattened(arguments)
             options = *options, *structure
             types = tuple(map(type, arguments))
         tensors = [t for t in arguments if t is not None]
         looks = tuple(map(_looks, tensors))
-        key = op, types, looks, options, torch.is_grad_enabled(), torch.get_float32_matmul_precision()
+        key = op, types, looks, options, torch.is_grad_enabled(), float32_precision()
         found = _kept.get(key)
     except (AttributeError, TypeError):
         return AFRESH
@@ -142,7 +143,7 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
         return AFRESH
     if found is not None:
         return _Again(found)
-    return _First(key) if _TENSORS.issuperset(types) and x.numel() else AFRESH
+    return _First(key, _kept) if _TENSORS.issuperset(types) and x.numel() else AFRESH
 
 
 def _flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key]:
@@ -157,16 +158,26 @@ def _flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key]:
         elif isinstance(value, tuple | list):
             rest += reversed(value)
             structure += len(rest), type(value), len(value)
-        else:
+        elif type(value) in _VALUES:
             structure += len(rest), value
+        else:
+            raise TypeError(f"{type(value).__name__} is neither a tensor nor a plain value")
     return tuple(tensors), tuple(structure)
+
+
+def _forget() -> None:
+    global _kept
+    _kept = {}
+
+
+_tuned.on_change(_forget)
 
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
     """No call within the context looks like one outside: for contexts in which launches mean something else."""
-    _kept.clear()
+    _forget()
     try:
         yield
     finally:
-        _kept.clear()
+        _forget()

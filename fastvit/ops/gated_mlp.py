@@ -74,7 +74,7 @@ def _product(parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], add: Tensor
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """wants: of x, the norm's weight and bias, the inner norm's, fc2's, layer_scale, then fc1's weights and its biases
     -> their gradients; None if not wanted."""
-    plans = recall("gated mlp backward", (dout, *saved), (o, wants))
+    plans = recall("gated mlp backward", (dout, *saved), (*o, wants))
     backend = None if plans is AFRESH else plans
     x, norm_weight, norm_bias, inner_weight, inner_bias, fc2_weight, fc2_bias, layer_scale, row_scale, *rest = saved
     seeds, mean, rstd, inner_mean, inner_rstd, pre, h, *layers = rest
@@ -100,8 +100,9 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     dbias: Any = None
     dinner_weight = dinner_bias = None
     if want_layers and want_fc2 and h is None and seeds is None and not has_inner:
-        operands = input_gradient_operands(g, fc2_weight, layer_scale)
-        dpre, h, dbias = gated_dact(*operands, pre, o.activation, backend=backend)
+        dpre, h, dbias = gated_dact(
+            *input_gradient_operands(g, fc2_weight, layer_scale), pre, o.activation, backend=backend
+        )
     else:
         if want_h and h is None:
             h = gated_act(pre, o.activation, backend=backend)

@@ -53,7 +53,7 @@ class _Options(NamedTuple):
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """wants: of proj's weight and bias and layer_scale, weight and bias of the norm before it, of q's and of k's, the
     mask, then as `layer_norm_linear_backward` -> gradients, or None."""
-    plans = recall("layer_norm_attention backward", (dout, *saved), (o, wants))
+    plans = recall("layer_norm_attention backward", (dout, *saved), (*o, wants))
     backend = None if plans is AFRESH else plans
     proj_weight, proj_bias, layer_scale, row_scale, scale_weight, scale_bias, *rest = saved
     *of_qk, mask, seed, sin, cos, scale_mean, scale_rstd, qkv, attended, lse, x = rest[:14]

@@ -41,7 +41,7 @@ class _Options(NamedTuple):
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
-    plans = recall("mlp backward", (dout, *saved), (o, wants))
+    plans = recall("mlp backward", (dout, *saved), (*o, wants))
     backend = None if plans is AFRESH else plans
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *rest = saved
     layer_scale, row_scale, seeds, mean, rstd, pre, h = rest
@@ -61,8 +61,9 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     dpre: Any = None
     dfc1_bias = None
     if want_hidden and want_h and h is None and seeds is None:
-        operands = input_gradient_operands(g, fc2_weight, layer_scale)
-        dpre, h, dfc1_bias = linear_dact(*operands, pre, o.activation, backend=backend)
+        dpre, h, dfc1_bias = linear_dact(
+            *input_gradient_operands(g, fc2_weight, layer_scale), pre, o.activation, backend=backend
+        )
     else:
         if want_hidden:
             dh = torch.matmul(*input_gradient_operands(g, fc2_weight, layer_scale))
