@@ -243,9 +243,10 @@ def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
                 seen.append(func)
                 return super().__torch_function__(func, types, args, kwargs or {})
 
-        for _ in range(2):
+        of_subclass = x.as_subclass(Seen), [*weights[:2], weights[2].as_subclass(Seen), *weights[3:]]
+        for arguments in 2 * [(of_subclass[0], weights), (x, of_subclass[1])]:
             seen.clear()
-            call(x.as_subclass(Seen), weights)
+            call(*arguments)
             assert seen
         assert not count
 
