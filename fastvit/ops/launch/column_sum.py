@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from fastvit.kernels import _configs
@@ -19,6 +22,16 @@ def column_sums(partial: Tensor, *like: Tensor, plans: Plans = AFRESH) -> list[T
     out = [partial.new_empty(D, dtype=t.dtype) for t in like]
     launch(partial, *out, *[None] * (4 - len(out)))
     return out
+
+
+def launch_with_sum(
+    launch: Launch, shape: tuple[int, int, int], tensors: tuple[Any, ...], like: Tensor, plans: Plans
+) -> Tensor:
+    """Launches a kernel whose last argument is room of this shape for one table of partial sums; -> their sum [D], in
+    like's dtype."""
+    partial = like.new_empty(shape, dtype=torch.float32)
+    launch(*tensors, partial)
+    return column_sums(partial, like, plans=plans)[0]
 
 
 def _plan(tables: int, P: int, D: int, arch: str) -> Launch:

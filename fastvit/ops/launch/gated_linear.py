@@ -15,7 +15,7 @@ from fastvit.ops._launch import Constants, Launch, cdiv
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops._plans import AFRESH, Plans
 from fastvit.ops.aten import gated_linear as aten
-from fastvit.ops.launch.column_sum import column_sums
+from fastvit.ops.launch.column_sum import launch_with_sum
 from fastvit.ops.launch.linear import activation_constants, aligned_rows, gemm, gemm_constants, is_our_matmul
 
 
@@ -64,9 +64,7 @@ def gated_dact(
         return dpre, h, _elementwise(dy @ weight, pre, activation, dpre, h, plans)
     dy, weight, pre = plans.readable(aligned_rows, dy, weight, pre)
     launch, shape = plans.plan(_dact_plan, dy, weight, pre, activation)
-    partial = pre.new_empty(shape, dtype=torch.float32)
-    launch(dy, weight, pre, dpre, h, partial)
-    return dpre, h, column_sums(partial, pre, plans=plans)[0]
+    return dpre, h, launch_with_sum(launch, shape, (dy, weight, pre, dpre, h), pre, plans)
 
 
 def gated_act_bwd(dh: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH) -> tuple[Tensor, Tensor]:
@@ -123,9 +121,10 @@ def _elementwise(
         return None if dh is None else pre.new_zeros(pre.shape[-1])
     dh, pre = plans.readable(by_rows, dh, pre)
     launch, shape = plans.plan(_elementwise_plan, dh, pre, activation)
-    partial = None if dh is None else pre.new_empty(shape, dtype=torch.float32)
-    launch(dh, pre, dpre, h, partial)
-    return None if partial is None else column_sums(partial, pre, plans=plans)[0]
+    if dh is not None:
+        return launch_with_sum(launch, shape, (dh, pre, dpre, h), pre, plans)
+    launch(None, pre, dpre, h, None)
+    return None
 
 
 def _elementwise_plan(dh: Tensor | None, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from fastvit.ops._launch import Constants, Launch, cdiv
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops._plans import AFRESH, Plans
 from fastvit.ops.aten import linear as aten
-from fastvit.ops.launch.column_sum import column_sums
+from fastvit.ops.launch.column_sum import launch_with_sum
 
 
 def linear_fwd(
@@ -59,9 +59,7 @@ def linear_dact(
         return dpre, h, pre.new_zeros(pre.shape[-1])
     dy, weight, pre = plans.readable(aligned_rows, dy, weight, pre)
     launch, shape = plans.plan(_dact_plan, dy, weight, pre, activation)
-    partial = pre.new_empty(shape, dtype=torch.float32)
-    launch(dy, weight, pre, dpre, h, partial)
-    return dpre, h, column_sums(partial, pre, plans=plans)[0]
+    return dpre, h, launch_with_sum(launch, shape, (dy, weight, pre, dpre, h), pre, plans)
 
 
 def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH) -> tuple[Tensor, Tensor]:
@@ -133,9 +131,7 @@ def _activation_backward(
         return pre.new_zeros(pre.shape[-1])
     dy, pre = plans.readable(by_rows, dy, pre)
     launch, shape = plans.plan(_activation_plan, dy, pre, activation)
-    partial = pre.new_empty(shape, dtype=torch.float32)
-    launch(dy, pre, dpre, h, partial)
-    return column_sums(partial, pre, plans=plans)[0]
+    return launch_with_sum(launch, shape, (dy, pre, dpre, h), pre, plans)
 
 
 def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
