@@ -48,20 +48,20 @@ def cases():
         "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 16),
         "attention": (lambda: ops.attention(q, q, q), 16),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 14),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 18),
-        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 42),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 19),
+        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 43),
         "layer_norm_attention_rotary": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
-            65,
+            66,
         ),
         "layer_norm_attention_qk_norm": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, qk_norm=(of_head, of_head)),
-            62,
+            63,
         ),
         "qk_norm": (lambda: ops.qk_norm(q, q, of_head, of_head, rotary), 64),
-        "mlp": (lambda: ops.mlp(x, *fc), 33),
-        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 37),
-        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 41),
+        "mlp": (lambda: ops.mlp(x, *fc), 35),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 39),
+        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 42),
         "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
         "dropout": (lambda: ops.dropout(x, 0.0), 3),
     }
@@ -102,7 +102,7 @@ def test_python_functions_of_a_block_in_training():
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 98, "\n".join(entered)
+    assert 50 < len(entered) <= 105, "\n".join(entered)
 
 
 class Stacks:
@@ -141,17 +141,18 @@ def stacks(triton_backend, monkeypatch):
     "arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"]
 )
 def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
-    """Block.forward, half of a block, and what the next test names"""
+    """Block.forward, half of a block, what the next test names, and the half's function in one step"""
     fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))
     assert len(stacks) >= 6
     for stack in stacks:
         assert stack[-1] == "forward"
-        assert len(stack) <= 7, stack
+        assert len(stack) <= 8, stack
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_frames_from_a_call_to_its_kernels(training, stacks, device):
-    """public function, which for rms_norm is layer_norm's, Function.apply and forward, registered op, launcher"""
+    """public function, which for rms_norm is layer_norm's, Function.apply and forward, registered op, launcher; a half
+    of a block enters `run`, in training in the place of apply, and its function in one step"""
     for name in SHAPES:
         tensors = made(name, 2, 18, device)
         stacks.clear()
@@ -159,7 +160,8 @@ def test_frames_from_a_call_to_its_kernels(training, stacks, device):
             function(name)(**tensors)
         assert stacks, name
         for stack in stacks:
-            assert len(stack) <= (5 if training else 4) + (name == "rms_norm"), (name, stack)
+            longer = name.startswith(("rms_norm", "layer_norm_attention", "mlp", "layer_norm_mlp"))
+            assert len(stack) <= (5 if training else 4) + longer, (name, stack)
 
 
 class FunctionNames(TorchFunctionMode):

@@ -3,9 +3,9 @@
     python -m benchmarks.harness.launch benchmarks/results/cpu/launch.json
 
 No GPU is needed: a driver stands in for it that loads and launches nothing (benchmarks/codegen/stub_driver.py), so that
-what is left is Python's part; CUDA's own takes some 2 us a launch on top. The vendor's matmuls and sums of a block are
-replaced by the allocation of their result. Both ways of a launch are timed in turns, a block alone, as a model is a row
-of blocks; on one thread, over a few calls a round. Noise only ever adds, so the least round counts.
+what is left is Python's part; CUDA's own takes some 2 us a launch on top. PyTorch's own matmuls, sums and casts of a
+block are replaced by the allocation of their result. Both ways of a launch are timed in turns, a block alone, as a
+model is a row of blocks; on one thread, over a few calls a round. Noise only ever adds, so the least round counts.
 `python -m benchmarks.harness.results` makes a table of the file.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import timeit
 import warnings
@@ -65,7 +66,8 @@ def single_launches(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def block(rounds: int) -> dict[str, dict[str, float]]:
-    """Step -> microseconds, kernels of fastvit, calls of the vendor's matmuls and sums, microseconds of a stand-in."""
+    """Step -> microseconds, kernels of fastvit, calls of the vendor's matmuls, sums and casts, microseconds of a
+    stand-in."""
     found = {}
     with stub_gpu(records=False), _vendor_stand_ins() as vendor:
         a = torch.empty(N, D, dtype=torch.bfloat16)
@@ -84,20 +86,28 @@ def block(rounds: int) -> dict[str, dict[str, float]]:
 
 def _block(tokens: int) -> dict[str, Work]:
     torch.manual_seed(0)
-    module = fastvit.Block(D, HEADS, qkv_bias=True).to(torch.bfloat16)
+    module = fastvit.Block(D, HEADS, qkv_bias=True)
+    half = copy.deepcopy(module).to(torch.bfloat16)
     x = torch.randn(B, tokens, D).to(torch.bfloat16)
-    leaf, gradient = x.clone().requires_grad_(), torch.randn_like(x)
-    leaves = [leaf, *module.parameters()]
 
+    def amp() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(wide)
+
+    leaf, wide = x.clone().requires_grad_(), x.float().requires_grad_()
+    leaves, wides = [leaf, *half.parameters()], [wide, *module.parameters()]
+    gradient = torch.randn_like(x)
     return {
-        "forward, inference": lambda: module(x),
-        "forward and backward": lambda: torch.autograd.grad(module(leaf), leaves, gradient),
+        "forward, inference": lambda: half(x),
+        "forward and backward": lambda: torch.autograd.grad(half(leaf), leaves, gradient),
+        "forward and backward, autocast": lambda: torch.autograd.grad(amp(), wides, gradient.float()),
     }
 
 
 @contextlib.contextmanager
 def _vendor_stand_ins() -> Iterator[list[str]]:
-    """Within the context ATen's matmuls and sums of CPU tensors only allocate. Yields the names of those called."""
+    """Within the context ATen's matmuls, sums and casts of CPU tensors only allocate. Yields the names of those
+    called."""
     called: list[str] = []
 
     def mm(x: Tensor, w: Tensor) -> Tensor:
@@ -112,9 +122,14 @@ def _vendor_stand_ins() -> Iterator[list[str]]:
         called.append("sum")
         return x.new_empty(x.shape[1], dtype=dtype or x.dtype)
 
+    def cast(x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+        called.append("cast")
+        return torch.empty_like(x, dtype=dtype)
+
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced
-        for name, stand_in in (("mm", mm), ("addmm", addmm), ("sum.dim_IntList", column_sum)):
+        stand_ins = {"mm": mm, "addmm": addmm, "sum.dim_IntList": column_sum, "_to_copy": cast}
+        for name, stand_in in stand_ins.items():
             library.impl(name, stand_in, "CPU")
         yield called
 
@@ -143,7 +158,7 @@ def render(path: Path) -> list[str]:
         *make(("ViT-B/16 block, batch 1", "us", "kernels", "vendor's\ncalls", "one of them\nus"), steps),
         "",
         "Python's part of queueing kernels, with a driver that launches nothing: CUDA's comes on top.",
-        "The vendor's matmuls and sums only allocate their result.",
+        "The vendor's matmuls, sums and casts only allocate their result.",
         f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {results['commit'][:10]}",
     ]
 

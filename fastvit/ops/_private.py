@@ -27,6 +27,7 @@ is_tracing = _find("_C._is_tracing")
 profiler_enabled = _find("autograd._profiler_enabled")
 is_zerotensor = _find("Tensor._is_zerotensor")
 
+TensorGuards = _find("_C._dynamo.guards.TensorGuards")  # whether tensors look like others, all compared in C++
 clear_saved_tensors = _find("autograd.function.BackwardCFunction.maybe_clear_saved_tensors")
 unwrap_if_dead = _find("_C._functorch.unwrap_if_dead")
 has_forward_level = _find("autograd.forward_ad._current_level") is not None

@@ -15,12 +15,12 @@ from fastvit.ops._activations import GATED, check_activation
 from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
 from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
-    FusedFunction,
+    FusedHalf,
     autocast_dtype,
+    cast_to,
     choose_backend,
     consume_saved,
     needs_autograd,
-    repeats_as_views,
 )
 from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.dropout import draw_seeds, dropout_op
@@ -46,6 +46,7 @@ class _Options(NamedTuple):
     dropout_p: float
     keep_pre: bool  # gate and value
     keep_h: bool  # their product, behind dropout
+    cast: torch.dtype | None  # to autocast's
     dtype: torch.dtype  # of the matmuls
     eps: float
     rms: bool  # whether the norm is RMSNorm
@@ -158,7 +159,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     return dx, dnorm_weight, dnorm_bias, dinner_weight, dinner_bias, *of_fc2, *of_fc1
 
 
-class GatedMlp(FusedFunction):
+class GatedMlp(FusedHalf):
     """residual + row_scale * layer_scale * mlp(norm(x)), both norms optional; the residual may be x"""
 
     @staticmethod
@@ -199,6 +200,15 @@ class GatedMlp(FusedFunction):
             out = F.linear(normed, fc2_weight, fc2_bias)
             out = dropout_op(out, seeds[1:], o.dropout_p, *epilogue, backend=backend)
         return (out, *extras, h) if o.keep_h else (out, *extras)
+
+    @staticmethod
+    def cast(*inputs: Any) -> tuple[Any, ...]:
+        """As in `mlp`."""
+        cast = inputs[11].cast
+        if cast is None:
+            return inputs
+        x = inputs[0].to(cast) if inputs[1] is None else inputs[0]
+        return x, *inputs[1:5], *cast_to(cast, *inputs[5:7]), *inputs[7:13], *cast_to(cast, *inputs[13:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -271,8 +281,8 @@ def _checked(
     name: str, x: Tensor, norm: NormTuple | None,
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
     epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
-) -> tuple[torch.dtype | None, bool, _Options]:  # fmt: skip
-    """Autocast's dtype or None, and whether a call needs autograd."""
+) -> tuple[bool, _Options]:  # fmt: skip
+    """Whether a call needs autograd."""
     check_float("x", x)
     cast = autocast_dtype(x)
     like = cast is None
@@ -294,10 +304,10 @@ def _checked(
     autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, GATED[activation], dropout_p, autograd and recompute != "all", autograd and recompute == "none",
-        cast or fc2_weight.dtype, eps, kind == "rms", inner[2], inner[3] == "rms",
+        cast, cast or fc2_weight.dtype, eps, kind == "rms", inner[2], inner[3] == "rms",
         ends.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
-    return cast, autograd, options
+    return autograd, options
 
 
 def gated_arguments(
@@ -309,24 +319,18 @@ def gated_arguments(
     autograd, the arguments of `GatedMlp`, and its plans."""
     layer_scale, row_scale, residual = epilogue
     weight, bias, eps, kind = norm or NO_NORM
-    tensors = fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, None if residual is x else residual
+    given = fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, None if residual is x else residual
     plans = recall(
-        name, (x, weight, bias, *tensors, inner_norm), (residual is x, eps, kind, activation, dropout_p, recompute)
+        name, (x, weight, bias, *given, inner_norm), (residual is x, eps, kind, activation, dropout_p, recompute)
     )
-    cast, autograd, options = plans.plan(
+    autograd, options = plans.plan(
         _checked, name, x, norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
         epilogue, activation, dropout_p, recompute,
     )  # fmt: skip
-    layers = flat_layers(fc1_weight, fc1_bias, cast)
-    fc2 = flat_layers(fc2_weight, fc2_bias, cast)
-    if cast is not None and norm is None:
-        x = x.to(cast)
+    layers = flat_layers(fc1_weight, fc1_bias)
     inner = NO_NORM if inner_norm is None else Norm(*inner_norm)
     seeds = draw_seeds(2, x.device) if dropout_p else None
     residual = None if options.residual_is_x else residual  # torch.compile refuses to see a tensor twice among inputs
     behind = seeds, options, None if plans is AFRESH else plans
-    arguments = x, weight, bias, *inner[:2], *fc2, layer_scale, row_scale, residual
-    if autograd:
-        flat = repeats_as_views(*arguments, *layers)
-        return True, (*flat[: len(arguments)], *behind, *flat[len(arguments) :]), plans
-    return False, (*arguments, *behind, *layers), plans
+    tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, layer_scale, row_scale, residual
+    return autograd, (*tensors, *behind, *layers), plans

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastvit.ops._checks import as_rows, empty_like
 from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
-from fastvit.ops._library import FusedFunction, choose_backend, consume_saved, needs_autograd, repeats_as_views
+from fastvit.ops._library import FusedHalf, cast_to, choose_backend, consume_saved, needs_autograd, run
 from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.attention import (
     attention_bwd,
@@ -48,6 +48,7 @@ class _Options(NamedTuple):
     dropout_p: float
     residual_is_x: bool
     interleaved: bool  # rotary positions, if there are any
+    cast: torch.dtype | None  # of the layers, to autocast's
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
@@ -129,7 +130,7 @@ def _backward_of_normed(
 _LAYERS = 20  # tensors and options before the layers of q, k and v
 
 
-class _LayerNormAttention(FusedFunction):
+class _LayerNormAttention(FusedHalf):
     """residual + row_scale * layer_scale * proj(scale_norm(attention(norm(x)))), q and k behind norms of their own; all
     norms but the first are optional, and the residual may be x"""
 
@@ -173,6 +174,13 @@ class _LayerNormAttention(FusedFunction):
             rows, *of_scale_norm = layer_norm_fwd(rows, *norm, backend=backend)
         out = linear_fwd(rows, proj_weight, proj_bias, "none", *epilogue, backend=backend)
         return out, mean, rstd, qkv, attended, lse, *of_scale_norm
+
+    @staticmethod
+    def cast(*inputs: Any) -> tuple[Any, ...]:
+        cast = inputs[18].cast
+        if cast is None:
+            return inputs
+        return *inputs[:3], *cast_to(cast, *inputs[3:5]), *inputs[5:_LAYERS], *cast_to(cast, *inputs[_LAYERS:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -274,12 +282,10 @@ def layer_norm_attention(
     behind = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
     options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p
     plans = recall("layer_norm_attention", (*tensors, *behind), options)
-    cast, autograd, o = plans.plan(
+    autograd, o = plans.plan(
         _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
         (layer_scale, row_scale, residual), rotary, scale_norm, qk_norm, attn_mask,
     )  # fmt: skip
-    layers = flat_layers(qkv_weight, qkv_bias, cast)
-    proj = flat_layers(proj_weight, proj_bias, cast)
     of_scale = (None, None) if scale_norm is None else Norm(*scale_norm)[:2]
     of_qk = (None,) * 4 if qk_norm is None else [t for one in qk_norm for t in Norm(*one)[:2]]
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
@@ -287,13 +293,11 @@ def layer_norm_attention(
     seed = draw_seeds(1, x.device) if dropout_p else None
     residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
     arguments = (
-        x, norm_weight, norm_bias, *proj, layer_scale, *of_scale, *of_qk,
-        row_scale, residual, mask, seed, sin, cos, o, None if plans is AFRESH else plans, *layers,
+        x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale, *of_scale, *of_qk,
+        row_scale, residual, mask, seed, sin, cos, o, None if plans is AFRESH else plans,
+        *flat_layers(qkv_weight, qkv_bias),
     )  # fmt: skip
-    if autograd:
-        out = _LayerNormAttention.apply(*repeats_as_views(*arguments))[0]
-    else:
-        out = _LayerNormAttention.forward(*arguments)[0]
+    out: Tensor = run(_LayerNormAttention, autograd, *arguments)
     plans.keep()
     return out
 
@@ -302,8 +306,8 @@ def _checked(
     x: Tensor, before: NormTuple, qkv_weight: Weights, qkv_bias: Biases, proj_weight: Tensor, proj_bias: Tensor | None,
     num_heads: int, scale: float | None, dropout_p: float, epilogue: EpilogueTuple, rotary: Rotary | None,
     scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None,
-) -> tuple[torch.dtype | None, bool, _Options]:  # fmt: skip
-    """Autocast's dtype or None, and whether a call needs autograd."""
+) -> tuple[bool, _Options]:  # fmt: skip
+    """Whether a call needs autograd."""
     cast = check_norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
     if x.dim() != 3:
         raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
@@ -327,12 +331,12 @@ def _checked(
         check_tables(rotary, "x", x, (*x.shape[:2], num_heads, head_dim), "rotary_qkvpacked")
     if attn_mask is not None:
         checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
-    layers = flat_layers(qkv_weight, qkv_bias, None)
+    layers = flat_layers(qkv_weight, qkv_bias)
     tensors = x, *before[:2], *layers, proj_weight, proj_bias, *after[:2], *of_q[:2], *of_k[:2], attn_mask
     autograd = needs_autograd("layer_norm_attention", *tensors, ends.layer_scale, ends.residual)
     options = _Options(
         before[2], before[3] == "rms", after[2], after[3] == "rms", of_q[2], of_q[3] == "rms",
         (3, num_heads, head_dim), scale, dropout_p, ends.residual is x,
-        rotary is not None and rotary.interleaved,
+        rotary is not None and rotary.interleaved, cast,
     )  # fmt: skip
-    return cast, autograd, options
+    return autograd, options

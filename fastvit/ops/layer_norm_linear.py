@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows, check_float, check_norm
-from fastvit.ops._library import FusedFunction, autocast_dtype, differentiable_once, needs_autograd, transforming
+from fastvit.ops._library import (
+    FusedFunction,
+    autocast_dtype,
+    cast_to,
+    differentiable_once,
+    needs_autograd,
+    transforming,
+)
 from fastvit.ops.layer_norm import NormTuple, layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
 from fastvit.ops.linear import check_linear
 
@@ -135,21 +142,17 @@ Weights = Tensor | Sequence[Tensor]
 Biases = Tensor | Sequence[Tensor | None] | None
 
 
-def norm_and_layers(
-    x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
-) -> tuple[torch.dtype | None, tuple[Any, ...]]:
-    """Checks a norm and the layers behind it, under the caller's names for weight and bias; -> autocast's dtype or
-    None, and n weights and n biases in it."""
-    cast = check_norm_and_layers(x, norm, weight, bias, names)
-    return cast, flat_layers(weight, bias, cast)
+def norm_and_layers(x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]) -> list[Any]:
+    """Checks a norm and the layers behind it, under the caller's names for weight and bias; -> n weights and n biases,
+    in autocast's dtype if there is one."""
+    return cast_to(check_norm_and_layers(x, norm, weight, bias, names), *flat_layers(weight, bias))
 
 
-def flat_layers(weight: Weights, bias: Biases, cast: torch.dtype | None) -> tuple[Any, ...]:
-    """n weights and n biases, of one layer or of several, in autocast's dtype if there is one."""
+def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
+    """n weights and n biases, of one layer or of several."""
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
     biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
-    layers = *weights, *biases
-    return layers if cast is None else tuple(None if t is None else t.to(cast) for t in layers)
+    return *weights, *biases
 
 
 def check_norm_and_layers(
@@ -194,7 +197,7 @@ def layer_norm_linear(
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
     """
-    _, layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weight, bias, ("weight", "bias"))
+    layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weight, bias, ("weight", "bias"))
     arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
     if needs_autograd("layer_norm_linear", x, norm_weight, norm_bias, *layers):
         return _LayerNormLinear.apply(*arguments)[0]
@@ -206,7 +209,7 @@ def layer_norm_linears(
     biases: Sequence[Tensor | None] | None = None, *, eps: float = 1e-6, norm: str = "layer",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `layer_norm_linear` of several layers, each output a tensor of its own: (..., out of that layer)."""
-    _, layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weights, biases, ("weights", "biases"))
+    layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weights, biases, ("weights", "biases"))
     arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
     if needs_autograd("layer_norm_linears", x, norm_weight, norm_bias, *layers):
         return _LayerNormLinears.apply(*arguments)[:-2]

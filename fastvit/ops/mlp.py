@@ -12,12 +12,13 @@ from fastvit.ops._activations import GATED, activate, check_activation
 from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
 from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
 from fastvit.ops._library import (
-    FusedFunction,
+    FusedHalf,
     autocast_dtype,
+    cast_to,
     choose_backend,
     consume_saved,
     needs_autograd,
-    repeats_as_views,
+    run,
 )
 from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.dropout import draw_seeds, dropout_op
@@ -33,6 +34,7 @@ class _Options(NamedTuple):
     dropout_p: float
     keep_pre: bool  # fc1's output
     keep_h: bool  # fc2's input
+    cast: torch.dtype | None  # to autocast's
     dtype: torch.dtype  # of the matmuls
     eps: float
     rms: bool  # whether the norm is RMSNorm
@@ -100,7 +102,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, *of_fc2
 
 
-class _Mlp(FusedFunction):
+class _Mlp(FusedHalf):
     """residual + row_scale * layer_scale * mlp(norm(x)), the norm optional; the residual may be x"""
 
     @staticmethod
@@ -134,6 +136,16 @@ class _Mlp(FusedFunction):
             out = F.linear(h, fc2_weight, fc2_bias)
             out = dropout_op(out, seeds[1:], o.dropout_p, *epilogue, backend=backend)
         return (out, *extras, h) if o.keep_h else (out, *extras)
+
+    @staticmethod
+    def cast(*inputs: Any) -> tuple[Any, ...]:
+        """x too, where no norm takes it as it is."""
+        cast = inputs[11].cast
+        if cast is None:
+            return inputs
+        x, norm_weight, norm_bias, *layers = inputs[:7]
+        x = x.to(cast) if norm_weight is None else x
+        return x, norm_weight, norm_bias, *cast_to(cast, *layers), *inputs[7:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -170,8 +182,8 @@ def _checked(
     name: str, x: Tensor, norm: NormTuple | None,
     fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
     epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
-) -> tuple[torch.dtype | None, bool, _Options]:  # fmt: skip
-    """Autocast's dtype or None, and whether a call needs autograd."""
+) -> tuple[bool, _Options]:  # fmt: skip
+    """Whether a call needs autograd."""
     check_float("x", x)
     check_activation(activation, *GATED)
     cast = autocast_dtype(x)
@@ -190,10 +202,10 @@ def _checked(
     autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, activation, dropout_p, autograd and recompute != "all", autograd and recompute == "none",
-        cast or fc1_weight.dtype, eps, kind == "rms",
+        cast, cast or fc1_weight.dtype, eps, kind == "rms",
         ends.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
-    return cast, autograd, options
+    return autograd, options
 
 
 def _arguments(
@@ -209,17 +221,10 @@ def _arguments(
         name, (x, weight, bias, *parameters, layer_scale, row_scale, None if residual is x else residual),
         (residual is x, eps, kind, activation, dropout_p, recompute),
     )  # fmt: skip
-    cast, autograd, options = plans.plan(
-        _checked, name, x, norm, *parameters, epilogue, activation, dropout_p, recompute
-    )
-    if cast is not None:
-        x = x.to(cast) if norm is None else x
-        parameters = tuple([None if t is None else t.to(cast) for t in parameters])
+    autograd, options = plans.plan(_checked, name, x, norm, *parameters, epilogue, activation, dropout_p, recompute)
     residual = None if options.residual_is_x else residual  # torch.compile refuses to see a tensor twice among inputs
     arguments = x, weight, bias, *parameters, layer_scale, row_scale, residual
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    if autograd:
-        arguments = repeats_as_views(*arguments)
     return autograd, (*arguments, seeds, options, None if plans is AFRESH else plans), plans
 
 
@@ -266,13 +271,13 @@ def mlp(
             "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
             epilogue, activation, dropout_p, recompute,
         )  # fmt: skip
-        out: Tensor = GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
+        out: Tensor = run(GatedMlp, autograd, *arguments)
         plans.keep()
         return out
     autograd, arguments, plans = _arguments(
         "mlp", x, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, epilogue, activation, dropout_p, recompute
     )
-    out = _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
+    out = run(_Mlp, autograd, *arguments)
     plans.keep()
     return out
 
@@ -308,13 +313,13 @@ def layer_norm_mlp(
             "layer_norm_mlp", x, before, fc1_weight, fc1_bias, fc2_weight, fc2_bias, inner_norm,
             epilogue, activation, dropout_p, recompute,
         )  # fmt: skip
-        out: Tensor = GatedMlp.apply(*arguments)[0] if autograd else GatedMlp.forward(*arguments)[0]
+        out: Tensor = run(GatedMlp, autograd, *arguments)
         plans.keep()
         return out
     autograd, arguments, plans = _arguments(
         "layer_norm_mlp", x, before, fc1_weight, fc1_bias, fc2_weight, fc2_bias,
         epilogue, activation, dropout_p, recompute,
     )  # fmt: skip
-    out = _Mlp.apply(*arguments)[0] if autograd else _Mlp.forward(*arguments)[0]
+    out = run(_Mlp, autograd, *arguments)
     plans.keep()
     return out
