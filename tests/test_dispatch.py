@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from models import Calls
-from op_cases import SHAPES, function, made
+from op_cases import SHAPES, function, made, results
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
 from fastvit import ops
-from fastvit.ops import _launch
+from fastvit.ops import _launch, _library
 
 N, D = 17, 32
 PACKAGE = f"{Path(fastvit.__file__).parent}/"
@@ -160,8 +161,31 @@ def test_frames_from_a_call_to_its_kernels(training, stacks, device):
             function(name)(**tensors)
         assert stacks, name
         for stack in stacks:
-            longer = name.startswith(("rms_norm", "layer_norm_attention", "mlp", "layer_norm_mlp"))
+            longer = name == "rms_norm" or name in HALVES
             assert len(stack) <= (5 if training else 4) + longer, (name, stack)
+
+
+HALVES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", HALVES)
+def test_in_one_step(name, cast, triton_backend, device):
+    """As autograd has it where transforms or the compiler look on: in two steps, with casts outside."""
+    op, tensors = function(name), made(name, 2, 18, device)
+
+    def saved_and_results():
+        kept = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cast), hooks:
+            return results(op, tensors), sorted(kept)
+
+    got, saved = saved_and_results()
+    with mock.patch.object(_library, "unwrap_if_dead", None):
+        want, saved_in_two = saved_and_results()
+    assert all(map(torch.equal, got, want))
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    assert saved == saved_in_two
 
 
 class FunctionNames(TorchFunctionMode):

@@ -32,7 +32,8 @@ Alike = Callable[..., bool]  # whether tensors look like those of a first call
 
 _MOST = 8192  # keys, some 3 KB each: beyond that, as many shapes in one process, all begin anew
 _MOST_ALIKE = 16  # calls of one key that look different
-_kept: dict[Key, tuple[tuple[Alike, list[Any]], ...]] = {}
+Kept = dict[Key, tuple[tuple[Alike, list[Any]], ...]]
+_kept: Kept = {}
 launches_are_watched: Callable[[], bool] = bool  # False, until `_launch` is imported and asks Triton's hooks
 _VALUES = frozenset({bool, int, float, str, type(None), tuple, torch.dtype, type})  # the same where they are equal
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
@@ -66,7 +67,7 @@ class _First(Plans):
 
     __slots__ = ("_alike", "_found", "_into", "_key")
 
-    def __init__(self, key: Key, alike: Alike, into: dict[Key, tuple[tuple[Alike, list[Any]], ...]]) -> None:
+    def __init__(self, key: Key, alike: Alike, into: Kept) -> None:
         self._key: Key | None = key
         self._alike = alike
         self._into = into  # which may be forgotten by the time the call has succeeded
