@@ -87,7 +87,7 @@ def block(rounds: int) -> dict[str, dict[str, float]]:
 def _block(tokens: int) -> dict[str, Work]:
     torch.manual_seed(0)
     module = fastvit.Block(D, HEADS, qkv_bias=True)
-    half = copy.deepcopy(module).to(torch.bfloat16)
+    narrow = copy.deepcopy(module).to(torch.bfloat16)
     x = torch.randn(B, tokens, D).to(torch.bfloat16)
 
     def amp() -> Tensor:
@@ -95,12 +95,12 @@ def _block(tokens: int) -> dict[str, Work]:
             return module(wide)
 
     leaf, wide = x.clone().requires_grad_(), x.float().requires_grad_()
-    leaves, wides = [leaf, *half.parameters()], [wide, *module.parameters()]
-    gradient = torch.randn_like(x)
+    leaves, wides = [leaf, *narrow.parameters()], [wide, *module.parameters()]
+    gradient, wide_gradient = torch.randn_like(x), torch.randn_like(wide)
     return {
-        "forward, inference": lambda: half(x),
-        "forward and backward": lambda: torch.autograd.grad(half(leaf), leaves, gradient),
-        "forward and backward, autocast": lambda: torch.autograd.grad(amp(), wides, gradient.float()),
+        "forward, inference": lambda: narrow(x),
+        "forward and backward": lambda: torch.autograd.grad(narrow(leaf), leaves, gradient),
+        "forward and backward, autocast": lambda: torch.autograd.grad(amp(), wides, wide_gradient),
     }
 
 
