@@ -3,8 +3,9 @@ cast from float32 truncates where the hardware rounds to nearest even, a bias th
 Its `tl.dot` on float32 is numpy's, whose order of summation depends on the tile's shape, while hardware sums in that
 of k whatever the tile: scores recomputed in other tiles would differ. The shim widens the operands to float64, which
 holds every float exactly, cuts those of TF32 off as tensor cores do, and rounds the sum once; it casts as the hardware
-does. Maxima, minima and clamps that are
-not told to propagate NaN do so in the interpreter; hardware takes the other operand, and so does the shim."""
+does. `tl.sum` down the rows adds each to the sum of all before, where threads and warps add in a tree; the shim rounds
+this sum once, too. Maxima, minima and clamps that are not told to propagate NaN do so in the interpreter; hardware
+takes the other operand, and so does the shim."""
 
 from typing import Any
 
@@ -59,3 +60,10 @@ def install() -> None:
         return np.where(np.isnan(x.view(np.float32)), (bits >> 16) | 0x40, nearest_even).astype(np.uint16)
 
     interpreter._convert_float = convert_float
+
+    def widened_sum(self: Any, x: Any) -> Any:
+        data = x.handle.data
+        wide = np.float64 if x.dtype.is_floating() else None
+        return self.to_tensor(np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=wide), x.dtype)
+
+    interpreter.ReduceOps.sum = widened_sum
