@@ -4,11 +4,12 @@ LayerScale and DropPath in the same pass.
     s = residual + row_scale * layer_scale * branch        (or s = x, the norm alone)
     x^ = (s - mean) * rstd,   y = x^ * w + b               (RMSNorm: mean = 0, b = 0, and no mean(g) below)
     g = dy * w,   ds = rstd * (g - mean(g) - x^ * mean(g * x^)) + dsum
-    dw = sum(dy * x^),   db = sum(dy),   dlayer_scale = sum(row_scale * branch * ds)     over rows
+    dw = sum(dy * x^),   db = sum(dy),   dlayer_scale = sum(row_scale * branch * ds),   total = sum(row_scale * dsum)
 
 A program holds whole rows in registers, so every tensor is read and written once. All arithmetic is float32; the
 variance is that of centred values, masked lanes excluded. The sums over rows are kept by the programs of a
-persistent grid and added up by one more kernel in a fixed order: bitwise reproducible, no atomics.
+persistent grid and added up by one more kernel in a fixed order: bitwise reproducible, no atomics. The total spares the
+bias before the residual sum that dsum is the gradient of a pass of its own.
 
 D and the strides are constants: the compiler knows the alignment of any width, not only of multiples of 16.
 """
@@ -122,11 +123,12 @@ def layer_norm_bwd_kernel(
     ds_ptr,  # [M, D]
     dbranch_ptr,  # [M, D] or None
     y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the matmul behind
-    partial_ptr,  # [2 or 3, programs, D] f32: dw, db but of RMSNorm, dlayer_scale
+    partial_ptr,  # [1 to 4, programs, D] f32: dw, db but of RMSNorm, dlayer_scale and total where they are wanted
     # sizes; strides in elements, the last dimension is contiguous
     M, D: tl.constexpr, rows_per_sample,
     stride_dym: tl.constexpr, stride_dsm: tl.constexpr, stride_sm: tl.constexpr, stride_bm: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    WANT_TOTAL: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid: each program takes every num_programs-th row tile and keeps its share of the column sums."""
     pid = tl.program_id(0)
@@ -141,6 +143,7 @@ def layer_norm_bwd_kernel(
     dw = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     db = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dlayer_scale = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), programs, num_stages=STAGES):
         rows, cols, mask = _row_tile(tile, M, D, BLOCK_M, BLOCK_D)
@@ -163,21 +166,24 @@ def layer_norm_bwd_kernel(
             ds = rstd * (g - mean_g - normalised * mean_gx)
         else:
             ds = rstd * (g - normalised * (tl.sum(g * normalised, 1) / D)[:, None])
+        row_scale = _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE)
         if dsum_ptr is not None:
-            ds += _load_rows(dsum_ptr, rows, cols, mask, stride_dsm)
+            dsum = _load_rows(dsum_ptr, rows, cols, mask, stride_dsm)
+            ds += dsum
+            if WANT_TOTAL:
+                total += row_scale * dsum
         _store_rows(ds_ptr, ds, rows, cols, mask, D)
         dw += dy * normalised
         if mean_ptr is not None:
             db += dy
 
         if dbranch_ptr is not None:
-            row_scale = _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE)
             ds *= row_scale
             _store_rows(dbranch_ptr, ds * layer_scale, rows, cols, mask, D)
             if layer_scale_ptr is not None:
                 dlayer_scale += ds * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
 
-    # dw, db and dlayer_scale lie one behind the other: [3, programs, D], or [2, programs, D] without db
+    # those that there are lie one behind the other
     partial = partial_ptr + pid.to(tl.int64) * D + cols
     tl.store(partial, tl.sum(dw, 0), mask=cols < D)
     if mean_ptr is not None:
@@ -186,3 +192,6 @@ def layer_norm_bwd_kernel(
     if layer_scale_ptr is not None:
         partial += programs.to(tl.int64) * D
         tl.store(partial, tl.sum(dlayer_scale, 0), mask=cols < D)
+    if WANT_TOTAL:
+        partial += programs.to(tl.int64) * D
+        tl.store(partial, tl.sum(total, 0), mask=cols < D)

@@ -6,7 +6,7 @@ import formulas
 import pytest
 import torch
 from op_cases import tensors_of
-from oracle import assert_as_accurate, assert_op_as_accurate, inputs
+from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 
 from fastvit import ops
 
@@ -110,11 +110,11 @@ def test_recompute_returns_the_forward_output(backend, device):
     x, dy = (inputs("normal", 9, 40, dtype=torch.bfloat16, device=device, seed=s) for s in (0, 1))
     weight, bias = (inputs("normal", 40, dtype=torch.bfloat16, device=device, seed=s) for s in (1, 2))
     y, mean, rstd = registered.layer_norm_fwd(x, weight, bias, 1e-6, None)
-    *_, again = registered.layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, None)
+    *_, again, _ = registered.layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, None)
     exact = formulas.layer_norm(x.double(), weight.double(), bias.double())
     assert_as_accurate(again, y, exact, what="recomputed y")
     y, _, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, True)
-    *_, again = registered.layer_norm_bwd_recompute(dy, x, None, rstd, weight, None, None)
+    *_, again, _ = registered.layer_norm_bwd_recompute(dy, x, None, rstd, weight, None, None)
     assert_as_accurate(again, y, formulas.rms_norm(x.double(), weight.double()), what="recomputed y of RMSNorm")
 
 
@@ -123,5 +123,27 @@ def test_rms_norm_has_neither_mean_nor_bias(backend, device):
     _, mean, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, True)
     assert mean.shape == (0,)
     torch.testing.assert_close(rstd, x.square().mean(-1, keepdim=True).add(1e-6).rsqrt())
-    _, dweight, dbias = registered.layer_norm_bwd(x, x, None, rstd, weight, None)
+    _, dweight, dbias, _ = registered.layer_norm_bwd(x, x, None, rstd, weight, None)
     assert (dweight.shape, dbias.shape) == ((40,), (0,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 197, 48), (3, 7, 1000), (37, 30, 16)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "row_scale"])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_total_of_the_residual_s_gradient(norm, scaled, shape, dtype, backend, device):
+    """Of bfloat16, in either dtype, beside gradients that it changes nothing of; and of a norm that recomputes y."""
+    dy, x, dresidual = (inputs("normal", *shape, dtype=torch.bfloat16, device=device, seed=s) for s in (0, 1, 2))
+    weight = inputs("normal", shape[-1], dtype=torch.bfloat16, device=device, seed=3)
+    row_scale = inputs("normal", shape[0], dtype=torch.float32, device=device, seed=4) if scaled else None
+    _, mean, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, norm == "rms")
+    saved = x, mean if norm == "layer" else None, rstd, weight
+    *gradients, none = registered.layer_norm_bwd(dy, *saved, dresidual)
+    *beside, total = registered.layer_norm_bwd(dy, *saved, dresidual, row_scale, dtype)
+    *recomputed, _, again = registered.layer_norm_bwd_recompute(dy, *saved, None, dresidual, row_scale, dtype)
+    assert (none.shape, total.shape, total.dtype) == ((0,), shape[-1:], dtype)
+    for a, b in zip((*gradients, *gradients, total), (*beside, *recomputed, again), strict=True):
+        assert torch.equal(a, b)
+    scale = torch.ones(shape[0], device=device) if row_scale is None else row_scale
+    eager, exact = ((dresidual.to(t) * scale.to(t)[:, None, None]).sum((0, 1)) for t in (torch.float32, torch.float64))
+    assert_as_accurate(total, eager.to(dtype), exact, factor=GRADIENT, what="total")

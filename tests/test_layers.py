@@ -14,6 +14,7 @@ import torch
 from library_imports import import_timm
 from models import (
     B,
+    Calls,
     D,
     H,
     N,
@@ -141,6 +142,28 @@ def test_at_most_ten_token_tensors_are_saved(case: str, dtype: torch.dtype, back
     statistics = 2 * 16 * 4 * (2 * 2 + heads)  # mean and rstd of two norms, LSE of each head, in float32
     assert saved <= 10 * x.nbytes + 2 * statistics
     assert by_eager > 14 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [
+        ({}, 1),  # of the gradient of qkv
+        ({"drop_path": 0.5}, 1),
+        ({"init_values": 0.1}, 3),  # and of LayerScale's two: a product of matrices each, with the bias apart
+        ({"proj_drop": 0.5}, 3),  # what is behind the dropout is not what reaches the residual
+    ],
+    ids=str,
+)
+def test_no_pass_of_its_own_for_a_bias_before_the_residual(
+    options: dict[str, Any], sums: int, backend: str, device: torch.device
+) -> None:
+    """The norm's backward pass reads the residual's gradient too, and has its sum over rows."""
+    block = layers.Block(32, 2, qkv_bias=True, **options).to(device)
+    out = block(torch.randn(2, 5, 32, device=device, requires_grad=True))
+    gradient = torch.randn_like(out)
+    with Calls() as calls:
+        out.backward(gradient)
+    assert calls.names.count("aten::sum") == sums
 
 
 # ---- dropout and stochastic depth ----

@@ -141,8 +141,8 @@ def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation,
     with (
         mock.patch.object(module, dact, noted(getattr(module, dact), lambda g: seen.append(weakref.ref(g)))),
         mock.patch.object(
-            module, "layer_norm_bwd_recompute",
-            noted(module.layer_norm_bwd_recompute, lambda _: alive.append(seen[0]())),
+            module, "norm_backward",
+            noted(module.norm_backward, lambda _: alive.append(seen[0]())),
         ),
     ):  # fmt: skip
         out.backward(torch.ones_like(out))

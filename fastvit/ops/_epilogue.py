@@ -81,41 +81,62 @@ def input_gradient_operands(g: Tensor, weight: Tensor, layer_scale: Tensor | Non
     return g, (weight * layer_scale[:, None]).to(weight.dtype)
 
 
-def parameter_gradients(
-    g: Tensor, x: Any, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, wants: tuple[bool, ...]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of weight, bias and layer_scale as far as wanted, from g [..., N], the gradient of
-    layer_scale * (x @ weight.T + bias). x [..., K] may be None when neither weight's nor layer_scale's is wanted.
-
-    With G = g.T @ x, which without layer_scale is the weight's gradient,
-        dlayer_scale[j] = sum_m g[m, j] (x @ weight.T + bias)[m, j] = sum_k weight[j, k] G[j, k] + bias[j] sum_m g[m, j]
-    so neither the branch nor a second pass over [M, N] is needed.
-    """
-    want_weight, want_bias, want_scale = wants
-    g = as_rows(g)
-    if layer_scale is None:
-        return g.t() @ as_rows(x) if want_weight else None, g.sum(0) if want_bias else None, None
-    wide = torch.promote_types(g.dtype, torch.float32)  # the sums over k and m cancel
-    scale = layer_scale.to(wide)
-    total: Any = g.sum(0, dtype=wide) if want_bias or (want_scale and bias is not None) else None
-    dweight = dlayer_scale = None
-    if want_weight or want_scale:
-        G = _wide_product(g, as_rows(x))
-        if want_scale:
-            dlayer_scale = torch.linalg.vecdot(weight.to(wide), G.to(wide))
-            if bias is not None:
-                dlayer_scale = torch.addcmul(dlayer_scale, bias.to(wide), total)
-            dlayer_scale = dlayer_scale.to(layer_scale.dtype)
-        if want_weight:
-            in_place = G.dtype is weight.dtype and not transforming()  # vmap's G may have one sample for many scales
-            dweight = G.mul_(scale[:, None]) if in_place else (G * scale[:, None]).to(weight.dtype)
-    return dweight, (total * scale).to(weight.dtype) if want_bias else None, dlayer_scale
+def total_dtype(
+    weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, wants: tuple[bool, ...]
+) -> torch.dtype | None:
+    """Of the total that `parameter_gradients` takes, or None where it needs none."""
+    _, want_bias, want_scale = wants
+    if not want_bias and (not want_scale or bias is None):
+        return None
+    return weight.dtype if layer_scale is None else _wide(weight)
 
 
-def _wide_product(g: Tensor, x: Tensor) -> Tensor:
-    """g.T @ x; float32 in place of float16, whose range a loss scale that suits a small layer_scale exceeds."""
-    if g.dtype is not torch.float16:
+def total_over_rows(g: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """g [..., N] summed over all rows."""
+    return None if dtype is None else as_rows(g).sum(0, dtype=dtype)
+
+
+def product_over_rows(g: Tensor, x: Any, layer_scale: Tensor | None, wants: tuple[bool, ...]) -> Tensor | None:
+    """G = g.T @ x, or None where `parameter_gradients` needs none, and then x may be None; with layer_scale float32 in
+    place of float16, whose range a loss scale that suits a small layer_scale exceeds."""
+    want_weight, _, want_scale = wants
+    if not (want_weight or want_scale):
+        return None
+    g, x = as_rows(g), as_rows(x)
+    if layer_scale is None or g.dtype is not torch.float16:
         return g.t() @ x
     if g.is_cuda:
         return torch.mm(g.t(), x, out_dtype=torch.float32)
     return g.t().float() @ x.float()
+
+
+def parameter_gradients(
+    G: Any, total: Any, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None, wants: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of weight, bias and layer_scale as far as wanted, from sums over the rows m of g [..., N], the gradient
+    of layer_scale * (x @ weight.T + bias): G = g.T @ x and total = sum_m g[m]. G is used up.
+
+    Without layer_scale they are the gradients themselves. With it, which scales both,
+        dlayer_scale[j] = sum_m g[m, j] (x @ weight.T + bias)[m, j] = sum_k weight[j, k] G[j, k] + bias[j] total[j]
+    so neither the branch nor a second pass over [M, N] is needed. Where g is the residual's gradient too, the norm's
+    backward pass reads it and has its total.
+    """
+    want_weight, want_bias, want_scale = wants
+    if layer_scale is None:
+        return G, total if want_bias else None, None
+    wide = _wide(weight)  # the sums over k and m cancel
+    scale = layer_scale.to(wide)
+    dweight = dlayer_scale = None
+    if want_scale:
+        dlayer_scale = torch.linalg.vecdot(weight.to(wide), G.to(wide))
+        if bias is not None:
+            dlayer_scale = torch.addcmul(dlayer_scale, bias.to(wide), total)
+        dlayer_scale = dlayer_scale.to(layer_scale.dtype)
+    if want_weight:
+        in_place = G.dtype is weight.dtype and not transforming()  # vmap's G may have one sample for many scales
+        dweight = G.mul_(scale[:, None]) if in_place else (G * scale[:, None]).to(weight.dtype)
+    return dweight, (total * scale).to(weight.dtype) if want_bias else None, dlayer_scale
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from fastvit.ops._activations import GATED, check_activation
 from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
-from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import (
+    Epilogue,
+    EpilogueTuple,
+    input_gradient_operands,
+    parameter_gradients,
+    product_over_rows,
+    scale_samples,
+    total_dtype,
+    total_over_rows,
+)
 from fastvit.ops._library import (
     FusedHalf,
     autocast_dtype,
@@ -30,9 +39,8 @@ from fastvit.ops.layer_norm import (
     Norm,
     NormTuple,
     checked_norm,
-    layer_norm_bwd,
-    layer_norm_bwd_recompute,
     layer_norm_fwd,
+    norm_backward,
 )
 from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights, flat_layers, side_by_side
 from fastvit.ops.linear import check_linear, linear_fwd
@@ -112,13 +120,8 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         if want_dh:
             dh = torch.matmul(*input_gradient_operands(g, fc2_weight, layer_scale))
         if has_inner and want_dh:
-            norm = inner_mean, inner_rstd, inner_weight
-            if want_fc2:
-                dh, dinner_weight, dinner_bias, h = layer_norm_bwd_recompute(
-                    dh, h, *norm, inner_bias, None, backend=backend
-                )
-            else:
-                dh, dinner_weight, dinner_bias = layer_norm_bwd(dh, h, *norm, None, backend=backend)
+            inner = inner_mean, inner_rstd, inner_weight, inner_bias
+            dh, dinner_weight, dinner_bias, h, _ = norm_backward(dh, h, *inner, want_y=want_fc2, backend=backend)
         elif has_inner and want_fc2:
             h, *_ = layer_norm_fwd(h, inner_weight, inner_bias, o.inner_eps, o.dtype, o.inner_rms, backend=backend)
         if want_layers:
@@ -126,7 +129,11 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dpre, dbias = gated_act_bwd(dh, pre, o.activation, backend=backend)
         del dh
     del pre
-    of_fc2 = parameter_gradients(g, h, fc2_weight, fc2_bias, layer_scale, wants[5:8])
+    of_fc2 = fc2_weight, fc2_bias, layer_scale, wants[5:8]
+    G, dtype = product_over_rows(g, h, layer_scale, wants[5:8]), total_dtype(*of_fc2)
+    # what adds dout to the gradient of x sums it over rows on the way
+    in_norm = dtype if o.residual_is_x and norm_weight is not None and any(wants[:3]) and seeds is None else None
+    total = total_over_rows(g, dtype) if in_norm is None else None
     del h, g
 
     dx: Any = None
@@ -140,13 +147,11 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dx = dx.view(*dout.shape[:-1], dx.shape[-1])
         else:
             dy = _product(parts, weights).view(x.shape)
-            if any(wants[8 : 8 + n]) and y is None:
-                dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                    dy, x, mean, rstd, norm_weight, norm_bias, dresidual, backend=backend
-                )
-            else:
-                of_norm = x, mean, rstd, norm_weight, dresidual
-                dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, *of_norm, backend=backend)
+            norm = x, mean, rstd, norm_weight, norm_bias
+            dx, dnorm_weight, dnorm_bias, y, of_dout = norm_backward(
+                dy, *norm, (dresidual, row_scale, in_norm), y, want_y=any(wants[8 : 8 + n]), backend=backend
+            )
+            total = total if in_norm is None else of_dout
             del dy
     elif any(wants[8 : 8 + n]) and y is None:
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
@@ -156,7 +161,8 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             of_fc1[i] = parts[i].t() @ as_rows(y) if i < n else dbias.split(sizes)[i - n]
     plans.keep()
     dnorm_bias, dinner_bias = dnorm_bias if wants[2] else None, dinner_bias if wants[4] else None
-    return dx, dnorm_weight, dnorm_bias, dinner_weight, dinner_bias, *of_fc2, *of_fc1
+    of_parameters = *parameter_gradients(G, total, *of_fc2), *of_fc1
+    return dx, dnorm_weight, dnorm_bias, dinner_weight, dinner_bias, *of_parameters
 
 
 class GatedMlp(FusedHalf):

@@ -42,7 +42,8 @@ NO_NORM: Any = None, None, 0.0, ""  # of an op without a norm there
 # ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
 #
 # Of RMSNorm there is no mean and no dbias: forward ops return (0,) for the one, backward ops take None and return (0,)
-# for the other.
+# for the other. dresidual reaches x by another way; total is row_scale * dresidual summed over rows, of the dtype
+# total_dtype, or (0,) without one: what the gradient of a bias is made of that was added there (ops/_epilogue.py).
 
 
 def _fwd_fake(
@@ -53,12 +54,26 @@ def _fwd_fake(
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), mean, rstd
 
 
-def _bwd_fake(dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _gradients_fake(x: Tensor, mean: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if mean is None else weight.shape)
 
 
-def _bwd_recompute_fake(dy: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *_bwd_fake(dy, *rest), dy.new_empty(dy.shape)
+def _total_fake(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return weight.new_empty(0 if dtype is None else weight.shape, dtype=dtype)
+
+
+def _bwd_fake(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
+    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return *_gradients_fake(x, mean, weight), _total_fake(weight, total_dtype)
+
+
+def _bwd_recompute_fake(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
+    dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return *_gradients_fake(x, mean, weight), dy.new_empty(dy.shape), _total_fake(weight, total_dtype)
 
 
 def _add_fwd_fake(
@@ -69,9 +84,11 @@ def _add_fwd_fake(
     return s, *_fwd_fake(s, weight, bias, eps, None, rms)
 
 
-def _add_bwd_fake(dy: Tensor, dsum: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    *_, weight, branch, layer_scale, _ = rest
-    ds, dweight, dbias = _bwd_fake(dy, *rest)
+def _add_bwd_fake(
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
+    layer_scale: Tensor | None, row_scale: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    ds, dweight, dbias = _gradients_fake(s, mean, weight)
     dlayer_scale = weight.new_empty(0) if layer_scale is None else layer_scale.new_empty(layer_scale.shape)
     return ds, branch.new_empty(branch.shape), dweight, dbias, dlayer_scale
 
@@ -83,13 +100,15 @@ layer_norm_fwd = register(
     decomposition=_decompositions.layer_norm_fwd,
 )  # fmt: skip
 layer_norm_bwd = register(
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual,"
+    " Tensor? row_scale=None, ScalarType? total_dtype=None)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor total)",
     aten=aten.layer_norm_bwd, launch="layer_norm", planned=True, fake=_bwd_fake,
 )  # fmt: skip
 layer_norm_bwd_recompute = register(
     "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias,"
-    " Tensor? dresidual) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
+    " Tensor? dresidual, Tensor? row_scale=None, ScalarType? total_dtype=None)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y, Tensor total)",
     aten=aten.layer_norm_bwd_recompute, launch="layer_norm", planned=True, fake=_bwd_recompute_fake,
 )  # fmt: skip
 add_layer_norm_fwd = register(
@@ -107,6 +126,23 @@ add_layer_norm_bwd = register(
 
 
 # ---- gradients ----
+
+Residual = tuple[Tensor | None, Tensor | None, torch.dtype | None]  # dresidual, row_scale, total_dtype
+NO_RESIDUAL: Residual = None, None, None
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
+    residual: Residual = NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, backend: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of a norm between other steps of an op -> gradients of x, weight and bias; the norm's output, which is y, or
+    computed again if wanted, or None; and total."""
+    dresidual, row_scale, dtype = residual
+    residual = dresidual, None if dtype is None else row_scale, dtype
+    if want_y and y is None:
+        return layer_norm_bwd_recompute(dy, x, mean, rstd, weight, bias, *residual, backend=backend)
+    dx, dweight, dbias, total = layer_norm_bwd(dy, x, mean, rstd, weight, *residual, backend=backend)
+    return dx, dweight, dbias, y, total
 
 
 class _LayerNorm(FusedFunction):
@@ -128,7 +164,7 @@ class _LayerNorm(FusedFunction):
             return (None,) * 6
         x, weight, mean, rstd = ctx.saved_tensors
         name = "rms_norm" if mean is None else "layer_norm"
-        dx, dweight, dbias = differentiable_once(name, layer_norm_bwd, dy, x, mean, rstd, weight, None)
+        dx, dweight, dbias, _ = differentiable_once(name, layer_norm_bwd, dy, x, mean, rstd, weight, None)
         return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
 
 
@@ -162,9 +198,9 @@ class _AddLayerNorm(FusedFunction):
         else:
             dsum, *rest = differentiable_once("add_layer_norm", layer_norm_bwd, dy, s, mean, rstd, weight, ds)
             dbranch = dsum.to(ctx.dtypes[1])
-        dweight, dbias, *dlayer_scale = rest
+        dweight, dbias, dlayer_scale = rest
         dbias = dbias if ctx.needs_input_grad[3] else None
-        dlayer_scale = None if layer_scale is None else dlayer_scale[0]
+        dlayer_scale = None if layer_scale is None else dlayer_scale
         return dsum.to(ctx.dtypes[0]), dbranch, dweight, dbias, dlayer_scale, None, None, None
 
 

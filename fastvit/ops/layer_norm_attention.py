@@ -9,7 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows, empty_like
-from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import (
+    Epilogue,
+    EpilogueTuple,
+    input_gradient_operands,
+    parameter_gradients,
+    product_over_rows,
+    scale_samples,
+    total_dtype,
+    total_over_rows,
+)
 from fastvit.ops._library import FusedHalf, cast_to, choose_backend, consume_saved, needs_autograd, run
 from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.attention import (
@@ -22,7 +31,7 @@ from fastvit.ops.attention import (
     mask_gradient,
 )
 from fastvit.ops.dropout import draw_seeds
-from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_fwd, norm_backward
 from fastvit.ops.layer_norm_linear import (
     Biases,
     Weights,
@@ -66,18 +75,23 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     do = dscale_weight = dscale_bias = None
     if scale_weight is not None and (qkv is not None or any(wants[3:5])):
         do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale))
-        of_norm = scale_mean, scale_rstd, scale_weight, scale_bias
-        do, dscale_weight, dscale_bias, rows = layer_norm_bwd_recompute(
-            do.view(rows.shape), rows, *of_norm, None, backend=backend
+        norm = scale_mean, scale_rstd, scale_weight, scale_bias
+        do, dscale_weight, dscale_bias, rows, _ = norm_backward(
+            do.view(rows.shape), rows, *norm, want_y=True, backend=backend
         )
     elif scale_weight is not None and rows is not None:
-        norm = scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms
-        rows, *_ = layer_norm_fwd(rows, *norm, backend=backend)
-    of_proj = parameter_gradients(g, rows, proj_weight, proj_bias, layer_scale, wants[:3])
-    behind = *of_proj, dscale_weight, dscale_bias if wants[4] else None
+        rows, *_ = layer_norm_fwd(
+            rows, scale_weight, scale_bias, o.scale_eps, proj_weight.dtype, o.scale_rms, backend=backend
+        )
+    of_proj = proj_weight, proj_bias, layer_scale, wants[:3]
+    of_scale_norm = dscale_weight, dscale_bias if wants[4] else None
+    G, dtype = product_over_rows(g, rows, layer_scale, wants[:3]), total_dtype(*of_proj)
+    # what adds dout to the gradient of x sums it over rows on the way
+    in_norm = dtype if o.residual_is_x and any(wants[10:13]) else None
+    total = total_over_rows(g, dtype) if in_norm is None else None
     if qkv is None:
         plans.keep()
-        return *behind, *(None,) * len(wants[5:])
+        return *parameter_gradients(G, total, *of_proj), *of_scale_norm, *(None,) * len(wants[5:])
     do = torch.mm(*input_gradient_operands(g, proj_weight, layer_scale)) if do is None else do
     do = do.view(attended.shape)
     del g, rows
@@ -97,8 +111,12 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         dqkv = rotary_op(*arguments, backend=rotary_backend)
     dresidual = dout.to(x.dtype) if o.residual_is_x and x is not None else None
     dqkv = dqkv.view(-1, 3 * features)
-    of_layers = layer_norm_linear_backward(dqkv, dresidual, o.eps, o.rms, wants[10:], x, *rest, backend=backend)
+    residual = dresidual, row_scale, in_norm
+    *of_layers, of_dout = layer_norm_linear_backward(
+        dqkv, residual, o.eps, o.rms, wants[10:], x, *rest, backend=backend
+    )
     plans.keep()
+    behind = *parameter_gradients(G, total if in_norm is None else of_dout, *of_proj), *of_scale_norm
     return *behind, *dqk, dmask, *of_layers
 
 

@@ -18,7 +18,7 @@ from fastvit.ops._library import (
     needs_autograd,
     transforming,
 )
-from fastvit.ops.layer_norm import NormTuple, layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm import NO_RESIDUAL, NormTuple, Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear import check_linear
 
 NORM_NAMES = ("x", "norm_weight", "norm_bias")
@@ -40,12 +40,12 @@ def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
 
 
 def layer_norm_linear_backward(
-    dout: Tensor | Sequence[Tensor | None], dresidual: Tensor | None, eps: float, rms: bool, wants: Sequence[bool],
+    dout: Tensor | Sequence[Tensor | None], residual: Residual, eps: float, rms: bool, wants: Sequence[bool],
     x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor, backend: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dout: of n layers' outputs side by side, (..., out), or of each one's, and not all of these None; dresidual: of x
-    where that is also the residual. wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or
-    None."""
+    """dout: of n layers' outputs side by side, (..., out), or of each one's, and not all of these None; residual: for
+    an x that is also the residual. wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or
+    None, and the residual's total."""
     n = len(weights)
     douts: Any
     if isinstance(dout, Tensor):
@@ -56,26 +56,23 @@ def layer_norm_linear_backward(
     wants_weight, wants_bias = wants[3 : 3 + n], wants[3 + n :]
     dx: Any = None
     y: Any = None
-    dnorm_weight = dnorm_bias = None
+    dnorm_weight = dnorm_bias = total = None
     if any(wants[:3]):
         dy: Any = None
         for part, weight in zip(douts, weights, strict=True):
             if part is not None:
                 dy = part @ weight if dy is None else dy.addmm_(part, weight)
         dy = dy.view(x.shape)
-        if any(wants_weight):
-            dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                dy, x, mean, rstd, norm_weight, norm_bias, dresidual, backend=backend
-            )
-        else:
-            of_norm = x, mean, rstd, norm_weight, dresidual
-            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dy, *of_norm, backend=backend)
+        norm = x, mean, rstd, norm_weight, norm_bias
+        dx, dnorm_weight, dnorm_bias, y, total = norm_backward(
+            dy, *norm, residual, want_y=any(wants_weight), backend=backend
+        )
         del dy
     elif any(wants_weight):
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, eps, weights[0].dtype, rms, backend=backend)
     dweights = (part.t() @ as_rows(y) if wanted else None for part, wanted in zip(douts, wants_weight, strict=True))
     dbiases = (part.sum(0) if wanted else None for part, wanted in zip(douts, wants_bias, strict=True))
-    return dx, dnorm_weight, dnorm_bias if wants[2] else None, *dweights, *dbiases
+    return dx, dnorm_weight, dnorm_bias if wants[2] else None, *dweights, *dbiases, total
 
 
 class _LayerNormLinear(FusedFunction):
@@ -104,8 +101,9 @@ class _LayerNormLinear(FusedFunction):
         if dout is None:
             return (None,) * len(wants)
         wants = (*wants[:3], *wants[5:])
-        dx, dnorm_weight, dnorm_bias, *dlayers = differentiable_once(
-            "layer_norm_linear", layer_norm_linear_backward, dout, None, ctx.eps, ctx.rms, wants, *ctx.saved_tensors
+        options = NO_RESIDUAL, ctx.eps, ctx.rms, wants
+        dx, dnorm_weight, dnorm_bias, *dlayers, _ = differentiable_once(
+            "layer_norm_linear", layer_norm_linear_backward, dout, *options, *ctx.saved_tensors
         )
         return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
 
@@ -127,7 +125,7 @@ class _LayerNormLinears(_LayerNormLinear):
         if all(dout is None for dout in douts[:n]):
             return (None,) * len(wants)
         wants = (*wants[:3], *wants[5:])
-        dx, dnorm_weight, dnorm_bias, *dlayers = differentiable_once(
+        dx, dnorm_weight, dnorm_bias, *dlayers, _ = differentiable_once(
             "layer_norm_linears", _layers_backward, n, ctx.eps, ctx.rms, wants, *douts[:n], *ctx.saved_tensors
         )
         return dx, dnorm_weight, dnorm_bias, None, None, *dlayers
@@ -135,7 +133,7 @@ class _LayerNormLinears(_LayerNormLinear):
 
 def _layers_backward(n: int, eps: float, rms: bool, wants: Sequence[bool], *tensors: Any) -> tuple[Tensor | None, ...]:
     """Of n outputs' gradients and what is saved, flat, since autograd looks for tensors among the arguments only."""
-    return layer_norm_linear_backward(tensors[:n], None, eps, rms, wants, *tensors[n:])
+    return layer_norm_linear_backward(tensors[:n], NO_RESIDUAL, eps, rms, wants, *tensors[n:])
 
 
 Weights = Tensor | Sequence[Tensor]

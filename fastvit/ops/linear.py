@@ -11,7 +11,15 @@ from torch import Tensor
 from fastvit.ops import _decompositions
 from fastvit.ops._activations import check_activation
 from fastvit.ops._checks import as_rows, check_float, check_like
-from fastvit.ops._epilogue import Epilogue, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import (
+    Epilogue,
+    input_gradient_operands,
+    parameter_gradients,
+    product_over_rows,
+    scale_samples,
+    total_dtype,
+    total_over_rows,
+)
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
@@ -82,7 +90,9 @@ def _backward(
     """-> gradients of x, weight, bias and layer_scale; None if not wanted."""
     g = scale_samples(dy.to(weight.dtype), row_scale)
     dx = torch.matmul(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
-    return dx, *parameter_gradients(g, x, weight, bias, layer_scale, wants[1:])
+    of_parameters = weight, bias, layer_scale, wants[1:]
+    G, total = product_over_rows(g, x, layer_scale, wants[1:]), total_over_rows(g, total_dtype(*of_parameters))
+    return dx, *parameter_gradients(G, total, *of_parameters)
 
 
 class _Linear(FusedFunction):

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from fastvit.ops._activations import GATED, activate, check_activation
 from fastvit.ops._checks import as_rows, check_dropout, check_float, check_norm, check_recompute
-from fastvit.ops._epilogue import Epilogue, EpilogueTuple, input_gradient_operands, parameter_gradients, scale_samples
+from fastvit.ops._epilogue import (
+    Epilogue,
+    EpilogueTuple,
+    input_gradient_operands,
+    parameter_gradients,
+    product_over_rows,
+    scale_samples,
+    total_dtype,
+    total_over_rows,
+)
 from fastvit.ops._library import (
     FusedHalf,
     autocast_dtype,
@@ -23,7 +32,7 @@ from fastvit.ops._library import (
 from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.ops.gated_mlp import GatedMlp, InnerNorm, gated_arguments
-from fastvit.ops.layer_norm import NO_NORM, NormTuple, layer_norm_bwd, layer_norm_bwd_recompute, layer_norm_fwd
+from fastvit.ops.layer_norm import NO_NORM, NormTuple, layer_norm_fwd, norm_backward
 from fastvit.ops.layer_norm_linear import NORM_NAMES, Biases, Weights
 from fastvit.ops.linear import act_bwd, check_linear, linear_act_fwd, linear_dact, linear_fwd
 
@@ -75,7 +84,11 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             h = activate(pre, o.activation)
             h = h if seeds is None else dropout_op(h, seeds[:1], o.dropout_p)
     del pre
-    of_fc2 = parameter_gradients(g, h, fc2_weight, fc2_bias, layer_scale, wants[5:8])
+    of_fc2 = fc2_weight, fc2_bias, layer_scale, wants[5:8]
+    G, dtype = product_over_rows(g, h, layer_scale, wants[5:8]), total_dtype(*of_fc2)
+    # what adds dout to the gradient of x sums it over rows on the way
+    in_norm = dtype if o.residual_is_x and norm_weight is not None and any(wants[:3]) and seeds is None else None
+    total = total_over_rows(g, dtype) if in_norm is None else None
     del h, g
 
     dx: Any = None
@@ -86,20 +99,19 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dx = torch.addmm(as_rows(dresidual), as_rows(dpre), fc1_weight).view(dout.shape)
         elif norm_weight is None:
             dx = dpre @ fc1_weight
-        elif wants[3] and y is None:
-            dx, dnorm_weight, dnorm_bias, y = layer_norm_bwd_recompute(
-                dpre @ fc1_weight, x, mean, rstd, norm_weight, norm_bias, dresidual, backend=backend
-            )
         else:
-            of_norm = x, mean, rstd, norm_weight, dresidual
-            dx, dnorm_weight, dnorm_bias = layer_norm_bwd(dpre @ fc1_weight, *of_norm, backend=backend)
+            norm = x, mean, rstd, norm_weight, norm_bias
+            dx, dnorm_weight, dnorm_bias, y, of_dout = norm_backward(
+                dpre @ fc1_weight, *norm, (dresidual, row_scale, in_norm), y, want_y=wants[3], backend=backend
+            )
+            total = total if in_norm is None else of_dout
     elif wants[3] and y is None:
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
     if wants[3]:
         dfc1_weight = as_rows(dpre).t() @ as_rows(y)
     plans.keep()
     dnorm_bias, dfc1_bias = dnorm_bias if wants[2] else None, dfc1_bias if wants[4] else None
-    return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, *of_fc2
+    return dx, dnorm_weight, dnorm_bias, dfc1_weight, dfc1_bias, *parameter_gradients(G, total, *of_fc2)
 
 
 class _Mlp(FusedHalf):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,28 @@ def layer_norm_fwd(
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
+    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    total = _total(weight, dresidual, row_scale, total_dtype)
     if mean is None:
-        return _rms_norm_bwd(dy, x, x.contiguous() * rstd, rstd, weight, dresidual)
+        return *_rms_norm_bwd(dy, x, x.contiguous() * rstd, rstd, weight, dresidual), total
+    return *_layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), total
+
+
+def _total(weight: Tensor, g: Any, row_scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """row_scale * g summed over all rows, or (0,) without a dtype for it."""
+    if dtype is None:
+        return weight.new_empty(0)
+    if row_scale is None:
+        return as_rows(g).sum(0, dtype=dtype)
+    samples = by_sample(g, row_scale).sum(1, dtype=stat_dtype(g))
+    return torch.mv(samples.t(), row_scale.to(samples.dtype)).to(dtype)
+
+
+def _layer_norm_bwd(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype, parameter_dtype = x.dtype, weight.dtype
     if dy.dtype != dtype:  # LayerNorm that also changed the dtype, under autocast
         x, dy = x.to(stat_dtype(x)), dy.to(stat_dtype(x))
@@ -45,16 +65,17 @@ def layer_norm_bwd(
 
 def layer_norm_bwd_recompute(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    dresidual: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    total = _total(weight, dresidual, row_scale, total_dtype)
     x = x.contiguous()
     if mean is None:
         normalised = x * rstd
         y = (normalised * weight).to(dy.dtype)
-        return *_rms_norm_bwd(dy, x, normalised, rstd, weight, dresidual), y
+        return *_rms_norm_bwd(dy, x, normalised, rstd, weight, dresidual), y, total
     normalised = (x - mean).mul_(rstd)
     y = normalised.mul_(weight) if bias is None else torch.addcmul(bias, normalised, weight)
-    return *layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype)
+    return *_layer_norm_bwd(dy, x, mean, rstd, weight, dresidual), y.to(dy.dtype), total
 
 
 def add_layer_norm_fwd(
@@ -69,7 +90,7 @@ def add_layer_norm_bwd(
     dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
     layer_scale: Tensor | None, row_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    ds, dweight, dbias = layer_norm_bwd(dy, s, mean, rstd, weight, dsum)
+    ds, dweight, dbias, _ = layer_norm_bwd(dy, s, mean, rstd, weight, dsum)
     scaled = layer_scale is not None or row_scale is not None
     dbranch = _scale_branch(ds, layer_scale, row_scale).to(branch.dtype, copy=not scaled)
     dlayer_scale = dweight.new_empty(0)

@@ -14,13 +14,14 @@ from fastvit.ops._launch import Launch, cdiv
 from fastvit.ops._plans import AFRESH, Plans
 
 
-def column_sums(partial: Tensor, *like: Tensor, plans: Plans = AFRESH) -> list[Tensor]:
-    """partial [tables, P, D] f32 -> one [D] tensor a table, in the dtype of `like`'s entry: sums over P in a fixed
-    order, all by one kernel. At most four tables."""
+def column_sums(partial: Tensor, *dtypes: torch.dtype | None, plans: Plans = AFRESH) -> list[Tensor]:
+    """partial [tables, P, D] f32 -> for each dtype the next table's [D], summed over P in a fixed order, all by one
+    kernel, and [0] for None. At most four tables."""
     launch = plans.plan(_plan, *partial.shape, _library.arch(partial))
     D = partial.shape[2]
-    out = [partial.new_empty(D, dtype=t.dtype) for t in like]
-    launch(partial, *out, *[None] * (4 - len(out)))
+    out = [partial.new_empty(0 if dtype is None else D, dtype=dtype) for dtype in dtypes]
+    tables = [table for table, dtype in zip(out, dtypes, strict=True) if dtype is not None]
+    launch(partial, *tables, *[None] * (4 - len(tables)))
     return out
 
 
@@ -31,7 +32,7 @@ def launch_with_sum(
     like's dtype."""
     partial = like.new_empty(shape, dtype=torch.float32)
     launch(*tensors, partial)
-    return column_sums(partial, like, plans=plans)[0]
+    return column_sums(partial, like.dtype, plans=plans)[0]
 
 
 def _plan(tables: int, P: int, D: int, arch: str) -> Launch:

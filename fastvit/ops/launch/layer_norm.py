@@ -47,17 +47,25 @@ def add_layer_norm_fwd(
 
 def layer_norm_bwd(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
-    *, plans: Plans = AFRESH,
+    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None, *, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _backward(dy, dresidual, x, mean, rstd, weight, plans=plans)
+    wants_total = total_dtype is not None
+    tensors = dy, dresidual, x, mean, rstd, weight
+    return _backward(*tensors, total_dtype, wants_total, row_scale=row_scale, plans=plans)
 
 
 def layer_norm_bwd_recompute(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
-    dresidual: Tensor | None, *, plans: Plans = AFRESH,
+    dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+    *, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = empty_like(dy)
-    return *_backward(dy, dresidual, x, mean, rstd, weight, bias=bias, y=y, plans=plans), y
+    wants_total = total_dtype is not None
+    tensors = dy, dresidual, x, mean, rstd, weight
+    dx, dweight, dbias, total = _backward(
+        *tensors, total_dtype, wants_total, bias=bias, y=y, row_scale=row_scale, plans=plans
+    )
+    return dx, dweight, dbias, y, total
 
 
 def add_layer_norm_bwd(
@@ -65,10 +73,11 @@ def add_layer_norm_bwd(
     layer_scale: Tensor | None, row_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     dbranch = empty_like(branch)
-    ds, dweight, dbias, *dlayer_scale = _backward(
-        dy, dsum, s, mean, rstd, weight, branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale
-    )
-    return ds, dbranch, dweight, dbias, *(dlayer_scale or [weight.new_empty(0)])
+    ds, *sums = _backward(
+        dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype,
+        branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale,
+    )  # fmt: skip
+    return ds, dbranch, *sums
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, Tensor]:
@@ -78,31 +87,25 @@ def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, T
 
 
 def _backward(
-    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, *,
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
+    third: torch.dtype | None, wants_total: bool = False, *,
     bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """-> ds like s; dweight [D], dbias [D], or [0] without mean, and, with layer_scale, dlayer_scale [D]. Writes y and
-    dbranch."""
+    """-> ds like s; dweight and dbias (D,), and total or dlayer_scale of the dtype `third`; (0,) for dbias without mean
+    and where `third` is None. Writes y and dbranch."""
     ds = empty_like(s)
-    parameters = (weight,) if mean is None else (weight, weight)
-    if layer_scale is not None:
-        parameters = *parameters, layer_scale
     rows = plans.readable(by_rows, dy, dsum, s, branch)
     vectors = plans.readable(contiguous, weight, bias, layer_scale, row_scale)
-    launch, shape = plans.plan(_backward_plan, s, rows, row_scale, len(parameters))
+    dtypes = weight.dtype, None if mean is None else weight.dtype, third
+    launch, shape = plans.plan(_backward_plan, s, rows, row_scale, len(dtypes) - dtypes.count(None), wants_total)
     if s.numel() == 0:
-        return ds, *_with_bias(mean, [torch.zeros_like(p) for p in parameters])
+        return ds, *[s.new_zeros(0 if dtype is None else s.shape[-1], dtype=dtype) for dtype in dtypes]
     dy, dsum, s, branch = rows
     weight, bias, layer_scale, row_scale = vectors
     partial = s.new_empty(shape, dtype=torch.float32)
     launch(dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial)
-    return ds, *_with_bias(mean, column_sums(partial, *parameters, plans=plans))
-
-
-def _with_bias(mean: Tensor | None, sums: Sequence[Tensor]) -> Sequence[Tensor]:
-    """dweight, dbias and what else there is, where RMSNorm's sums have no dbias."""
-    return sums if mean is not None else (sums[0], sums[0].new_empty(0), *sums[1:])
+    return ds, *column_sums(partial, *dtypes, plans=plans)
 
 
 def _forward_plan(
@@ -116,11 +119,12 @@ def _forward_plan(
 
 
 def _backward_plan(
-    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, tables: int
+    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, tables: int, wants_total: bool
 ) -> tuple[Launch, tuple[int, int, int]]:
     """The launch, and the shape of the partial sums. rows: dy, dsum, s and the branch as they are read."""
     M, D, programs, constants = _programs(s, row_scale, backward=True)
     numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
+    constants = {"WANT_TOTAL": wants_total, **constants}
     return Launch(layer_norm_bwd_kernel, programs, numbers, constants), (tables, programs, D)
 
 

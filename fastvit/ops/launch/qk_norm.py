@@ -48,11 +48,11 @@ def qk_norm_bwd(
     _check(q, sin, cos)
     if dq is None or dk is None:
         dq, dk = empty_like(q), empty_like(k)
-    like = (q_weight, k_weight, q_weight, k_weight) if has_bias else (q_weight, k_weight)
-    none = () if has_bias else (q_weight.new_empty(0), k_weight.new_empty(0))
-    if q.numel() == 0:
-        return dq, dk, *(torch.zeros_like(t) for t in like), *none
     B, N, H, d = q.shape
+    of_weights = q_weight.dtype, k_weight.dtype
+    dtypes = *of_weights, *(of_weights if has_bias else (None, None))
+    if q.numel() == 0:
+        return dq, dk, *(q.new_zeros(0 if dtype is None else d, dtype=dtype) for dtype in dtypes)
     (q, k), (dq_out, dk_out) = _alike(q, k), _alike(dq_out, dk_out)
     sin, cos, P, table = _positions(sin, cos, N)
     unit, strides = in_units(q.shape, q.stride(), dq_out.stride(), dq.stride(), table)
@@ -61,7 +61,7 @@ def qk_norm_bwd(
     programs = min(
         tiles, max(cfg.programs_per_sm * _library.multiprocessors(q.device.index) // 2, 1)
     )  # of q, and as many of k
-    partial = q.new_empty((len(like), programs, d), dtype=torch.float32)
+    partial = q.new_empty((4 if has_bias else 2, programs, d), dtype=torch.float32)
     launch(
         qk_norm_bwd_kernel, 2 * programs,
         (dq_out, dk_out, q, k, *map(contiguous, (q_weight, k_weight)), sin, cos, dq, dk, partial),
@@ -69,7 +69,7 @@ def qk_norm_bwd(
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, "STAGES": cfg.num_stages,
          **constants},
     )  # fmt: skip
-    return dq, dk, *column_sums(partial, *like), *none
+    return dq, dk, *column_sums(partial, *dtypes)
 
 
 def _check(q: Tensor, sin: Tensor | None, cos: Tensor | None) -> None:
