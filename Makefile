@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick test-slow mutants models bench lint targets report results traffic docs gpu gpu-first tune clean
+.PHONY: test test-quick test-slow mutants models versions bench lint targets report results traffic docs gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -19,6 +19,16 @@ test-slow: $(INSTALLED)  ## the slowest, which CI runs too
 
 mutants: $(INSTALLED)  ## deliberate faults, each of which a test has to catch; ARGS="-k attention"
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+# Each with what it wants beside it, in a folder that goes before .venv
+TRANSFORMERS := 5.0.0 5.8.1 5.12.1 5.17.0 5.20.2 5.24.0
+
+versions: $(INSTALLED)  ## accelerated models of other versions of transformers, downloaded into out/
+	set -e; for version in $(TRANSFORMERS); do \
+		test -d out/transformers-$$version || $(BIN)/python -m pip install --quiet --target out/transformers-$$version \
+			transformers==$$version $$(grep ^numpy constraints.txt); \
+		PYTHONPATH=out/transformers-$$version $(PYTEST) tests/test_integrations.py -k transformers $(ARGS); \
+	done
 
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
 	FASTVIT_MODELS=all $(PYTEST) tests/test_graph_models.py $(ARGS)

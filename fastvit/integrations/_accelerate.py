@@ -157,8 +157,8 @@ def _decide(
             if "forward" in module.__dict__:
                 raise Unsupported("it has a forward of its own")
             description = plan.read(module)
-        except Unsupported as unsupported:
-            reason = None if _recognise.is_of_images(module) else str(unsupported)
+        except (Unsupported, AttributeError) as error:  # of a version of the library that has other attributes
+            reason = None if _recognise.is_of_images(module) else str(error)
         else:
             yield Entry(name, kind, "accelerated", ops_that_run(plan, module, description), part), module, plan
             called = {id(inner) for call in calls(description) for inner in call.module.modules()}

@@ -1,7 +1,7 @@
-"""Hugging Face transformers (version 5): the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3, Sapiens2, and of
-the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral, with and without a mask; attention
-(transformers_varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation for other models:
-`register_attention`.
+"""Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
+Sapiens2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral, with and without a
+mask; attention (transformers_varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation
+for other models: `register_attention`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, ops, readers
-from fastvit._modules import Classes, Unsupported, qualified_name, submodules
+from fastvit._modules import Classes, Unsupported, submodules
 from fastvit.fuse import Attention, Half, Mlp, Norm
 from fastvit.integrations import _transformers_names, transformers_varlen
 from fastvit.integrations._plan import Plan, checked_mask
+from fastvit.integrations._transformers_attention import SAME_ATTENTION, attention_of, check_attention, check_version
 from fastvit.integrations._transformers_names import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
+from fastvit.integrations.transformers_nested import Bare, is_nested, read_nested_attention, read_nested_mlp
 from fastvit.ops import Rotary
 from fastvit.ops._checks import takes_head_dim
 from fastvit.readers import LINEAR
@@ -27,46 +29,14 @@ from fastvit.readers import LINEAR
 __all__ = ["register_attention"]
 
 _NORM = readers.NORM | RMS_NORM
-# Implementations of the same attention; another one, registered by somebody, is somebody's choice
-_SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 # Those that return weights or their sums beside the output, for whoever calls or hooks the attention
 _WITH_WEIGHTS = ("eager", "flex_attention")
 # Arguments that say what a model returns, or are for the loss, and change nothing inside a layer
 _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
 
-def _captures_attentions() -> bool:
-    """Whether transformers collects attention weights in this call, which its hooks on attention modules are for. They
-    stay there once a model has been asked for hidden states or attentions, and do nothing otherwise."""
-    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    collector = capturing and capturing._active_collector.get()
-    return bool(collector) and "attentions" in collector
-
-
-def _own_hooks_only(attn: nn.Module) -> bool:
-    """Whether transformers' hooks are all that is put on an attention module."""
-    hooks = list(attn._forward_hooks.values())  # what torch.compile of 2.11 has a truth value for
-    others = attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks or "forward" in attn.__dict__
-    return bool(hooks) and not others and all(h.__module__ == "transformers.utils.output_capturing" for h in hooks)
-
-
-def _attention_of(layer: Any, name: str, kind: str) -> Any:
-    attn = layer._modules[name]
-    if qualified_name(attn) != kind or not _own_hooks_only(attn):
-        (attn,) = submodules(layer, **{name: {kind}})
-    elif _captures_attentions():
-        raise Unsupported("attention weights are collected")
-    return attn
-
-
 def read_attention(attn: Any, proj: str, dropout: readers.Dropout = None) -> Attention:
-    if type(attn.config).__name__ in ("CLIPTextConfig", "Aimv2TextConfig"):
-        raise Unsupported("the text tower's attention is causal")
-    if getattr(attn, "is_causal", False):
-        raise Unsupported("its attention is causal")
-    implementation = attn.config._attn_implementation
-    if implementation not in _SAME_ATTENTION and not implementation.startswith("flash_attention"):
-        raise Unsupported(f"its attention implementation is {implementation!r}")
+    check_attention(attn)
     q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
     if "projection_dropout" in attn._modules:
         (own,) = submodules(attn, projection_dropout={nn.Identity, *readers.DROPOUT})
@@ -82,11 +52,14 @@ def read_attention(attn: Any, proj: str, dropout: readers.Dropout = None) -> Att
     return readers.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=of_qk, kv_heads=kv_heads)
 
 
-def read_attention_alone(attn: Any, proj: str) -> Attention:
+def read_attention_alone(prefix: str, attn: Any) -> Attention | Bare:
+    check_version()
+    if is_nested(attn):
+        return Bare(read_nested_attention(prefix, attn))
     implementation = attn.config._attn_implementation or "eager"
     if implementation in _WITH_WEIGHTS:
         raise Unsupported(f"{implementation} attention returns its weights as well")
-    return read_attention(attn, proj)
+    return read_attention(attn, MODELS[prefix].projection)
 
 
 def read_mlp(mlp: Any, dropout: readers.Dropout = None) -> Mlp:
@@ -99,7 +72,8 @@ def read_mlp(mlp: Any, dropout: readers.Dropout = None) -> Mlp:
     if "up_proj" in mlp._modules:
         fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=readers.ACTIVATIONS, down_proj=LINEAR)
     else:
-        fc1, act, fc2 = submodules(mlp, fc1=LINEAR, activation_fn=readers.ACTIVATIONS, fc2=LINEAR)
+        name = "activation" if "activation" in mlp._modules else "activation_fn"  # Dinov2's, in earlier versions
+        fc1, act, fc2 = submodules(mlp, **{"fc1": LINEAR, name: readers.ACTIVATIONS, "fc2": LINEAR})
     return readers.describe_mlp(fc1, act, fc2, None, dropout)
 
 
@@ -122,13 +96,18 @@ def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def read_layer(prefix: str, layer: Any) -> Layer:
+    check_version()
     names = MODELS[prefix]
     norm1, norm2 = submodules(layer, **{names.norm1: _NORM, names.norm2: _NORM})
-    (mlp,) = submodules(layer, **{names.mlp: _mlps(prefix)})
-    attn = _attention_of(layer, names.attention, class_of(prefix, names.attention_class))
     dropout, p, gammas = None, 0.0, [None, None]
     if "dropout" in layer._modules:
         (dropout,) = submodules(layer, dropout=readers.DROPOUT)
+    if "intermediate" in layer._modules:
+        mlp = read_nested_mlp(prefix, layer)
+    else:
+        (module,) = submodules(layer, **{names.mlp: _mlps(prefix)})
+        mlp = read_mlp(module, dropout)
+    attn = attention_of(layer, names.attention, class_of(prefix, names.attention_class))
     if "drop_path" in layer._modules:
         (drop_path,) = submodules(layer, drop_path={nn.Identity, class_of(prefix, "DropPath")})
         if drop_path.training and not isinstance(drop_path, nn.Identity):
@@ -139,9 +118,12 @@ def read_layer(prefix: str, layer: Any) -> Layer:
         gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
     elif "lambda_1" in layer._parameters:
         gammas = [layer.lambda_1, layer.lambda_2]
-    attention = Half(read_attention(attn, names.projection, dropout), read_norm(norm1), gammas[0], p)
-    block = attention, Half(read_mlp(mlp, dropout), read_norm(norm2), gammas[1], p)
-    checkpointed = layer.gradient_checkpointing and layer.training
+    nested = is_nested(attn)
+    attention = read_nested_attention(prefix, attn) if nested else read_attention(attn, names.projection, dropout)
+    block = Half(attention, read_norm(norm1), gammas[0], p), Half(mlp, read_norm(norm2), gammas[1], p)
+    # earlier versions have it around the call, and so around what runs in the place of forward
+    in_forward = type(layer).__call__ is nn.Module.__call__
+    checkpointed = in_forward and layer.gradient_checkpointing and layer.training
     return Layer(block, layer._gradient_checkpointing_func if checkpointed else None)
 
 
@@ -172,6 +154,8 @@ def mask(module: Any, x: Tensor, attention_mask: Any = None, *_: Any, **__: Any)
 
 def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
     kwargs.pop("position_embeddings", None)
+    if attention_mask is not None:  # without a mask flash attention finds the images by them
+        kwargs.pop("position_ids", None)
     return check_call(module, hidden_states, attention_mask, **kwargs)
 
 
@@ -194,8 +178,10 @@ def run_layer(x: Tensor, layer: Layer, rotary: Rotary | None = None, attn_mask: 
 
 
 def run_attention(
-    x: Tensor, attn: Attention, rotary: Rotary | None = None, attn_mask: Tensor | None = None
-) -> tuple[Tensor, None]:
+    x: Tensor, attn: Attention | Bare, rotary: Rotary | None = None, attn_mask: Tensor | None = None
+) -> Tensor | tuple[Tensor, None]:
+    if isinstance(attn, Bare):
+        return fuse.run_attention(x, attn.attention, rotary, attn_mask)
     return fuse.run_attention(x, attn, rotary, attn_mask), None
 
 
@@ -211,7 +197,7 @@ for _prefix, _names in MODELS.items():
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
     PLANS[class_of(_prefix, _names.layer_class)] = Plan(partial(read_layer, _prefix), run_layer, **_call)
     PLANS[class_of(_prefix, _names.attention_class)] = Plan(
-        partial(read_attention_alone, proj=_names.projection), run_attention, **_call
+        partial(read_attention_alone, _prefix), run_attention, **_call
     )
     PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, fuse.run_mlp, ndim=None))
 PLANS |= dict.fromkeys(OTHER_MLPS, Plan(read_mlp, fuse.run_mlp, ndim=None))
@@ -244,7 +230,7 @@ def takes_registered_attention(attn: Any) -> bool:
     config = getattr(attn, "config", None)
     return (
         hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
-        and getattr(config, "_attn_implementation", "fastvit") in {*_SAME_ATTENTION} - {"fastvit"}
+        and getattr(config, "_attn_implementation", "fastvit") in {*SAME_ATTENTION} - {"fastvit"}
         and not getattr(attn, "is_causal", True)
         and takes_head_dim(getattr(attn, "head_dim", 64))
     )
