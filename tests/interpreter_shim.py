@@ -5,7 +5,7 @@ of k whatever the tile: scores recomputed in other tiles would differ. The shim 
 holds every float exactly, cuts those of TF32 off as tensor cores do, and rounds the sum once; it casts as the hardware
 does. `tl.sum` down the rows adds each to the sum of all before, where threads and warps add in a tree; the shim rounds
 this sum once, too. Maxima, minima and clamps that are not told to propagate NaN do so in the interpreter; hardware
-takes the other operand, and so does the shim."""
+takes the other operand, and so does the shim. A comparison of numbers is an integer in 3.9, and is a bool here."""
 
 from typing import Any
 
@@ -67,3 +67,11 @@ def install() -> None:
         return self.to_tensor(np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=wide), x.dtype)
 
     interpreter.ReduceOps.sum = widened_sum
+
+    plain_binary = builder.binary_op
+
+    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+        found = plain_binary(self, a, b, op)
+        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else found
+
+    builder.binary_op = binary_op

@@ -5,6 +5,7 @@
 tests/test_launch.py runs it. A function without an underscore is a check.
 """
 
+import gc
 import json
 import math
 import random
@@ -13,6 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -30,6 +32,7 @@ from benchmarks.gpu.tables import works
 from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.kernels import _tuned
+from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
 from fastvit.ops import _launch, _library, _plans
 from fastvit.ops._launch import launching
 from fastvit.ops.launch.qk_norm import qk_norm_bwd as launch_qk_norm
@@ -471,6 +474,20 @@ def a_measured_choice_replaces_a_plan():
     assert measured.metadata.num_warps == 1
     assert shipped.metadata.num_warps != 1
     assert again is shipped
+
+
+def a_kernel_that_is_called_is_held():
+    """Where Triton has forgotten it, too: what it has compiled is unloaded with it."""
+    with stub_gpu(records=False) as gpu, torch.no_grad():
+        _norm()()
+        kernel = weakref.ref(gpu.compiled.pop())
+        layer_norm_fwd_kernel.device_caches.clear()
+        gc.collect()
+        assert kernel() is not None
+        _launch._compiled.clear()
+        _plans._kept.clear()
+        gc.collect()
+        assert kernel() is None
 
 
 def many_shapes_do_not_pile_up():

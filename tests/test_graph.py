@@ -48,6 +48,7 @@ SPELLINGS = {
         (q.contiguous() @ k.transpose(-2, -1).contiguous()).mul(0.2).softmax(dim=-1).contiguous() @ v.contiguous()
     ),
     "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.4),
+    "x.mT as torch 2.15 traces it": lambda q, k, v: (q @ torch.ops.aten.mT(k)).mul(0.2).softmax(-1) @ v,
     "dropout of nothing": lambda q, k, v: F.dropout((q @ k.mT).mul(0.1).softmax(-1), 0.3, training=False) @ v,
 }
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
+from fastvit.graph._values import mutated
 
 ROOT = 0.7978845608028654  # of 2 / pi
 
@@ -291,3 +292,14 @@ def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(device, monkeypatch, 
     assert not any(entry.fused for entry in report.entries)
     assert report.left == ("TypeError: 'NoneType' object is not callable",)
     assert str(report) == f"left as it was: {report.left[0]}"
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_that_returns_its_input_writes_only_in_place(inplace):
+    """As it does in torch 2.15 where p is 0."""
+    graph, value = torch.fx.Graph(), torch.zeros(2)
+    x = graph.placeholder("x")
+    for arguments, keywords in (((x, 0.0, True, inplace), {}), ((x, 0.0), {"inplace": inplace})):
+        dropout = graph.call_function(F.dropout, arguments, keywords)
+        x.meta["example_value"] = dropout.meta["example_value"] = value
+        assert bool(mutated(dropout)) == inplace

@@ -31,6 +31,7 @@ for _name in _NAMES.split():
     for _space in _SPACES:
         if (_function := getattr(_space, _name, None)) is not None:
             _FUNCTIONS[_function] = _ALIASES.get(_name, _name)
+_FUNCTIONS |= {torch.ops.aten.mT: "mT", torch.ops.aten.numpy_T: "T"}  # x.mT and x.T, as PyTorch 2.15 traces them
 
 
 def name_of(node: Any) -> str:
@@ -40,7 +41,7 @@ def name_of(node: Any) -> str:
     if node.op == "call_method":
         return _ALIASES.get(str(node.target), str(node.target))
     if node.op == "call_function":
-        if node.target is getattr:  # x.mT
+        if node.target is getattr:  # x.mT, as earlier versions do
             return str(node.args[1])
         return _FUNCTIONS.get(node.target, "")
     return ""

@@ -58,6 +58,8 @@ def mutated(node: Node) -> set[StorageWeakRef]:
     into: set[StorageWeakRef] = set().union(*inputs)
     if node.op == "call_function" and not name and _may_write(node.target):
         return into
+    if name == "dropout" and not (node.kwargs.get("inplace") or True in node.args[3:4]):
+        return set()  # PyTorch 2.15 returns the input itself where nothing is dropped
     if name == "setitem" or (node.op == "call_method" and name.endswith("_") and not name.endswith("__")):
         return inputs[0] if inputs else set()
     return set() if name in VIEWS or name in CASTS else into & storages(value_of(node))

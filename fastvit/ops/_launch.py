@@ -27,7 +27,7 @@ from fastvit.ops import _library, _plans
 from fastvit.ops._library import Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
-_DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
+_DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 _runtime = triton.knobs.runtime
 _MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
 
@@ -43,7 +43,8 @@ class Compiled(NamedTuple):
     device: int
     function: int
     metadata: object
-    constexprs: tuple[None, ...]
+    constexprs: tuple[Any, ...]
+    kernel: object  # whose code Triton 3.9 unloads once nobody holds it
 
 
 def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Constants) -> None:
@@ -115,7 +116,7 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is None or _watched():
         return _by_triton(key, kernel, programs, (*tensors, *numbers), constants)
-    run, stream, _, function, metadata, constexprs = compiled
+    run, stream, _, function, metadata, constexprs, _ = compiled
     run(programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *numbers, *constexprs)
     return None if unaligned else compiled
 
@@ -128,18 +129,18 @@ class Launch:
 
     def __init__(self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self._direct: tuple[Any, ...] | None = None  # a `Compiled` of aligned tensors, numbers and constexprs in one
+        self._direct: Compiled | None = None  # of aligned tensors, the numbers before the constexprs
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._direct is not None:
             pointers = [0 if t is None else t.data_ptr() for t in tensors]
             if not functools.reduce(operator.or_, pointers) & 15:
-                run, stream, device, function, metadata, rest = self._direct
+                run, stream, device, function, metadata, rest, _ = self._direct
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
                 return
         compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
         if compiled is not None:
-            self._direct = (*compiled[:-1], self.numbers + compiled.constexprs)
+            self._direct = compiled._replace(constexprs=(*self.numbers, *compiled.constexprs))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -178,7 +179,7 @@ def _by_triton(
                 _compiled.clear()
             constexprs = (None,) * (len(kernel.arg_names) - len(arguments))
             stream, packed = driver.active.get_current_stream, compiled.packed_metadata
-            kept = Compiled(compiled.run, stream, key[1], compiled.function, packed, constexprs)
+            kept = Compiled(compiled.run, stream, key[1], compiled.function, packed, constexprs, compiled)
             _compiled[key] = kept
             return None if key[2] else kept
     return None
