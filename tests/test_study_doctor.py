@@ -125,7 +125,8 @@ def test_without_triton_and_rich():
     program += "from fastvit.cli import main; sys.exit(main(['doctor']))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert (run.returncode, run.stderr) == (0, "")
+    own = [line for line in run.stderr.splitlines() if "torch/utils/flop_counter.py" not in line]  # which misses triton
+    assert (run.returncode, own) == (0, [])
     lines = run.stdout.splitlines()
     assert any(line.split()[:4] == ["-", "triton", "not", "installed:"] for line in lines)
     assert any("16 ops" in line and "ATen: triton is not installed" in line for line in lines)
