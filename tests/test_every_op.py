@@ -287,7 +287,7 @@ def registered_calls(device):
     heads, tables = qkv.bfloat16().unbind(2)[:2], (x[None, None, :3], x[None, None, 1:4])  # of one prefix token
     bias = x[None, None, :12, :12]
     mask = bias.detach() > 0.0
-    dout = tokens[:, :8]  # of two prefix tokens and six patches
+    dout, of_token = tokens[:, :8], tokens[..., :1]  # of two prefix tokens and six patches; statistics
     return {
         "layer_norm_fwd": (x, v, v, 1e-6, None),
         "layer_norm_fwd to bfloat16": (x, v, v, 1e-6, torch.bfloat16),
@@ -303,17 +303,7 @@ def registered_calls(device):
         "layer_norm_bwd total": (half, x, statistic, statistic, v, x, per_sample, torch.bfloat16),
         "layer_norm_bwd_recompute": (x, x, statistic, statistic, v, v, None),
         "layer_norm_bwd_recompute residual": (x, x, statistic, statistic, v, v, x),
-        "layer_norm_bwd_recompute total": (
-            tokens,
-            tokens,
-            tokens[..., :1],
-            tokens[..., :1],
-            v,
-            v,
-            tokens,
-            None,
-            x.dtype,
-        ),
+        "layer_norm_bwd_recompute total": (tokens, tokens, of_token, of_token, v, v, tokens, None, x.dtype),
         "layer_norm_bwd_recompute total rms": (half, x, None, statistic, v, None, x, per_sample, x.dtype),
         "add_layer_norm_fwd": (x, x, v, v, None, None, 1e-6),
         "add_layer_norm_fwd scaled": (x, x, v, v, v, per_sample, 1e-6),
