@@ -9,8 +9,6 @@ a linear layer with peft's LoRA is called by itself between the ops.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +28,11 @@ from fastvit._arguments import (
     check_number,
     check_rates,
 )
+from fastvit._block_parts import ACT_LAYERS, ActLayer, DropPath, Layer, LayerScale, NormLayer, QuickGELU, attend
 from fastvit._gated_layers import GluMlp, SwiGLU, SwiGLUPacked
 from fastvit._modules import read_or_none, submodules
 from fastvit._norms import LayerNorm, RmsNorm
+from fastvit._parallel_block import ParallelScalingBlock
 from fastvit._patch_embed import PatchEmbed
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "LayerNorm",
     "LayerScale",
     "Mlp",
+    "ParallelScalingBlock",
     "PatchEmbed",
     "QuickGELU",
     "ResPostBlock",
@@ -50,78 +51,6 @@ __all__ = [
     "SwiGLU",
     "SwiGLUPacked",
 ]
-
-ActLayer = Callable[[], nn.Module]
-NormLayer = Callable[..., nn.Module]
-Layer = Callable[..., nn.Module]
-
-
-class QuickGELU(nn.Module):
-    """x * sigmoid(1.702 x), OpenAI CLIP's approximation of GELU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
-
-
-ACT_LAYERS: dict[str, ActLayer] = {
-    "gelu": nn.GELU,
-    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
-    "quick_gelu": QuickGELU,
-    "relu": nn.ReLU,
-    "silu": nn.SiLU,
-}
-
-
-class LayerScale(nn.Module):
-    """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021, arXiv:2103.17239).
-
-    Args:
-        dim: D.
-        init_values: gamma's initial value.
-        device, dtype: of the parameter.
-    """
-
-    def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
-        super().__init__()
-        check_integers(1, dim=dim)
-        check_init_values(init_values)
-        check_factory(device, dtype)
-        self.init_values = init_values
-        self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gamma, self.init_values)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
-class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training a sample's branch is dropped as a whole.
-
-    Args:
-        drop_prob: its probability, in [0, 1].
-        scale_by_keep: divide the branches that stay by 1 - drop_prob.
-    """
-
-    def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
-        super().__init__()
-        check_number("drop_prob", drop_prob, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
-        self.drop_prob = drop_prob
-        self.scale_by_keep = scale_by_keep
-
-    def row_scale(self, x: Tensor) -> Tensor | None:
-        """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
-        p = self.drop_prob if self.training else 0.0
-        return fuse.draw_drop_path(x, p, self.scale_by_keep) if p else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.row_scale(x)
-        return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
-
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob:.3g}"
 
 
 class Attention(nn.Module):
@@ -175,9 +104,7 @@ class Attention(nn.Module):
         if read_or_none(submodules, self, attn_drop=readers.DROPOUT):
             out = ops.attention_qkvpacked(qkv, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
         else:
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
-            probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
-            out = (probabilities @ v).transpose(1, 2)
+            out = attend(self, *qkv.unbind(2))
         out = out.flatten(2)
         if "norm" in self._modules:
             out = self.norm(out)
@@ -327,8 +254,5 @@ class ResPostBlock(Block):
 
 
 # What reads timm's modules reads ours
-readers.ACTIVATIONS[QuickGELU] = "quick_gelu"
-readers.LAYER_SCALE.add(LayerScale)
-readers.DROP_PATH.add(DropPath)
 readers.ATTENTION.add(Attention)
 readers.MLP.add(Mlp)

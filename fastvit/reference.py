@@ -13,7 +13,8 @@ Later additions to the paper's model, each off by default:
     registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
     norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
     norms inside the branches (scale_attn_norm, scale_mlp_norm)  Wang et al. 2022, arXiv:2210.06423
-    norms of q and k (qk_norm)        Dehghani et al. 2023, arXiv:2302.05442
+    norms of q and k (qk_norm), attention beside the MLP (block_fn="parallel_scaling")
+                                      Dehghani et al. 2023, arXiv:2302.05442
     RMSNorm (norm_layer="rmsnorm")    Zhang & Sennrich 2019, arXiv:1910.07467
     patches left out in training (patch_drop_rate)  Li et al. 2023, arXiv:2212.00794
     pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
@@ -214,7 +215,64 @@ class ResPostBlock(Block):
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
-BLOCKS: dict[str, type[nn.Module]] = {"block": Block, "res_post": ResPostBlock}
+class ParallelScalingBlock(nn.Module):
+    """x + Attention(LN(x)) + Mlp(LN(x)), the projections into both as one layer. (B, N, D) -> (B, N, D).
+
+    qkv_bias=False leaves a bias of the MLP's own. fuse_out_proj: one layer out of both.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
+        act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"],
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: Layer | None = None,
+        qk_norm: bool = False, fuse_out_proj: bool = False, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if scale_attn_norm or scale_mlp_norm:
+            raise ValueError("scale_attn_norm and scale_mlp_norm must be False for a ParallelScalingBlock")
+        self.num_heads, self.head_dim, hidden = num_heads, dim // num_heads, int(dim * mlp_ratio)
+        self.scale = self.head_dim**-0.5
+        self.widths = [hidden, dim, dim, dim]
+        self.in_norm = norm_layer(dim, **factory)
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **factory)
+        self.mlp_bias = None if qkv_bias else nn.Parameter(torch.zeros(hidden, **factory))
+        self.q_norm = norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.k_norm = norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.mlp_act = act_layer()
+        self.mlp_drop = nn.Dropout(proj_drop)
+        if fuse_out_proj:
+            self.out_proj = nn.Linear(dim + hidden, dim, bias=proj_bias, **factory)
+        else:
+            self.attn_out_proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
+            self.mlp_out_proj = nn.Linear(hidden, dim, bias=proj_bias, **factory)
+        self.ls = nn.Identity() if init_values is None else LayerScale(dim, init_values, **factory)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H, N, d) each -> (B, H, N, d)"""
+        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
+        return self.attn_drop(scores.softmax(dim=-1)) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        hidden, *qkv = self.in_proj(self.in_norm(x)).split(self.widths, dim=-1)
+        q, k, v = (t.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2) for t in qkv)
+        attended = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
+        if self.mlp_bias is not None:
+            hidden = hidden + self.mlp_bias
+        hidden = self.mlp_drop(self.mlp_act(hidden))
+        if hasattr(self, "out_proj"):
+            both = self.out_proj(torch.cat([attended, hidden], dim=-1))
+        else:
+            both = self.attn_out_proj(attended) + self.mlp_out_proj(hidden)
+        return x + self.drop_path(self.ls(both))
+
+
+BLOCKS: dict[str, type[nn.Module]] = {
+    "block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock,
+}  # fmt: skip
 
 
 class PatchDropout(nn.Module):

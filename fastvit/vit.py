@@ -27,16 +27,17 @@ from fastvit._arguments import (
     checked_pair,
 )
 from fastvit._modules import read_or_none, submodules
+from fastvit._parallel_block import check_left_out
 from fastvit._patch_dropout import PatchDropout
 from fastvit._patch_embed import PatchEmbed, join_tokens
 from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size, pool_tokens
 from fastvit._positions import resample_abs_pos_embed
 from fastvit.features import Trunk
-from fastvit.layers import Attention, Block, LayerNorm, Mlp, ResPostBlock, RmsNorm
+from fastvit.layers import Attention, Block, LayerNorm, Mlp, ParallelScalingBlock, ResPostBlock, RmsNorm
 
 NORM_LAYERS = {"layernorm": LayerNorm, "rmsnorm": RmsNorm}
 EMBED_LAYERS = {"patch_embed": PatchEmbed}
-BLOCKS = {"block": Block, "res_post": ResPostBlock}
+BLOCKS = {"block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock}
 
 
 class VisionTransformer(Trunk):
@@ -64,11 +65,14 @@ class VisionTransformer(Trunk):
         patch_drop_rate: the share of patches that training leaves out (Li et al. 2023, arXiv:2212.00794), in [0, 1).
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
-        fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1).
+        fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1); an
+            error with "parallel_scaling", as in timm.
         norm_layer: a class, or "layernorm" or "rmsnorm".
         act_layer: a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
-        block_fn: "block" (pre-norm), "res_post" (norm behind the branch), or a class with Block's arguments.
-        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer, qk_norm: of `Block`.
+        block_fn: "block" (pre-norm), "res_post" (norm behind the branch), "parallel_scaling" (attention and MLP side by
+            side, `ParallelScalingBlock`), or a class with Block's arguments.
+        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer, qk_norm: of `Block`. With
+            "parallel_scaling" the first two are errors, the next two not used.
         embed_layer, embed_norm_layer: PatchEmbed, or a class with timm's arguments and attributes; a norm for it.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
@@ -125,7 +129,11 @@ class VisionTransformer(Trunk):
         block = by_name("block_fn", block_fn, BLOCKS)
         mlp = by_name("mlp_layer", mlp_layer, layers.MLP_LAYERS)
         attention = by_name("attn_layer", attn_layer, layers.ATTN_LAYERS)
-        if isinstance(block, type) and issubclass(block, Block) and attention is Attention:
+        kind = block.func if isinstance(block, partial) else block
+        parallel = isinstance(kind, type) and issubclass(kind, ParallelScalingBlock)
+        if parallel:
+            check_left_out(fix_init=fix_init, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm)
+        if parallel or (isinstance(kind, type) and issubclass(kind, Block) and attention is Attention):
             check_heads("embed_dim", embed_dim, num_heads)
         pool_heads = num_heads if attn_pool_num_heads is None else attn_pool_num_heads
         pool_ratio = mlp_ratio if attn_pool_mlp_ratio is None else attn_pool_mlp_ratio

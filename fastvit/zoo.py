@@ -10,9 +10,10 @@ BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
 AIMv2     Fini et al. 2024, arXiv:2411.14402: RMSNorm, gated MLPs, no biases
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
+ViT-22B   Dehghani et al. 2023, arXiv:2302.05442: its blocks, attention beside the MLP, in *_xp_* and pwee
 SO150M    shape-optimised, Alabdulmohsin et al. 2023, arXiv:2305.13035; the other sizes with registers are timm's
 EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT: _zoo_eva.py
-CIFAR     ViTs for 32 px images, our own
+CIFAR     ViTs for 32 px images, our own; test_vit*: timm's for tests, a million parameters and less
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ Config = dict[str, Any]
 
 _SIZES: dict[str, Config] = {
     "wee": {"embed_dim": 256, "depth": 14, "num_heads": 4, "mlp_ratio": 5},
+    "pwee": {"embed_dim": 256, "depth": 16, "num_heads": 4, "mlp_ratio": 5},
     "little": {"embed_dim": 320, "depth": 14, "num_heads": 5, "mlp_ratio": 5.6},
     "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "xsmall": {"embed_dim": 256, "depth": 10, "num_heads": 4},
@@ -60,6 +62,7 @@ _AIMV2_SIZES: dict[str, Config] = {  # heads of 128 channels
 _SWIGLU: Config = {  # DINOv2 giant's
     "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu", "mlp_layer": "swiglupacked",
 }  # fmt: skip
+_TEST_GAP: Config = {"class_token": False, "reg_tokens": 1, "global_pool": "avg", "init_values": 1e-5}
 
 
 def _vit(size: str, patch_size: int, img_size: int, num_classes: int = 1000, **more: Any) -> Config:
@@ -92,8 +95,15 @@ def _reg_gap(size: str, reg_tokens: int, img_size: int, **more: Any) -> Config:
     return _gap(size, 16, img_size, reg_tokens=reg_tokens, **more)
 
 
-def _tips(size: str) -> Config:
-    return _vit(size, 14, 448, num_classes=0, init_values=1.0, reg_tokens=1, no_embed_class=True)
+def _xp(size: str, patch_size: int) -> Config:
+    return _vit(
+        size, patch_size, 224, pre_norm=True, no_embed_class=True, norm_layer="rmsnorm", block_fn="parallel_scaling",
+        qkv_bias=False, qk_norm=True,
+    )  # fmt: skip
+
+
+def _tips(size: str, **more: Any) -> Config:
+    return _vit(size, 14, 448, num_classes=0, init_values=1.0, reg_tokens=1, no_embed_class=True, **more)
 
 
 def _radio(size: str, version: int, **more: Any) -> Config:
@@ -115,6 +125,11 @@ def _cifar(embed_dim: int, depth: int, num_heads: int) -> Config:
     return {"img_size": 32, "patch_size": 4, "num_classes": 10, **size, "pos_drop_rate": 0.1, "proj_drop_rate": 0.1}
 
 
+def _test(embed_dim: int, depth: int, mlp_ratio: int, **more: Any) -> Config:
+    size = {"embed_dim": embed_dim, "depth": depth, "num_heads": embed_dim // 32, "mlp_ratio": mlp_ratio}
+    return {"img_size": 160, "patch_size": 16, "num_classes": 1000, **size, **more}
+
+
 def _named(name: str, make: Callable[..., Config], *variants: tuple[Any, ...], **more: Any) -> dict[str, Config]:
     """Models of one kind: what fills the gaps of their name is what `make` takes."""
     return {name.format(*variant): make(*variant, **more) for variant in variants}
@@ -128,6 +143,7 @@ CONFIGS: dict[str, Config] = {
         ("base", 32, 384), ("large", 14, 224), ("large", 16, 224), ("large", 16, 384), ("large", 32, 384),
         ("giant", 14, 224), ("gigantic", 14, 224),
     ),
+    **_named("vit_{}_patch{}_xp_224", _xp, ("base", 16), ("large", 14), ("huge", 14)),
     **_named("vit_{}_patch{}_{}", _vit, ("small", 8, 224), ("large", 32, 224), ("huge", 14, 224), num_classes=0),
     "vit_base_patch16_224_miil": _vit("base", 16, 224, num_classes=11221, qkv_bias=False),
     "vit_small_patch16_36x1_224": _vit("small", 16, 224, depth=36, init_values=1e-5),
@@ -173,6 +189,9 @@ CONFIGS: dict[str, Config] = {
         ("mediumd", 4, 256), ("mediumd", 4, 384), ("betwixt", 1, 256), ("betwixt", 4, 256), ("betwixt", 4, 384),
         no_embed_class=True, init_values=1e-5, fc_norm=None,
     ),
+    "vit_pwee_patch16_reg1_gap_256": _reg_gap(
+        "pwee", 1, 256, no_embed_class=True, init_values=1e-5, fc_norm=None, block_fn="parallel_scaling"
+    ),
     "vit_base_patch16_reg4_gap_256": _reg_gap("base", 4, 256, no_embed_class=True, fc_norm=None),
     **_named("vit_{}_patch16_reg{}_gap_{}", _reg_gap, ("so150m", 4, 256), ("so150m", 4, 384)),
     **_named(
@@ -180,6 +199,7 @@ CONFIGS: dict[str, Config] = {
         qkv_bias=False, init_values=1e-5, fc_norm=None,
     ),
     **_named("vit_{}_patch14_reg1_tipsv2", _tips, ("base",), ("large",), ("so400m",)),
+    "vit_giant_patch14_reg1_tipsv2": _tips("giantopt", **_SWIGLU),
     **_named("vit_{}_patch16_radio_v{}", _radio, ("base", 3), ("large", 3), init_values=1e-5),
     **_named("vit_{}_patch16_radio_v{}", _radio, ("huge", 3), ("huge", 4), ("so400m", 4)),
     "vit_giant_patch16_radio_v3": _radio("giantopt", 3, num_heads=24),
@@ -225,6 +245,10 @@ CONFIGS: dict[str, Config] = {
         act_layer="gelu_tanh",
     ),
     "vit_so150m_patch16_reg4_map_256": _map("so150m", 16, 256, reg_tokens=4),
+    "test_vit": _test(64, 6, 3, dynamic_img_size=True),
+    "test_vit2": _test(64, 8, 3, dynamic_img_size=True, **_TEST_GAP),
+    "test_vit3": _test(96, 9, 2, **{**_TEST_GAP, "global_pool": "map", "pool_include_prefix": True}),
+    "test_vit4": _test(96, 9, 3, dynamic_img_size=True, norm_layer="rmsnorm", **_TEST_GAP),
     "vit_cifar_small": _cifar(192, 12, 3),
     "vit_cifar_base": _cifar(384, 12, 6),
     "vit_cifar_large": _cifar(512, 24, 8),

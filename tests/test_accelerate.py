@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
+from fastvit.integrations._report import FUSED_ALREADY
 from fastvit.study._peak import saved_bytes
 
 FUSED = "layer_norm_attention, layer_norm_mlp"
@@ -214,6 +215,22 @@ def test_causal_attention_falls_back_by_call(vit: nn.Module) -> None:
     block = vit.blocks[0]
     accelerate_as_it_was(vit, lambda: block(x, is_causal=True), "a causal mask")
     assert not close(block(x), block(x, is_causal=True))
+
+
+def test_a_hook_where_a_parallel_block_has_no_qk_norm(timm) -> None:
+    """On the identity in its place: it runs as in timm's."""
+    block = timm.models.vision_transformer.ParallelScalingBlock(64, 4)
+    block.q_norm.register_forward_hook(lambda _, __, output: output * 2)
+    x = torch.randn(2, 7, 64)
+    report = accelerate_as_it_was(nn.ModuleList([block]), lambda: block(x))
+    assert outcome(report, "0") == ("skipped", "q_norm has hooks or a forward of its own")
+
+
+def test_blocks_of_our_own_are_fused_already() -> None:
+    model = fastvit.VisionTransformer(32, 8, embed_dim=32, depth=1, num_heads=2, block_fn="parallel_scaling")
+    report = fastvit.accelerate(model)
+    assert outcome(report, "blocks.0") == ("as it was", FUSED_ALREADY)
+    assert not report.accelerated + report.skipped
 
 
 def test_timms_attention_drops_and_scales_as_its_own_does(timm, vit: nn.Module, image: Tensor) -> None:

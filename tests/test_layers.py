@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import sys
@@ -46,7 +47,14 @@ BLOCKS = {
     "scale_norms_rms": {"norm_layer": nn.RMSNorm, "scale_attn_norm": True, "scale_mlp_norm": True},
     "qk_norm": {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5},
     "post_norm": {"kind": "ResPostBlock", "init_values": 0.5, "drop_path": 0.5},
-}
+    "parallel": {"kind": "ParallelScalingBlock"},
+    "parallel_layer_scale_drop_path": {"kind": "ParallelScalingBlock", "init_values": 0.1, "drop_path": 0.5},
+    "parallel_no_biases": {"kind": "ParallelScalingBlock", "qkv_bias": False, "proj_bias": False},
+    "parallel_qk_norm": {
+        "kind": "ParallelScalingBlock", "qk_norm": True, "norm_layer": nn.RMSNorm, "qkv_bias": False, "drop_path": 0.5,
+    },
+    "parallel_one_layer_out": {"kind": "ParallelScalingBlock", "fuse_out_proj": True, "init_values": 0.1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -142,6 +150,17 @@ def test_at_most_ten_token_tensors_are_saved(case: str, dtype: torch.dtype, back
     statistics = 2 * 16 * 4 * (2 * 2 + heads)  # mean and rstd of two norms, LSE of each head, in float32
     assert saved <= 10 * x.nbytes + 2 * statistics
     assert by_eager > 14 * x.nbytes
+
+
+@pytest.mark.parametrize("fuse_out_proj", [False, True])
+def test_a_parallel_block_saves_nine_token_tensors(fuse_out_proj: bool, backend: str, device: torch.device) -> None:
+    """x, q, k, v and what attention makes of them, and four of fc1's; one norm's statistics, twice, and the LSE."""
+    dim, heads = 128, 2
+    make: dict[str, Any] = {"fuse_out_proj": fuse_out_proj, "device": device}
+    x = torch.randn(2, 16, dim, device=device, requires_grad=True)
+    block = layers.ParallelScalingBlock(dim, heads, init_values=0.1, drop_path=0.5, **make)
+    saved = saved_bytes(lambda: block(x), list(block.parameters()))
+    assert saved <= 9 * x.nbytes + 2 * (2 * 16 * 4 * (2 * 2 + heads))
 
 
 @pytest.mark.parametrize(
@@ -251,8 +270,9 @@ def test_dropout_rates_that_differ_run_one_by_one() -> None:
     assert_same_step(block, theirs, torch.randn(B, N, D))
 
 
-def test_checkpointing_repeats_the_dropout(backend: str, device: torch.device) -> None:
-    block, _ = blocks(proj_drop=0.3, attn_drop=0.3, drop_path=0.3)
+@pytest.mark.parametrize("options", [{}, {"kind": "ParallelScalingBlock", "proj_drop": 0.0}], ids=["block", "parallel"])
+def test_checkpointing_repeats_the_dropout(options: dict[str, Any], backend: str, device: torch.device) -> None:
+    block, _ = blocks(**{"proj_drop": 0.3, "attn_drop": 0.3, "drop_path": 0.3, **options})
     block.to(device)
     x, dy = tokens(dtype=torch.float32, device=device)
     plain = step(block, x, dy)
@@ -338,6 +358,73 @@ def test_keys_and_constructor_are_timms() -> None:
         assert (a.attn.attn_drop.p, a.attn.proj_drop.p, a.mlp.drop1.p) == (0.2, 0.1, 0.1)
         torch.testing.assert_close(a.norm1.weight, b.norm1.weight)
         assert a.drop_path1.drop_prob == b.drop_path1.drop_prob
+
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"qkv_bias": True},
+    "one_layer_out": {"qkv_bias": True, "fuse_out_proj": True, "init_values": 0.1},
+    "one_layer_out_without_bias": {"fuse_out_proj": True, "proj_bias": False},
+    "layer_scale_of_nothing": {"init_values": 0.0},
+    "qk_norm": {"qk_norm": True, "drop_path": 0.5},
+    "dropout": {"proj_drop": 0.3, "drop_path": 0.5, "init_values": 0.1},  # one by one
+    "dropout_one_layer_out": {"proj_drop": 0.3, "fuse_out_proj": True},
+    "an_activation_that_no_op_has": {"act_layer": nn.ELU, "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("case", PARALLEL)
+def test_a_parallel_block_is_timms(case: str, device: torch.device) -> None:
+    """Arguments in timm's order, keys, initial values that a draw does not make, a step, and the reference's step."""
+    vit = import_timm().models.vision_transformer
+    size = D, H, 3.0
+    options = {"norm_layer": nn.LayerNorm, "act_layer": nn.SiLU, **PARALLEL[case]}
+    pair = layers.ParallelScalingBlock(*size, **options), vit.ParallelScalingBlock(*size, **options)
+    ours, theirs = (block.to(device) for block in pair)
+    signatures = [list(inspect.signature(kind).parameters) for kind in (type(ours), type(theirs))]
+    assert signatures[0] == signatures[1]
+    states = [block.state_dict() for block in (ours, theirs)]
+    assert {k: v.shape for k, v in states[0].items()} == {k: v.shape for k, v in states[1].items()}
+    for key in ("mlp_bias", "ls.gamma", "in_norm.weight"):
+        assert (key in states[0]) == (key in states[1])
+        assert key not in states[0] or torch.equal(states[0][key], states[1][key])
+    twins(ours, theirs)
+    x, dy = tokens(dtype=torch.float32, device=device)
+    assert_same_step(ours, theirs, x, dy)
+    eager = reference.ParallelScalingBlock(*size, **options).to(device)
+    eager.load_state_dict(ours.state_dict())
+    assert_same_step(ours, eager, x, dy)
+    assert_same_step(ours.eval(), theirs.eval(), x, dy)
+
+
+@pytest.mark.parametrize(
+    "options", [{"init_values": 0.1, "drop_path": 0.3}, {"qk_norm": True, "fuse_out_proj": True}], ids=str
+)
+def test_hooks_in_a_parallel_block_run(options: dict[str, Any], device: torch.device) -> None:
+    """On any of its submodules, those that stand for nothing among them."""
+    for name, _ in blocks("ParallelScalingBlock", **options)[0].named_children():
+        ours, theirs = blocks("ParallelScalingBlock", **options)
+        for block in (ours, theirs):
+            block.to(device).get_submodule(name).register_forward_hook(lambda _, __, output: output * 2)
+        assert_same_step(ours, theirs, *tokens(dtype=torch.float32, device=device))
+
+
+def test_attn_drop_of_a_parallel_block() -> None:
+    """A hook gets the probabilities; its mode is its own; with nothing in the way the block is one op for each half."""
+    block, theirs = blocks("ParallelScalingBlock", attn_drop=0.5)
+    x, seen = torch.randn(B, N, D), []
+    with Calls() as calls:
+        dropped = block(x)
+    assert not {"aten::_softmax", "aten::gelu", "aten::cat"}.intersection(calls.names)
+    block.attn_drop.eval()
+    theirs.attn_drop.eval()
+    torch.testing.assert_close(block(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(block(x), dropped, rtol=1e-2, atol=1e-2)
+    for module in (block, theirs):
+        module.attn_drop.register_forward_hook(lambda _, __, output: seen.append(output))
+        module(x)
+    assert seen[0].shape == (B, H, N, N)
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
 
 
 def test_public_names() -> None:

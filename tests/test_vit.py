@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all_tokens_no_norm": {"global_pool": "", "final_norm": False, "num_classes": 0},
     "clip": CLIP,
     "post_norm": {"block_fn": "res_post", "init_values": 0.5},
+    "parallel": {"block_fn": "parallel_scaling", "init_values": 0.5, "pre_norm": True},
     "map": {"global_pool": "map", "class_token": False, "act_layer": "gelu_tanh"},
     "map_of_all_tokens": {
         "global_pool": "map", "reg_tokens": 2, "pool_include_prefix": True, "attn_pool_num_heads": 4,
@@ -104,6 +105,8 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of
     "avgmax": (TINY_TIMM, {"global_pool": "avgmax", "reg_tokens": 2}),
     "clip": (TINY_TIMM, CLIP),
     "post_norm": (TINY_TIMM, {"init_values": 0.5, "block_fn": "res_post"}),
+    "parallel": (TINY_TIMM, {"block_fn": "parallel_scaling", "init_values": 0.1, "reg_tokens": 1}),
+    "parallel_qk_norm": ("vit_base_patch16_xp_224", {"embed_dim": 192, "num_heads": 3, "num_classes": 5}),
     "non_square": (TINY_TIMM, {"img_size": (32, 80)}),
     "dynamic": (TINY_TIMM, {"dynamic_img_size": True}),
     "dynamic_reg4": (REG4, {"img_size": 56, "dynamic_img_size": True}),
@@ -132,6 +135,9 @@ OTHER_SIZES = {
 }  # fmt: skip
 
 
+BLOCKS_OF_TIMM = {"parallel_scaling": "ParallelScalingBlock", "res_post": "ResPostBlock"}
+
+
 def with_timm(name: str = TINY_TIMM, **arguments: Any) -> tuple[VisionTransformer, nn.Module]:
     """Ours and timm's with the same parameters."""
     timm = import_timm()
@@ -139,8 +145,8 @@ def with_timm(name: str = TINY_TIMM, **arguments: Any) -> tuple[VisionTransforme
         if str(value).startswith("timm."):
             arguments[argument] = getattr(timm.layers, value.rpartition(".")[2])
     ours = fastvit.create_model(name, **arguments)
-    if arguments.get("block_fn") == "res_post":
-        arguments["block_fn"] = timm.models.vision_transformer.ResPostBlock
+    if "block_fn" in arguments:
+        arguments["block_fn"] = getattr(timm.models.vision_transformer, BLOCKS_OF_TIMM[arguments["block_fn"]])
     theirs = timm.create_model(name, **arguments)
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
@@ -164,8 +170,9 @@ def test_logits_and_gradients_agree_with_timm(case: str) -> None:
         torch.testing.assert_close(*pooled, rtol=1e-4, atol=1e-4)
 
 
-def test_drop_path_agrees_with_timm_under_one_seed() -> None:
-    ours, theirs = with_timm(depth=3, img_size=32, drop_path_rate=0.5)
+@pytest.mark.parametrize("of_blocks", [{}, {"block_fn": "parallel_scaling"}], ids=str)
+def test_drop_path_agrees_with_timm_under_one_seed(of_blocks: dict[str, Any]) -> None:
+    ours, theirs = with_timm(depth=3, img_size=32, drop_path_rate=0.5, **of_blocks)
     x = torch.randn(8, 3, 32, 32)
     outputs = []
     for model in (ours, theirs):
@@ -185,11 +192,15 @@ def test_a_new_input_size_agrees_with_timm() -> None:
         assert ours(torch.randn(1, 3, 96, 48, dtype=ours.pos_embed.dtype)).shape == (1, 1000)
 
 
-def test_initialisation_has_timms_statistics() -> None:
+@pytest.mark.parametrize(
+    ("name", "of_blocks"),
+    [("vit_small_patch16_224", {}), ("vit_pwee_patch16_reg1_gap_256", {"qkv_bias": False, "qk_norm": True})],
+)
+def test_initialisation_has_timms_statistics(name: str, of_blocks: dict[str, Any]) -> None:
     timm = import_timm()
-    arguments = {"depth": 2, "init_values": 1e-5, "reg_tokens": 4}
-    ours = fastvit.create_model("vit_small_patch16_224", **arguments)
-    theirs = timm.create_model("vit_small_patch16_224", **arguments)
+    arguments = {"depth": 2, "init_values": 1e-5, "reg_tokens": 4, **of_blocks}
+    ours = fastvit.create_model(name, **arguments)
+    theirs = timm.create_model(name, **arguments)
     for (key, a), (_, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
         b = theirs.state_dict()[key]
         assert a.mean().item() == pytest.approx(b.mean().item(), abs=4 * a.std().item() / a.numel() ** 0.5 + 1e-12), key
@@ -197,7 +208,8 @@ def test_initialisation_has_timms_statistics() -> None:
             assert a.std().item() == pytest.approx(b.std().item(), rel=6 / a.numel() ** 0.5 + 0.02), key
         assert a.abs().max() <= 2, key
     assert ours.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
-    assert ours.blocks[1].mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    first_linear = next(m for m in ours.blocks[1].modules() if isinstance(m, nn.Linear))
+    assert first_linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert not ours.head.bias.any()
     skipped = VisionTransformer(**TINY, weight_init="skip")
     assert skipped.blocks[0].mlp.fc1.bias.any()
@@ -238,8 +250,13 @@ def test_fix_init_is_timms() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}, {"global_pool": "map"}], ids=str
-)
+    "arguments",
+    [
+        {"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}, {"global_pool": "map"},
+        {"block_fn": "parallel_scaling", "qkv_bias": False},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -> None:
     import_timm()
     from timm.models import group_parameters
@@ -260,11 +277,23 @@ def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -
     assert len({g["lr_scale"] for g in groups[0]}) == 5
 
 
+def test_intermediates_of_parallel_blocks_are_timms() -> None:
+    ours, theirs = (m.eval() for m in twins(*with_timm(depth=3, img_size=32, block_fn="parallel_scaling")))
+    x = torch.randn(2, 3, 32, 32)
+    last, expected = theirs.forward_intermediates(x, indices=[0, 2], norm=True)
+    got = ours.forward_intermediates(x, indices=[0, 2], norm=True)
+    for a, b in zip((got[0], *got[1]), (last, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 # ---- a citizen of PyTorch ----
 
+OF_BLOCKS = pytest.mark.parametrize("block_fn", ["block", "parallel_scaling"])
 
-def test_compile_fullgraph() -> None:
-    model = randomised(VisionTransformer(**TINY, init_values=0.1, drop_path_rate=0.1))
+
+@OF_BLOCKS
+def test_compile_fullgraph(block_fn: str) -> None:
+    model = randomised(VisionTransformer(**TINY, init_values=0.1, drop_path_rate=0.1, block_fn=block_fn))
     x = image(model, dtype=torch.float32)
     torch._dynamo.reset()
     for mode in (model.train, model.eval):
@@ -299,8 +328,9 @@ def test_compile_takes_another_batch_size_without_another_graph() -> None:
     assert len(compiled_at) == 1
 
 
-def test_export() -> None:
-    model = randomised(VisionTransformer(**TINY)).eval()
+@OF_BLOCKS
+def test_export(block_fn: str) -> None:
+    model = randomised(VisionTransformer(**TINY, block_fn=block_fn)).eval()
     x = image(model, dtype=torch.float32)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
     for batch in (2, 5):
@@ -309,8 +339,9 @@ def test_export() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_autocast(dtype: torch.dtype, device: torch.device) -> None:
-    ours, eager = models(init_values=0.1, device=device)
+@OF_BLOCKS
+def test_autocast(block_fn: str, dtype: torch.dtype, device: torch.device) -> None:
+    ours, eager = models(init_values=0.1, device=device, block_fn=block_fn)
     x = image(ours, dtype=torch.float32, device=device)
     exact = step(copy.deepcopy(eager).double(), x.double())
     results = []
@@ -320,8 +351,10 @@ def test_autocast(dtype: torch.dtype, device: torch.device) -> None:
     assert_steps_as_accurate(results[1], results[0], exact)
 
 
-def test_activation_checkpointing_changes_nothing() -> None:
-    model = randomised(VisionTransformer(**TINY, drop_path_rate=0.3, attn_drop_rate=0.2, proj_drop_rate=0.2))
+@OF_BLOCKS
+def test_activation_checkpointing_changes_nothing(block_fn: str) -> None:
+    rates = {"drop_path_rate": 0.3, "attn_drop_rate": 0.2, "proj_drop_rate": 0.2}
+    model = randomised(VisionTransformer(**TINY, **rates, block_fn=block_fn))
     x = image(model, dtype=torch.float32)
     results = []
     for enable in (False, True):

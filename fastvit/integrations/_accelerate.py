@@ -20,14 +20,13 @@ from fastvit.integrations import (
     generic,
     timm,
     timm_eva,
-    timm_parallel,
     torchvision,
     transformers,
 )
 from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
-_FAMILIES = (timm, timm_eva, timm_parallel, transformers, torchvision, dinov2, dinov3)
+_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
 PLANS: dict[type | str, Plan] = {name: plan for family in (generic, *_FAMILIES) for name, plan in family.PLANS.items()}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 

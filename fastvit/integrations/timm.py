@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fastvit import fuse, readers
+from fastvit import fuse, readers, readers_parallel
 from fastvit._modules import Unsupported
 from fastvit.integrations._plan import Plan, checked_mask
 
@@ -23,6 +23,9 @@ def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = Fal
 
 PLANS = {
     "timm.models.vision_transformer.Block": Plan(readers.read_block, fuse.run_block, check_call, mask=mask),
+    "timm.models.vision_transformer.ParallelScalingBlock": Plan(
+        readers_parallel.read_block, readers_parallel.run_block, check_call, mask=mask
+    ),
     **dict.fromkeys(readers.ATTENTION, Plan(readers.read_attention, fuse.run_attention, check_call, mask=mask)),
     **dict.fromkeys(readers.MLP, Plan(readers.read_mlp, fuse.run_mlp, ndim=None)),
 }

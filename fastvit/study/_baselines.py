@@ -28,6 +28,10 @@ def _sdpa_forward_of_eva(self: EvaAttention, x: Tensor, rope: Tensor | None = No
     return self.proj_drop(self.proj(self.norm(out.transpose(1, 2).flatten(2))))
 
 
+def _sdpa(self: reference.ParallelScalingBlock, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+
+
 def use_sdpa(model: nn.Module) -> nn.Module:
     """A model of `fastvit.reference`, its attention replaced by PyTorch's."""
     for module in model.modules():
@@ -35,6 +39,8 @@ def use_sdpa(model: nn.Module) -> nn.Module:
             module.forward = MethodType(_sdpa_forward, module)  # type: ignore[method-assign]
         elif isinstance(module, EvaAttention):
             module.forward = MethodType(_sdpa_forward_of_eva, module)  # type: ignore[method-assign]
+        elif isinstance(module, reference.ParallelScalingBlock):
+            module.attend = MethodType(_sdpa, module)  # type: ignore[method-assign]
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,29 @@ _NAMES = (
 )  # fmt: skip
 
 
+_OF_BOTH = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # what blocks of attention and MLP side by side have
+
+
 def by_part(model: nn.Module) -> Parameters:
     """Every parameter once, shared ones by their first name."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        part = _part(model, name)
-        counts[part] = counts.get(part, 0) + parameter.numel()
+        for part, count in _shares(model, name, parameter).items():
+            counts[part] = counts.get(part, 0) + count
     return Parameters(**counts)
+
+
+def _shares(model: nn.Module, name: str, parameter: Tensor) -> dict[str, int]:
+    """How much of a parameter belongs to each part. Of a layer into attention and MLP 3 * D rows are q's, k's and v's;
+    of a layer out of both D columns are attention's, and the bias, which is of the sum, counts there."""
+    part, total = _part(model, name), parameter.numel()
+    layer, found = model.get_submodule(name.rpartition(".")[0]), _OF_BOTH.search(name)
+    if part == "other" and found and isinstance(layer, nn.Linear):
+        D = min(layer.in_features, layer.out_features)
+        of_attention = (3 * D if found[1] == "in" else D) * (D if parameter.dim() == 2 else 1)
+        if of_attention <= total:
+            return {"attention": of_attention, "mlp": total - of_attention}
+    return {part: total}
 
 
 def _part(model: nn.Module, name: str) -> str:

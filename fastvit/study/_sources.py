@@ -79,7 +79,7 @@ def reference_arguments(name: str) -> dict[str, Any]:
     """The arguments that make the plain PyTorch model of a name of the zoo."""
     config = zoo.config(name)
     for key in ("norm_layer", "embed_norm_layer"):
-        if key in config:
+        if key in config and not isinstance(config[key], str):
             config[key] = partial(_REFERENCE_NORMS[config[key].func], **config[key].keywords)
     if "mlp_layer" in config:
         config["mlp_layer"] = _REFERENCE_MLPS[config["mlp_layer"]]
@@ -166,8 +166,9 @@ def _as(provider: str, model: nn.Module) -> nn.Module:
             raise ValueError("the reference has no fused form; the models of fastvit.list_models() have all three")
         return _baselines.use_sdpa(model) if provider == "sdpa" else model
     if provider == "fused":
-        report = integrations.accelerate(model)
-        if not any(report.fused(part)[0] for part in ("attention", "MLP")):
+        entries = integrations.accelerate(model).entries
+        # a block of both side by side is no part of its own
+        if not any(entry.fused and (entry.part or entry.kind == "ParallelScalingBlock") for entry in entries):
             raise ValueError(f"fastvit.accelerate knows no block of {type(model).__name__}: it has no fused form")
     elif provider == "eager":
         _baselines.use_eager(model)

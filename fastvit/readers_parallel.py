@@ -1,5 +1,6 @@
-"""timm's blocks of attention and MLP side by side (Dehghani et al. 2023, arXiv:2302.05442): x + both(norm(x)), of whose
-four projections into attention and MLP one layer holds all, and of the two out of them one layer perhaps both."""
+"""Blocks of attention and MLP side by side, timm's and ours (Dehghani et al. 2023, arXiv:2302.05442), as the
+descriptions that `fastvit.fuse` runs: x + both(norm(x)), of whose four projections into attention and MLP one layer
+holds all, and of the two out of them one layer perhaps both."""
 
 from __future__ import annotations
 
@@ -10,9 +11,13 @@ from torch import Tensor, nn
 from fastvit import fuse, readers
 from fastvit._modules import Unsupported, submodules
 from fastvit.fuse import Attention, Half, Linear, Mlp
-from fastvit.integrations._plan import Plan
-from fastvit.integrations.timm import check_call, mask
 from fastvit.readers import ACTIVATIONS, DROP_PATH, DROPOUT, LAYER_SCALE, LINEAR, NORM
+
+_BLOCK = {
+    "in_norm": NORM, "in_proj": LINEAR, "attn_drop": DROPOUT, "mlp_act": ACTIVATIONS, "mlp_drop": DROPOUT,
+    "ls": LAYER_SCALE, "drop_path": DROP_PATH,
+}  # fmt: skip
+_NO_QK_NORM = {"q_norm": {nn.Identity}, "k_norm": {nn.Identity}}
 
 
 class Parallel(NamedTuple):
@@ -23,21 +28,23 @@ class Parallel(NamedTuple):
 
 
 def read_block(block: Any) -> Parallel:
-    norm, into, attn_drop, act, mlp_drop, scale, drop_path = submodules(
-        block, in_norm=NORM, in_proj=LINEAR, attn_drop=DROPOUT, mlp_act=ACTIVATIONS, mlp_drop=DROPOUT, ls=LAYER_SCALE,
-        drop_path=DROP_PATH,
-    )  # fmt: skip
-    hidden = into.out_features - 3 * into.in_features
-    layer = _plain(into)
-    qkv, fc1 = _rows(layer, hidden, None), _rows(layer, 0, hidden)
+    norm, into, attn_drop, act, mlp_drop, scale, drop_path = submodules(block, _BLOCK)
+    qk_norm = readers.read_qk_norm(block)
+    if qk_norm is None:
+        submodules(block, _NO_QK_NORM)  # which may have hooks
+    D = into.in_features
+    rows = into.out_features - 3 * D, 3 * D
+    weight, bias = _plain(into)
+    weights = weight.split(rows)  # of which autograd makes one gradient, where slices have one each of the whole layer
+    fc1, qkv = map(Linear, weights, (None, None) if bias is None else bias.split(rows))
     if block.mlp_bias is not None:
         fc1 = Linear(fc1.weight, block.mlp_bias)
+    training = block.training if block.__dict__.get("fused_attn") else attn_drop.training  # timm's
     attention = readers.describe_attention(
-        (qkv,), into, block.num_heads, None, attn_drop.p if block.training else 0.0, None, None,
-        readers.read_qk_norm(block),
-    )  # fmt: skip
+        (qkv,), into, block.num_heads, None, attn_drop.p if training else 0.0, None, None, qk_norm
+    )
     mlp = readers.describe_mlp(into, act, into, mlp_drop, None)
-    proj, fc2 = _out_of(block, into.in_features)
+    proj, fc2 = _out_of(block, D)
     p, scale_by_keep = 0.0, True
     if drop_path.training and type(drop_path) is not nn.Identity:
         p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
@@ -52,10 +59,6 @@ def _plain(layer: nn.Module) -> Linear:
     return found
 
 
-def _rows(layer: Linear, first: int, end: int | None) -> Linear:
-    return Linear(layer.weight[first:end], None if layer.bias is None else layer.bias[first:end])
-
-
 def _out_of(block: Any, D: int) -> tuple[Linear, Linear]:
     """Of attention and of the MLP."""
     if block.out_proj is None:
@@ -63,7 +66,8 @@ def _out_of(block: Any, D: int) -> tuple[Linear, Linear]:
         return _plain(proj), _plain(fc2)
     (both,) = submodules(block, out_proj=LINEAR)
     weight, bias = _plain(both)
-    return Linear(weight[:, :D], bias), Linear(weight[:, D:], None)
+    of_attention, of_mlp = weight.split((D, weight.shape[1] - D), dim=1)
+    return Linear(of_attention, bias), Linear(of_mlp, None)
 
 
 def run_block(x: Tensor, block: Parallel, attn_mask: Tensor | None = None) -> Tensor:
@@ -74,7 +78,3 @@ def run_block(x: Tensor, block: Parallel, attn_mask: Tensor | None = None) -> Te
         attention = attention._replace(drop_path=0.0, row_scale=row_scale)
         mlp = mlp._replace(drop_path=0.0, row_scale=row_scale)
     return fuse.run_mlp_half(x, mlp, residual=fuse.run_attention_half(x, attention, attn_mask=attn_mask))
-
-
-PLANS = {"timm.models.vision_transformer.ParallelScalingBlock": Plan(read_block, run_block, check_call, mask=mask)}
-EMBEDDINGS: dict[str, str] = {}
