@@ -78,36 +78,32 @@ def dropout(dim: int) -> RowConfig:
 
 
 @dataclass(frozen=True)
-class RotaryConfig:
-    """A program takes block_n tokens of `heads` heads, each as pairs of `half` elements, a power of two >= d / 2."""
+class HeadsConfig:
+    """A step takes block_n tokens of a head, as pairs of `half` elements, a power of two >= d / 2; a persistent grid,
+    whose programs load num_stages - 1 steps ahead."""
 
     block_n: int
-    heads: int
     half: int
     num_warps: int
-
-
-def rotary(head_dim: int) -> RotaryConfig:
-    """A thread has 8 elements of each half: two 16-byte accesses of bfloat16 a head."""
-    half = next_power_of_2(head_dim // 2)
-    return RotaryConfig(1024 // half, 4, half, 4)
-
-
-@dataclass(frozen=True)
-class QkNormConfig(RotaryConfig):
-    """The heads are of q or of k; the backward's grid is persistent, and loads num_stages - 1 heads ahead."""
-
     programs_per_sm: int
     num_stages: int
+    max_registers: int | None  # a thread of the norms' kernels; NVIDIA only
+
+    def programs(self, steps: int, multiprocessors: float) -> int:
+        """At least four steps each, since a program loads tables and weights, and leaves sums of its own."""
+        return max(min(-(-steps // 4), int(self.programs_per_sm * multiprocessors)), 1)
 
 
-def qk_norm(head_dim: int, arch: str) -> QkNormConfig:
-    """A thread has 8 elements of each half, as in `rotary`, and in the backward pass as many of the tables, the weights
-    and the sums: 12 warps fill an SM's registers. Programs are small, for small batches, but have more threads than a
-    half has elements: else Triton takes the layout of the weights for the tile's."""
+def of_heads(head_dim: int, arch: str) -> HeadsConfig:
+    """Of rotary positions, and of the norms of q and k. A thread has 8 elements of each half, two 16-byte accesses of
+    bfloat16, and in the norms' backward pass as many of the tables, the weights and the sums: 12 warps fill an SM's
+    registers, if the compiler is told so. (At odd multiples of 8 halves need more than that.) Programs are small, for
+    small batches, but have more threads than a half has elements: else Triton takes the layout of the weights for the
+    tile's."""
     half = next_power_of_2(head_dim // 2)
     num_warps = max(half // 16, 2)
-    return QkNormConfig(256 * num_warps // half, 4, half, num_warps, 12 // num_warps, 3 if arch in FIRST_TIER else 1)
+    stages, limit = (3, 168 if head_dim % 16 == 0 else None) if arch in FIRST_TIER else (1, None)
+    return HeadsConfig(256 * num_warps // half, half, num_warps, 12 // num_warps, stages, limit)
 
 
 # ---- linear ----

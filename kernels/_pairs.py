@@ -1,8 +1,36 @@
 """Heads as pairs of elements that are rotated together (Su et al. 2021, arXiv:2104.09864): their two halves or, if
-interleaved, their even and odd elements."""
+interleaved, their even and odd elements; and the order in which the programs of a persistent grid take them.
+
+A step is BLOCK_N tokens of one head of one sample. Steps of the same tokens follow one another, head by head and sample
+by sample, so that a program loads what these tokens are rotated by once for all of them:
+
+    for block in range(begin // of_block, tl.cdiv(end, of_block)):      begin, end = share(...), of_block = B * H
+        for sample in range(left // H, tl.cdiv(right, H)):              left, right = part(begin, end, block, of_block)
+            for i in range(behind - first):                             first, behind = part(left, right, sample, H)
+"""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def share(steps, program, programs):
+    """The first step of a program and the one behind its last, of so many."""
+    each = tl.cdiv(steps, programs)
+    return program * each, tl.minimum((program + 1) * each, steps)
+
+
+@triton.jit
+def part(begin, end, i, size):
+    """What of begin to end lies in the i-th piece of that size, counted from the piece's beginning."""
+    return tl.maximum(begin - i * size, 0), tl.minimum(end - i * size, size)
+
+
+@triton.jit
+def rows(ptr, sample, start, head, tokens, stride_b, stride_n, stride_h, UNIT: tl.constexpr):
+    """Pointers to a head of tokens [BLOCK_N, 1], which are counted from start. Strides are in UNITs."""
+    at = tl.cast(sample, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_n + tl.cast(head, tl.int64) * stride_h
+    return ptr + at * UNIT + tokens * (stride_n * UNIT)
 
 
 @triton.jit
@@ -32,6 +60,16 @@ def store_pairs(rows, x1, x2, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, 
         inside = mask & (cols < HEAD_DIM // 2)
         tl.store(rows + cols, x1.to(dtype), mask=inside)
         tl.store(rows + HEAD_DIM // 2 + cols, x2.to(dtype), mask=inside)
+
+
+@triton.jit
+def load_tables(
+    sin_ptr, cos_ptr, offsets, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32."""
+    sin1, sin2 = load_pairs(sin_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
+    cos1, cos2 = load_pairs(cos_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
+    return sin1, sin2, cos1, cos2
 
 
 @triton.jit

@@ -16,35 +16,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels import _cost
-from fastvit.kernels._pairs import load_pairs, rotate, store_pairs
-
-
-@triton.jit
-def _tile(tile, N, H, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Of batch x token blocks x groups of heads, flattened: sample, first token, first head and the one behind the last
-    head; int64."""
-    groups = tl.cdiv(H, GROUP)
-    blocks = tl.cdiv(N, BLOCK_N)
-    batch = (tile // (groups * blocks)).to(tl.int64)
-    start = (tile // groups % blocks * BLOCK_N).to(tl.int64)
-    first = (tile % groups * GROUP).to(tl.int64)
-    return batch, start, first, tl.minimum(first + GROUP, H)
-
-
-@triton.jit
-def _rows(ptr, batch, token, tokens, stride_b, stride_n, UNIT: tl.constexpr):
-    """Pointers [BLOCK_N, 1] to the first elements of a sample's tokens from that one on."""
-    return ptr + (batch * stride_b + token * stride_n) * UNIT + tokens * (stride_n * UNIT)
-
-
-@triton.jit
-def _tables(
-    sin_ptr, cos_ptr, offsets, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
-    """sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32."""
-    sin1, sin2 = load_pairs(sin_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
-    cos1, cos2 = load_pairs(cos_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
-    return sin1, sin2, cos1, cos2
+from fastvit.kernels._pairs import load_pairs, load_tables, part, rotate, rows, share, store_pairs
 
 
 @triton.jit
@@ -60,7 +32,7 @@ def _normalised(x1, x2, mask, eps, HEAD_DIM: tl.constexpr, RMS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["N", "P", "H", *[f"stride_{x}{i}" for x in "xt" for i in "bnh"]],
+    do_not_specialize=["N", "P", "H", "steps", *[f"stride_{x}{i}" for x in "xt" for i in "bnh"]],
     launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
 )
 def qk_norm_fwd_kernel(
@@ -71,49 +43,60 @@ def qk_norm_fwd_kernel(
     sin_ptr, cos_ptr,  # [B, N - P, TABLE_HEADS, d] or None
     # outputs
     q_out_ptr, k_out_ptr,  # [B, N, H, d] T, contiguous
-    # tokens, of which P are prefix, and heads
-    N, P, H,
+    # tokens, of which P are prefix, heads, and steps of q
+    N, P, H, steps,
     # strides in UNITs: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_tb, stride_tn, stride_th,
     eps: tl.float32,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, RMS: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, RMS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N tokens of GROUP heads of q or of k; grid: tiles x 2, flattened."""
+    """A persistent grid: each program takes its share of all steps (see `_pairs`), all of q or all of k. SHARED: one
+    table is everybody's."""
     of_q = tl.program_id(0) % 2 == 0
     x_ptr = tl.where(of_q, q_ptr, k_ptr)
     out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr)
     w1, w2 = load_pairs(tl.where(of_q, q_weight_ptr, k_weight_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
     if q_bias_ptr is not None:
         b1, b2 = load_pairs(tl.where(of_q, q_bias_ptr, k_bias_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
-    batch, start, first, end = _tile(tl.program_id(0) // 2, N, H, BLOCK_N, GROUP)
-    tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
-    within = tokens < N - start
-    x_rows = _rows(x_ptr, batch, start, tokens, stride_xb, stride_xn, UNIT)
-    out_rows = out_ptr + (batch * N + start) * H * HEAD_DIM + tokens * (H * HEAD_DIM)
-    if sin_ptr is not None:
+    begin, end = share(steps, tl.program_id(0) // 2, tl.num_programs(0) // 2)
+    of_block = steps // tl.cdiv(N, BLOCK_N)
+    for block in range(begin // of_block, tl.cdiv(end, of_block)):
+        start = block * BLOCK_N
+        tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
+        within = tokens < N - start
         positioned = within & (tokens >= P - start)
-        table_rows = _rows(0, batch, start - P, tokens, stride_tb, stride_tn, UNIT)
-        if TABLE_HEADS == 1:
-            sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
-    for head in range(first, end):
-        x1, x2 = load_pairs(x_rows + head * stride_xh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
-        y1, y2, _ = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
-        y1, y2 = y1 * w1, y2 * w2
-        if q_bias_ptr is not None:
-            y1, y2 = y1 + b1, y2 + b2
-        if sin_ptr is not None:
-            if TABLE_HEADS > 1:
-                of_head = table_rows + head % TABLE_HEADS * stride_th.to(tl.int64) * UNIT
-                sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-            turned1, turned2 = rotate(y1, y2, sin1, sin2, cos1, cos2, False)
-            y1, y2 = tl.where(positioned, turned1, y1), tl.where(positioned, turned2, y2)
-        store_pairs(out_rows + head * HEAD_DIM, y1, y2, within, HEAD_DIM, HALF, INTERLEAVED)
+        if SHARED:
+            tables = rows(0, 0, start - P, 0, tokens, 0, stride_tn, 0, UNIT)
+            sin1, sin2, cos1, cos2 = load_tables(sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        left, right = part(begin, end, block, of_block)
+        for sample in range(left // H, tl.cdiv(right, H)):
+            first, behind = part(left, right, sample, H)
+            x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
+            out_rows = rows(out_ptr, sample, start, first, tokens, N * H, H, 1, HEAD_DIM)
+            for i in tl.range(0, behind - first, num_stages=STAGES):
+                here = x_rows + i * stride_xh.to(tl.int64) * UNIT
+                x1, x2 = load_pairs(here, within, HEAD_DIM, HALF, INTERLEAVED)
+                y1, y2, _ = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
+                y1, y2 = y1 * w1, y2 * w2
+                if q_bias_ptr is not None:
+                    y1, y2 = y1 + b1, y2 + b2
+                if sin_ptr is not None:
+                    if not SHARED:
+                        head = (first + i) % TABLE_HEADS
+                        tables = rows(0, sample, start - P, head, tokens, stride_tb, stride_tn, stride_th, UNIT)
+                        sin1, sin2, cos1, cos2 = load_tables(
+                            sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED
+                        )  # fmt: skip
+                    turned1, turned2 = rotate(y1, y2, sin1, sin2, cos1, cos2, False)
+                    y1, y2 = tl.where(positioned, turned1, y1), tl.where(positioned, turned2, y2)
+                store_pairs(out_rows + i * HEAD_DIM, y1, y2, within, HEAD_DIM, HALF, INTERLEAVED)
 
 
 @triton.jit(
-    do_not_specialize=["N", "P", "H", "tiles", *[f"stride_{x}{i}" for x in "xydt" for i in "bnh"]],
+    do_not_specialize=["N", "P", "H", "steps", *[f"stride_{x}{i}" for x in "xydt" for i in "bnh"]],
     launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
 )
 def qk_norm_bwd_kernel(
@@ -125,19 +108,19 @@ def qk_norm_bwd_kernel(
     # outputs
     dq_ptr, dk_ptr,  # [B, N, H, d] T; may be dq_out and dk_out themselves
     partial_ptr,  # [2 or 4, programs / 2, d] f32: of q's and k's weight, and bias
-    # tokens, of which P are prefix, and heads
-    N, P, H, tiles,
+    # tokens, of which P are prefix, heads, and steps of q
+    N, P, H, steps,
     # strides in UNITs: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_yb, stride_yn, stride_yh,
     stride_db, stride_dn, stride_dh,
     stride_tb, stride_tn, stride_th,
     eps: tl.float32,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, TABLE_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program takes every tile of its share, all of q or all of k, and keeps their sums."""
+    """As the forward; each program keeps the sums of its share."""
     which = tl.program_id(0) % 2
     programs = tl.num_programs(0) // 2
     of_q = which == 0
@@ -147,41 +130,50 @@ def qk_norm_bwd_kernel(
     w1, w2 = load_pairs(tl.where(of_q, q_weight_ptr, k_weight_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
     dw1 = tl.zeros([BLOCK_N, HALF], tl.float32)
     dw2, db1, db2 = dw1, dw1, dw1
-    tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
-    for tile in range(tl.program_id(0) // 2, tiles, programs):
-        batch, start, first, end = _tile(tile, N, H, BLOCK_N, GROUP)
+    begin, end = share(steps, tl.program_id(0) // 2, programs)
+    of_block = steps // tl.cdiv(N, BLOCK_N)
+    for block in range(begin // of_block, tl.cdiv(end, of_block)):
+        start = block * BLOCK_N
+        tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
         within = tokens < N - start
-        x_rows = _rows(x_ptr, batch, start, tokens, stride_xb, stride_xn, UNIT)
-        dy_rows = _rows(dy_ptr, batch, start, tokens, stride_yb, stride_yn, UNIT)
-        dx_rows = _rows(dx_ptr, batch, start, tokens, stride_db, stride_dn, UNIT)
-        if sin_ptr is not None:
-            positioned = within & (tokens >= P - start)
-            table_rows = _rows(0, batch, start - P, tokens, stride_tb, stride_tn, UNIT)
-            if TABLE_HEADS == 1:
-                sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, table_rows, positioned, HEAD_DIM, HALF, INTERLEAVED)
-        for head in tl.range(first, end, num_stages=STAGES):
-            x1, x2 = load_pairs(x_rows + head * stride_xh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
-            g1, g2 = load_pairs(dy_rows + head * stride_yh.to(tl.int64) * UNIT, within, HEAD_DIM, HALF, INTERLEAVED)
-            if sin_ptr is not None:
-                if TABLE_HEADS > 1:
-                    of_head = table_rows + head % TABLE_HEADS * stride_th.to(tl.int64) * UNIT
-                    sin1, sin2, cos1, cos2 = _tables(sin_ptr, cos_ptr, of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-                turned1, turned2 = rotate(g1, g2, sin1, sin2, cos1, cos2, True)
-                g1, g2 = tl.where(positioned, turned1, g1), tl.where(positioned, turned2, g2)
-            x1, x2, rstd = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
-            dw1 += g1 * x1
-            dw2 += g2 * x2
-            if HAS_BIAS:
-                db1 += g1
-                db2 += g2
-            g1, g2 = g1 * w1, g2 * w2
-            mean_gx = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / HEAD_DIM
-            d1, d2 = g1 - x1 * mean_gx, g2 - x2 * mean_gx
-            if not RMS:
-                mean_g = tl.sum(g1 + g2, 1)[:, None] / HEAD_DIM
-                d1, d2 = d1 - mean_g, d2 - mean_g
-            rows = dx_rows + head * stride_dh.to(tl.int64) * UNIT
-            store_pairs(rows, d1 * rstd, d2 * rstd, within, HEAD_DIM, HALF, INTERLEAVED)
+        positioned = within & (tokens >= P - start)
+        if SHARED:
+            tables = rows(0, 0, start - P, 0, tokens, 0, stride_tn, 0, UNIT)
+            sin1, sin2, cos1, cos2 = load_tables(sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        left, right = part(begin, end, block, of_block)
+        for sample in range(left // H, tl.cdiv(right, H)):
+            first, behind = part(left, right, sample, H)
+            x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
+            dy_rows = rows(dy_ptr, sample, start, first, tokens, stride_yb, stride_yn, stride_yh, UNIT)
+            dx_rows = rows(dx_ptr, sample, start, first, tokens, stride_db, stride_dn, stride_dh, UNIT)
+            for i in tl.range(0, behind - first, num_stages=STAGES):
+                here = x_rows + i * stride_xh.to(tl.int64) * UNIT
+                x1, x2 = load_pairs(here, within, HEAD_DIM, HALF, INTERLEAVED)
+                here = dy_rows + i * stride_yh.to(tl.int64) * UNIT
+                g1, g2 = load_pairs(here, within, HEAD_DIM, HALF, INTERLEAVED)
+                if sin_ptr is not None:
+                    if not SHARED:
+                        head = (first + i) % TABLE_HEADS
+                        tables = rows(0, sample, start - P, head, tokens, stride_tb, stride_tn, stride_th, UNIT)
+                        sin1, sin2, cos1, cos2 = load_tables(
+                            sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED
+                        )  # fmt: skip
+                    turned1, turned2 = rotate(g1, g2, sin1, sin2, cos1, cos2, True)
+                    g1, g2 = tl.where(positioned, turned1, g1), tl.where(positioned, turned2, g2)
+                x1, x2, rstd = _normalised(x1, x2, within, eps, HEAD_DIM, RMS)
+                dw1 += g1 * x1
+                dw2 += g2 * x2
+                if HAS_BIAS:
+                    db1 += g1
+                    db2 += g2
+                g1, g2 = g1 * w1, g2 * w2
+                mean_gx = tl.sum(g1 * x1 + g2 * x2, 1)[:, None] / HEAD_DIM
+                d1, d2 = g1 - x1 * mean_gx, g2 - x2 * mean_gx
+                if not RMS:
+                    mean_g = tl.sum(g1 + g2, 1)[:, None] / HEAD_DIM
+                    d1, d2 = d1 - mean_g, d2 - mean_g
+                here = dx_rows + i * stride_dh.to(tl.int64) * UNIT
+                store_pairs(here, d1 * rstd, d2 * rstd, within, HEAD_DIM, HALF, INTERLEAVED)
     partial = partial_ptr + (which * programs + tl.program_id(0) // 2).to(tl.int64) * HEAD_DIM
     store_pairs(partial, tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], True, HEAD_DIM, HALF, INTERLEAVED)
     if HAS_BIAS:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q and k, all heads that share a table in one pass:
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of q and k in one pass:
 
     out1 = x1 cos1 - x2 sin1        x = (x1, x2): the halves of a head, or its even and odd elements
     out2 = x2 cos2 + x1 sin2
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels import _cost
-from fastvit.kernels._pairs import load_pairs, rotate, store_pairs
+from fastvit.kernels._pairs import load_pairs, load_tables, part, rotate, rows, share, store_pairs
 
 _STRIDES = [f"stride_{x}{i}" for x in "xto" for i in "bnh"]
 
 
 @triton.jit(
-    do_not_specialize=["N", "P", "first", "heads", "rotated", *_STRIDES],
+    do_not_specialize=["N", "P", "first_token", "heads", "rotated", "steps", *_STRIDES],
     launch_metadata=_cost.of_rows("x_ptr", rows="N", columns="heads"),
 )
 def rotary_kernel(
@@ -27,34 +27,42 @@ def rotary_kernel(
     # output
     out_ptr,  # as x; may be x itself
     # tokens, of which P are prefix; the first one that is written; heads that are written and that are rotated
-    N, P, first, heads, rotated,
+    N, P, first_token, heads, rotated, steps,
     # strides in UNITs: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_tb, stride_tn, stride_th,
     stride_ob, stride_on, stride_oh,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program owns BLOCK_N tokens of HEADS heads; grid: batch x token blocks x head groups, flattened."""
-    groups = tl.cdiv(heads, HEADS)
-    blocks = tl.cdiv(N - first, BLOCK_N)
-    batch = (tl.program_id(0) // (groups * blocks)).to(tl.int64)
-    start = (first + tl.program_id(0) // groups % blocks * BLOCK_N).to(tl.int64)
-    tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
-    within = tokens < N - start
-    positioned = within & (tokens >= P - start)
-    x_rows = x_ptr + (batch * stride_xb + start * stride_xn) * UNIT + tokens * (stride_xn * UNIT)
-    out_rows = out_ptr + (batch * stride_ob + start * stride_on) * UNIT + tokens * (stride_on * UNIT)
-    table_rows = (batch * stride_tb + (start - P) * stride_tn) * UNIT + tokens * (stride_tn * UNIT)
-    for i in tl.static_range(HEADS):
-        head = tl.program_id(0) % groups * HEADS + i
-        if i == 0 or TABLE_HEADS > 1:
-            of_head = table_rows + (head % TABLE_HEADS).to(tl.int64) * stride_th * UNIT
-            sin1, sin2 = load_pairs(sin_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-            cos1, cos2 = load_pairs(cos_ptr + of_head, positioned, HEAD_DIM, HALF, INTERLEAVED)
-        mask = within & (head < heads)
-        x1, x2 = load_pairs(x_rows + head.to(tl.int64) * stride_xh * UNIT, mask, HEAD_DIM, HALF, INTERLEAVED)
-        turned = positioned & (head < rotated)
-        y1, y2 = rotate(x1, x2, sin1, sin2, cos1, cos2, TRANSPOSED)
-        y1, y2 = tl.where(turned, y1, x1), tl.where(turned, y2, x2)
-        store_pairs(out_rows + head.to(tl.int64) * stride_oh * UNIT, y1, y2, mask, HEAD_DIM, HALF, INTERLEAVED)
+    """A persistent grid: each program takes its share of all steps (see `_pairs`). SHARED: one table is everybody's."""
+    begin, end = share(steps, tl.program_id(0), tl.num_programs(0))
+    of_block = steps // tl.cdiv(N - first_token, BLOCK_N)
+    for block in range(begin // of_block, tl.cdiv(end, of_block)):
+        start = first_token + block * BLOCK_N
+        tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
+        within = tokens < N - start
+        positioned = within & (tokens >= P - start)
+        if SHARED:
+            tables = rows(0, 0, start - P, 0, tokens, 0, stride_tn, 0, UNIT)
+            sin1, sin2, cos1, cos2 = load_tables(sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        left, right = part(begin, end, block, of_block)
+        for sample in range(left // heads, tl.cdiv(right, heads)):
+            first, behind = part(left, right, sample, heads)
+            x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
+            out_rows = rows(out_ptr, sample, start, first, tokens, stride_ob, stride_on, stride_oh, UNIT)
+            for i in tl.range(0, behind - first, num_stages=STAGES):
+                if not SHARED:
+                    head = (first + i) % TABLE_HEADS
+                    tables = rows(0, sample, start - P, head, tokens, stride_tb, stride_tn, stride_th, UNIT)
+                    sin1, sin2, cos1, cos2 = load_tables(
+                        sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED
+                    )  # fmt: skip
+                here = x_rows + i * stride_xh.to(tl.int64) * UNIT
+                x1, x2 = load_pairs(here, within, HEAD_DIM, HALF, INTERLEAVED)
+                y1, y2 = rotate(x1, x2, sin1, sin2, cos1, cos2, TRANSPOSED)
+                turned = positioned & (first + i < rotated)
+                y1, y2 = tl.where(turned, y1, x1), tl.where(turned, y2, x2)
+                here = out_rows + i * stride_oh.to(tl.int64) * UNIT
+                store_pairs(here, y1, y2, within, HEAD_DIM, HALF, INTERLEAVED)

@@ -58,9 +58,10 @@ def test_accuracy(B, N, H, d, prefix, interleaved, kind, dtype, backend, device)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_more_tiles_than_programs(kind, backend, device):
-    """So that programs sum over several, and some over one more than others."""
-    tensors = tensors_of({"qkv": (13, 3, 3, 1, 16), **parameters(16, kind)}, torch.float32, device)
+@pytest.mark.parametrize(("B", "N"), [(13, 3), (5, 130)])
+def test_more_steps_than_programs(B, N, kind, backend, device):
+    """So that programs sum over several, some over fewer than others, and some over those of two blocks of tokens."""
+    tensors = tensors_of({"qkv": (B, N, 3, 1, 16), **parameters(16, kind)}, torch.float32, device)
     assert_op_as_accurate(normalise(ops, kind), normalise(formulas, kind), tensors)
 
 

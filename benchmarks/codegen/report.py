@@ -49,7 +49,7 @@ def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str
     if not blocks:
         return None
     unrolled = 1 if compiled.listing.loops else constexprs.get("STEPS", 1)
-    per_lane = _PER_LANE.get(compiled.name, 1) * constexprs.get("HEADS", 1) * constexprs.get("HEAD_DIM", 1)
+    per_lane = _PER_LANE.get(compiled.name, 1) * constexprs.get("HEAD_DIM", 1)
     count = math.prod(blocks) * unrolled * per_lane / threads
     return count, "output" if "BLOCK_K" in constexprs else "element"
 

@@ -66,7 +66,7 @@ def measure(workload: Workload) -> dict[str, Traffic]:
 # ---- why a launch moves more than the least ----
 
 _OF_HEADS = {
-    **dict.fromkeys(("sin", "cos"), "sample and group of heads"),
+    **dict.fromkeys(("sin", "cos"), "program of their tokens"),
     **{f"{x}_{of}": "program" for x in "qk" for of in ("weight", "bias")},
 }
 _OF_MASK = "head or sample that shares it, and each tile of queries that share a row"
@@ -92,7 +92,7 @@ _TILE = {  # what the programs that share an argument differ in
     },
     "patch_embed_bwd_weight_kernel": {"dout": "tile of pixels", "image": "feature tile"},
     "patch_embed_bwd_image_kernel": {"dout": "tile of pixels", "weight": "token tile"},
-    "rotary_kernel": dict.fromkeys(("sin", "cos"), "sample and group of heads"),
+    "rotary_kernel": _OF_HEADS,
     "qk_norm_fwd_kernel": _OF_HEADS,
     "qk_norm_bwd_kernel": _OF_HEADS,
     "dropout_kernel": {"seed": "program", "layer_scale": "row tile"},
@@ -104,8 +104,6 @@ _AGAIN = {  # what makes one program load an element again
     ("attention_bwd_mask_kernel", "mask"): "by each sample and head that share it",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
     ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
-    ("qk_norm_bwd_kernel", "sin"): "by each tile of a program",
-    ("qk_norm_bwd_kernel", "cos"): "by each tile of a program",
 }
 UNEXPLAINED = "unexplained"
 

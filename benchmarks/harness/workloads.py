@@ -190,6 +190,7 @@ def _rotary() -> Iterator[Workload]:
     yield from rows("gpu", B=[1, 8], N=4097, H=16, d=64)
     yield from rows("verify", B=2, N=197, H=3, d=[64, 80], spelling=spellings)
     yield from rows("traffic", B=2, N=197, H=12, d=64, spelling=spellings)
+    yield from rows("traffic", B=26, N=16, H=12, d=64, parts=132)  # of 264 samples of 197 tokens
     yield from rows("sanitize", B=2, N=70, H=3, d=[32, 72], spelling=spellings)
     for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):
         few = {64: "second kernels", 72: "second"}.get(d, "")
@@ -215,7 +216,7 @@ def _qk_norm() -> Iterator[Workload]:
     yield from rotated("gpu", B=[1, 8], N=4097, H=16, d=64)
     yield from rows("verify", B=2, N=197, H=3, d=[64, 72])
     yield from both("verify", B=2, N=197, H=3, d=[64, 80])
-    yield from rotated("traffic", B=2, N=197, H=12, d=64, parts=132)  # of a batch of 264
+    yield from rotated("traffic", B=26, N=16, H=12, d=64, parts=132)  # of 264 samples of 197 tokens
     yield from rows("traffic", B=2, N=197, H=12, d=64)
     yield from rows("sanitize", B=2, N=70, H=3, d=72)
     yield from both("sanitize", B=2, N=70, H=5, d=72)

@@ -26,14 +26,15 @@ def qk_norm_fwd(
     out = empty_like(q), empty_like(k)
     if q.numel() == 0:
         return out
-    B, N, H, d = q.shape
+    _, N, H, d = q.shape
     q, k = _alike(q, k)
     sin, cos, P, table = _positions(sin, cos, N)
     unit, strides = in_units(q.shape, q.stride(), table)
     cfg, constants = _plan(d, _library.arch(q))
+    steps, programs = _shares(q, cfg)
     launch(
-        qk_norm_fwd_kernel, 2 * _tiles(B, N, H, cfg),
-        (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out), (N, P, H, *strides, eps),
+        qk_norm_fwd_kernel, 2 * programs,
+        (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out), (N, P, H, steps, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, **constants},
     )  # fmt: skip
     return out
@@ -48,7 +49,7 @@ def qk_norm_bwd(
     _check(q, sin, cos)
     if dq is None or dk is None:
         dq, dk = empty_like(q), empty_like(k)
-    B, N, H, d = q.shape
+    _, N, H, d = q.shape
     of_weights = q_weight.dtype, k_weight.dtype
     dtypes = *of_weights, *(of_weights if has_bias else (None, None))
     if q.numel() == 0:
@@ -57,17 +58,13 @@ def qk_norm_bwd(
     sin, cos, P, table = _positions(sin, cos, N)
     unit, strides = in_units(q.shape, q.stride(), dq_out.stride(), dq.stride(), table)
     cfg, constants = _plan(d, _library.arch(q))
-    tiles = _tiles(B, N, H, cfg)
-    programs = min(
-        tiles, max(cfg.programs_per_sm * _library.multiprocessors(q.device.index) // 2, 1)
-    )  # of q, and as many of k
+    steps, programs = _shares(q, cfg)
     partial = q.new_empty((4 if has_bias else 2, programs, d), dtype=torch.float32)
     launch(
         qk_norm_bwd_kernel, 2 * programs,
         (dq_out, dk_out, q, k, *map(contiguous, (q_weight, k_weight)), sin, cos, dq, dk, partial),
-        (N, P, H, tiles, *strides, eps),
-        {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, "STAGES": cfg.num_stages,
-         **constants},
+        (N, P, H, steps, *strides, eps),
+        {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, **constants},
     )  # fmt: skip
     return dq, dk, *column_sums(partial, *dtypes)
 
@@ -94,19 +91,22 @@ def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any
 def _pairs(sin: Tensor | None, d: int, interleaved: bool) -> Constants:
     """Without positions partners may be any: neighbours where halves of a head do not begin at a multiple of 8."""
     if sin is None:
-        return {"TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
-    return {"TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
+        return {"SHARED": False, "TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
+    return {"SHARED": sin.shape[:2] == (1, 1), "TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
 
 
-def _tiles(B: int, N: int, H: int, cfg: _configs.QkNormConfig) -> int:
-    """Of q, and as many of k."""
-    return B * cdiv(N, cfg.block_n) * cdiv(H, cfg.heads)
+def _shares(q: Tensor, cfg: _configs.HeadsConfig) -> tuple[int, int]:
+    """Steps and programs of q, and as many of k."""
+    B, N, H, _ = q.shape
+    steps = B * cdiv(N, cfg.block_n) * H
+    return steps, cfg.programs(steps, _library.multiprocessors(q.device.index) / 2)
 
 
 @_tuned.cached
-def _plan(d: int, arch: str) -> tuple[_configs.QkNormConfig, Constants]:
+def _plan(d: int, arch: str) -> tuple[_configs.HeadsConfig, Constants]:
     """And the constants that both kernels have."""
-    cfg = _configs.qk_norm(d, arch)
+    cfg = _configs.of_heads(d, arch)
     return cfg, {
-        "HEAD_DIM": d, "HALF": cfg.half, "BLOCK_N": cfg.block_n, "GROUP": cfg.heads, "num_warps": cfg.num_warps,
+        "HEAD_DIM": d, "HALF": cfg.half, "BLOCK_N": cfg.block_n, "STAGES": cfg.num_stages, "num_warps": cfg.num_warps,
+        **_configs.register_limit(cfg.max_registers),
     }  # fmt: skip

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastvit.kernels import _configs
 from fastvit.kernels.rotary import rotary_kernel
+from fastvit.ops import _library
 from fastvit.ops._checks import empty_like
 from fastvit.ops._launch import cdiv, launch
 from fastvit.ops._library import Unsupported
@@ -31,12 +32,14 @@ def rotary(
         return out
     sin, cos, table = readable_tables(sin, cos)
     unit, strides = in_units(x.shape, x.stride(), table, out.stride())
-    cfg = _configs.rotary(d)
+    cfg = _configs.of_heads(d, _library.arch(x))
+    steps = B * cdiv(N - first, cfg.block_n) * heads
     launch(
-        rotary_kernel, B * cdiv(N - first, cfg.block_n) * cdiv(heads, cfg.heads),
-        (x, sin, cos, out), (N, P, first, heads, rotated, *strides),
-        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved,
-         "TRANSPOSED": transposed, "BLOCK_N": cfg.block_n, "HEADS": cfg.heads, "num_warps": cfg.num_warps},
+        rotary_kernel, cfg.programs(steps, _library.multiprocessors(x.device.index)),
+        (x, sin, cos, out), (N, P, first, heads, rotated, steps, *strides),
+        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "SHARED": sin.shape[:2] == (1, 1), "TABLE_HEADS": sin.shape[1],
+         "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "BLOCK_N": cfg.block_n, "STAGES": cfg.num_stages,
+         "num_warps": cfg.num_warps},
     )  # fmt: skip
     return out
 
