@@ -83,6 +83,7 @@ _DINOV3: dict[str, tuple[Config, Config]] = {
     "huge_plus": (_size(1280, 32, 20), _SWIGLU),
 }
 _GIANT: Config = {"patch_size": 14, **_size(1408, 40, 16), "mlp_ratio": 6144 / 1408}
+_ENORMOUS: Config = {"patch_size": 14, **_size(1792, 64, 16), "mlp_ratio": 15360 / 1792, "use_post_norm": True}
 _PE_GIANT: Config = {**_size(1536, 50, 16), "mlp_ratio": 8960 / 1536, "class_token": False, "rope_grid_offset": 0.0}
 
 CONFIGS: dict[str, Config] = {
@@ -105,6 +106,7 @@ CONFIGS: dict[str, Config] = {
     ),
     "eva02_large_patch14_clip_224": _eva02_large(_LARGE, 224, 768, scale_attn_inner=True, global_pool="token"),
     "eva02_large_patch14_clip_336": _eva02_large(_LARGE, 336, 768, scale_attn_inner=True, global_pool="token"),
+    "eva02_enormous_patch14_clip_224": {"num_classes": 1024, "global_pool": "token", **_ENORMOUS},
     **{f"eva_giant_patch14_{px}": {"img_size": px, **_GIANT} for px in (224, 336, 560)},
     "eva_giant_patch14_clip_224": {"num_classes": 1024, "global_pool": "token", **_GIANT},
     "vit_pe_core_tiny_patch16_384": _pe_core(_TINY, 16, 384, 512, 24),

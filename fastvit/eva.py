@@ -16,7 +16,7 @@ from fastvit._arguments import (
     check_number,
     check_rates,
 )
-from fastvit.eva_layers import EvaBlock
+from fastvit.eva_layers import EvaBlock, EvaBlockPostNorm
 from fastvit.layers import NormLayer
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 from fastvit.vit import NORM_LAYERS, VisionTransformer
@@ -44,6 +44,7 @@ class Eva(VisionTransformer):
             `RotaryEmbeddingMixed`, whose heads are not rotated by halves.
         rope_temperature, rope_grid_indexing, rope_grid_offset (not of "mixed"), ref_feat_shape (of "cat"),
             rope_shift_coords, rope_jitter_coords, rope_rescale_coords (of "dinov3"): of these.
+        use_post_norm: blocks are `EvaBlockPostNorm`, with the norm at the end of each branch.
         use_pre_transformer_norm: a norm before the blocks, and no bias in the patch embedding.
         use_fc_norm: a norm behind the pooling; None for one where patches are averaged.
         use_post_transformer_norm: a norm behind the blocks; None for one where use_fc_norm has none.
@@ -68,7 +69,7 @@ class Eva(VisionTransformer):
         rope_temperature: float = 10000.0, rope_grid_offset: float = 0.0, rope_grid_indexing: str = "ij",
         rope_rotate_half: bool = False, ref_feat_shape: Pair | None = None, rope_shift_coords: float | None = None,
         rope_jitter_coords: float | None = None, rope_rescale_coords: float | None = None,
-        use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
+        use_post_norm: bool = False, use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
         use_post_transformer_norm: bool | None = None, patch_drop_rate: float = 0.0, head_init_scale: float = 0.001,
         qk_norm: bool = False, **options: Any,
     ) -> None:  # fmt: skip
@@ -80,8 +81,9 @@ class Eva(VisionTransformer):
         check_flags(
             qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp, scale_attn_inner=scale_attn_inner,
             class_token=class_token, use_abs_pos_emb=use_abs_pos_emb, use_rot_pos_emb=use_rot_pos_emb,
-            rope_rotate_half=rope_rotate_half, use_pre_transformer_norm=use_pre_transformer_norm,
-            use_fc_norm=use_fc_norm or False, use_post_transformer_norm=use_post_transformer_norm or False,
+            rope_rotate_half=rope_rotate_half, use_post_norm=use_post_norm,
+            use_pre_transformer_norm=use_pre_transformer_norm, use_fc_norm=use_fc_norm or False,
+            use_post_transformer_norm=use_post_transformer_norm or False,
         )  # fmt: skip
         check_number("head_init_scale", head_init_scale, lambda s: s >= 0.0, "not negative")
         check_rates(patch_drop_rate=patch_drop_rate)
@@ -93,11 +95,11 @@ class Eva(VisionTransformer):
         if global_pool == "map":
             options = {"pool_include_prefix": True, **options}
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
-        post_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
+        final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
 
         def block(dim: int, num_heads: int, **of_vit: Any) -> EvaBlock:
             of_block = {name: value for name, value in of_vit.items() if name not in _NOT_OF_A_BLOCK}
-            return EvaBlock(
+            return (EvaBlockPostNorm if use_post_norm else EvaBlock)(
                 dim, num_heads, qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, swiglu_align_to=swiglu_align_to,
                 scale_mlp=scale_mlp, scale_attn_inner=scale_attn_inner, attn_type=attn_type,
                 num_prefix_tokens=int(class_token) + num_reg_tokens, rotate_half=rope_rotate_half, **of_block,
@@ -107,11 +109,11 @@ class Eva(VisionTransformer):
             img_size, patch_size, in_chans, num_classes, global_pool, embed_dim, depth, num_heads, mlp_ratio, qkv_bias,
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
-            final_norm=fc_norm or post_norm, fc_norm=fc_norm, norm_layer=norm_layer, block_fn=block, fix_init=True,
+            final_norm=fc_norm or final_norm, fc_norm=fc_norm, norm_layer=norm_layer, block_fn=block, fix_init=True,
             patch_drop_rate=patch_drop_rate, qk_norm=qk_norm, **options,
         )  # fmt: skip
         factory = {name: options.get(name) for name in ("device", "dtype")}
-        if fc_norm and post_norm:
+        if fc_norm and final_norm:
             self.norm = by_name("norm_layer", norm_layer, NORM_LAYERS)(embed_dim, **factory)
         self.head_init_scale = head_init_scale
         self._scale_head()

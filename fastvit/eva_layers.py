@@ -26,7 +26,7 @@ from fastvit._arguments import (
 from fastvit._modules import read_or_none, submodules
 from fastvit.layers import ACT_LAYERS, ActLayer, DropPath, LayerNorm, Mlp, NormLayer, SwiGLU, SwiGLUPacked
 
-__all__ = ["AttentionRope", "EvaAttention", "EvaBlock"]
+__all__ = ["AttentionRope", "EvaAttention", "EvaBlock", "EvaBlockPostNorm"]
 
 
 class EvaAttention(nn.Module):
@@ -213,6 +213,33 @@ class EvaBlock(nn.Module):
         if mlp is not None:
             return fuse.run_mlp_half(x, mlp)
         return x + self.drop_path2(_scaled(self.mlp(self.norm2(x)), self.gamma_2))
+
+
+class EvaBlockPostNorm(EvaBlock):
+    """`EvaBlock` with the norm at the end of each branch, (B, N, D) -> (B, N, D), as EVA-02's CLIP E has it:
+
+        x + drop_path1(norm1(attn(x, rope)))
+        x + drop_path2(norm2(mlp(x)))
+
+    Attention, MLP and norms are ops each.
+
+    Args:
+        dim, num_heads, options: as in `EvaBlock`; as in timm, init_values is not used, and swiglu_align_to with
+            scale_mlp alone.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, *, init_values: float | None = None, scale_mlp: bool = False,
+        swiglu_align_to: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        check_init_values(init_values)
+        align_to = swiglu_align_to if scale_mlp else 0
+        super().__init__(dim, num_heads, scale_mlp=scale_mlp, swiglu_align_to=align_to, **options)
+
+    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """rope: as in `EvaAttention`."""
+        x = x + self.drop_path1(self.norm1(self.attn(x, rope)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
 def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:

@@ -153,6 +153,21 @@ class EvaBlock(nn.Module):
         return x + self.drop_path2(branch if self.gamma_2 is None else self.gamma_2 * branch)
 
 
+class EvaBlockPostNorm(EvaBlock):
+    """x + LN(Attention(x)), then x + LN(Mlp(x)). (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self, dim: int, num_heads: int, *, init_values: float | None, swiglu_align_to: int, scale_mlp: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        align_to = swiglu_align_to if scale_mlp else 0
+        super().__init__(dim, num_heads, init_values=None, swiglu_align_to=align_to, scale_mlp=scale_mlp, **options)
+
+    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path1(self.norm1(self.attn(x, rope)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
 class Rope(nn.Module):
     """float32 sin and cos, (h*w, 2 d), of the angles coordinate * frequency, first of one axis, then of the other."""
 
@@ -226,18 +241,18 @@ class Eva(VisionTransformer):
         rope_temperature: float = 10000.0, rope_grid_offset: float = 0.0, rope_grid_indexing: str = "ij",
         rope_rotate_half: bool = False, ref_feat_shape: Size | None = None, rope_shift_coords: float | None = None,
         rope_jitter_coords: float | None = None, rope_rescale_coords: float | None = None,
-        use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
+        use_post_norm: bool = False, use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
         use_post_transformer_norm: bool | None = None, head_init_scale: float = 0.001, **options: Any,
     ) -> None:  # fmt: skip
         if global_pool == "map":
             options = {"pool_include_prefix": True, **options}
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
-        post_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
+        final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
 
         def block(dim: int, num_heads: int, *, drop_path: float, **of_vit: Any) -> EvaBlock:
             for name in ("proj_bias", "scale_attn_norm", "scale_mlp_norm", "act_layer", "mlp_layer"):
                 of_vit.pop(name)
-            return EvaBlock(
+            return (EvaBlockPostNorm if use_post_norm else EvaBlock)(
                 dim, num_heads, qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, swiglu_align_to=swiglu_align_to,
                 scale_mlp=scale_mlp, scale_attn_inner=scale_attn_inner, attn_type=attn_type, drop_path=drop_path,
                 num_prefix_tokens=int(class_token) + num_reg_tokens, rotate_half=rope_rotate_half, **of_vit,
@@ -247,7 +262,7 @@ class Eva(VisionTransformer):
             img_size, patch_size, in_chans, num_classes, global_pool, embed_dim, depth, num_heads, mlp_ratio, qkv_bias,
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
-            final_norm=fc_norm or post_norm, fc_norm=fc_norm, block_fn=block, **options,
+            final_norm=fc_norm or final_norm, fc_norm=fc_norm, block_fn=block, **options,
         )  # fmt: skip
         self.rope: Rope | MixedRope | None = None
         if use_rot_pos_emb and rope_type == "mixed":

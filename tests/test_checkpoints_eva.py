@@ -25,6 +25,7 @@ def ours(name: str, weights: dict[str, Tensor], **more: Any) -> Any:
         "vit_small_patch16_dinov3",
         "vit_small_plus_patch16_dinov3_qkvb",
         "eva02_base_patch14_448",
+        "eva02_enormous_patch14_clip_224",
         "vit_pe_core_small_patch16_384",
         "vit_small_patch16_rope_224",
     ],

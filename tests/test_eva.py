@@ -28,17 +28,18 @@ PARAMETERS = {
     "eva02_large_patch14_448": 305_080_232,
     "vit_pe_spatial_gigantic_patch14_448": 1_851_887_104,
     "vit_pe_core_base_patch16_224": 93_673_984,
+    "eva02_enormous_patch14_clip_224": 4_350_556_928,
     "vit_small_patch16_rope_mixed_224": 21_988_840,
 }
 # one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;
 # three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks, with attention
-# pooling and without; xy; learnt frequencies; registers alone
+# pooling and without; xy; learnt frequencies; registers alone; norms behind the branches
 KINDS = [
     "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "vit_tiny_patch16_dinov3_qkvb",
     "eva02_tiny_patch14_224", "eva02_base_patch14_448", "eva02_base_patch16_clip_224", "eva_giant_patch14_224",
     "vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_pe_lang_gigantic_patch14_448",
     "vit_small_patch16_rope_224", "vit_small_patch16_rope_ape_224", "vit_small_patch16_rope_mixed_224",
-    "vit_mediumd_patch16_rope_reg1_gap_256",
+    "vit_mediumd_patch16_rope_reg1_gap_256", "eva02_enormous_patch14_clip_224",
 ]  # fmt: skip
 every_kind = pytest.mark.parametrize("name", KINDS)
 
@@ -84,7 +85,7 @@ def test_keys_and_defaults_are_timms(name: str) -> None:
         assert [getattr(m.get_submodule(norm), "eps", None) for m in (ours, theirs)] == [
             getattr(theirs.get_submodule(norm), "eps", None)
         ] * 2, norm
-    assert ours.blocks[0].init_values == theirs.blocks[0].init_values
+    assert ours.blocks[0].init_values == getattr(theirs.blocks[0], "init_values", None)
     assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size
     assert ours.no_weight_decay() == theirs.no_weight_decay()
     if ours.rope is not None and hasattr(theirs.rope, "grid_offset"):
@@ -202,6 +203,21 @@ def test_norms_behind_the_blocks_are_timms(fc_norm: bool, post_norm: bool) -> No
         assert close(ours(images(ours)), theirs(images(ours)))
 
 
+@pytest.mark.parametrize(
+    "gate", [{}, {"swiglu_mlp": True}, {"swiglu_mlp": True, "scale_mlp": True, "swiglu_align_to": 24}], ids=str
+)
+def test_norms_behind_the_branches_are_timms(gate: dict[str, Any]) -> None:
+    """With every kind of MLP, rotary positions, and what such blocks take no notice of."""
+    options: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3, **gate}
+    options |= {"use_post_norm": True, "use_rot_pos_emb": True, "init_values": 0.5}
+    ours, theirs = Eva(**options).eval(), import_timm().models.eva.Eva(**options).eval()
+    assert shapes(ours) == shapes(theirs) == shapes(ReferenceEva(**options))
+    twins(ours, theirs)
+    with torch.no_grad():
+        assert close(ours(images(ours)), theirs(images(ours)))
+    assert_accurate(options, torch.float32, torch.device("cpu"))
+
+
 def test_other_image_sizes(device: torch.device) -> None:
     """DINOv3's take any that patches divide, and so does a model that is told of another."""
     timm = import_timm()
@@ -219,8 +235,12 @@ def test_other_image_sizes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_224", "vit_small_patch16_rope_224"]
-)
+    "name",
+    [
+        "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_224", "vit_small_patch16_rope_224",
+        "eva02_enormous_patch14_clip_224",
+    ],
+)  # fmt: skip
 def test_initialised_as_timms(name: str) -> None:
     arguments = {"embed_dim": 96, "depth": 2, "num_heads": 2, "num_classes": 400}
     ours, theirs = (library.create_model(name, **arguments).state_dict() for library in (fastvit, import_timm()))
