@@ -100,6 +100,25 @@ def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(
         assert ratios["fused"] == ratios["eager"] < 1.0
 
 
+def test_agreement_judges_one_unlucky_element_by_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fused's in the first, where eager has such elements in the others."""
+    seen: list[torch.Tensor] = []
+
+    def build(provider: str, draw: Draw) -> Runner:
+        x = draw.normal(1000)
+        if provider == "fused":
+            seen.append(x)
+        error = torch.full((1000,), 0.0 if draw.compute is torch.float64 else 1e-3, dtype=x.dtype)
+        if provider == ("fused" if len(seen) < 2 else "eager"):
+            error[0] *= 9
+        return Runner(lambda: x * x + error, (x,))
+
+    ratios = agreement(_workload(monkeypatch, build), "inference", ("eager", "fused"), torch.float32, CPU)
+    assert ratios["fused"] == pytest.approx(1, abs=0.1)
+    assert len(seen) == 4
+    assert not torch.equal(seen[0], seen[1])
+
+
 def test_cost_of_a_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(provider: str, draw: Draw, M: int, K: int, N: int) -> Runner:
         a, b = draw.normal(M, K), draw.normal(K, N)

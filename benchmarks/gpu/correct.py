@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
 from fastvit.ops.dropout import draw_seeds, dropout_op
 from fastvit.study import _eager as eager
-from fastvit.study._oracle import error_ratio, poisoned
+from fastvit.study._oracle import Compared, poisoned, pooled_ratios
 
 SEED = 7
 _TOGETHER = {
@@ -128,23 +128,29 @@ def results(runner: Runner, gradients: tuple[Tensor, ...]) -> tuple[tuple[Tensor
 
 def check(case: Workload, dtype: torch.dtype, device: torch.device) -> tuple[list[float], str]:
     """The worst error ratios of outputs and of gradients, and what is wrong; empty if nothing is."""
-    found = []
-    for provider, compute in (("eager", torch.float64), ("eager", None), ("fused", None)):
-        runner = build(case, provider, draw := Draw(dtype, device, compute))
-        gradients = draw.cotangents(runner.outputs())
-        with poisoned() if provider == "fused" else contextlib.nullcontext():
-            found.append(results(runner, gradients))
-            if provider == "fused":
-                again = results(runner, gradients)
-    exact, same, got = found
-    ratios = []
-    for kind, factor in enumerate(FACTOR.values()):  # of outputs, of gradients
-        triples = zip(got[kind], same[kind], exact[kind], strict=True)
-        ratios.append(max(error_ratio(*triple, factor) for triple in triples))
+    same = True
+
+    def compared(number: int) -> Iterator[Compared]:
+        nonlocal same
+        found = []
+        for provider, compute in (("fused", None), ("eager", None), ("eager", torch.float64)):
+            runner = build(case, provider, draw := Draw(dtype, device, compute, number))
+            gradients = draw.cotangents(runner.outputs())
+            with poisoned() if provider == "fused" else contextlib.nullcontext():
+                found.append(results(runner, gradients))
+                if provider == "fused":
+                    again = results(runner, gradients)
+        same &= all(torch.equal(a, b) for kind in (0, 1) for a, b in zip(found[0][kind], again[kind], strict=True))
+        for kind, name in enumerate(("output", "d")):
+            for i, triple in enumerate(zip(*(of[kind] for of in found), strict=True)):
+                yield Compared(f"{name}{i}", *triple)
+
+    of_each = pooled_ratios(compared)
+    ratios = [max(ratio for name, ratio in of_each.items() if name.startswith(kind)) for kind in ("output", "d")]
     wrong = []
     if any(ratio > factor for ratio, factor in zip(ratios, FACTOR.values(), strict=True)):
         wrong.append("inaccurate")
-    if not all(torch.equal(a, b) for kind in (0, 1) for a, b in zip(got[kind], again[kind], strict=True)):
+    if not same:
         wrong.append("another result the second time")
     return ratios, ", ".join(wrong)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +16,17 @@ class Draw:
     """Deterministic data: the same calls give the same numbers for every provider and precision.
 
     Numbers are rounded to `dtype`, the precision under test, and then held in `compute`, so that a float64 run is the
-    exact answer for the very inputs that the others get. On the "meta" device nothing is computed.
+    exact answer for the very inputs that the others get. On the "meta" device nothing is computed. number: of several
+    draws, each of other numbers.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, compute: torch.dtype | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device | str, compute: torch.dtype | None = None, number: int = 0
+    ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
         self.compute = compute or dtype
-        self._seeds: Iterator[int] = iter(range(1 << 30))
+        self._seeds = itertools.count(number << 20)  # generators on the CPU see 32 bits
 
     def _random(self, shape: tuple[int, ...], std: float, mean: float) -> Tensor:
         seed = next(self._seeds)

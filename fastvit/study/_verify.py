@@ -21,7 +21,6 @@ from fastvit.study._op_cases import HEAD_DIMS
 
 OPS = tuple(name for name in ops.__all__ if name not in ("Norm", "Rotary", "use_backend"))
 _BATCH = 2  # images of a whole model
-_DRAWS = 4
 _NOTHING = 1e-11  # of the weight's gradient: what float64 leaves of a bias's that is zero
 
 
@@ -129,10 +128,10 @@ def _verdict(
     try:
         with _measured(device):
             try:
-                ratios = _ratios(functools.partial(compared, True))
+                ratios = _oracle.pooled_ratios(functools.partial(compared, True))
             except Unsupported as reason:
                 path, note = "ATen", str(reason)
-                ratios = _ratios(functools.partial(compared, False))
+                ratios = _oracle.pooled_ratios(functools.partial(compared, False))
     except Exception as error:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # raises where the error has ended the context: nothing can follow then
@@ -149,23 +148,6 @@ def _verdict(
         note = "; ".join(filter(None, (note, "not finite where the exact result is, or the reverse")))
     passed = output <= _oracle.OUTPUT and gradient <= _oracle.GRADIENT
     return Verdict(name, dtype, head_dim, width, tokens, path, output, gradient, worst, passed, note)
-
-
-def _ratios(compared: Callable[[int], Iterator[_oracle.Compared]]) -> dict[str, float]:
-    """Of the first draw; or of all draws together where that one misses the rule. Errors have long tails: one element
-    of a hundred thousand may be an unlucky one of fused's, as it may be of eager's."""
-    errors: dict[str, list[tuple[_oracle.Error, ...]]] = {}
-    for draw in range(_DRAWS):
-        ratios, holds = {}, True
-        for one in compared(draw):
-            errors.setdefault(one.name, []).append(_oracle.errors(one.got, one.eager, one.exact))
-            pooled = map(_oracle.Error.pooled, zip(*errors[one.name], strict=True))
-            ratio = max((error.ratio(one.factor) for error in pooled), default=0.0)
-            ratios[one.name] = math.inf if _oracle.misplaced(one.got, one.exact) else ratio
-            holds &= ratios[one.name] <= one.factor
-        if (draw == 0 and holds) or math.inf in ratios.values():
-            break
-    return ratios
 
 
 def _compared_op(
