@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ ACTIVATIONS: dict[type | str, str] = {
     "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.SiLUActivation": "silu",
 }
+_IDENTITY = {nn.Identity}
 SILU = nn.SiLU()  # for modules that call the function
 
 
@@ -64,7 +64,7 @@ def read_attention(attn: Any) -> Attention:
 def read_norms_of_attention(attn: nn.Module) -> tuple[Norm | None, tuple[Norm, Norm] | None]:
     """Of `norm`, and of `q_norm` and `k_norm`: what timm's attention may have beside its four layers, but for a gate,
     which no op has."""
-    if not isinstance(attn._modules.get("gate"), nn.Identity | None):
+    if not _left_out(attn, "gate"):
         raise Unsupported("a gate in attention")
     return read_inner_norm(attn), read_qk_norm(attn)
 
@@ -73,13 +73,22 @@ def read_qk_norm(
     attn: nn.Module, classes: Classes = NORM, read: Callable[[Any], Norm] | None = None
 ) -> tuple[Norm, Norm] | None:
     """Of `q_norm` and `k_norm`, where there are any. read: reads those of the classes, `read_norm` if None."""
-    kinds = {type(attn._modules.get("q_norm")), type(attn._modules.get("k_norm"))}
-    if kinds <= {nn.Identity, NoneType}:
+    if _left_out(attn, "q_norm", "k_norm"):
         return None
     q_norm, k_norm = map(read or read_norm, submodules(attn, q_norm=classes, k_norm=classes))
     if (q_norm.kind, q_norm.eps, q_norm.bias is None) != (k_norm.kind, k_norm.eps, k_norm.bias is None):
         raise Unsupported("q_norm and k_norm are of two kinds")
     return q_norm, k_norm
+
+
+def _left_out(module: nn.Module, *names: str) -> bool:
+    """Whether there are no such submodules, or identities, which may have hooks."""
+    children = module._modules
+    present = {name: _IDENTITY for name in names if children.get(name) is not None}
+    if any(type(children[name]) is not nn.Identity for name in present):
+        return False
+    submodules(module, present)
+    return True
 
 
 def read_mlp(mlp: Any) -> Mlp:
@@ -101,7 +110,7 @@ def _read_gated_mlp(mlp: Any) -> Mlp:
 
 def read_inner_norm(branch: nn.Module) -> Norm | None:
     """Of `norm`, in front of the last layer, where there is one."""
-    if type(branch._modules.get("norm")) in (nn.Identity, NoneType):
+    if _left_out(branch, "norm"):
         return None
     return read_norm(*submodules(branch, norm=NORM))
 

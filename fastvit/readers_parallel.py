@@ -17,7 +17,6 @@ _BLOCK = {
     "in_norm": NORM, "in_proj": LINEAR, "attn_drop": DROPOUT, "mlp_act": ACTIVATIONS, "mlp_drop": DROPOUT,
     "ls": LAYER_SCALE, "drop_path": DROP_PATH,
 }  # fmt: skip
-_NO_QK_NORM = {"q_norm": {nn.Identity}, "k_norm": {nn.Identity}}
 
 
 class Parallel(NamedTuple):
@@ -30,8 +29,6 @@ class Parallel(NamedTuple):
 def read_block(block: Any) -> Parallel:
     norm, into, attn_drop, act, mlp_drop, scale, drop_path = submodules(block, _BLOCK)
     qk_norm = readers.read_qk_norm(block)
-    if qk_norm is None:
-        submodules(block, _NO_QK_NORM)  # which may have hooks
     D = into.in_features
     rows = into.out_features - 3 * D, 3 * D
     weight, bias = _plain(into)

@@ -111,14 +111,16 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H, N, d) each -> (B, H, N, d)"""
+        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
+        return self.attn_drop(scores.softmax(dim=-1)) @ v
+
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
-        q, k = self.q_norm(q), self.k_norm(k)
-        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
-        probabilities = self.attn_drop(scores.softmax(dim=-1))
-        out = (probabilities @ v).transpose(1, 2).reshape(B, N, D)
+        out = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
         return self.proj_drop(self.proj(self.norm(out)))
 
 
@@ -250,10 +252,7 @@ class ParallelScalingBlock(nn.Module):
         self.ls = nn.Identity() if init_values is None else LayerScale(dim, init_values, **factory)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(B, H, N, d) each -> (B, H, N, d)"""
-        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
-        return self.attn_drop(scores.softmax(dim=-1)) @ v
+    attend: Any = Attention.attend
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, D = x.shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit.reference import DropPath, Layer, Mlp, Size, VisionTransformer
+from fastvit.reference import Attention, DropPath, Layer, Mlp, Size, VisionTransformer
 
 
 class SwiGLU(nn.Module):
@@ -105,13 +105,14 @@ class EvaAttention(nn.Module):
             turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
         return torch.cat([prefix, (x * cos + turned * sin).to(x.dtype)], dim=2)
 
+    attend: Any = Attention.attend
+
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.project(x))
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
-        weights = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
-        out = (weights @ v).transpose(1, 2).flatten(2)
+        out = self.attend(q, k, v).transpose(1, 2).flatten(2)
         return self.proj_drop(self.proj(self.norm(out)))
 
 

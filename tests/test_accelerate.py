@@ -217,6 +217,14 @@ def test_causal_attention_falls_back_by_call(vit: nn.Module) -> None:
     assert not close(block(x), block(x, is_causal=True))
 
 
+@pytest.mark.parametrize("name", ["attn.q_norm", "attn.k_norm", "attn.norm", "mlp.norm"])
+def test_a_hook_where_a_block_has_no_norm(name: str, vit: nn.Module, image: Tensor) -> None:
+    """On the identity in its place, where q or what is projected is to be had."""
+    vit.blocks[0].get_submodule(name).register_forward_hook(lambda _, __, output: output * 2)
+    report = accelerate_as_it_was(vit, lambda: vit(image))
+    assert outcome(report, "blocks.0")[0] == "skipped"
+
+
 def test_a_hook_where_a_parallel_block_has_no_qk_norm(timm) -> None:
     """On the identity in its place: it runs as in timm's."""
     block = timm.models.vision_transformer.ParallelScalingBlock(64, 4)

@@ -158,17 +158,29 @@ def test_blocks_run_as_two_ops(name: str, device: torch.device) -> None:
 
 
 def test_a_hook_inside_is_called(device: torch.device) -> None:
-    """On a norm, on the projections, on the probabilities, on the gate: the same result by the modules one by one."""
+    """On a norm or what is in its place, on the projections, on the probabilities, on the gate: the same result by the
+    modules one by one."""
     model = randomised(Eva(**small("eva02_base_patch14_448"), device=device)).eval()
     image = images(model, device=device)
     want = model(image)
     seen: list[str] = []
-    for name in ("norm1", "attn.q_proj", "attn.attn_drop", "attn.proj", "mlp.fc1_g", "mlp.norm", "norm2"):
+    names = [
+        "norm1",
+        "attn.q_proj",
+        "attn.k_norm",
+        "attn.attn_drop",
+        "attn.norm",
+        "attn.proj",
+        "mlp.fc1_g",
+        "mlp.norm",
+        "norm2",
+    ]
+    for name in names:
         module = model.blocks[0].get_submodule(name)
         handle = module.register_forward_hook(lambda *_, name=name: seen.append(name))
         assert close(model(image), want), name
         handle.remove()
-    assert seen == ["norm1", "attn.q_proj", "attn.attn_drop", "attn.proj", "mlp.fc1_g", "mlp.norm", "norm2"]
+    assert seen == names
     packed = randomised(Eva(**small("vit_tiny_patch16_dinov3_qkvb"), device=device)).eval()
     image = images(packed, device=device)
     want = packed(image)
