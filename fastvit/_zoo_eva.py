@@ -1,6 +1,7 @@
 """Models of `fastvit.eva.Eva` by name, under timm's names and with timm's defaults.
 
 DINOv3    Simeoni et al. 2025, arXiv:2508.10104; qkvb: with the zero biases of q and v that timm keeps as parameters
+LingBot   LingBot-Vision 2026, arXiv:2607.05247: DINOv3's shapes
 EVA       Fang et al. 2022, arXiv:2211.07636; EVA-02: 2023, arXiv:2303.11331
 PE        Perception Encoder, Bolya et al. 2025, arXiv:2504.13181: core, with attention pooling, lang and spatial
 ROPE-ViT  Heo et al. 2024, arXiv:2403.13298; those with registers are timm's
@@ -92,6 +93,13 @@ CONFIGS: dict[str, Config] = {
     "vit_tiny_patch16_dinov3_qkvb": _dinov3(_TINY),
     "vit_7b_patch16_dinov3": _dinov3(
         _size(4096, 40, 32), qkv_bias=False, mlp_ratio=2.0, swiglu_mlp=True, swiglu_align_to=64
+    ),
+    **{
+        f"vit_{name}_patch16_lingbot": _dinov3(size, img_size=512, global_pool="token")
+        for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
+    },
+    "vit_giant_patch16_lingbot": _dinov3(
+        _size(1536, 40, 24), img_size=512, global_pool="token", qkv_bias=False, mlp_ratio=4 * 2 / 3, **_SWIGLU
     ),
     "eva02_tiny_patch14_224": _eva02(_TINY, 224, 0),
     "eva02_tiny_patch14_336": _eva02(_TINY, 336, 1000),
