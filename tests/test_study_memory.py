@@ -43,8 +43,10 @@ def test_planned_is_measured(model, sizes, mode, device):
 
 
 @pytest.mark.parametrize("dtype", ["amp", "bfloat16"])
-def test_planned_is_measured_in_16_bits(dtype, device):
-    """At a size where 0.1 MB that a CPU's matrix product takes for itself do not count."""
+def test_planned_is_measured_in_16_bits(dtype, device, monkeypatch):
+    """At a size where 0.1 MB that a CPU's matrix product takes for itself do not count, nor the keys and values of one
+    block, 0.7 MB, that PyTorch's attention packs for a CPU with AMX."""
+    monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG | {"depth": 4})
     options = {"dtype": dtype, "optimizer": "sgd", "device": device.type, "measured": True}
     assert_planned_is_measured(study.memory(SMALL, image_sizes=(64,), batches=(12,), **options))
 

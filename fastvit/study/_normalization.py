@@ -30,6 +30,7 @@ _BY_NAME = (  # the first pattern that fits
     ("beit3_*", IMAGENET),
     ("*_dinov2", IMAGENET),
     ("*_dinov3*", IMAGENET),
+    ("*_lingbot", IMAGENET),
     ("vit_*_rope_224", IMAGENET),
     ("vit_*_rope_ape_224", IMAGENET),
     ("vit_*_rope_mixed_*", IMAGENET),
