@@ -82,7 +82,8 @@ def read_qk_norm(
 
 
 def _left_out(module: nn.Module, *names: str) -> bool:
-    """Whether there are no such submodules, or identities, which may have hooks."""
+    """Whether each of these submodules is missing or an identity; Unsupported where that has hooks: somebody looks at
+    what passes through."""
     children = module._modules
     present = {name: _IDENTITY for name in names if children.get(name) is not None}
     if any(type(children[name]) is not nn.Identity for name in present):

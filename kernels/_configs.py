@@ -87,23 +87,24 @@ class HeadsConfig:
     num_warps: int
     programs_per_sm: int
     num_stages: int
-    max_registers: int | None  # a thread of the norms' kernels; NVIDIA only
+    max_registers: int | None  # a thread; NVIDIA only
 
     def programs(self, steps: int, multiprocessors: float) -> int:
-        """At least four steps each, since a program loads tables and weights, and leaves sums of its own."""
+        """About four steps each, or more, since a program loads tables and weights, and leaves sums of its own."""
         return max(min(-(-steps // 4), int(self.programs_per_sm * multiprocessors)), 1)
 
 
 def of_heads(head_dim: int, arch: str) -> HeadsConfig:
     """Of rotary positions, and of the norms of q and k. A thread has 8 elements of each half, two 16-byte accesses of
     bfloat16, and in the norms' backward pass as many of the tables, the weights and the sums: 12 warps fill an SM's
-    registers, if the compiler is told so. (At odd multiples of 8 halves need more than that.) Programs are small, for
-    small batches, but have more threads than a half has elements: else Triton takes the layout of the weights for the
-    tile's."""
+    registers, if the compiler is told so. At odd multiples of 8, whose halves are of 8-byte accesses anyway, it has 4.
+    Programs are small, for small batches, but have more threads than a half has elements: else Triton takes the layout
+    of the weights for the tile's."""
     half = next_power_of_2(head_dim // 2)
     num_warps = max(half // 16, 2)
-    stages, limit = (3, 168 if head_dim % 16 == 0 else None) if arch in FIRST_TIER else (1, None)
-    return HeadsConfig(256 * num_warps // half, half, num_warps, 12 // num_warps, stages, limit)
+    block_n = 32 * num_warps * (4 if head_dim % 16 else 8) // half
+    stages, limit = (3, 168) if arch in FIRST_TIER else (1, None)
+    return HeadsConfig(block_n, half, num_warps, 12 // num_warps, stages, limit)
 
 
 # ---- linear ----

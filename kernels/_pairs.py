@@ -1,10 +1,12 @@
 """Heads as pairs of elements that are rotated together (Su et al. 2021, arXiv:2104.09864): their two halves or, if
 interleaved, their even and odd elements; and the order in which the programs of a persistent grid take them.
 
-A step is BLOCK_N tokens of one head of one sample. Steps of the same tokens follow one another, head by head and sample
-by sample, so that a program loads what these tokens are rotated by once for all of them:
+A step is BLOCK_N tokens of one head of one sample. Steps of the same tokens of a table follow one another, head by head
+and sample by sample, so that a program loads the table once for all of them, unless each head has its own. There is one
+table for all samples, or one for each:
 
-    for block in range(begin // of_block, tl.cdiv(end, of_block)):      begin, end = share(...), of_block = B * H
+    for block in range(begin // of_block, tl.cdiv(end, of_block)):      begin, end = share(...)
+        table, start = block // blocks, block % blocks * BLOCK_N        of_block = steps // (blocks * tables)
         for sample in range(left // H, tl.cdiv(right, H)):              left, right = part(begin, end, block, of_block)
             for i in range(behind - first):                             first, behind = part(left, right, sample, H)
 """
@@ -64,11 +66,13 @@ def store_pairs(rows, x1, x2, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, 
 
 @triton.jit
 def load_tables(
-    sin_ptr, cos_ptr, offsets, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+    sin_ptr, cos_ptr, table, start, head, tokens, stride_b, stride_n, stride_h, mask,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32."""
-    sin1, sin2 = load_pairs(sin_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
-    cos1, cos2 = load_pairs(cos_ptr + offsets, mask, HEAD_DIM, HALF, INTERLEAVED)
+    """sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32, of tokens that are counted from start."""
+    at = rows(0, table, start, head, tokens, stride_b, stride_n, stride_h, UNIT)
+    sin1, sin2 = load_pairs(sin_ptr + at, mask, HEAD_DIM, HALF, INTERLEAVED)
+    cos1, cos2 = load_pairs(cos_ptr + at, mask, HEAD_DIM, HALF, INTERLEAVED)
     return sin1, sin2, cos1, cos2
 
 

@@ -32,7 +32,7 @@ def _normalised(x1, x2, mask, eps, HEAD_DIM: tl.constexpr, RMS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["N", "P", "H", "steps", *[f"stride_{x}{i}" for x in "xt" for i in "bnh"]],
+    do_not_specialize=["N", "P", "H", "steps", "tables", *[f"stride_{x}{i}" for x in "xt" for i in "bnh"]],
     launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
 )
 def qk_norm_fwd_kernel(
@@ -43,18 +43,17 @@ def qk_norm_fwd_kernel(
     sin_ptr, cos_ptr,  # [B, N - P, TABLE_HEADS, d] or None
     # outputs
     q_out_ptr, k_out_ptr,  # [B, N, H, d] T, contiguous
-    # tokens, of which P are prefix, heads, and steps of q
-    N, P, H, steps,
+    # tokens, of which P are prefix, heads, steps of q; how many samples have tables of their own, 1 for none
+    N, P, H, steps, tables,
     # strides in UNITs: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_tb, stride_tn, stride_th,
     eps: tl.float32,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, RMS: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program takes its share of all steps (see `_pairs`), all of q or all of k. SHARED: one
-    table is everybody's."""
+    """A persistent grid: each program takes its share of all steps (see `_pairs`), all of q or all of k."""
     of_q = tl.program_id(0) % 2 == 0
     x_ptr = tl.where(of_q, q_ptr, k_ptr)
     out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr)
@@ -62,16 +61,20 @@ def qk_norm_fwd_kernel(
     if q_bias_ptr is not None:
         b1, b2 = load_pairs(tl.where(of_q, q_bias_ptr, k_bias_ptr), True, HEAD_DIM, HALF, INTERLEAVED)
     begin, end = share(steps, tl.program_id(0) // 2, tl.num_programs(0) // 2)
-    of_block = steps // tl.cdiv(N, BLOCK_N)
+    blocks = tl.cdiv(N, BLOCK_N)
+    of_block = steps // (blocks * tables)
     for block in range(begin // of_block, tl.cdiv(end, of_block)):
-        start = block * BLOCK_N
+        table, start = block // blocks, block % blocks * BLOCK_N
         tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
         within = tokens < N - start
         positioned = within & (tokens >= P - start)
-        if SHARED:
-            tables = rows(0, 0, start - P, 0, tokens, 0, stride_tn, 0, UNIT)
-            sin1, sin2, cos1, cos2 = load_tables(sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        if sin_ptr is not None and TABLE_HEADS == 1:
+            sin1, sin2, cos1, cos2 = load_tables(
+                sin_ptr, cos_ptr, table, start - P, 0, tokens, stride_tb, stride_tn, stride_th, positioned,
+                UNIT, HEAD_DIM, HALF, INTERLEAVED,
+            )  # fmt: skip
         left, right = part(begin, end, block, of_block)
+        left, right = left + table * H, right + table * H
         for sample in range(left // H, tl.cdiv(right, H)):
             first, behind = part(left, right, sample, H)
             x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
@@ -84,11 +87,11 @@ def qk_norm_fwd_kernel(
                 if q_bias_ptr is not None:
                     y1, y2 = y1 + b1, y2 + b2
                 if sin_ptr is not None:
-                    if not SHARED:
+                    if TABLE_HEADS > 1:
                         head = (first + i) % TABLE_HEADS
-                        tables = rows(0, sample, start - P, head, tokens, stride_tb, stride_tn, stride_th, UNIT)
                         sin1, sin2, cos1, cos2 = load_tables(
-                            sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED
+                            sin_ptr, cos_ptr, table, start - P, head, tokens, stride_tb, stride_tn, stride_th,
+                            positioned, UNIT, HEAD_DIM, HALF, INTERLEAVED,
                         )  # fmt: skip
                     turned1, turned2 = rotate(y1, y2, sin1, sin2, cos1, cos2, False)
                     y1, y2 = tl.where(positioned, turned1, y1), tl.where(positioned, turned2, y2)
@@ -96,7 +99,7 @@ def qk_norm_fwd_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["N", "P", "H", "steps", *[f"stride_{x}{i}" for x in "xydt" for i in "bnh"]],
+    do_not_specialize=["N", "P", "H", "steps", "tables", *[f"stride_{x}{i}" for x in "xydt" for i in "bnh"]],
     launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
 )
 def qk_norm_bwd_kernel(
@@ -108,15 +111,15 @@ def qk_norm_bwd_kernel(
     # outputs
     dq_ptr, dk_ptr,  # [B, N, H, d] T; may be dq_out and dk_out themselves
     partial_ptr,  # [2 or 4, programs / 2, d] f32: of q's and k's weight, and bias
-    # tokens, of which P are prefix, heads, and steps of q
-    N, P, H, steps,
+    # tokens, of which P are prefix, heads, steps of q; how many samples have tables of their own, 1 for none
+    N, P, H, steps, tables,
     # strides in UNITs: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_yb, stride_yn, stride_yh,
     stride_db, stride_dn, stride_dh,
     stride_tb, stride_tn, stride_th,
     eps: tl.float32,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, RMS: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -131,16 +134,20 @@ def qk_norm_bwd_kernel(
     dw1 = tl.zeros([BLOCK_N, HALF], tl.float32)
     dw2, db1, db2 = dw1, dw1, dw1
     begin, end = share(steps, tl.program_id(0) // 2, programs)
-    of_block = steps // tl.cdiv(N, BLOCK_N)
+    blocks = tl.cdiv(N, BLOCK_N)
+    of_block = steps // (blocks * tables)
     for block in range(begin // of_block, tl.cdiv(end, of_block)):
-        start = block * BLOCK_N
+        table, start = block // blocks, block % blocks * BLOCK_N
         tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
         within = tokens < N - start
         positioned = within & (tokens >= P - start)
-        if SHARED:
-            tables = rows(0, 0, start - P, 0, tokens, 0, stride_tn, 0, UNIT)
-            sin1, sin2, cos1, cos2 = load_tables(sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        if sin_ptr is not None and TABLE_HEADS == 1:
+            sin1, sin2, cos1, cos2 = load_tables(
+                sin_ptr, cos_ptr, table, start - P, 0, tokens, stride_tb, stride_tn, stride_th, positioned,
+                UNIT, HEAD_DIM, HALF, INTERLEAVED,
+            )  # fmt: skip
         left, right = part(begin, end, block, of_block)
+        left, right = left + table * H, right + table * H
         for sample in range(left // H, tl.cdiv(right, H)):
             first, behind = part(left, right, sample, H)
             x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
@@ -152,11 +159,11 @@ def qk_norm_bwd_kernel(
                 here = dy_rows + i * stride_yh.to(tl.int64) * UNIT
                 g1, g2 = load_pairs(here, within, HEAD_DIM, HALF, INTERLEAVED)
                 if sin_ptr is not None:
-                    if not SHARED:
+                    if TABLE_HEADS > 1:
                         head = (first + i) % TABLE_HEADS
-                        tables = rows(0, sample, start - P, head, tokens, stride_tb, stride_tn, stride_th, UNIT)
                         sin1, sin2, cos1, cos2 = load_tables(
-                            sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED
+                            sin_ptr, cos_ptr, table, start - P, head, tokens, stride_tb, stride_tn, stride_th,
+                            positioned, UNIT, HEAD_DIM, HALF, INTERLEAVED,
                         )  # fmt: skip
                     turned1, turned2 = rotate(g1, g2, sin1, sin2, cos1, cos2, True)
                     g1, g2 = tl.where(positioned, turned1, g1), tl.where(positioned, turned2, g2)

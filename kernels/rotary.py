@@ -17,7 +17,7 @@ _STRIDES = [f"stride_{x}{i}" for x in "xto" for i in "bnh"]
 
 
 @triton.jit(
-    do_not_specialize=["N", "P", "first_token", "heads", "rotated", "steps", *_STRIDES],
+    do_not_specialize=["N", "P", "first_token", "heads", "rotated", "steps", "tables", *_STRIDES],
     launch_metadata=_cost.of_rows("x_ptr", rows="N", columns="heads"),
 )
 def rotary_kernel(
@@ -26,38 +26,43 @@ def rotary_kernel(
     sin_ptr, cos_ptr,  # [B, N - P, TABLE_HEADS, d]
     # output
     out_ptr,  # as x; may be x itself
-    # tokens, of which P are prefix; the first one that is written; heads that are written and that are rotated
-    N, P, first_token, heads, rotated, steps,
+    # tokens, of which P are prefix; the first one that is written; heads that are written and that are rotated; steps;
+    # how many samples have tables of their own, 1 for none
+    N, P, first_token, heads, rotated, steps, tables,
     # strides in UNITs: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_tb, stride_tn, stride_th,
     stride_ob, stride_on, stride_oh,
-    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, TABLE_HEADS: tl.constexpr,
+    UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TABLE_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program takes its share of all steps (see `_pairs`). SHARED: one table is everybody's."""
+    """A persistent grid: each program takes its share of all steps (see `_pairs`)."""
     begin, end = share(steps, tl.program_id(0), tl.num_programs(0))
-    of_block = steps // tl.cdiv(N - first_token, BLOCK_N)
+    blocks = tl.cdiv(N - first_token, BLOCK_N)
+    of_block = steps // (blocks * tables)
     for block in range(begin // of_block, tl.cdiv(end, of_block)):
-        start = first_token + block * BLOCK_N
+        table, start = block // blocks, first_token + block % blocks * BLOCK_N
         tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
         within = tokens < N - start
         positioned = within & (tokens >= P - start)
-        if SHARED:
-            tables = rows(0, 0, start - P, 0, tokens, 0, stride_tn, 0, UNIT)
-            sin1, sin2, cos1, cos2 = load_tables(sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED)
+        if TABLE_HEADS == 1:
+            sin1, sin2, cos1, cos2 = load_tables(
+                sin_ptr, cos_ptr, table, start - P, 0, tokens, stride_tb, stride_tn, stride_th, positioned,
+                UNIT, HEAD_DIM, HALF, INTERLEAVED,
+            )  # fmt: skip
         left, right = part(begin, end, block, of_block)
+        left, right = left + table * heads, right + table * heads
         for sample in range(left // heads, tl.cdiv(right, heads)):
             first, behind = part(left, right, sample, heads)
             x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
             out_rows = rows(out_ptr, sample, start, first, tokens, stride_ob, stride_on, stride_oh, UNIT)
             for i in tl.range(0, behind - first, num_stages=STAGES):
-                if not SHARED:
+                if TABLE_HEADS > 1:
                     head = (first + i) % TABLE_HEADS
-                    tables = rows(0, sample, start - P, head, tokens, stride_tb, stride_tn, stride_th, UNIT)
                     sin1, sin2, cos1, cos2 = load_tables(
-                        sin_ptr, cos_ptr, tables, positioned, HEAD_DIM, HALF, INTERLEAVED
+                        sin_ptr, cos_ptr, table, start - P, head, tokens, stride_tb, stride_tn, stride_th, positioned,
+                        UNIT, HEAD_DIM, HALF, INTERLEAVED,
                     )  # fmt: skip
                 here = x_rows + i * stride_xh.to(tl.int64) * UNIT
                 x1, x2 = load_pairs(here, within, HEAD_DIM, HALF, INTERLEAVED)

@@ -42,7 +42,7 @@ def normalise(module, kind, positions=None):
 @pytest.mark.parametrize(
     ("B", "N", "H", "d", "prefix", "interleaved", "kind"),
     [
-        (1, 19, 5, 64, 3, False, "layer"),  # a group of heads that is not full
+        (1, 19, 5, 64, 3, False, "layer"),  # shares of steps that are not full
         (2, 9, 2, 72, 0, True, "rms"),  # a padded head
         (1, 9, 3, 256, 3, True, "layer"),
         (1, 40, 1, 16, 40, False, "no bias"),  # nothing but prefix
@@ -100,14 +100,15 @@ def test_16_bits_are_rounded_once(dtype, backend, device):
 
 @pytest.mark.parametrize(("shape", "interleaved"), [((3,), False), ((2, 1), True), ((2, 3), True)], ids=str)
 def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
-    tensors = tensors_of({"qkv": (2, 13, 3, 3, 24), **parameters(24, "layer")}, torch.float32, device)
-    rotary = ops.Rotary(*table(*shape, 11, 24, device=device), 2, interleaved)
+    """In more than one block of tokens."""
+    tensors = tensors_of({"qkv": (2, 77, 3, 3, 24), **parameters(24, "layer")}, torch.float32, device)
+    rotary = ops.Rotary(*table(*shape, 75, 24, device=device), 2, interleaved)
     assert_op_as_accurate(normalise(ops, "layer", rotary), normalise(formulas, "layer", rotary), tensors)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_eps(kind, backend, device):
-    """Heads as small as its root, where it counts, in numbers of heads that fill a group and that do not; and none."""
+    """Heads as small as its root, where it counts, in numbers of heads that fill shares and that do not; and none."""
     for eps, heads in ((0.02, 4), (0.0, 5)):
         tensors = tensors_of({"qkv": (2, 17, 3, heads, 16), **parameters(16, kind)}, torch.float32, device)
         tensors["qkv"] = (tensors["qkv"].detach() * 0.1).requires_grad_()
@@ -172,9 +173,9 @@ def test_a_nan_stays_in_its_head(interleaved, kind, backend, device):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_in_place_is_the_same(kind, backend, device):
     """What the registered op makes of the gradients, in their own memory, which is part of a packed one."""
-    dqkv, qkv = (inputs("normal", 2, 21, 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (1, 2))
+    dqkv, qkv = (inputs("normal", 2, 85, 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (1, 2))
     weights = [inputs("normal", 24, dtype=torch.float32, device=device, seed=s) for s in (3, 4)]
-    sin, cos = (t[None, None] for t in table(18, 24, device=device))
+    sin, cos = (t[None, None] for t in table(82, 24, device=device))
     (dq, dk, dv), (q, k, _) = dqkv.unbind(2), qkv.unbind(2)
     before = dqkv.clone()
     arguments = dq, dk, q, k, *weights, sin, cos, EPS, kind == "rms", kind == "layer", False

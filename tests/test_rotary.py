@@ -60,9 +60,9 @@ def test_16_bits_are_rounded_once(dtype, backend, device):
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 3), (2, 1), (2, 3)], ids=str)
 @SPELLINGS
 def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
-    """And their gradients, which are sums over what shares them."""
-    sin, cos = (t.requires_grad_() for t in table(*shape, 11, 24, device=device))
-    qkv = inputs("normal", 2, 13, 3, 3, 24, dtype=torch.float32, device=device).requires_grad_()
+    """And their gradients, which are sums over what shares them; in more than one block of tokens."""
+    sin, cos = (t.requires_grad_() for t in table(*shape, 75, 24, device=device))
+    qkv = inputs("normal", 2, 77, 3, 3, 24, dtype=torch.float32, device=device).requires_grad_()
     tensors = {"qkv": qkv, "sin": sin, "cos": cos}
     fused, eager = (
         lambda qkv, sin, cos, module=module: module.rotary_qkvpacked(qkv, ops.Rotary(sin, cos, 2, interleaved))
@@ -136,8 +136,8 @@ def test_layouts(layout, backend, device):
 
 def test_in_place_is_the_same(backend, device):
     """What the registered op makes of a copy, in x's own memory; and the op itself leaves x alone."""
-    x = inputs("normal", 2, 21, 9, 24, dtype=torch.float32, device=device)
-    sin, cos = (t[None, None] for t in table(18, 24, device=device))
+    x = inputs("normal", 2, 85, 9, 24, dtype=torch.float32, device=device)  # several blocks of tokens
+    sin, cos = (t[None, None] for t in table(82, 24, device=device))
     for transposed in (False, True):
         before = x.clone()
         want = rotary_op(x, sin, cos, 6, False, transposed)
@@ -146,6 +146,16 @@ def test_in_place_is_the_same(backend, device):
         got = rotary_op(same, sin, cos, 6, False, transposed, same, backend=backend)
         assert got is same
         assert torch.equal(got, want)
+
+
+def test_an_expanded_table_is_one():
+    """Which a program loads once for all; what differs along a dimension stays as it is."""
+    readable_tables = pytest.importorskip("fastvit.ops.launch.rotary").readable_tables
+    one, each = torch.randn(1, 1, 5, 16), torch.randn(2, 3, 5, 16)
+    sin, cos, strides = readable_tables(one.expand(2, 3, 5, 16), one.expand(2, 3, 5, 16))
+    assert (sin.shape, cos.shape, strides) == (one.shape, one.shape, (0, 16, 0))
+    sin, _, strides = readable_tables(one.expand(2, 3, 5, 16), each)
+    assert (sin.shape, strides) == (each.shape, (240, 16, 80))
 
 
 # ---- within layer_norm_attention ----

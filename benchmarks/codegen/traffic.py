@@ -104,6 +104,11 @@ _AGAIN = {  # what makes one program load an element again
     ("attention_bwd_mask_kernel", "mask"): "by each sample and head that share it",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
     ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
+    **{
+        (kernel, table): "of a head, by each sample of a program"
+        for kernel in ("rotary_kernel", "qk_norm_fwd_kernel", "qk_norm_bwd_kernel")
+        for table in ("sin", "cos")
+    },
 }
 UNEXPLAINED = "unexplained"
 

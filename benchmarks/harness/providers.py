@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,18 +71,22 @@ def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, 
     return Runner(lambda: eager.attention_varlen(q, k, v, ends, heads), (q, k, v))
 
 
-def rotary(provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves") -> Runner:
-    x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling)
+def rotary(
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves", tables: str = "shared"
+) -> Runner:
+    """tables: "shared", or of each "sample" or "head"."""
+    x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
     function = ops.rotary if provider == "fused" else eager.rotary
     return Runner(lambda: function(x, positions), (x,))
 
 
 def qk_norm(
-    provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str | None = None
-) -> Runner:
-    """Of the q and k of a packed qkv. spelling: that of rotary positions, or None for none."""
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str | None = None,
+    tables: str = "shared",
+) -> Runner:  # fmt: skip
+    """Of the q and k of a packed qkv. spelling: that of rotary positions, or None for none. tables: as in `rotary`."""
     qkv, norms = draw.normal(B, N, 3, H, d), (_norm_of_kind(draw, d, norm), _norm_of_kind(draw, d, norm))
-    positions = None if spelling is None else _positions(draw, N, d, spelling)
+    positions = None if spelling is None else _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
     function = ops.qk_norm if provider == "fused" else eager.qk_norm
     q, k = qkv.detach().unbind(2)[:2]
     leaves = q.requires_grad_(), k.requires_grad_()
@@ -232,10 +237,16 @@ def _parameters(norms: Sequence[ops.Norm]) -> tuple[Tensor, ...]:
     return tuple(t for norm in norms for t in norm[:2] if t is not None)
 
 
-def _positions(draw: Draw, N: int, d: int, spelling: str) -> ops.Rotary:
-    """float32 tables of the patches behind one prefix token."""
-    angles = torch.linspace(0, 100, (N - 1) * d // 2, device=draw.device).view(N - 1, d // 2)
-    angles = angles.repeat_interleave(2, 1) if spelling == "interleaved" else angles.repeat(1, 2)
+_OF_TABLES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "shared": lambda B, H: (), "sample": lambda B, H: (B, 1), "head": lambda B, H: (H,),
+}  # fmt: skip
+
+
+def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = ()) -> ops.Rotary:
+    """float32 tables of the patches behind one prefix token, so many, of no two the same angles."""
+    count = math.prod(of)
+    angles = torch.linspace(0, 100 * count, count * (N - 1) * d // 2, device=draw.device).view(*of, N - 1, d // 2)
+    angles = angles.repeat_interleave(2, -1) if spelling == "interleaved" else torch.cat((angles, angles), -1)
     return ops.Rotary(angles.sin(), angles.cos(), 1, spelling == "interleaved")
 
 

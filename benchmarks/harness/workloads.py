@@ -195,12 +195,24 @@ def _rotary() -> Iterator[Workload]:
     for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):
         few = {64: "second kernels", 72: "second"}.get(d, "")
         yield from rows(f"compile {few}", B=64, N=197, H=8, d=d, spelling=spellings)
+    yield from _of_tables(rows)
     behind_norm = functools.partial(_rows, "layer_norm_attention", rotary=spellings)
     yield from behind_norm("cpu", B=1, N=197, D=768, H=12)
     yield from behind_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
     yield from _rows("layer_norm_attention", "headline", B=32, N=197, D=768, H=12, rotary="halves")
     yield from behind_norm("verify", B=4, N=197, D=384, H=6)
     yield from behind_norm("compile", B=64, N=197, D=768, H=12)
+
+
+def _of_tables(rows: Callable[..., Iterator[Workload]]) -> Iterator[Workload]:
+    """Of each sample or of each head."""
+    tables = ["sample", "head"]
+    yield from rows("verify", B=2, N=197, H=3, d=64, spelling="halves", tables=tables)
+    yield from rows("sanitize", B=2, N=70, H=3, d=32, spelling="halves", tables=tables)
+    yield from rows("traffic", B=2, N=197, H=12, d=64, spelling="halves", tables=tables)
+    yield from rows(
+        "compile second", B=64, N=197, H=8, d=[64, 72, 256], spelling=["halves", "interleaved"], tables=tables
+    )
 
 
 def _qk_norm() -> Iterator[Workload]:
@@ -225,6 +237,7 @@ def _qk_norm() -> Iterator[Workload]:
     for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):
         few = {64: "second kernels", 72: "second"}.get(d, "")
         yield from layer(f"compile {few}", B=64, N=197, H=8, d=d)
+    yield from _of_tables(layer)
     yield from rms("compile", B=64, N=197, H=8, d=[64, 72, 256])
     yield from rows("compile second", B=64, N=197, H=8, d=72)
     yield from rows("compile", B=64, N=197, H=8, d=[64, 256])

@@ -28,13 +28,14 @@ def qk_norm_fwd(
         return out
     _, N, H, d = q.shape
     q, k = _alike(q, k)
-    sin, cos, P, table = _positions(sin, cos, N)
+    sin, cos, P, tables, table = _positions(sin, cos, N)
     unit, strides = in_units(q.shape, q.stride(), table)
     cfg, constants = _plan(d, _library.arch(q))
     steps, programs = _shares(q, cfg)
     launch(
         qk_norm_fwd_kernel, 2 * programs,
-        (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out), (N, P, H, steps, *strides, eps),
+        (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out),
+        (N, P, H, steps, tables, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, **constants},
     )  # fmt: skip
     return out
@@ -55,7 +56,7 @@ def qk_norm_bwd(
     if q.numel() == 0:
         return dq, dk, *(q.new_zeros(0 if dtype is None else d, dtype=dtype) for dtype in dtypes)
     (q, k), (dq_out, dk_out) = _alike(q, k), _alike(dq_out, dk_out)
-    sin, cos, P, table = _positions(sin, cos, N)
+    sin, cos, P, tables, table = _positions(sin, cos, N)
     unit, strides = in_units(q.shape, q.stride(), dq_out.stride(), dq.stride(), table)
     cfg, constants = _plan(d, _library.arch(q))
     steps, programs = _shares(q, cfg)
@@ -63,7 +64,7 @@ def qk_norm_bwd(
     launch(
         qk_norm_bwd_kernel, 2 * programs,
         (dq_out, dk_out, q, k, *map(contiguous, (q_weight, k_weight)), sin, cos, dq, dk, partial),
-        (N, P, H, steps, *strides, eps),
+        (N, P, H, steps, tables, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, **constants},
     )  # fmt: skip
     return dq, dk, *column_sums(partial, *dtypes)
@@ -80,19 +81,19 @@ def _alike(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
 
 
-def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any, int, tuple[int, int, int]]:
-    """Tables as a kernel reads them, the number of prefix tokens, and the tables' strides."""
+def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any, int, int, tuple[int, int, int]]:
+    """Tables as a kernel reads them, the number of prefix tokens, that of tables, and their strides."""
     if sin is None or cos is None:
-        return None, None, 0, (0, 0, 0)
+        return None, None, 0, 1, (0, 0, 0)
     sin, cos, strides = readable_tables(sin, cos)
-    return sin, cos, N - sin.shape[2], strides
+    return sin, cos, N - sin.shape[2], len(sin), strides
 
 
 def _pairs(sin: Tensor | None, d: int, interleaved: bool) -> Constants:
     """Without positions partners may be any: neighbours where halves of a head do not begin at a multiple of 8."""
     if sin is None:
-        return {"SHARED": False, "TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
-    return {"SHARED": sin.shape[:2] == (1, 1), "TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
+        return {"TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
+    return {"TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
 
 
 def _shares(q: Tensor, cfg: _configs.HeadsConfig) -> tuple[int, int]:

@@ -36,16 +36,20 @@ def rotary(
     steps = B * cdiv(N - first, cfg.block_n) * heads
     launch(
         rotary_kernel, cfg.programs(steps, _library.multiprocessors(x.device.index)),
-        (x, sin, cos, out), (N, P, first, heads, rotated, steps, *strides),
-        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "SHARED": sin.shape[:2] == (1, 1), "TABLE_HEADS": sin.shape[1],
+        (x, sin, cos, out), (N, P, first, heads, rotated, steps, len(sin), *strides),
+        {"UNIT": unit, "HEAD_DIM": d, "HALF": cfg.half, "TABLE_HEADS": sin.shape[1],
          "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "BLOCK_N": cfg.block_n, "STAGES": cfg.num_stages,
-         "num_warps": cfg.num_warps},
+         "num_warps": cfg.num_warps, **_configs.register_limit(cfg.max_registers)},
     )  # fmt: skip
     return out
 
 
 def readable_tables(sin: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Both (B or 1, H or 1, T, d), or copies that have the same strides; these of batch, token and head."""
+    """Both (B or 1, H or 1, T, d), or copies that have the same strides; these of batch, token and head. One where they
+    are expanded: a program then loads it once for all."""
+    for dim in (0, 1):
+        if sin.stride(dim) == cos.stride(dim) == 0:
+            sin, cos = sin.narrow(dim, 0, 1), cos.narrow(dim, 0, 1)
     if sin.stride() != cos.stride() or sin.stride(3) != 1 or sin.stride(2) > MAX_STRIDE:
         sin, cos = sin.contiguous(), cos.contiguous()
     batch, head, token, _ = sin.stride()
