@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit import fuse, ops, readers, readers_eva
+from fastvit import fuse, ops, readers_eva
 from fastvit._arguments import (
     Device,
     Dtype,
@@ -23,7 +23,8 @@ from fastvit._arguments import (
     check_number,
     check_rates,
 )
-from fastvit._modules import read_or_none, submodules
+from fastvit._block_parts import attend
+from fastvit._modules import read_or_none
 from fastvit.layers import ACT_LAYERS, ActLayer, DropPath, LayerNorm, Mlp, NormLayer, SwiGLU, SwiGLUPacked
 
 __all__ = ["AttentionRope", "EvaAttention", "EvaBlock", "EvaBlockPostNorm"]
@@ -108,13 +109,7 @@ class EvaAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-        if read_or_none(submodules, self, attn_drop=readers.DROPOUT):
-            out = ops.attention(q, k, v, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
-        else:
-            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-            probabilities = self.attn_drop((q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1))
-            out = (probabilities @ v).transpose(1, 2)
-        return self.proj_drop(self.proj(self.norm(out.flatten(2))))
+        return self.proj_drop(self.proj(self.norm(attend(self, q, k, v).flatten(2))))
 
 
 class AttentionRope(EvaAttention):
