@@ -77,8 +77,9 @@ def test_dtypes(kind, dtype, backend, device):
 def test_long(shape, dtype, kind, backend, device):
     B, N, H, _ = shape
     mask = drawn(B, H, N, N, kind="bool" if kind == "bool" else dtype, device=device)
-    check(made(*shape, dtype=dtype, device=device), mask, scale=0.1)
-    check(made(*shape, dtype=dtype, device=device), mask[:, :, :1], scale=0.1)
+    options = {"scale": 0.1} if backend == "aten" and dtype == torch.float32 else {}  # see `drawn`
+    check(made(*shape, dtype=dtype, device=device), mask, **options)
+    check(made(*shape, dtype=dtype, device=device), mask[:, :, :1], **options)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])

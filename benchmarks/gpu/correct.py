@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.correct --out FOLDER --group "attention short"
 
-err(fused) <= factor * err(eager in the same dtype) + ulp; factor 2, for gradients 3. What fused computes into is full
+err(fused) <= factor * err(eager in the same dtype) + ulp; factor 2, for gradients 3, of one draw of numbers, or where
+that one misses the rule, of four together (`_oracle.pooled_ratios`). What fused computes into is full
 of NaN before, and it runs twice, with bitwise the same results. A group of cases is a process of its own: an illegal
 access destroys no other.
 """
