@@ -1,4 +1,5 @@
-"""Whether a fused op may stand for a submodule: exactly of a known class, without hooks, with its class's forward."""
+"""Whether a fused op may stand for a submodule: exactly of a known class, without hooks, with the forward that the
+class was defined with."""
 
 from __future__ import annotations
 
@@ -46,10 +47,39 @@ def class_name(kind: type, known: Collection[type | str] = ()) -> str:
 class_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as integrations/_plan.py's _warn: not traced
 
 
+_own_forwards: dict[type, Any] = {}  # classes that were asked for, and the forward that each was defined with
+
+
+def has_own_forward(kind: type, forward: Any) -> bool:
+    """Whether `forward`, which a class has now, is the one that it was defined with, and not one that was assigned to
+    the class later: `timm.layers.Attention.forward = mine`."""
+    return _own_forwards.get(kind) is forward or _is_defined_in(kind, forward)
+
+
+has_own_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as class_name: not traced
+
+
+def _is_defined_in(kind: type, forward: Any) -> bool:
+    """By the module and the name under which the function was compiled: attributes such as `__qualname__` can be copied
+    from one function to another, as functools.wraps does. What the class's own library has wrapped around it, as the
+    checkpointed layers of transformers have, is the class's own too."""
+    owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
+    library = owner.__module__.split(".")[0]
+    function = forward
+    while hasattr(function, "__wrapped__") and function.__globals__["__name__"].split(".")[0] == library:
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    found = code and (function.__globals__["__name__"], code.co_qualname)
+    if found != (owner.__module__, f"{owner.__qualname__}.forward"):
+        return False
+    _own_forwards[kind] = forward
+    return True
+
+
 def submodules(
     module: nn.Module, known: Mapping[str, Collection[type | str]] | None = None, /, **classes: Collection[type | str]
 ) -> list[Any]:
-    """The submodules of these names: each exactly of one of its classes, without hooks, with its class's forward.
+    """The submodules of these names: each exactly of one of its classes, without hooks, with its class's own forward.
     known: the classes, where a dictionary of them need not be made for the call.
 
     Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
@@ -60,8 +90,11 @@ def submodules(
         child = children.get(name)
         if child is None:
             raise Unsupported(f"it has no {name}")
-        if type(child) not in allowed and qualified_name(child) not in allowed:
-            raise Unsupported(f"{name} is {class_name(type(child))}")
+        kind = type(child)
+        if kind not in allowed and qualified_name(child) not in allowed:
+            raise Unsupported(f"{name} is {class_name(kind)}")
+        if not has_own_forward(kind, kind.forward):
+            raise Unsupported(f"{name} is {class_name(kind)}, whose forward was replaced")
         own = child.__dict__
         if (
             own["_forward_hooks"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -115,7 +116,7 @@ def run_attention_half(
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     weights: Any
     weights, biases = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
-    if attn.in_steps or (rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)):  # learnt
+    if attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
         packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
         return _run_last(_attend_packed(packed, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
     layer_scale = row_scale = residual = None
@@ -207,12 +208,18 @@ def _attend_separate(
 def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
     """(B, N, H, d) each, k perhaps of fewer heads -> the same, behind their norms and rotated."""
     if qk_norm is not None and q.shape == k.shape and qk_norm[0].weight.shape[0] == q.shape[-1]:
-        learnt = rotary is not None and (rotary.sin.requires_grad or rotary.cos.requires_grad)
+        learnt = rotary is not None and _may_be_learnt(rotary)
         q, k = ops.qk_norm(q, k, *qk_norm, None if learnt else rotary)
         rotary = rotary if learnt else None
     elif qk_norm is not None:
         q, k = (_normed_heads(t, norm) for t, norm in zip((q, k), qk_norm, strict=True))
     return (q, k) if rotary is None else (ops.rotary(q, rotary), ops.rotary(k, rotary))
+
+
+def _may_be_learnt(rotary: Rotary) -> bool:
+    """Whether the tables may need a gradient, which `ops.rotary` alone gives. torch.jit.trace traces with gradients and
+    checks without: both take this way."""
+    return rotary.sin.requires_grad or rotary.cos.requires_grad or torch.jit.is_tracing()
 
 
 def _normed_heads(x: Tensor, norm: Norm) -> Tensor:

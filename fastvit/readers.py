@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
 from fastvit.fuse import Attention, Block, Branch, Call, Half, Layer, Linear, Mlp, Norm
@@ -145,15 +146,24 @@ def read_linear(layer: nn.Module) -> Linear:
     call, some versions of it as plain attributes."""
     parameters: dict[str, Any] = layer._parameters  # a third of the time of two attributes
     if "weight" in parameters and "bias" in parameters:
-        return Linear(parameters["weight"], parameters["bias"])
-    return Linear(layer.weight, layer.bias)  # type: ignore[arg-type]
+        weight, bias = parameters["weight"], parameters["bias"]
+    else:
+        weight, bias = layer.weight, layer.bias
+    if type(weight) is not Parameter:
+        _check_weight(weight)
+    return Linear(weight, bias)
+
+
+def _check_weight(weight: Tensor | None) -> None:
+    """Quantised weights, as torchao's, are made of other tensors and known to PyTorch's own functions only. So are
+    DTensors, but FSDP2 leaves these between calls and puts others in their place for a call."""
+    kind = type(weight)
+    if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.distributed."):
+        raise Unsupported(f"a weight of the type {kind.__name__}")
 
 
 def read_layer(layer: nn.Module) -> Layer:
     """A linear layer of a class in LINEAR."""
-    parameters: dict[str, Any] = layer._parameters
-    if "weight" in parameters and "bias" in parameters:
-        return Linear(parameters["weight"], parameters["bias"])
     return _read_adapted(layer) if "base_layer" in layer._modules else read_linear(layer)
 
 

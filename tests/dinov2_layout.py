@@ -2,22 +2,24 @@
 index: written for the tests, so that `accelerate` finds the classes it knows."""
 
 import torch.nn.functional as F
+from stand_ins import defined_in
 from torch import Tensor, nn
 
 from fastvit import reference
 
 
+@defined_in("dinov2.layers.layer_scale")
 class LayerScale(reference.LayerScale):
-    __module__ = "dinov2.layers.layer_scale"
+    pass
 
 
+@defined_in("dinov2.layers.drop_path")
 class DropPath(reference.DropPath):
-    __module__ = "dinov2.layers.drop_path"
+    pass
 
 
+@defined_in("dinov2.layers.mlp")
 class Mlp(nn.Module):
-    __module__ = "dinov2.layers.mlp"
-
     def __init__(self, dim: int, hidden: int, drop: float) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
@@ -29,9 +31,8 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
+@defined_in("dinov2.layers.swiglu_ffn")
 class SwiGLUFFN(nn.Module):
-    __module__ = "dinov2.layers.swiglu_ffn"
-
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.w12 = nn.Linear(dim, 2 * hidden)
@@ -42,13 +43,13 @@ class SwiGLUFFN(nn.Module):
         return self.w3(F.silu(gate) * value)
 
 
+@defined_in("dinov2.layers.swiglu_ffn")
 class SwiGLUFFNFused(SwiGLUFFN):
-    __module__ = "dinov2.layers.swiglu_ffn"
+    pass
 
 
+@defined_in("dinov2.layers.attention")
 class Attention(nn.Module):
-    __module__ = "dinov2.layers.attention"
-
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -67,16 +68,14 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
+@defined_in("dinov2.layers.attention")
 class MemEffAttention(Attention):
-    __module__ = "dinov2.layers.attention"
-
     def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return self._attend(x, attn_bias, False)
 
 
+@defined_in("dinov2.layers.block")
 class NestedTensorBlock(nn.Module):
-    __module__ = "dinov2.layers.block"
-
     def __init__(self, dim: int, num_heads: int, drop_path: float = 0.0, drop: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
@@ -99,5 +98,6 @@ class NestedTensorBlock(nn.Module):
         return x + self.drop_path1(self.ls2(self.mlp(self.norm2(x))))
 
 
+@defined_in("dinov2.layers.patch_embed")
 class PatchEmbed(reference.PatchEmbed):
-    __module__ = "dinov2.layers.patch_embed"
+    pass

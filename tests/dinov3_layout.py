@@ -3,6 +3,7 @@ index: written for the tests, so that `accelerate` finds the classes it knows.""
 
 import torch
 import torch.nn.functional as F
+from stand_ins import defined_in
 from torch import Tensor, nn
 
 from fastvit import reference
@@ -10,13 +11,13 @@ from fastvit import reference
 Rope = tuple[Tensor, Tensor] | None
 
 
+@defined_in("dinov3.layers.layer_scale")
 class LayerScale(reference.LayerScale):
-    __module__ = "dinov3.layers.layer_scale"
+    pass
 
 
+@defined_in("dinov3.layers.ffn_layers")
 class Mlp(nn.Module):
-    __module__ = "dinov3.layers.ffn_layers"
-
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
@@ -28,9 +29,8 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
 
 
+@defined_in("dinov3.layers.ffn_layers")
 class SwiGLUFFN(nn.Module):
-    __module__ = "dinov3.layers.ffn_layers"
-
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden)
@@ -41,8 +41,8 @@ class SwiGLUFFN(nn.Module):
         return self.w3(F.silu(self.w1(x)) * self.w2(x))
 
 
+@defined_in("dinov3.layers.attention")
 class LinearKMaskedBias(nn.Linear):
-    __module__ = "dinov3.layers.attention"
     bias_mask: Tensor
 
     def __init__(self, dim: int) -> None:
@@ -53,9 +53,15 @@ class LinearKMaskedBias(nn.Linear):
         return F.linear(x, self.weight, self.bias * self.bias_mask)
 
 
-class SelfAttention(nn.Module):
-    __module__ = "dinov3.layers.attention"
+def rotated(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """In the tables' dtype, which the repository lets the model choose."""
+    prefix, patches = x.to(sin.dtype).split([x.shape[2] - sin.shape[-2], sin.shape[-2]], dim=2)
+    first, second = patches.chunk(2, dim=-1)
+    return torch.cat([prefix, patches * cos + torch.cat([-second, first], dim=-1) * sin], dim=2).to(x.dtype)
 
+
+@defined_in("dinov3.layers.attention")
+class SelfAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -73,16 +79,8 @@ class SelfAttention(nn.Module):
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
 
-def rotated(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """In the tables' dtype, which the repository lets the model choose."""
-    prefix, patches = x.to(sin.dtype).split([x.shape[2] - sin.shape[-2], sin.shape[-2]], dim=2)
-    first, second = patches.chunk(2, dim=-1)
-    return torch.cat([prefix, patches * cos + torch.cat([-second, first], dim=-1) * sin], dim=2).to(x.dtype)
-
-
+@defined_in("dinov3.layers.block")
 class SelfAttentionBlock(nn.Module):
-    __module__ = "dinov3.layers.block"
-
     def __init__(self, dim: int, num_heads: int, mlp: type[nn.Module] = Mlp, drop_path: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-5)
@@ -106,5 +104,6 @@ class SelfAttentionBlock(nn.Module):
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
+@defined_in("dinov3.layers.patch_embed")
 class PatchEmbed(reference.PatchEmbed):
-    __module__ = "dinov3.layers.patch_embed"
+    pass

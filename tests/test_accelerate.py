@@ -295,9 +295,8 @@ def test_tensor_subclasses_are_left_to_the_module(vit: nn.Module) -> None:
     weight = mlp.fc2.weight.detach()
     mlp.fc2.weight = nn.Parameter(TwoTensor(weight, weight))
     assert close(mlp(x).a, want)
-    fastvit.accelerate(block)
-    with pytest.warns(UserWarning, match="Block runs its own forward instead of fastvit's: a TwoTensor"):
-        assert close(block(x).a, of_block)
+    assert outcome(fastvit.accelerate(block), "") == ("skipped", "a weight of the type TwoTensor")
+    assert close(block(x).a, of_block)
 
 
 def test_subclasses_and_unknown_classes_are_left_alone(timm, tiny) -> None:
@@ -378,10 +377,93 @@ def test_misuse_is_an_error(vit: nn.Module) -> None:
             fastvit.accelerate(compiled)
 
 
-def test_symbolic_tracing_sees_the_modules(vit: nn.Module) -> None:
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
+def test_symbolic_tracing_sees_the_modules(vit: nn.Module, image: Tensor) -> None:
     """timm's feature extractors trace with torch.fx, whose proxies are no tensors."""
-    mlp = vit.blocks[0].mlp
-    fastvit.accelerate(mlp)
-    with pytest.warns(UserWarning, match="its input is no plain tensor but Proxy"):
-        graph = torch.fx.symbolic_trace(nn.Sequential(mlp)).graph
-    assert "0.fc1" in {node.target for node in graph.nodes}
+    want = torch.fx.symbolic_trace(vit)
+    fastvit.accelerate(vit)
+    got = torch.fx.symbolic_trace(vit)
+    names = [[node.name for node in traced.graph.nodes] for traced in (got, want)]
+    assert names[0] == names[1]
+    assert close(got(image), want(image))
+
+
+REPLACED = ("blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.attn.qkv", "blocks.0.norm1", "patch_embed.proj")
+
+
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("path", REPLACED)
+def test_a_forward_replaced_on_the_class(
+    vit: nn.Module, image: Tensor, monkeypatch: pytest.MonkeyPatch, path: str, when: str
+) -> None:
+    plain, kind = copy.deepcopy(vit), type(vit.get_submodule(path))
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def doubled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs) * 2
+
+    if when == "after":
+        fastvit.accelerate(vit)
+    fused = vit(image)
+    monkeypatch.setattr(kind, "forward", doubled)
+    report = fastvit.accelerate(vit) if when == "before" else None
+    want = plain(image)
+    assert close(vit(image), want)
+    assert not close(fused, want)
+    if report is not None:
+        name = path if path == "patch_embed.proj" else "blocks.0"
+        assert "was replaced" in outcome(report, name)[1]
+    monkeypatch.undo()
+    assert close(vit(image), fused)
+    if when == "after":
+        with Calls() as calls:
+            vit(image)
+        assert "fastvit::patch_embed_fwd" in calls.names
+        assert "aten::native_layer_norm" not in calls.names
+
+
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_class_that_was_swapped(vit: nn.Module, image: Tensor, when: str) -> None:
+    """As token merging does with blocks."""
+
+    class Halved(type(vit.blocks[0])):  # type: ignore[misc]
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward(x, *args, **kwargs) / 2
+
+    plain = copy.deepcopy(vit)
+    if when == "after":
+        fastvit.accelerate(vit)
+    for model in (vit, plain):
+        model.blocks[1].__class__ = Halved
+    if when == "before":
+        fastvit.accelerate(vit)
+    assert close(vit(image), plain(image))
+
+
+def test_a_parametrized_module_stays_accelerated(vit: nn.Module, image: Tensor) -> None:
+    """`parametrize` swaps the class for a subclass that only makes the parameter."""
+    plain = copy.deepcopy(vit)
+    fastvit.accelerate(vit)
+    for model in (vit, plain):
+        nn.utils.parametrize.register_parametrization(model.norm, "weight", nn.Softplus(), unsafe=True)
+    with Calls() as calls:
+        got = vit(image)
+    assert close(got, plain(image))
+    assert "aten::native_layer_norm" not in calls.names
+
+
+def test_a_reader_that_stumbles_leaves_the_module(vit: nn.Module, image: Tensor) -> None:
+    """Other libraries may have changed a module in any way."""
+    want = vit(image)
+    del vit.blocks[0].attn.num_heads
+    type_error = "it is not as its class makes it: TypeError: unsupported operand"
+    vit.blocks[1].attn.num_heads = None
+    report = fastvit.accelerate(vit)
+    assert outcome(report, "blocks.0")[1].startswith("it is not as its class makes it: AttributeError")
+    assert outcome(report, "blocks.1")[1].startswith(type_error)
+    for block in vit.blocks:
+        block.attn.num_heads = 3
+    assert close(vit(image), want)

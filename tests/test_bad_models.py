@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastvit
 from fastvit import layers, ops
 from fastvit.checkpoints import CheckpointError
+from fastvit.eva import Eva
 
 TINY: dict[str, Any] = {
     "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0,
@@ -301,3 +302,17 @@ def test_what_is_right_is_taken() -> None:
     ours.load_state_dict(same.state_dict())
     image = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     torch.testing.assert_close(ours(image), same(image))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        fastvit.VisionTransformer(**TINY), Eva(**TINY), layers.PatchEmbed(16, 4, embed_dim=32), layers.Block(32, 2),
+        layers.Attention(32, 2), layers.Mlp(32), layers.LayerNorm(32), layers.RmsNorm(32),
+        layers.ParallelScalingBlock(32, 2), layers.SwiGLU(32),
+    ],
+    ids=lambda module: type(module).__name__,
+)  # fmt: skip
+def test_torch_fx_is_refused_in_one_sentence(module: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"got Proxy: torch.fx cannot trace .* forward_intermediates .* torch.export"):
+        torch.fx.symbolic_trace(module)

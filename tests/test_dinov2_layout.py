@@ -3,6 +3,7 @@
 import pytest
 import torch
 from dinov2_layout import Attention, NestedTensorBlock, PatchEmbed, SwiGLUFFN, SwiGLUFFNFused
+from library_models import outcome
 from models import accelerate_as_it_was
 from torch import Tensor, nn
 
@@ -98,3 +99,10 @@ def test_dropout_is_drawn_in_the_mlp(device: torch.device, x: Tensor) -> None:
     torch.manual_seed(0)
     assert torch.equal(block(x), first)
     assert not torch.equal(block(x), first)
+
+
+def test_a_forward_replaced_on_the_base_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DINOv2's subclasses call it."""
+    monkeypatch.setattr(Attention, "forward", lambda self, x: x)
+    report = fastvit.accelerate(NestedTensorBlock(48, 3))
+    assert outcome(report, "") == ("skipped", "the forward of dinov2.layers.attention.Attention was replaced")

@@ -52,6 +52,26 @@ def test_decomposed(name, device):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def gradients(outputs, inputs):
+    return [*outputs, *torch.autograd.grad(sum(out.sin().sum() for out in outputs), inputs)]
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "dropout" not in name and "uint8" not in name])
+def test_jit_trace(name, device):
+    """With gradients on, as TensorBoard traces models: the trace has PyTorch's own functions and its gradients."""
+    tensors = made(name, 2, 6, device)
+
+    def op(*values):
+        return outputs_of(function(name)(**dict(zip(tensors, values, strict=True))))
+
+    traced = torch.jit.trace(op, tuple(tensors.values()))
+    assert "fastvit::" not in str(traced.graph)
+    others = [t.detach().sin().requires_grad_() if t.requires_grad else t for t in tensors.values()]
+    learnt = [t for t in others if t.requires_grad]
+    for got, want in zip(*(gradients(call(*others), learnt) for call in (traced, op)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"])
 def test_activations_and_dtypes_decomposed(activation, device):
     """A bfloat16 branch with a float32 residual: products and statistics as the ops have them."""

@@ -11,6 +11,7 @@ from library_imports import import_library
 from library_models import hugging_face, outcome, vit
 from models import Calls
 from oracle import GRADIENT, assert_as_accurate
+from stand_ins import defined_in
 from torch import Tensor, nn
 
 import fastvit
@@ -142,10 +143,9 @@ def test_other_gates_are_left_alone(device: torch.device) -> None:
     assert not fastvit.accelerate(convolutions).accelerated
 
 
+@defined_in("transformers.models.dinov2.modeling_dinov2")
 class Dinov2SwiGLUFFN(nn.Module):
     """As earlier versions of transformers have it."""
-
-    __module__ = "transformers.models.dinov2.modeling_dinov2"
 
     def __init__(self) -> None:
         super().__init__()

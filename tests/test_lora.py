@@ -237,6 +237,39 @@ def test_other_tuners_fall_back_with_their_name(peft, image: Tensor) -> None:
     assert close(model(image), want)
 
 
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
+@pytest.mark.parametrize("order", ["accelerate, adapt", "adapt, accelerate"])
+@pytest.mark.parametrize("tuner", ["Lora", "LoHa", "LoKr", "OFT", "BOFT", "HRA", "IA3"])
+def test_an_adapted_patch_embedding(peft, image: Tensor, tuner: str, order: str) -> None:
+    """The targets qkv and proj have it too: patch_embed.proj is a convolution."""
+    options: dict[str, Any] = {"IA3": {"feedforward_modules": []}, "BOFT": {"boft_block_size": 2}}.get(tuner, {})
+
+    def adapt(model: nn.Module) -> nn.Module:
+        torch.manual_seed(2)
+        config = getattr(peft, f"{tuner}Config")(target_modules=["qkv", "proj"], **options)
+        model = peft.get_peft_model(model, config).base_model.model.eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) / 8)
+        return model
+
+    torch.manual_seed(0)
+    plain = vit(num_classes=7)
+    model = copy.deepcopy(plain)
+    if order == "accelerate, adapt":
+        fastvit.accelerate(model)
+        model = adapt(model)
+    else:
+        model = adapt(model)
+        report = fastvit.accelerate(model)
+        kind = type(model.patch_embed.proj)
+        assert outcome(report, "patch_embed") == (
+            "skipped", f"its convolution is {kind.__module__}.{kind.__name__}, in timm.layers.patch_embed.PatchEmbed"
+        )  # fmt: skip
+    assert_same(step(model, image), step(adapt(plain), image))
+
+
 def test_a_hook_on_an_adapted_layer_falls_back(peft, image: Tensor) -> None:
     model = adapted(peft, vit(), ["qkv"])
     model.blocks[0].attn.qkv.register_forward_hook(lambda *_: None)

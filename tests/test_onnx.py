@@ -113,3 +113,14 @@ def test_a_program_of_fused_ops_once_it_is_decomposed(tmp_path):
     found = nodes(path)
     assert (found["LayerNormalization"], found["Gelu"], found["Attention"]) == (3, 1, 1)
     assert_runs_alike(path, model)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_exporter_of_torchscript(grad, tmp_path):
+    model, path = randomised(VisionTransformer(**TINY)).eval(), tmp_path / "model.onnx"
+    axes = {"input_names": ["image"], "dynamic_axes": {"image": {0: "batch"}}}
+    with torch.set_grad_enabled(grad):
+        torch.onnx.export(model, (torch.zeros(2, 3, 32, 32),), path, opset_version=17, dynamo=False, **axes)
+    assert nodes(path)["LayerNormalization"] == 3
+    with torch.no_grad():
+        assert_runs_alike(path, model)

@@ -1,5 +1,6 @@
 """Nothing is skipped: hooks on the submodules that a fused op stands for run, and replaced submodules too."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,33 @@ def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module]
     for block in (ours, theirs):
         change(block.get_submodule(path))
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
+
+
+@pytest.mark.parametrize("path", ["norm1", "attn", "attn.qkv", "attn.attn_drop", "ls1", "drop_path1", "mlp", "mlp.act"])
+def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = blocks(init_values=0.1, drop_path=0.3)
+    for kind in {type(block.get_submodule(path)) for block in (ours, theirs)}:
+        doubled = functools.wraps(kind.forward)(lambda self, x, forward=kind.forward: forward(self, x) * 2)
+        monkeypatch.setattr(kind, "forward", doubled)
+    assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
+
+
+def test_a_quantised_weight_is_left_to_its_layer() -> None:
+    """As torchao leaves it in an nn.Linear: a tensor that knows PyTorch's own functions alone."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Quantised(TwoTensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, *rest: Any) -> Any:
+            assert func.namespace == "aten"
+            return super().__torch_dispatch__(func, *rest)
+
+    block, theirs = blocks()
+    x = torch.randn(B, N, D)
+    for path in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+        layer = block.get_submodule(path)
+        layer.weight = nn.Parameter(Quantised(layer.weight.detach(), layer.weight.detach()))
+        torch.testing.assert_close(block(x).a, theirs(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from library_imports import import_library
 from models import accelerate_as_it_was, assert_same_step, randomised
+from stand_ins import defined_in
 from torch import Tensor, nn
 
 import fastvit
@@ -22,13 +23,8 @@ D, H, HIDDEN = 48, 3, 96
 def of_library(prefix: str, suffix: str) -> Any:
     """Gives a class the name of one of transformers."""
 
-    def named(kind: type) -> type:
-        file = {"ViT": "vit", "Dinov2": "dinov2"}[prefix]
-        kind.__module__, kind.__name__ = f"transformers.models.{file}.modeling_{file}", f"{prefix}{suffix}"
-        kind.__qualname__ = kind.__name__
-        return kind
-
-    return named
+    file = {"ViT": "vit", "Dinov2": "dinov2"}[prefix]
+    return defined_in(f"transformers.models.{file}.modeling_{file}", f"{prefix}{suffix}")
 
 
 class SelfAttention(nn.Module):

@@ -23,7 +23,7 @@ from fastvit.integrations import (
     torchvision,
     transformers,
 )
-from fastvit.integrations._plan import Plan, calls, fused_forward, ops_that_run
+from fastvit.integrations._plan import Plan, calls, check_forward, fused_forward, ops_that_run, read
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
 _FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
@@ -86,7 +86,7 @@ def accelerate(
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
     for entry, module, plan in decisions:
         if plan is not None:
-            module.forward = partial(fused_forward, plan, module, entry.name)
+            module.forward = partial(fused_forward, plan, module, type(module), entry.name)
     if mean is not None and std is not None:
         _pixels.put_on(model, embeddings, mean, std)
     return report
@@ -155,8 +155,9 @@ def _decide(
         try:
             if "forward" in module.__dict__:
                 raise Unsupported("it has a forward of its own")
-            description = plan.read(module)
-        except (Unsupported, AttributeError) as error:  # of a version of the library that has other attributes
+            check_forward(module, type(module))
+            description = read(plan, module)
+        except Unsupported as error:
             reason = None if _recognise.is_of_images(module) else str(error)
         else:
             yield Entry(name, kind, "accelerated", ops_that_run(plan, module, description), part), module, plan

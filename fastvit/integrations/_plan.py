@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from fastvit._modules import Unsupported, class_name
+from fastvit._modules import Unsupported, class_name, has_own_forward
 from fastvit.fuse import Attention, Call, Half, Linear, Mlp, Norm, runs_in_steps
 
 
@@ -52,11 +53,42 @@ class Plan:
     op: str = ""
 
 
-def fused_forward(plan: Plan, module: nn.Module, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of module.forward. name: the module's in the model, for warnings."""
+def read(plan: Plan, module: nn.Module) -> Any:
+    """The module's description. Whatever a reader stumbles on, in a module that other libraries may have changed in any
+    way, is a reason to leave it alone."""
     try:
+        return plan.read(module)
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Unsupported(f"it is not as its class makes it: {type(error).__name__}: {error}") from error
+
+
+def check_forward(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Whether the module still runs the forward that the class `kind` was defined with. Subclasses that only change how
+    parameters are found, as `torch.nn.utils.parametrize` makes them, do."""
+    forward = kind.forward
+    if type(module).forward is not forward:
+        raise Unsupported(f"it is {class_name(type(module))} now")
+    if not has_own_forward(kind, forward):
+        raise Unsupported(f"the forward of {class_name(kind)} was replaced")
+
+
+def _check_not_traced(*args: Any, **kwargs: Any) -> None:
+    """torch.fx traces with proxies, of which no reader and no check can tell anything."""
+    for argument in args or kwargs.values():
+        if isinstance(argument, Proxy):
+            raise Unsupported(f"its input is no plain tensor but {type(argument).__name__}")
+
+
+def fused_forward(plan: Plan, module: nn.Module, kind: type[nn.Module], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of module.forward. kind: the module's class when it was accelerated; name: the module's in the
+    model, for warnings."""
+    try:
+        check_forward(module, kind)
+        _check_not_traced(*args, **kwargs)
         x = plan.check_call(module, *args, **kwargs)
-        description = plan.read(module)
+        description = read(plan, module)
         for one in x if plan.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, plan)
         rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()

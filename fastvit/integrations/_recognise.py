@@ -72,14 +72,20 @@ def reason(module: nn.Module, ancestors: Sequence[nn.Module], known: Classes) ->
     name = class_name(type(module), known)
     found = _obstacles(module, ancestors) if part(module) == "attention" else []
     if _PATCHES.search(type(module).__name__):
-        try:
-            for conv in layers(module, nn.Conv2d):
-                read_patches(conv)
-        except Unsupported as unsupported:
-            found.append(str(unsupported))
+        found += [why for conv in layers(module, nn.Conv2d) if (why := _why_no_patches(conv))]
     if found:
         return f"{' and '.join(found)}, in {name}"
     return f"{name}{',' * (',' in name)} is not a class that fastvit knows"
+
+
+def _why_no_patches(conv: nn.Module) -> str | None:
+    if type(conv) is not nn.Conv2d:
+        return f"its convolution is {class_name(type(conv))}"
+    try:
+        read_patches(conv)
+    except Unsupported as unsupported:
+        return str(unsupported)
+    return None
 
 
 def _obstacles(attn: nn.Module, ancestors: Sequence[nn.Module]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fastvit import fuse, readers
-from fastvit._modules import Classes, Unsupported, qualified_name, submodules
+from fastvit._modules import Classes, Unsupported, class_name, has_own_forward, qualified_name, submodules
 from fastvit.fuse import Attention, Mlp
 from fastvit.integrations._plan import Plan, only_input
 from fastvit.readers import DROPOUT, LINEAR, NORM
@@ -20,7 +20,16 @@ MLP = {"dinov2.layers.mlp.Mlp", *SWIGLU}
 LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
+def check_bases(module: nn.Module) -> None:
+    """NestedTensorBlock and MemEffAttention call the forward of the class that they are subclasses of."""
+    for base in type(module).__mro__[1:]:
+        forward = base.__dict__.get("forward")
+        if forward is not None and base is not nn.Module and not has_own_forward(base, forward):
+            raise Unsupported(f"the forward of {class_name(base)} was replaced")
+
+
 def read_attention(attn: Any) -> Attention:
+    check_bases(attn)
     if "attn_drop" in attn._modules:  # until 2025
         (drop,) = submodules(attn, attn_drop=DROPOUT)
         p, scale = drop.p if drop.training else 0.0, attn.scale
@@ -44,6 +53,7 @@ def read_mlp(mlp: Any) -> Mlp:
 
 def read_block(block: Any) -> fuse.Block:
     """Without stochastic depth, of which `check_call` knows."""
+    check_bases(block)
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)
     return readers.describe_half(read_attention(attn), norm1, ls1), readers.describe_half(read_mlp(mlp), norm2, ls2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -60,9 +61,16 @@ def promoted_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     return dtype
 
 
+def _no_tensor(name: str, x: Any) -> TypeError:
+    what = f"{name} must be a tensor, got {type(x).__name__}"
+    if isinstance(x, Proxy):
+        what += ": torch.fx cannot trace fused ops; use the model's forward_intermediates for features, or torch.export"
+    return TypeError(what)
+
+
 def check_float(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise _no_tensor(name, x)
     if x.dtype not in FLOATS:
         raise TypeError(f"{name} must be float32, float16, bfloat16 or float64, got {x.dtype}")
 
@@ -70,7 +78,7 @@ def check_float(name: str, x: Tensor) -> None:
 def check_image(image: Tensor, channels: int) -> None:
     """Of any size."""
     if not isinstance(image, Tensor):
-        raise TypeError(f"image must be a tensor, got {type(image).__name__}")
+        raise _no_tensor("image", image)
     if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
         raise TypeError(f"image must be uint8, float32, float16, bfloat16 or float64, got {image.dtype}")
     if image.dim() != 4 or image.shape[1] != channels:

@@ -167,7 +167,7 @@ def register(
         if backend is None:
             backend = choose_backend(*args)
         if backend == "dispatcher":
-            if decomposition is not None and torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+            if decomposition is not None and _wants_functions_of_torch():
                 return decomposition(*args)
             return overload(*args)
         if backend == "aten":
@@ -199,6 +199,12 @@ def register(
 
         register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
     return op
+
+
+def _wants_functions_of_torch() -> bool:
+    """Whether a call is written down for readers that know PyTorch's own functions only: ONNX, and torch.jit.trace,
+    which records no `autograd.Function`, so that an opaque op in its trace would have no gradient."""
+    return torch.jit.is_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
 # Arguments that are what they seem: no subclass of Tensor such as a fake, a distributed or a tracer's
@@ -353,7 +359,7 @@ def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
-                return True
+                return is_dynamo_compiling() or is_tracing is None or not is_tracing()
     return False
 
 
