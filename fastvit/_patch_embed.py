@@ -19,6 +19,7 @@ from fastvit._arguments import (
     checked_statistics,
 )
 from fastvit._modules import read_or_none, submodules
+from fastvit._positions import resample_patch_embed
 from fastvit.ops._checks import check_image
 from fastvit.ops.patch_embed import normalized
 
@@ -35,6 +36,8 @@ class PatchEmbed(nn.Module):
         dynamic_img_pad: pad the image with zeros, below and on the right, to a multiple of patch_size.
     """
 
+    img_size: tuple[int, int]
+
     def __init__(
         self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
         strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
@@ -49,36 +52,52 @@ class PatchEmbed(nn.Module):
         self.strict_img_size = strict_img_size
         self.dynamic_img_pad = dynamic_img_pad
         self.mean, self.std = checked_statistics(mean, std, in_chans)
-        self.set_input_size(img_size)
+        self.set_input_size(checked_pair("img_size", img_size))
         self.proj = nn.Conv2d(
             in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
         )
         if norm_layer is not None:
             self.norm = norm_layer(embed_dim, device=device, dtype=dtype)
 
-    def set_input_size(self, img_size: Pair) -> None:
-        """Another expected (H, W), and the patch grid that follows from it."""
-        img_size = checked_pair("img_size", img_size)
+    def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
+        """Set the expected (H, W), the patch size, or both; `proj.weight` is resampled to another patch size.
+
+        Args:
+            img_size, patch_size: int or (height, width); None keeps the present one.
+
+        Raises:
+            TypeError, ValueError: naming the argument; patch_size for a `proj` that is no plain convolution of patches.
+                Nothing is changed then.
+        """
+        img_size = self.img_size if img_size is None else checked_pair("img_size", img_size)
+        patch_size = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
         if self.strict_img_size or not self.dynamic_img_pad:
-            self.check_divides(img_size)
-        (H, W), (ph, pw) = img_size, self.patch_size
+            check_divides(img_size, patch_size)
+        (H, W), (ph, pw) = img_size, patch_size
         grid_size = H // ph, W // pw
         if 0 in grid_size:
-            raise ValueError(f"img_size must be at least patch_size = {self.patch_size}, got {img_size}")
-        self.img_size, self.grid_size = img_size, grid_size
+            raise ValueError(f"img_size must be at least patch_size = {patch_size}, got {img_size}")
+        if patch_size != self.patch_size:
+            self._resample(patch_size)
+        self.img_size, self.patch_size, self.grid_size = img_size, patch_size, grid_size
         self.num_patches = self.grid_size[0] * self.grid_size[1]
+
+    @torch.no_grad()
+    def _resample(self, patch_size: tuple[int, int]) -> None:
+        """Give `proj` another kernel size, in place: its hooks, its bias and requires_grad stay."""
+        conv = self.proj
+        if not (isinstance(conv, nn.Conv2d) and "weight" in conv._parameters and is_of_patches(conv)):
+            raise ValueError(f"patch_size needs a plain convolution of patches as `proj`, got {conv}")
+        weight = resample_patch_embed(conv.weight, patch_size)
+        conv.weight = nn.Parameter(weight, requires_grad=conv.weight.requires_grad)
+        conv.kernel_size = conv.stride = patch_size
 
     def grid(self, img_size: tuple[int, int]) -> tuple[int, int]:
         """(H, W) -> (h, w); a ValueError where patch_size does not divide it, unless the image is padded."""
         if not self.dynamic_img_pad:
-            self.check_divides(img_size)
+            check_divides(img_size, self.patch_size)
         (H, W), (ph, pw) = img_size, self.patch_size
         return -(-H // ph), -(-W // pw)
-
-    def check_divides(self, img_size: tuple[int, int]) -> None:
-        (H, W), (ph, pw) = img_size, self.patch_size
-        if H % ph or W % pw or H == 0 or W == 0:
-            raise ValueError(f"patch_size {self.patch_size} must divide the image size, got {(H, W)}")
 
     def grid_of(self, image: Tensor) -> tuple[int, int]:
         """The patch grid of an image; a TypeError or ValueError where `forward` does not take it."""
@@ -115,6 +134,12 @@ class PatchEmbed(nn.Module):
         if image.dtype is not torch.uint8:
             return image
         return normalized(image, self.mean, self.std, next(self.proj.parameters()).dtype)
+
+
+def check_divides(img_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+    (H, W), (ph, pw) = img_size, patch_size
+    if H % ph or W % pw or H == 0 or W == 0:
+        raise ValueError(f"patch_size {patch_size} must divide the image size, got {(H, W)}")
 
 
 def is_of_patches(conv: nn.Conv2d) -> bool:

@@ -16,10 +16,10 @@ from fastvit.layers import ActLayer, LayerNorm, Mlp, NormLayer
 POOLS = ("", "avg", "avgmax", "max", "token", "map")
 
 
-def check_pool(global_pool: str, class_token: bool) -> None:
-    check_choice("global_pool", global_pool, POOLS)
-    if global_pool == "token" and not class_token:
-        raise ValueError("global_pool 'token' needs class_token=True; 'avg', 'max', 'avgmax', 'map' and '' do not")
+def check_pool(name: str, pool: Any, class_token: bool) -> None:
+    check_choice(name, pool, POOLS)
+    if pool == "token" and not class_token:
+        raise ValueError(f"{name} 'token' needs class_token=True; 'avg', 'max', 'avgmax', 'map' and '' do not")
 
 
 def check_pool_size(heads_name: str, num_heads: Any, ratio_name: str, mlp_ratio: Any, dim_name: str, dim: int) -> None:
@@ -78,6 +78,8 @@ class AttentionPoolLatent(nn.Module):
     def init_weights(self) -> None:
         std = self.latent.shape[-1] ** -0.5
         nn.init.trunc_normal_(self.latent, std=std, a=-2 * std, b=2 * std)
+
+    reset_parameters = init_weights
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).expand(x.shape[0], -1, -1, -1)

@@ -1,4 +1,4 @@
-"""Position embeddings for another patch grid."""
+"""Position embeddings for another patch grid, and patch embeddings for another patch size."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ def resample_abs_pos_embed(
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
     image = resize(patches.float().unflatten(1, old_grid).permute(0, 3, 1, 2), grid)
     return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(pos_embed.dtype)], dim=1)
+
+
+def resample_patch_embed(weight: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """Weights (D, C, h, w) of one patch size -> (D, C, h', w') of another, in float32 or wider: the weights whose
+    products with a resized patch are those of the given ones with the patch (Beyer et al. 2022, arXiv:2212.08013,
+    section 3.4; for smaller patches the closest ones)."""
+    h, w = weight.shape[2:]
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    pixels = torch.eye(h * w, dtype=wide.dtype, device=wide.device).view(1, h * w, h, w)
+    resized = antialiased(pixels, patch_size)[0].flatten(1)  # (h * w, h' * w')
+    return (wide.flatten(2) @ torch.linalg.pinv(resized).T).unflatten(2, patch_size).to(weight.dtype)

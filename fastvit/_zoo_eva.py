@@ -58,7 +58,7 @@ def _pe(size: Config, patch_size: int, img_size: int, **more: Any) -> Config:
 def _pe_core(size: Config, patch_size: int, img_size: int, num_classes: int, ref_feat_shape: int) -> Config:
     return _pe(
         size, patch_size, img_size, num_classes=num_classes, ref_feat_shape=ref_feat_shape, global_pool="map",
-        attn_pool_num_heads=8, attn_pool_mlp_ratio=4.0, use_post_transformer_norm=True,
+        attn_pool_num_heads=8, attn_pool_mlp_ratio=4.0, use_post_transformer_norm=None, use_fc_norm=None,
     )  # fmt: skip
 
 
@@ -130,8 +130,8 @@ CONFIGS: dict[str, Config] = {
     "vit_pe_lang_large_patch14_448": _pe(_size(1024, 23, 16), 14, 448, init_values=0.1),
     "vit_pe_lang_gigantic_patch14_448": _pe({**_PE_GIANT, "depth": 47}, 14, 448, init_values=0.1),
     **{
-        f"vit_{name}_patch16_rope_224": _rope(size, use_fc_norm=False)
-        for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
+        f"vit_{name}_patch16_rope_224": _rope(size, **more)
+        for name, size, more in (("small", _SMALL, {}), ("base", _BASE, {"use_fc_norm": False}), ("large", _LARGE, {}))
     },
     **{
         f"vit_{name}_patch16_rope_ape_224": _rope(size, no_embed_class=True, use_abs_pos_emb=True)
@@ -140,7 +140,7 @@ CONFIGS: dict[str, Config] = {
     **{
         f"vit_{name}_patch16_rope_mixed_{more}224": _rope(size, rope_type="mixed", rope_temperature=10.0, **options)
         for more, options in (
-            ("", {"use_fc_norm": False}),
+            ("", {}),
             ("ape_", {"no_embed_class": True, "use_abs_pos_emb": True}),
         )
         for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))

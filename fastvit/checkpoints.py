@@ -269,5 +269,5 @@ def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[s
     if "attn_pool.latent" in expected and not any(target.startswith("attn_pool.") for target in ours):
         hints.append("global_pool='avg' is without attention pooling; drop_head=True keeps the model's, untrained")
     if "fc_norm.weight" in expected and "norm.weight" in ours:
-        hints.append("fc_norm=False keeps the norm in front of the pooling")
+        hints.append("fc_norm=False, use_fc_norm=False of an Eva model, keeps the norm in front of the pooling")
     return hints

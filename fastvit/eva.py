@@ -92,6 +92,7 @@ class Eva(VisionTransformer):
                 f"patch_drop_rate must be 0 with use_rot_pos_emb=True, got {patch_drop_rate}: the fused ops rotate "
                 "every sample by one table"
             )
+        include_prefix = options.get("pool_include_prefix", False)
         if global_pool == "map":
             options = {"pool_include_prefix": True, **options}
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
@@ -112,6 +113,7 @@ class Eva(VisionTransformer):
             final_norm=fc_norm or final_norm, fc_norm=fc_norm, norm_layer=norm_layer, block_fn=block, fix_init=True,
             patch_drop_rate=patch_drop_rate, qk_norm=qk_norm, **options,
         )  # fmt: skip
+        self._include_prefix_without_map = include_prefix
         factory = {name: options.get(name) for name in ("device", "dtype")}
         if fc_norm and final_norm:
             self.norm = by_name("norm_layer", norm_layer, NORM_LAYERS)(embed_dim, **factory)
@@ -136,9 +138,11 @@ class Eva(VisionTransformer):
                 )  # fmt: skip
 
     @torch.no_grad()
-    def init_weights(self, mode: str = "") -> None:
-        super().init_weights(mode)
-        if mode != "skip":
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """As `VisionTransformer`'s, with tokens and gates as timm's Eva has them."""
+        super().init_weights(mode, needs_reset)
+        of_timm = (mode or self.weight_init) == ""
+        if of_timm:
             for block in self.blocks:  # a gate begins as any other layer, unlike a plain ViT's
                 mlp: Any = block.mlp
                 for layer in mlp.children():
@@ -149,7 +153,8 @@ class Eva(VisionTransformer):
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
-        self._scale_head()
+        if of_timm or needs_reset:
+            self._scale_head()
 
     @torch.no_grad()
     def _scale_head(self) -> None:
@@ -163,6 +168,12 @@ class Eva(VisionTransformer):
     def _run_block(self, i: int, x: Tensor, *rest: Any) -> Tensor:
         (rope,) = rest
         return super()._run_block(i, x, rope[i] if isinstance(self.rope, RotaryEmbeddingMixed) else rope)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """As `VisionTransformer`'s. Only the pooling "map" includes CLS and registers by default."""
+        super().reset_classifier(num_classes, global_pool)
+        if global_pool not in (None, "map"):
+            self.pool_include_prefix = self._include_prefix_without_map
 
     def no_weight_decay(self) -> set[str]:
         mixed = {"rope.freqs"} if isinstance(self.rope, RotaryEmbeddingMixed) else set()

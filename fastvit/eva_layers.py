@@ -82,6 +82,11 @@ class EvaAttention(nn.Module):
             self.q_bias = nn.Parameter(torch.zeros(dim, **factory))
             self.v_bias = nn.Parameter(torch.zeros(dim, **factory))
 
+    def reset_parameters(self) -> None:
+        for bias in (self.q_bias, self.v_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
     def _make_three(self, dim: int, bias: bool, k_bias: bool, factory: dict[str, Any]) -> None:
         self.q_proj = nn.Linear(dim, dim, bias=bias, **factory)
         self.k_proj = nn.Linear(dim, dim, bias=k_bias, **factory)
@@ -197,6 +202,11 @@ class EvaBlock(nn.Module):
 
     def _gamma(self, dim: int, factory: dict[str, Any]) -> nn.Parameter | None:
         return None if self.init_values is None else nn.Parameter(torch.full((dim,), self.init_values, **factory))
+
+    def reset_parameters(self) -> None:
+        for gamma in (self.gamma_1, self.gamma_2):
+            if gamma is not None and self.init_values is not None:
+                nn.init.constant_(gamma, self.init_values)
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         """rope: as in `EvaAttention`."""

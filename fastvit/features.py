@@ -26,6 +26,9 @@ class Trunk(nn.Module):
     blocks: nn.Sequential
     norm: nn.Module
     patch_drop: nn.Module
+    patch_embed: Any  # PatchEmbed, or embed_layer's
+    embed_dim: int
+    fc_norm: nn.Module
     num_prefix_tokens: int
     has_class_token: bool
 
@@ -145,6 +148,16 @@ class Trunk(nn.Module):
             self.fc_norm = nn.Identity()
             self.reset_classifier(0, "")
         return taken
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """What timm's feature extractors read of each block: its name, its channels D, the longer side of a patch."""
+        embed = self.patch_embed
+        reduction = embed.feat_ratio() if hasattr(embed, "feat_ratio") else max(embed.patch_size)
+        return [
+            {"module": f"blocks.{i}", "num_chs": self.embed_dim, "reduction": reduction}
+            for i in range(len(self.blocks))
+        ]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of saving its activations."""

@@ -248,6 +248,8 @@ class ResPostBlock(Block):
             for norm in (self.norm1, self.norm2):
                 nn.init.constant_(norm.get_parameter("weight"), self.init_values)
 
+    reset_parameters = init_weights
+
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path1(self.norm1(self.attn(x)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))

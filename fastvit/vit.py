@@ -26,13 +26,13 @@ from fastvit._arguments import (
     check_rates,
     checked_pair,
 )
+from fastvit._head import Head
 from fastvit._modules import read_or_none, submodules
 from fastvit._parallel_block import check_left_out
 from fastvit._patch_dropout import PatchDropout
 from fastvit._patch_embed import PatchEmbed, join_tokens
-from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size, pool_tokens
+from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size
 from fastvit._positions import resample_abs_pos_embed
-from fastvit.features import Trunk
 from fastvit.layers import Attention, Block, LayerNorm, Mlp, ParallelScalingBlock, ResPostBlock, RmsNorm
 
 NORM_LAYERS = {"layernorm": LayerNorm, "rmsnorm": RmsNorm}
@@ -40,7 +40,7 @@ EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock}
 
 
-class VisionTransformer(Trunk):
+class VisionTransformer(Head):
     """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929): image (B, C, H, W) -> logits (B, num_classes).
 
     Args:
@@ -74,7 +74,8 @@ class VisionTransformer(Trunk):
         scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer, qk_norm: of `Block`. With
             "parallel_scaling" the first two are errors, the next two not used.
         embed_layer, embed_norm_layer: PatchEmbed, or a class with timm's arguments and attributes; a norm for it.
-        mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std.
+        mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only then
+            are they in `pretrained_cfg`, from which timm makes its transforms: a name does not tell its weights' own.
         device, dtype: of the parameters.
 
     Raises:
@@ -119,7 +120,7 @@ class VisionTransformer(Trunk):
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", "", "none"))
         check_choice("weight_init", weight_init, ("", "skip"))
-        check_pool(global_pool, class_token)
+        check_pool("global_pool", global_pool, class_token)
         check_factory(device, dtype)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
@@ -142,8 +143,9 @@ class VisionTransformer(Trunk):
             check_pool_size(*names, "embed_dim", embed_dim)
 
         self.num_classes = num_classes
+        self.in_chans = in_chans
         self.global_pool = global_pool
-        self.num_features = self.embed_dim = embed_dim
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.has_class_token = class_token
         self.num_reg_tokens = reg_tokens
         self.num_prefix_tokens = int(class_token) + reg_tokens
@@ -164,6 +166,11 @@ class VisionTransformer(Trunk):
         self.patch_embed = embed(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **options
         )
+        self.pretrained_cfg = self.default_cfg = {  # what timm's helpers read
+            "input_size": (in_chans, *checked_pair("img_size", img_size)), "fixed_input_size": not dynamic_img_size,
+            "num_classes": num_classes, "pool_size": None, "first_conv": "patch_embed.proj", "classifier": "head",
+            **({} if mean is None else {"mean": self.patch_embed.mean, "std": self.patch_embed.std}),
+        }  # fmt: skip
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
 
         def tokens(count: int) -> nn.Parameter | None:
@@ -186,36 +193,46 @@ class VisionTransformer(Trunk):
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(make(drop_path=p, depth=i) for i, p in enumerate(drop_paths)))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
-        self.attn_pool: AttentionPoolLatent | None = None
+        self.attn_pool = None
         if global_pool == "map":
             self.attn_pool = AttentionPoolLatent(
                 embed_dim, pool_heads, pool_ratio, norm_layer=norm, act_layer=act, **factory
             )
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
-        self.head: nn.Module
+        self.weight_init = weight_init
         self.fix_init = fix_init
         self.reset_classifier(num_classes)
-        self.init_weights(weight_init)
+        self.init_weights(needs_reset=False)
 
     @torch.no_grad()
-    def init_weights(self, mode: str = "") -> None:
-        """mode "": timm's initialisation of tokens and linear layers; "skip": of the tokens only."""
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """Initialise the parameters again, all of them by default, as after `to_empty`.
+
+        Args:
+            mode: "" for the model's `weight_init`; "skip", or "reset" as timm calls it, for tokens only.
+            needs_reset: call `reset_parameters` of the modules that mode leaves out; otherwise they stay as they are.
+
+        Raises:
+            ValueError: another mode.
+        """
+        mode = mode or self.weight_init
+        check_choice("mode", mode, ("", "skip", "reset"))
         if self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
-        if mode == "skip":
-            return
         for module in reversed(list(self.modules())[1:]):  # a module's own way comes behind its layers'
-            if isinstance(module, nn.Linear):
+            if mode == "" and isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif callable(own := getattr(module, "init_weights", None)):
+            elif mode == "" and callable(own := getattr(module, "init_weights", None)):
                 own()
-        if self.fix_init:
+            elif needs_reset and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+        if self.fix_init and mode == "":
             for i, block in enumerate(self.blocks):
                 for name in ("attn.proj.weight", "mlp.fc2.weight"):
                     block.get_parameter(name).div_(math.sqrt(2.0 * (i + 1)))
@@ -265,60 +282,25 @@ class VisionTransformer(Trunk):
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
-    def set_input_size(self, img_size: Pair) -> None:
-        """Makes img_size the model's input size, and interpolates `pos_embed` to it in place of the old parameter."""
+    def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
+        """Change the input size, the patch size, or both, in place. `pos_embed` is interpolated to the new patch grid,
+        the patch embedding's weight is resampled to the new patch size. Each of them becomes a new parameter.
+
+        Args:
+            img_size, patch_size: int or (height, width); None keeps the present one.
+
+        Raises:
+            TypeError, ValueError: naming the argument; as `PatchEmbed.set_input_size`. Nothing is changed then.
+        """
         old_grid = self.patch_embed.grid_size
-        self.patch_embed.set_input_size(checked_pair("img_size", img_size))
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
         grid = self.patch_embed.grid_size
+        self.pretrained_cfg["input_size"] = (self.in_chans, *self.patch_embed.img_size)
         if self.pos_embed is not None and grid != old_grid:
             pos = self._positions(self.pos_embed.detach(), grid, old_grid)
             self.pos_embed = nn.Parameter(pos, requires_grad=self.pos_embed.requires_grad)
 
-    # ---- head ----
-
-    def pool(self, x: Tensor) -> Tensor:
-        """(B, N, D) -> (B, D), or unchanged for global_pool ""."""
-        if self.global_pool == "":
-            return x
-        if self.global_pool == "token":
-            return x[:, 0]
-        if not self.pool_include_prefix:
-            x = x[:, self.num_prefix_tokens :]
-        return pool_tokens(x, self.global_pool) if self.attn_pool is None else self.attn_pool(x)
-
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens (B, N, D) -> logits, or the pooled and normalised features with pre_logits."""
-        x = self.head_drop(self.fc_norm(self.pool(x)))
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
     # ---- timm's interface ----
-
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh head for num_classes (0: none), and optionally another pooling; the norms stay where they are.
-
-        Raises:
-            ValueError: global_pool "map" for a model that was made with another.
-        """
-        if global_pool is not None:
-            check_pool(global_pool, self.has_class_token)
-            if global_pool == "map" and self.attn_pool is None:
-                raise ValueError(f"global_pool 'map' needs a model made with it, got {self.global_pool!r}")
-            if global_pool != "map":
-                self.attn_pool = None
-            self.global_pool = global_pool
-        check_integers(0, num_classes=num_classes)
-        self.num_classes = num_classes
-        like = next(self.patch_embed.parameters())
-        self.head = nn.Identity()
-        if num_classes:
-            self.head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
-        self.head.train(self.training)
 
     def no_weight_decay(self) -> set[str]:
         """The parameters that an optimizer should not decay, beside norms and biases."""

@@ -258,7 +258,19 @@ def test_wrong_calls_of_a_model() -> None:
     refused(ValueError, "num_classes must be at least 0, got -1", lambda: model.reset_classifier(-1))
     refused(TypeError, "img_size must be a positive integer", lambda: model.set_input_size("16"))
     refused(ValueError, "patch_size (4, 4) must divide the image size", lambda: model.set_input_size(18))
-    assert model.patch_embed.img_size == (16, 16)
+    refused(ValueError, "patch_size (5, 5) must divide the image size", lambda: model.set_input_size(patch_size=5))
+    refused(TypeError, "patch_size must be a positive integer", lambda: model.set_input_size(patch_size=2.0))
+    refused(ValueError, "num_classes must be at least 0, got -1", lambda: model.reset_classifier(-1, "max"))
+    tokens = torch.ones(2, 16, 32)
+    refused(ValueError, "pool_type 'token' needs class_token=True", lambda: model.pool(tokens, "token"))
+    refused(ValueError, "pool_type 'map' needs a model made with it, got 'avg'", lambda: model.pool(tokens, "map"))
+    refused(ValueError, "pool_type must be one of", lambda: model.pool(tokens, "mean"))
+    assert (model.global_pool, model.num_classes) == ("avg", 5)
+    assert (model.patch_embed.img_size, model.patch_embed.patch_size) == ((16, 16), (4, 4))
+    assert model.patch_embed.proj.kernel_size == (4, 4)
+    model.patch_embed.proj = nn.Sequential(model.patch_embed.proj)
+    message = "patch_size needs a plain convolution of patches as `proj`, got Sequential"
+    refused(ValueError, message, lambda: model.set_input_size(patch_size=8))
 
 
 @pytest.mark.parametrize("dim", [8, 12, 16, 20, 24, 256, 264])

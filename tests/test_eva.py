@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from library_imports import import_timm
+from library_imports import assert_inputs_are_timms, import_timm
 from models import close, randomised, twins
 from oracle import GRADIENT, assert_as_accurate
 from torch import Tensor, nn
@@ -78,8 +78,12 @@ def test_keys_and_defaults_are_timms(name: str) -> None:
         "num_prefix_tokens",
         "no_embed_class",
         "dynamic_img_size",
+        "head_hidden_size",
+        "in_chans",
+        "feature_info",
     ):
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert_inputs_are_timms(ours, theirs)
     pooled = ["attn_pool.norm"] * (theirs.global_pool == "map")
     for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1", *pooled):
         assert [getattr(m.get_submodule(norm), "eps", None) for m in (ours, theirs)] == [

@@ -204,6 +204,18 @@ def test_pruning_is_timms(case: str) -> None:
         assert close(ours(image), theirs(image))
 
 
+@pytest.mark.parametrize("options", [{"out_indices": (0, -2)}, {"norm": True}, {"prune": False}], ids=str)
+@every_model
+def test_timms_feature_extractor_takes_models(case: str, options: dict[str, Any]) -> None:
+    *models, image = with_timm(case)
+    from timm.models._features import FeatureGetterNet
+
+    ours, theirs = (FeatureGetterNet(model, **options) for model in models)
+    for key in ("channels", "reduction", "module_name"):
+        assert getattr(ours.feature_info, key)() == getattr(theirs.feature_info, key)()
+    assert_same(ours(image), theirs(image))
+
+
 # ---- errors ----
 
 BLOCKS = "a number of last blocks from 1 to 4, or blocks from -4 to 3"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fastvit
 from fastvit import VisionTransformer, reference
 from fastvit._pooling import AttentionPoolLatent
+from fastvit.eva import Eva
 
 TINY: dict[str, Any] = {
     "img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0,
@@ -108,11 +109,14 @@ def test_prefix_tokens_are_left_out_or_not() -> None:
 
 
 def test_eva_attends_to_all_tokens_by_default() -> None:
+    sizes: dict[str, Any] = {"embed_dim": 64, "depth": 1, "num_heads": 2, "img_size": 32, "num_classes": 0}
     for arguments, first in (({}, 0), ({"pool_include_prefix": False}, 1)):
-        sizes = {"embed_dim": 64, "depth": 1, "num_heads": 2, "img_size": 32, "num_classes": 0, **arguments}
-        model = randomised(fastvit.create_model("vit_pe_core_tiny_patch16_384", **sizes)).eval()
+        model = randomised(fastvit.create_model("vit_pe_core_tiny_patch16_384", **sizes, **arguments)).eval()
         image = torch.randn(2, 3, 32, 32)
         assert torch.equal(model(image), model.attn_pool(model.forward_features(image)[:, first:]))
+    model = Eva(**sizes, global_pool="map", pool_include_prefix=True)
+    model.reset_classifier(0, "max")  # which includes them where it is asked for
+    assert torch.equal(model(image), model.forward_features(image).amax(dim=1))
 
 
 def test_heads_and_width_of_its_own() -> None:

@@ -181,15 +181,69 @@ def test_drop_path_agrees_with_timm_under_one_seed(of_blocks: dict[str, Any]) ->
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_input_size_agrees_with_timm() -> None:
+@pytest.mark.parametrize(
+    ("size", "grid"),
+    [
+        ({"img_size": (96, 48)}, (6, 3)), ({"patch_size": 8}, (8, 8)), ({"patch_size": (32, 16)}, (2, 4)),
+        ({"img_size": 120, "patch_size": 20}, (6, 6)), ({"patch_size": 16}, (4, 4)), ({}, (4, 4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_new_input_size_agrees_with_timm(size: dict[str, Any], grid: tuple[int, int]) -> None:
     for extra in ({}, {"reg_tokens": 2, "no_embed_class": True}, {"dtype": torch.bfloat16}):
-        ours, theirs = with_timm(depth=1, img_size=64, **extra)
+        ours, theirs = (model.requires_grad_(False) for model in twins(*with_timm(depth=1, img_size=64, **extra)))
+        patches = []
+        ours.patch_embed.proj.register_forward_hook(lambda _, __, y, patches=patches: patches.append(y.shape[2:]))
         for model in (ours, theirs):
-            model.set_input_size(img_size=(96, 48))
+            model.set_input_size(**size)
         torch.testing.assert_close(ours.pos_embed, theirs.pos_embed, rtol=0, atol=0)
-        assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size == (6, 3)
-        assert isinstance(ours.pos_embed, nn.Parameter)
-        assert ours(torch.randn(1, 3, 96, 48, dtype=ours.pos_embed.dtype)).shape == (1, 1000)
+        weights = ours.patch_embed.proj.weight, theirs.patch_embed.proj.weight
+        torch.testing.assert_close(*weights, **({} if extra.get("dtype") else {"rtol": 1e-5, "atol": 1e-5}))
+        assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size == grid
+        img_size = ours.patch_embed.img_size
+        assert img_size == theirs.patch_embed.img_size == ours.pretrained_cfg["input_size"][1:]
+        assert ours.feature_info[0]["reduction"] == max(ours.patch_embed.patch_size)
+        assert not [name for name, p in ours.named_parameters() if p.requires_grad]
+        assert ours(torch.randn(1, 3, *img_size, dtype=ours.pos_embed.dtype)).shape == (1, 1000)
+        assert patches == [grid]  # by the convolution, which has its hook still
+
+
+def test_a_larger_patch_of_a_larger_image_is_the_same_token() -> None:
+    """Whatever the image: the resampled weights undo the resize."""
+    model = randomised(VisionTransformer(**TINY)).double()
+    x = image(model)
+    want = model(x)
+    tiles = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(-1, 1, 4, 4)  # one patch each
+    tiles = torch.nn.functional.interpolate(tiles, size=(8, 6), mode="bicubic", antialias=True)
+    resized = tiles.view(*x.shape[:2], 4, 4, 8, 6).transpose(3, 4).reshape(*x.shape[:2], 32, 24)
+    model.set_input_size((32, 24), (8, 6))
+    torch.testing.assert_close(model(resized), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "vit_small_patch16_dinov3", "eva02_base_patch14_448",
+    "vit_pe_core_tiny_patch16_384", "vit_small_patch16_rope_mixed_224", "eva_giant_patch14_224"])  # fmt: skip
+@pytest.mark.parametrize("weight_init", ["", "skip"])
+def test_init_weights_initialises_everything(variant: str, weight_init: str) -> None:
+    """As the constructor does, in memory that held something else."""
+    small = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 28 if "patch14" in variant else 32}
+
+    def make(**where: Any) -> VisionTransformer:
+        if variant in VARIANTS:
+            return VisionTransformer(**{**TINY, **VARIANTS[variant], "weight_init": weight_init, **where})
+        return fastvit.create_model(variant, **small, weight_init=weight_init, **where)
+
+    model, fresh = make(device="meta").to_empty(device="cpu"), make()
+    for value in model.state_dict().values():
+        value.fill_(torch.nan)
+    model.init_weights(needs_reset=False)
+    assert any(value.isnan().any() for value in model.state_dict().values())
+    model.init_weights()
+    for key, want in fresh.state_dict().items():
+        got, few = model.state_dict()[key], 6 / want.numel() ** 0.5
+        assert got.std().item() == pytest.approx(want.std().item(), rel=few + 0.05, abs=1e-12), key
+        assert got.mean().item() == pytest.approx(want.mean().item(), abs=few * want.std().item() + 1e-12), key
+    with pytest.raises(ValueError, match=r"^mode must be one of \('', 'skip', 'reset'\), got 'jax'"):
+        model.init_weights("jax")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """The zoo: names, defaults, parameter counts and keys, against timm where it is installed. EVA's: test_eva.py."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from library_imports import import_timm
+from library_imports import assert_inputs_are_timms, import_timm
 from models import Calls, assert_same_step, twins
 
 import fastvit
@@ -46,6 +47,15 @@ PARAMETERS = {
 }
 VITS = [name for name in fastvit.list_models() if name not in EVAS]
 IN_TIMM = [name for name in VITS if "cifar" not in name]
+SHARED = [name for name in fastvit.list_models() if "cifar" not in name]
+SIZES = {"img_size", "patch_size", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"}
+POOLS = ["token", "avg", "max", "avgmax", "map", ""]
+RESET: list[tuple[str, dict[str, Any]]] = [
+    ("vit_tiny_patch16_224", {}), ("vit_tiny_patch16_224", {"reg_tokens": 2}),
+    ("vit_tiny_patch16_224", {"reg_tokens": 2, "class_token": False}), ("vit_tiny_patch16_224", {"class_token": False}),
+    ("test_vit3", {}), ("vit_pe_core_tiny_patch16_384", {}), ("vit_pe_core_tiny_patch16_384", {"num_reg_tokens": 2}),
+    ("vit_pe_core_gigantic_patch14_448", {"class_token": False}), ("vit_small_patch16_dinov3", {}),
+]  # fmt: skip
 META: dict[str, Any] = {"device": "meta", "weight_init": "skip"}
 
 
@@ -76,9 +86,11 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
     assert shapes(ours) == shapes(theirs)
     for attribute in (
         "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
-        "has_class_token", "no_embed_class", "dynamic_img_size", "pool_include_prefix",
+        "has_class_token", "no_embed_class", "dynamic_img_size", "pool_include_prefix", "head_hidden_size", "in_chans",
+        "feature_info",
     ):  # fmt: skip
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert_inputs_are_timms(ours, theirs)
     for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
         assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
     firsts = ours.blocks[0], theirs.blocks[0]
@@ -109,6 +121,60 @@ def test_features_and_logits_are_timms(name: str) -> None:
     with torch.inference_mode():
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=1e-4, atol=1e-4)
+
+
+def has_class_token(name: str, **arguments: Any) -> bool:
+    return {**zoo.config(name), **arguments}.get("class_token", True)
+
+
+def with_timm(name: str, depth: int = 1, **arguments: Any) -> tuple[Any, Any]:
+    """A small model with four patches, in float64: ours and timm's, with the same keys."""
+    size = {"img_size": 2 * zoo.config(name).get("patch_size", 16), "embed_dim": 32, "depth": depth, "num_heads": 2}
+    small = {**size, "num_classes": 3, "dtype": torch.float64}
+    ours, theirs = (library.create_model(name, **small, **arguments).eval() for library in (fastvit, import_timm()))
+    assert shapes(ours) == shapes(theirs), name
+    return ours, theirs
+
+
+@pytest.mark.parametrize("global_pool", POOLS)
+@torch.inference_mode()
+def test_keys_and_logits_of_every_pooling_are_timms(global_pool: str) -> None:
+    """The keys for every name, the logits for one of the names that differ in their sizes only."""
+    done = set()
+    for name in SHARED:
+        if global_pool == "token" and not has_class_token(name):
+            continue
+        configuration = str(sorted(item for item in zoo.config(name).items() if item[0] not in SIZES))
+        ours, theirs = with_timm(name, depth=int(configuration not in done), global_pool=global_pool)
+        if configuration not in done:
+            done.add(configuration)
+            twins(ours, theirs)
+            image = torch.randn(1, 3, *ours.patch_embed.img_size, dtype=torch.float64)
+            want = theirs(image)  # rotary tables are float32
+            torch.testing.assert_close(ours(image), want, rtol=1e-7, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("made_with", POOLS)
+@torch.inference_mode()
+def test_a_reset_classifier_is_timms(made_with: str) -> None:
+    """After every reset from one pooling to another, of plain ViTs and Eva with CLS, registers, both, and neither."""
+    tokens = torch.randn(2, 9, 32, dtype=torch.float64)
+    for name, arguments in RESET:
+        if made_with == "token" and not has_class_token(name, **arguments):
+            continue
+        ours, theirs = twins(*with_timm(name, global_pool=made_with, **arguments))
+        for global_pool in (None, made_with, *POOLS, made_with):
+            refused = {"map": ours.attn_pool is None, "token": ours.cls_token is None}.get(global_pool, False)
+            for model, error in ((ours, ValueError), (theirs, AssertionError)):
+                with pytest.raises(error) if refused else nullcontext():
+                    model.reset_classifier(4, global_pool)
+            assert ours.global_pool == theirs.global_pool, (name, arguments)
+            twins(ours, theirs)
+            for pool_type in (None, "", "avg", "max", "avgmax"):
+                pooled = [model.pool(tokens, pool_type) for model in (ours, theirs)]
+                torch.testing.assert_close(*pooled, rtol=1e-10, atol=1e-10)
+            logits = [model.forward_head(tokens) for model in (ours, theirs)]
+            torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-10)
 
 
 def test_every_tower_of_timm_with_attention_pooling_is_there() -> None:
