@@ -467,3 +467,10 @@ def test_a_reader_that_stumbles_leaves_the_module(vit: nn.Module, image: Tensor)
     for block in vit.blocks:
         block.attn.num_heads = 3
     assert close(vit(image), want)
+    fastvit.accelerate(vit)
+    del vit.blocks[0].attn.num_heads
+    with (
+        pytest.warns(UserWarning, match="it is not as its class makes it: AttributeError"),
+        pytest.raises(AttributeError, match="num_heads"),  # of timm's forward
+    ):
+        vit(image)

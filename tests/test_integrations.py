@@ -2,6 +2,7 @@
 gradients, against the library's own model and float64."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -189,3 +190,18 @@ def test_accelerated_models_run_the_triton_kernels(triton_backend: None, device:
     assert_gradients_close(fused_gradients, gradients)
     names = {event.name for event in profile.events()}
     assert {"fastvit::attention_qkvpacked_fwd", "fastvit::attention_qkvpacked_bwd", "fastvit::layer_norm_fwd"} <= names
+
+
+def test_blocks_of_unknown_classes_have_their_parts_fused(built: Model) -> None:
+    """Such a block calls its parts as its library does: by position, or by the names of their arguments."""
+    model, image = built
+    want = output(model(image)).detach()
+    for entry in fastvit.accelerate(model).accelerated:
+        block = model.get_submodule(entry.name)
+        if entry.detail.startswith("layer_norm_attention"):
+            block.__class__ = type(f"My{entry.kind}", (type(block),), {})
+    report = fastvit.accelerate(model)
+    assert report.fused("MLP") != (0, 0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs its own forward instead of fastvit's")
+        assert_close(output(model(image)).detach(), want, "output")

@@ -23,7 +23,7 @@ from fastvit.integrations import (
     torchvision,
     transformers,
 )
-from fastvit.integrations._plan import Plan, calls, check_forward, fused_forward, ops_that_run, read
+from fastvit.integrations._plan import Plan, calls, check_forward, fused_forward, ops_that_run, reason_of
 from fastvit.integrations._report import FUSED_ALREADY, Entry, Report, Status
 
 _FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
@@ -156,9 +156,9 @@ def _decide(
             if "forward" in module.__dict__:
                 raise Unsupported("it has a forward of its own")
             check_forward(module, type(module))
-            description = read(plan, module)
-        except Unsupported as error:
-            reason = None if _recognise.is_of_images(module) else str(error)
+            description = plan.read(module)
+        except Exception as error:
+            reason = None if _recognise.is_of_images(module) else reason_of(error)
         else:
             yield Entry(name, kind, "accelerated", ops_that_run(plan, module, description), part), module, plan
             called = {id(inner) for call in calls(description) for inner in call.module.modules()}

@@ -35,11 +35,12 @@ class Plan:
     takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
     rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
         class has none.
-    mask: the same for the mask of its scores, which `run` then has as `attn_mask`.
+    mask: the same for the mask of its scores, which `run` then has as `attn_mask`. All three name arguments as the
+        class's forward does, since a call may pass any of them by name.
     takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
     op: the name of the op that runs, for the report, where the description has no branch of a block to tell it.
 
-    `read` and `check_call` raise `Unsupported` with the reason why the module's own forward has to run.
+    All but `run` raise `Unsupported` with the reason why the module's own forward has to run.
     """
 
     read: Callable[[Any], Any]
@@ -53,15 +54,12 @@ class Plan:
     op: str = ""
 
 
-def read(plan: Plan, module: nn.Module) -> Any:
-    """The module's description. Whatever a reader stumbles on, in a module that other libraries may have changed in any
-    way, is a reason to leave it alone."""
-    try:
-        return plan.read(module)
-    except Unsupported:
-        raise
-    except Exception as error:
-        raise Unsupported(f"it is not as its class makes it: {type(error).__name__}: {error}") from error
+def reason_of(error: Exception) -> str:
+    """Why a module is left alone. Any error of a reader or a check is a reason: other libraries may have changed the
+    module in any way."""
+    if isinstance(error, Unsupported):
+        return str(error.args[0])  # not str(error), which torch.compile of 2.11 does not trace
+    return f"it is not as its class makes it: {type(error).__name__}: {error}"
 
 
 def check_forward(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -88,14 +86,13 @@ def fused_forward(plan: Plan, module: nn.Module, kind: type[nn.Module], name: st
         check_forward(module, kind)
         _check_not_traced(*args, **kwargs)
         x = plan.check_call(module, *args, **kwargs)
-        description = read(plan, module)
+        description = plan.read(module)
         for one in x if plan.takes_lists and isinstance(x, list) else (x,):
             check_input(one, description, plan)
         rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
         mask = {"attn_mask": plan.mask(module, *args, **kwargs)} if plan.mask is not None else {}
-    except Unsupported as reason:
-        # args, not str(reason), which torch.compile of 2.11 does not trace
-        _warn(name, type(module).__name__, reason.args[0])
+    except Exception as error:
+        _warn(name, type(module).__name__, reason_of(error))
         return type(module).forward(module, *args, **kwargs)
     return plan.run(x, description, *rotary, **mask)
 

@@ -49,7 +49,7 @@ def check_attention(attn: Any) -> None:
     """That it computes softmax attention, and no causal one."""
     if type(attn.config).__name__ in ("CLIPTextConfig", "Aimv2TextConfig"):
         raise Unsupported("the text tower's attention is causal")
-    if getattr(attn, "is_causal", False):
+    if getattr(attn, "is_causal", True):  # as transformers' own functions read it
         raise Unsupported("its attention is causal")
     implementation = attn.config._attn_implementation
     if implementation not in SAME_ATTENTION and not implementation.startswith("flash_attention"):

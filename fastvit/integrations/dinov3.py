@@ -71,10 +71,13 @@ def _rotary(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Rotary | None:
     return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
 
 
-def block_rotary(block: Any, x: Batches, rope: Any = None) -> list[Rotary | None] | Rotary | None:
-    if isinstance(x, Tensor):
-        return _rotary(x, rope)
-    return [_rotary(tokens, one) for tokens, one in zip(x, rope or [None] * len(x), strict=True)]
+def block_rotary(
+    block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None
+) -> list[Rotary | None] | Rotary | None:
+    if isinstance(x_or_x_list, Tensor):
+        return _rotary(x_or_x_list, rope_or_rope_list)
+    rotary = rope_or_rope_list or [None] * len(x_or_x_list)
+    return [_rotary(tokens, one) for tokens, one in zip(x_or_x_list, rotary, strict=True)]
 
 
 def attention_rotary(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Rotary | None:

@@ -143,13 +143,13 @@ def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kw
     return hidden_states
 
 
-def mask(module: Any, x: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> Tensor | None:
+def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> Tensor | None:
     """attention_mask: (B, 1 or H, 1 or N, N). Padding that is only known to flash attention, (B, N), is not taken."""
     if attention_mask is None or _made_for_export(attention_mask):
         return None
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
         raise Unsupported(f"an attention mask of shape {tuple(attention_mask.shape)}")
-    return checked_mask(attention_mask, x)
+    return checked_mask(attention_mask, hidden_states)
 
 
 def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
@@ -160,14 +160,14 @@ def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = Non
 
 
 def rotary(
-    module: Any, x: Tensor, attention_mask: Any = None, position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **_: Any,
+    module: Any, hidden_states: Tensor, attention_mask: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
 ) -> Rotary:  # fmt: skip
     """position_embeddings: cos and sin, (N - P, d) each."""
     if position_embeddings is None:
         raise Unsupported("no rotary positions")
     cos, sin = position_embeddings
-    return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
+    return Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])
 
 
 def run_layer(x: Tensor, layer: Layer, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:

@@ -61,14 +61,15 @@ def check_call(
 
 
 def sequences(
-    module: Any, x: Tensor, cu_seqlens: Any = None, position_embeddings: Any = None, max_seqlen: Any = None, **_: Any
-) -> Sequences:
+    module: Any, hidden_states: Tensor, cu_seqlens: Any = None, position_embeddings: Any = None,
+    max_seqlen: Any = None, **_: Any,
+) -> Sequences:  # fmt: skip
     """position_embeddings: cos and sin, (T, d) each. The longest length is read off, as the library does to cut the
     sequences apart, unless it is known, or a graph is made, which would break."""
     if not isinstance(cu_seqlens, Tensor) or position_embeddings is None:
         raise Unsupported("no cu_seqlens or no rotary positions")
     cos, sin = position_embeddings
-    if max_seqlen is None and not torch.compiler.is_compiling() and not _captured(x):
+    if max_seqlen is None and not torch.compiler.is_compiling() and not _captured(hidden_states):
         max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     return Sequences(Rotary(sin.float(), cos.float()), cu_seqlens, max_seqlen)
 
