@@ -50,8 +50,9 @@ def accelerate(
     adapter merged or disabled it is fused as any other.
 
     What an op cannot do is left to the module's own forward: for a module at once (a gate in attention, other adapters,
-    hooks inside a fused span), with the reason in the report; for a call (an attention mask, attention weights asked
-    for, hooks added later) with one warning for each class and reason.
+    quantised weights, hooks inside a fused span, a forward that was replaced on a class), with the reason in the
+    report; for a call (a causal mask, attention weights asked for, hooks added later, a class or its forward replaced
+    later) with one warning for each class and reason. torch.fx traces the modules' own forwards.
 
     Args:
         model: any module.
