@@ -62,7 +62,7 @@ def of_registers(image_size: int = 32) -> nn.Module:
 
 def of_relative_positions(image_size: int = 32) -> nn.Module:
     make: Callable[..., nn.Module] = import_library("timm").models.beit.Beit
-    return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5)
+    return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5, use_rel_pos_bias=True)
 
 
 def of_no_library(image_size: int = 32) -> nn.Module:

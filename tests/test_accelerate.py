@@ -169,6 +169,13 @@ def test_a_hook_inside_is_skipped_at_once_and_its_neighbours_are_not(vit: nn.Mod
     assert len(seen) == 1
 
 
+def test_a_forward_put_on_before_keeps_running(vit: nn.Module, image: Tensor) -> None:
+    block = vit.blocks[0]
+    block.forward = lambda x, attn_mask=None, is_causal=False: 2 * x
+    report = accelerate_as_it_was(vit, lambda: vit(image))
+    assert outcome(report, "blocks.0")[0] == "skipped"
+
+
 def test_a_hook_added_later_falls_back_with_one_warning(vit: nn.Module, image: Tensor) -> None:
     want = vit(image)
     fastvit.accelerate(vit)
@@ -338,6 +345,8 @@ def test_a_patch_embedding_of_another_size_falls_back(tiny, device) -> None:
     conv, image = model.patch_embed.proj, torch.randn(1, 3, 40, 33, device=device)
     with pytest.warns(UserWarning, match="an image of 40 x 33, which patches of 16 x 16 do not cover"):
         assert torch.equal(conv(image), nn.functional.conv2d(image, conv.weight, conv.bias, stride=16))
+    with pytest.warns(UserWarning, match="its input has 3 dimensions, not 4"):
+        assert torch.equal(conv(image[0]), nn.functional.conv2d(image[0], conv.weight, conv.bias, stride=16))
     conv.stride = (8, 8)
     with pytest.warns(UserWarning, match="its convolution is not one of disjoint patches"):
         assert conv(image[..., :32, :32]).shape[2:] == (3, 3)

@@ -253,6 +253,11 @@ def reshaped_scores(m, x):
     return m.proj(joined(scores.view(x.shape[0], H, x.shape[1], -1) @ v))
 
 
+def diagonal(m, x):
+    q, k, v = heads(m.qkv(m.norm(x)))
+    return m.proj(joined(torch.einsum("bhii,bhid->bhid", (q @ k.mT * 0.2).softmax(-1), v)))
+
+
 def small_heads(m, x):
     q, k, v = (t.unflatten(-1, (2, -1)).permute(0, 1, 3, 2, 4).flatten(1, 2) for t in heads(m.qkv(m.norm(x))))
     return m.proj(F.scaled_dot_product_attention(q, k, v).sum(1).repeat(1, 1, 4)[:, : x.shape[1]])
@@ -267,6 +272,7 @@ LEFT = {
     masked_fill: "a mask: masked_fill",
     over_queries: "a softmax over another dimension",
     reshaped_scores: "a reshape of scores or probabilities",
+    diagonal: "einsum 'bhii,bhid->bhid'",
     small_heads: "head_dim",
 }
 

@@ -75,6 +75,12 @@ def test_mlp_is_left(name, x):
         assert detail.startswith(f"left: {reason}")
 
 
+def test_gate_and_value_of_different_tensors(x):
+    layers = {name: nn.Linear(D, HIDDEN) for name in ("gate", "value")}
+    model = mlp(lambda m, x: m.fc2(F.silu(m.gate(m.norm(x))) * m.value(x)), **layers)
+    assert details(compile_and_check(model, x), "MLP") == ["left: gate and value are of different tensors"]
+
+
 def test_batch_norm_between_linear_and_activation(x):
     def forward(m, x):
         return m.fc2(F.gelu(m.between(m.fc1(m.norm(x)).flatten(0, 1)).view(B, N, -1)))
@@ -280,6 +286,12 @@ EMBEDDINGS = {
 def test_patch_embedding_is_found(name, device):
     image = torch.randn(B, 3, 8, 12, device=device)
     report = compile_and_check(embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0), image)
+    assert details(report, "patch embedding") == ["patch_embed"]
+
+
+def test_positions_of_each_sample_are_added_behind_the_op(device):
+    image, positions = torch.randn(B, 3, 8, 12, device=device), torch.randn(B, 6, D, device=device)
+    report = compile_and_check(embedding(lambda m, i, pos: patches(m, i) + pos), image, positions)
     assert details(report, "patch embedding") == ["patch_embed"]
 
 

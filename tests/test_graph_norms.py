@@ -87,6 +87,10 @@ def mean_square(x, dim=-1):
 LEFT = {
     "over tokens": (lambda m, x: normalized(x, mean_square(x, 1)) * m.weight, "an RMSNorm over another dimension"),
     "over both": (lambda m, x: normalized(x, mean_square(x, (1, 2))) * m.weight, "an RMSNorm over another dimension"),
+    "over rows, for columns": (  # of as many
+        lambda m, x: (lambda s: normalized(s, s.pow(2).mean(-1)) * m.weight)(x[0, :1].mT * x[0, :1]),
+        "an RMSNorm over another dimension",
+    ),
     "of another": (lambda m, x: normalized(x, mean_square(x.sin())) * m.weight, "a mean of squares of another tensor"),
     "no weight": (lambda m, x: normalized(x, mean_square(x)), "an RMSNorm without weight"),
     "a weight of tokens": (lambda m, x: normalized(x, mean_square(x)) * x[:, :1], "an RMSNorm without weight"),

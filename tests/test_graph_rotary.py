@@ -121,6 +121,8 @@ def test_q_and_k_by_different_tables(x, tables):
     model = half(rotary_half(behind_prefix, lambda t, sin, cos: behind_prefix(t, cos, sin)))
     (detail,) = details(compile_and_check(model, x, tables), "attention")
     assert detail == "attention (q and k with different rotary positions)"
+    (detail,) = details(compile_and_check(half(rotary_half(SPELLINGS["pairs"], behind_prefix)), x, tables), "attention")
+    assert detail == "attention (q and k with different rotary positions)"  # of the same tables
     (detail,) = details(compile_and_check(half(rotary_half(behind_prefix, lambda t, *_: t)), x, tables), "attention")
     assert detail == "attention (q and k with different rotary positions)"
 

@@ -67,6 +67,17 @@ def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
     assert not torch.equal(got[0], first[0])
 
 
+@pytest.mark.parametrize("name", NODES)
+def test_an_empty_batch_is_planned_as_any_other(name, triton_backend, device):
+    op, tensors = function(name), made(name, 0, N, device)
+    with afresh():
+        want = results(op, tensors)
+    with counted() as count:
+        for _ in range(2):
+            assert all(map(torch.equal, results(op, tensors), want))
+    assert len(count) == 2
+
+
 def strided(t):
     """The same in rows that are further apart, or of every other element."""
     room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
@@ -268,6 +279,15 @@ def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
             call(*arguments)
             assert seen
         assert not count
+
+
+def test_tensors_without_memory(weights, triton_backend, device):
+    """Also in the wrapper of a functorch transform that has ended, which hides it."""
+    zeros, wrapped = torch._efficientzerotensor(B, N, D, device=device), []
+    torch.func.grad(lambda t: (wrapped.append(t), (1.0 * t).sum())[1])(zeros)
+    want = call(torch.zeros_like(zeros), weights)
+    for t in (zeros, *wrapped):
+        assert torch.equal(call(t, weights), want)
 
 
 def test_checks_are_made_behind_calls_that_passed_them(weights, heads, triton_backend, device):

@@ -148,11 +148,10 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
 
 
 def _plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels may read them as they lie or be given copies, x has elements, and there are guards."""
+    """Whether kernels may read them as they lie or be given copies, and there are guards."""
     return bool(
         TensorGuards is not None
         and unwrap_if_dead is not None
-        and tensors[0].numel()
         and not any(map(Tensor.is_neg, tensors))
         and not any(map(is_zerotensor, tensors))
         and all(unwrap_if_dead(t) is t for t in tensors)

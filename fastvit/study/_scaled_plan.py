@@ -106,8 +106,7 @@ class ScaledPlan:
             again, (begin, end) = runs[key], call.events
             own = np.arange(blocks, blocks + len(again.asked))
             for mine, theirs in zip(again.outputs, call.outputs, strict=True):
-                if mine >= 0:
-                    own[mine], asked[theirs] = theirs, again.asked[mine]
+                own[mine], asked[theirs] = theirs, again.asked[mine]
             of_others = self.number[begin:end] < call.blocks[0]  # that went meanwhile
             numbers += [self.number[done:begin], own[again.number], self.number[begin:end][of_others]]
             signs += [self.sign[done:begin], again.sign, self.sign[begin:end][of_others]]
@@ -119,7 +118,7 @@ class ScaledPlan:
 
 
 class _Run(NamedTuple):
-    """A fused op's events by block, the bytes of its blocks, and which its outputs are: -1 for an argument's."""
+    """A fused op's events by block, the bytes of its blocks, and which its outputs are."""
 
     number: np.ndarray
     sign: np.ndarray
@@ -145,7 +144,7 @@ def _run_again(call: Call, at: Sizes, sizes: Sizes) -> _Run:
     first = max(seen.see(arguments)) + 1
     with as_on(gpu=True):
         result = seen.look_into(call.op, arguments)
-    outputs = [max(number - first, -1) for number in seen.see(result)]
+    outputs = [number - first for number in seen.see(result)]  # no op returns an argument
     events = [(number - first, 1 if came else -1) for number, came in seen.events if number >= first]
     number, sign = np.array(events, int).reshape(-1, 2).T
     return _Run(number, sign, np.array([block.asked for block in seen.blocks[first:]], int), outputs)
