@@ -37,9 +37,11 @@ def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
 
 
 def same_strides(a: Any, b: Any) -> bool:
-    """Of two tensors of one shape: those of dimensions of size 1 lead nowhere."""
+    """Of two tensors of one shape: those of dimensions of size 1, and of a tensor without elements, lead nowhere."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(known_equal(size, 1) or known_equal(s, t) for size, s, t in sizes)
+    return any(known_equal(size, 0) for size in a.shape) or all(
+        known_equal(size, 1) or known_equal(s, t) for size, s, t in sizes
+    )
 
 
 def dense_strides(shape: Sequence[Size]) -> list[Size]:
