@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastvit._output import printable
+
 PICKLES = (".pth", ".pt", ".bin")
 WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
+INFLATED = 1 << 30  # bytes that a compressed file may hold, or four times its own size
 PARALLEL = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
 
 
@@ -64,24 +68,47 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path, device="cpu")
     except (SafetensorError, ValueError, KeyError) as error:  # KeyError: a dtype that this torch does not have
-        raise CheckpointError(f"{path} is damaged or is no safetensors file: {error!r}") from error
+        raise CheckpointError(f"{path} is damaged or is no safetensors file: {error!r}") from None
 
 
 def _read_pickle(path: Path) -> Any:
+    _check_inflated(path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # timm's training checkpoints carry their options
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"asks for {named[1]}" if named else "is damaged, or holds more than tensors"
-        raise CheckpointError(f"{path} {what}; only tensors are read, and no code is run") from error
+        what = f"asks for {printable(named[1])}" if named else "is damaged, or holds more than tensors"
+        raise CheckpointError(f"{path} {what}; only tensors are read, and no code is run") from None
     except Exception as error:  # a damaged file makes the unpickler and the zip reader raise anything
         if "TorchScript" in str(error):
             raise CheckpointError(
                 f"{path} is a TorchScript program, not a state_dict; if you trust it, "
                 f"pass weights=torch.jit.load(path, map_location='cpu').state_dict()"
             ) from error
-        raise CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}") from error
+        raise _damaged(path, error) from None
+
+
+def _check_inflated(path: Path) -> None:
+    """Refuse a zip file whose entries are far larger than itself, before any is inflated. torch.save deflates none."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # what torch.load takes for a zip file; it inflates nothing else
+            return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            held = sum(entry.file_size for entry in archive.infolist())
+    except Exception as error:  # of a damaged file, anything
+        raise _damaged(path, error) from None
+    limit = max(INFLATED, 4 * path.stat().st_size)
+    if held > limit:
+        raise CheckpointError(
+            f"{path} would inflate to {held:,} bytes, and at most {limit:,} are inflated: {INFLATED >> 30} GiB, or "
+            "four times the file. If you trust it, save it uncompressed, as torch.save does"
+        )
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged or is no file of torch.save: {error!r:.200}")
 
 
 def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
@@ -118,4 +145,4 @@ def _is_plain(key: Any, value: Any) -> bool:
 
 def first(items: Collection[str], count: int = 8) -> str:
     more = f" and {len(items) - count} more" if len(items) > count else ""
-    return ", ".join(itertools.islice(items, count)) + more
+    return printable(", ".join(itertools.islice(items, count))) + more

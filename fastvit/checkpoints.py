@@ -1,8 +1,9 @@
 """Weights that users already have, put into a `VisionTransformer`: files of timm, torchvision, Hugging Face
 transformers, Meta's DINOv2, DINOv3 and Perception Encoder, OpenAI's CLIP, open_clip and Apple's AIMv2.
 
-A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. All
-of it is checked against the model before anything is copied: the model ends up with every weight or with none.
+A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. A
+compressed file that would inflate to more than 1 GiB and four times its size is refused; torch.save compresses nothing.
+All of it is checked against the model before anything is copied: the model ends up with every weight or with none.
 
 A state_dict carries no configuration. Activation and LayerNorm's eps are the model's arguments: Hugging Face's CLIP and
 OpenAI's want act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging Face's SigLIP "gelu_tanh", and
@@ -24,6 +25,7 @@ from torch import Tensor
 from fastvit._checkpoint_files import CheckpointError, check_weights, first, one_state_dict, read
 from fastvit._checkpoint_names import SOURCES
 from fastvit._checkpoint_source import Source
+from fastvit._output import printable
 from fastvit._positions import Resize, antialiased, resample_abs_pos_embed
 from fastvit.vit import VisionTransformer
 
@@ -69,7 +71,8 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
     expected = model.state_dict()
     distilled = [key for key in tensors if "dist_token" in key or "distillation_token" in key]
     if distilled:
-        raise CheckpointError(f"{where} is a distilled DeiT, whose second class token the model lacks: {distilled[0]}")
+        lacks = f"whose second class token the model lacks: {printable(distilled[0])}"
+        raise CheckpointError(f"{where} is a distilled DeiT, {lacks}")
     source, prefix = _recognised(tensors, where)
     renamed = {key: source.rename(key, prefix) for key in tensors}
     counts = Counter(renamed.values())
@@ -143,7 +146,7 @@ def _by_pattern(keys: Iterable[str]) -> list[str]:
             of_block = re.compile(rf"(?<=[._]){found[0]}(?=\.)")
             pattern = " ".join(of_block.sub("{}", word, count=1) for word in key.split(" "))
         numbers.setdefault(pattern, []).extend([] if found is None else [int(found[0])])
-    return [pattern.replace("{}", _ranges(found)) for pattern, found in numbers.items()]
+    return [printable(pattern.replace("{}", _ranges(found))) for pattern, found in numbers.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

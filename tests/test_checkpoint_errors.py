@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import struct
+import traceback
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fastvit
-from fastvit import checkpoints
+from fastvit import _checkpoint_files, checkpoints
 from fastvit.checkpoints import CheckpointError
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -52,6 +54,35 @@ class Command:
 
 
 # ---- damaged and hostile files ----
+
+
+def test_escape_sequences_are_not_printed(tmp_path: Path) -> None:
+    """Neither of keys nor of the class that a file asks for, in the message or in the traceback."""
+    evil, tensor, path = "\x1b]0;title\x07\x1b[2J\u202e", torch.zeros(1), tmp_path / "model.pth"
+    path.write_bytes(b"cevil\x1b[2J\nname\n(tR.")
+    files = [{evil: tensor}, {evil: 1}, {f"{evil}.patch_embed.proj.weight": tensor}, {f"dist_token{evil}": tensor}]
+    for weights in (*files, {**state_dict(), f"blocks.0.{evil}": tensor}, path):
+        with pytest.raises(CheckpointError, match=r"\\x1b") as caught:
+            checkpoints.load(fastvit.VisionTransformer(**SMALL), weights)
+        text = "".join(traceback.format_exception(caught.value))
+        assert all(map(str.isprintable, text.splitlines())), text
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin"])
+def test_files_that_inflate_without_measure(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, path = tmp_path / f"plain{suffix}", tmp_path / f"deflated{suffix}"
+    torch.save({"a": torch.zeros(1 << 18)}, plain)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert torch.equal(checkpoints.read(path)["a"], torch.zeros(1 << 18))
+    monkeypatch.setattr(_checkpoint_files, "INFLATED", 1 << 20)  # of 1 GiB
+    monkeypatch.setattr(torch, "load", None)
+    refused(path, r"would inflate to 1,04\d,\d{3} bytes, and at most 1,048,576 are")
+    with zipfile.ZipFile(plain, "a") as archive:  # not compressed, but there five times
+        archive.filelist += 4 * archive.filelist
+        archive.writestr("end", "")
+    refused(plain, "would inflate to 5,")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin"])

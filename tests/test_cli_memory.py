@@ -142,17 +142,23 @@ def test_an_error_of_many_lines_is_told_whole():
     assert len(described(ValueError("key " * 1000))) < 700
 
 
+def test_escape_sequences_in_an_error_do_not_reach_the_terminal():
+    from fastvit.cli._terminal import described
+
+    assert described(ValueError("key \x1b[2J\u202eß")) == r"key \x1b[2J\u202eß"
+    assert described(FileNotFoundError(2, "No such file", "\x1b[2J")) == r"No such file: \x1b[2J"
+
+
 def test_a_full_disk(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
 
-    def full(path: Path, content: bytes) -> int:
-        path.touch()
+    def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert main([*FAST, "--plot", str(tmp_path / "a.png")]) == 2
     assert capsys.readouterr().err == f"fastvit: No space left on device: {tmp_path / 'a.png'}\n"
-    assert not (tmp_path / "a.png").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_imports_no_torch():

@@ -3,6 +3,7 @@ The cost of an eager call is held in Python functions entered, which unlike micr
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,3 +341,29 @@ def test_a_lazy_negation_is_carried_out(backend: str, device: torch.device) -> N
     (want,) = torch.autograd.grad(out, w, -x, retain_graph=True)
     (got,) = torch.autograd.grad(out, w, torch._neg_view(x))
     torch.testing.assert_close(got, want)
+
+
+def test_an_interpreter_that_multiplies_bfloat16_wrongly_is_warned_of_once(triton_backend, device):
+    if device.type == "cuda":
+        pytest.skip("kernels run on the GPU")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from fastvit.ops._interpreter import warn_of_bfloat16
+
+    def run(*dtypes):
+        for dtype in dtypes:
+            x = torch.ones(3, 16, dtype=dtype)
+            ops.layer_norm(x, x[0], x[0])
+
+    warn_of_bfloat16.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.bfloat16)  # as the tests have it
+    warn_of_bfloat16.cache_clear()
+    wrong = mock.patch.object(InterpreterBuilder, "create_dot", lambda self, a, b, total, *rest: total)
+    with wrong, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.float32)
+    with wrong, pytest.warns(UserWarning, match="interpreter .* multiplies bfloat16 wrongly") as record:
+        run(torch.bfloat16, torch.bfloat16)
+    assert len(record) == 1

@@ -1,6 +1,5 @@
 """`make gpu`: the steps, resuming, time limits, and the page made of several result files."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -149,27 +148,6 @@ def alive(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_file_is_replaced_as_a_whole(interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "table.json"
-    provenance.write_json(path, {"old": 1})
-    written: list[Path] = []
-
-    def write(self: Path, text: str) -> None:
-        written.append(self)
-        with self.open("w") as file:
-            file.write(text[: len(text) // 2] if interrupted else text)
-        if interrupted:
-            raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "write_text", write)
-    with pytest.raises(OSError, match="disk full") if interrupted else contextlib.nullcontext():
-        provenance.write_json(path, {"new": [1, 2, 3]})
-    assert path not in written, "nothing is ever written into the file that others read"
-    assert json.loads(path.read_text()) == ({"old": 1} if interrupted else {"new": [1, 2, 3]})
-    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---- the steps ----

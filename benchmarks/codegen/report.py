@@ -21,6 +21,7 @@ from benchmarks.codegen.aot import TARGETS, Compiled
 from benchmarks.codegen.launches import DTYPES, Launch, compile_all, record
 from benchmarks.harness.columns import make
 from benchmarks.harness.workloads import workloads
+from fastvit._output import write_file
 
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
 _MATMULS = {
@@ -138,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     launches = [launch for launch in launches if chosen.kernel in launch.name]
     rows = [facts(*pair) for pair in compile_all(launches)]
     if chosen.json:
-        chosen.json.write_text(json.dumps(rows, indent=1))
+        write_file(chosen.json, json.dumps(rows, indent=1))
     print(table(rows))
     return int(any(row["problems"] for row in rows))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import interpreter
+
+from fastvit.ops._interpreter import warn_of_bfloat16
 
 Flags = NDArray[np.bool_]
 
@@ -189,6 +192,10 @@ class _Counter:
 def count(*, compute: bool = True) -> Iterator[Traffic]:
     """Counts every launch within the context. compute=False leaves matmuls out, which take most of the interpreter's
     time: for kernels whose addresses depend on no value, as all of this package's."""
+    if not compute:  # what bfloat16 is multiplied to does not matter then, and the probe of it is no launch to count
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warn_of_bfloat16()
     counter = _Counter()
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, to_host = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst

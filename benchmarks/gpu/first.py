@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import torch
 from benchmarks.gpu import compiled, correct, headline, summary
 from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, read, results_folder
 from benchmarks.gpu.runner import Runner, Step
+from fastvit._output import write_file
 from fastvit.kernels import _tuned
 
 SECONDS = 535.0  # 9 minutes less what ending takes
@@ -115,7 +115,7 @@ def unpack(bundle: Path, folder: Path | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(bundle.iterdir()):
         if path.is_file():
-            shutil.copyfile(path, (_tuned.FOLDER if path.name.startswith("tuned_") else folder) / path.name)
+            write_file((_tuned.FOLDER if path.name.startswith("tuned_") else folder) / path.name, path.read_bytes())
     return folder
 
 

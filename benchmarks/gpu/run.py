@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from benchmarks.gpu.runner import Runner, Step
 from benchmarks.gpu.tables import TABLES
 from benchmarks.harness.provenance import ROOT, commit
 from benchmarks.harness.record import environment
+from fastvit._output import write_file
 from fastvit.kernels import _tuned
 
 # Of a step, by the first word of its name; seconds
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     status = execute(steps, Runner(journal, chosen.seconds))
     tuned = _tuned.FOLDER / _tuned.file_name(device)
     if tuned.exists():
-        shutil.copyfile(tuned, results / tuned.name)  # so that one folder has all that is to be kept
+        write_file(results / tuned.name, tuned.read_bytes())  # so that one folder has all that is to be kept
     return status
 
 

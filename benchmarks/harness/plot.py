@@ -7,12 +7,14 @@ writes memory_light.svg and memory_dark.svg into the folder.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.record import Record
 from benchmarks.harness.table import growth
+from fastvit._output import write_file
 from fastvit.study._plot import draw
 
 FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
@@ -40,7 +42,9 @@ def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
             panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
             caption = f"{where}; batch {shape['B']}, {shape['H']} heads"
             figure = draw(panels, caption, theme, "peak memory of a training step")
-            figure.savefig(folder / name, transparent=True, metadata={"Date": None})
+            svg = io.BytesIO()
+            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+        write_file(folder / name, svg.getvalue())
     return [folder / name for name in FILES.values()]
 
 

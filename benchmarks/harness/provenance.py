@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+from fastvit._output import write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,11 +42,6 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes beside the file, then renames: a reader sees the old text or the new, also after a crash."""
+    """Write a file as `write_file`, with its folder: a reader sees the old text or the new, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, text)

@@ -21,6 +21,7 @@ from benchmarks.harness import dispatch, families, graph_tables, launch, plot, t
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
+from fastvit._output import write_file
 
 RESULTS = ROOT / "benchmarks" / "results"
 _INTRODUCTION = f"""\
@@ -153,10 +154,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
     parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
     chosen = parser.parse_args(arguments)
-    chosen.to.write_text(page(chosen.folders))
+    write_file(chosen.to, page(chosen.folders))
     if not chosen.folders:
         readme = ROOT / "README.md"
-        readme.write_text(with_ops(readme.read_text()))
+        write_file(readme, with_ops(readme.read_text()))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fastvit._output import printable, write_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,10 +51,10 @@ def guarded(run: Callable[[], int], traceback: bool = False) -> int:
 
 
 def described(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line, without escape sequences that files may have brought into it."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    text = " ".join(str(error).split())
+        return printable(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+    text = printable(" ".join(str(error).split()))
     return (text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...") or type(error).__name__
 
 
@@ -113,14 +114,8 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """A whole file or none: what a full disk cuts off is removed, and the error names the file."""
-    path = Path(path)
-    try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        if path.is_file() and error.errno == errno.ENOSPC:
-            path.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    """Write a file as `write_file`, and say so."""
+    write_file(path, content)
     print(f"wrote {path}", file=sys.stderr)
 
 

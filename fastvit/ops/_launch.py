@@ -18,12 +18,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
 from triton.runtime import driver
 
 from fastvit.ops import _library, _plans
+from fastvit.ops._interpreter import warn_of_bfloat16
 from fastvit.ops._library import Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
@@ -48,6 +50,8 @@ class Compiled(NamedTuple):
 
 
 def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Constants) -> None:
+    if any(t is not None and t.dtype is torch.bfloat16 for t in tensors):
+        warn_of_bfloat16()
     kernel[(programs,)](*tensors, *numbers, **constants)
 
 

@@ -1,0 +1,47 @@
+"""Output for a user: files that are written whole or not at all, and text that is safe to print on a terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a whole file, or leave what was there.
+
+    The content goes into a temporary file in the same folder, which then replaces the old file. A symbolic link stays
+    a link, and an existing file keeps its mode. Devices and pipes are written directly.
+
+    Raises:
+        OSError: names `path`; nothing is left of the temporary file, as after any other interruption.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
+        target = Path(os.path.realpath(path))
+        exists = target.exists()
+        if exists and not os.access(target, os.W_OK):  # os.replace asks for the folder's permission only
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        temporary = target.with_name(f".fastvit-{os.urandom(8).hex()}")
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # some filesystems say only now that the disk is full
+            if exists:
+                temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def printable(text: str) -> str:
+    """Replace control characters, escape sequences among them, and others that do not print by their escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
