@@ -84,15 +84,21 @@ def rms_norm(x, weight, eps=1e-6):
 
 
 def add_layer_norm(residual, branch, weight, bias=None, layer_scale=None, row_scale=None, eps=1e-6, norm="layer"):
-    total = _branch(branch, layer_scale, row_scale, residual)
+    total = add_branch(branch, layer_scale, row_scale, residual)
     return total, layer_norm(total, weight, bias, eps, norm)
+
+
+def rounded_add_layer_norm(residual, branch, weight, bias, layer_scale, row_scale, **options):
+    """`add_layer_norm`, where a layer_scale wider than residual and branch does not widen the sum."""
+    total = add_branch(branch, layer_scale, row_scale, residual).to(torch.promote_types(residual.dtype, branch.dtype))
+    return total, layer_norm(total, weight, bias, **options)
 
 
 def linear(x, weight, bias=None, layer_scale=None, row_scale=None, residual=None, activation=None):
     y = F.linear(x, weight, bias)
     if activation is not None:
         y = ACTIVATIONS[activation](y)
-    return _branch(y, layer_scale, row_scale, residual)
+    return add_branch(y, layer_scale, row_scale, residual)
 
 
 def mlp(
@@ -115,7 +121,7 @@ def mlp(
         h = ACTIVATIONS[activation](F.linear(x, fc1_weight, fc1_bias))
     h = h * masks[0]
     h = h if inner_norm is None else layer_norm(h, *inner_norm)
-    return _branch(F.linear(h, fc2_weight, fc2_bias) * masks[1], layer_scale, row_scale, residual)
+    return add_branch(F.linear(h, fc2_weight, fc2_bias) * masks[1], layer_scale, row_scale, residual)
 
 
 def gated(x, weight, bias, activation):
@@ -186,7 +192,7 @@ def patch_embed(image, weight, bias=None, pos_embed=None, prefix=None, mean=None
     return patches
 
 
-def _branch(y, layer_scale, row_scale, residual):
+def add_branch(y, layer_scale, row_scale, residual):
     if layer_scale is not None:
         y = y * layer_scale
     if row_scale is not None:

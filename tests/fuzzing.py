@@ -123,19 +123,24 @@ NORMED, NORMED_WIDTH = BATCHED, st.integers(2, 80)
 
 @st.composite
 def case(
-    draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], optional: str = "", **options: st.SearchStrategy[Any]
+    draw: st.DrawFn,
+    shapes: dict[str, tuple[int, ...]],
+    optional: str = "",
+    mixed: str = "residual row_scale",
+    **options: st.SearchStrategy[Any],
 ) -> Case:
-    """Tensors of these shapes in one dtype, but that a residual may be wider. optional: names that may be left out."""
+    """Tensors of these shapes in one dtype, or in any where the name is among `mixed`. optional: names that may be left
+    out."""
     dtype = draw(DTYPES)
     tensors: dict[str, Input | None] = {}
     for name, shape in shapes.items():
         if name in optional.split() and draw(st.booleans()):
             tensors[name] = None
         else:
-            wide = name == "residual" and draw(st.booleans())
+            its_dtype = draw(DTYPES) if name in mixed.split() else dtype
             layout, wanted = draw(st.sampled_from(list(LAYOUTS))), draw(st.booleans())
             wanted = wanted and name != "row_scale"  # not differentiated
-            tensors[name] = Input(shape, torch.float32 if wide else dtype, layout, wanted)
+            tensors[name] = Input(shape, its_dtype, layout, wanted)
     return Case(tensors, draw(st.sampled_from(list(RESULTS))), {n: draw(option) for n, option in options.items()})
 
 

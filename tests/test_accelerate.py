@@ -200,7 +200,7 @@ def test_hooks_on_the_accelerated_module_itself_run(vit: nn.Module, image: Tenso
     fastvit.accelerate(vit)
     shapes = []
     vit.blocks[0].register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
-    vit.blocks[0].register_forward_hook(lambda module, args, out: shapes.append(out.shape))
+    vit.blocks[0].register_forward_hook(lambda module, args, out: shapes.append(out.shape) or out.mul_(2.0))
     vit.blocks[0].register_full_backward_hook(lambda module, into, out: shapes.append(out[0].shape))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

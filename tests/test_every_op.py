@@ -3,6 +3,7 @@
 import formulas
 import pytest
 import torch
+import torch.nn.functional as F
 from op_cases import (
     FORMULAS,
     SHAPES,
@@ -169,6 +170,85 @@ def test_gradcheck(name, N, fast_mode, device):
 
     with ops.use_backend("aten"):
         assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=fast_mode)
+
+
+def edited(y):
+    """y, edited in place in every way that eager's result may be."""
+    y += 1.0
+    y[..., 0] = 0.0
+    y.mul_(1.5)
+    return F.relu(y, inplace=True)
+
+
+def run_and_edit(name, tensors, i, copy=lambda y: y):
+    """The gradients, where the op's output of that number is edited in place, or a copy of it."""
+    torch.manual_seed(4)
+    outputs = list(outputs_of(function(name)(**tensors)))
+    outputs[i] = edited(copy(outputs[i]))
+    return torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(wanted(tensors).values()))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@every_op
+def test_outputs_may_be_edited_in_place(name, autocast, backend, device):
+    """Unless the op saves them, which the backward pass then says. Under autocast they are rounded in other places."""
+    tensors = made(name, 2, 18 if backend == "aten" else 4, device)  # of PyTorch's attention, both kinds
+    with torch.no_grad():
+        outputs = outputs_of(function(name)(**tensors))
+    for i, output in enumerate(outputs):
+        output.mul_(torch.ones((), device=device, requires_grad=True))  # also in another mode than it was made in
+        saved = name.startswith("attention") or (name == "add_layer_norm" and i == 0)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            want = run_and_edit(name, tensors, i, torch.clone)
+            if saved:
+                with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is output 0"):
+                    run_and_edit(name, tensors, i)
+            else:
+                got = run_and_edit(name, tensors, i)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "attention", "attention_qkvpacked", "attention_varlen", "linear"])
+def test_outputs_edited_in_place_in_a_compiled_graph(name, device):
+    """Those that are saved, too, since no version of a tensor is compared there."""
+    torch._dynamo.reset()
+    tensors = made(name, 2, 18, device)
+    leaves = wanted(tensors)
+
+    def loss(*values):
+        first, *rest = outputs_of(function(name)(**tensors | dict(zip(leaves, values, strict=True))))
+        return sum(o.square().sum() for o in (edited(first), *rest))
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(*leaves.values()), list(leaves.values()))
+    torch.testing.assert_close(got, run_and_edit(name, tensors, 0, torch.clone))
+
+
+@every_op
+def test_batched_gradients(name, device):
+    """Each is taken by itself, on whatever backend."""
+    tensors = made(name, 2, 4, device)
+    outputs, leaves = outputs_of(function(name)(**tensors)), list(wanted(tensors).values())
+    douts = [torch.randn(2, *o.shape, device=device) for o in outputs]
+    each = [torch.autograd.grad(outputs, leaves, dout, retain_graph=True) for dout in zip(*douts, strict=True)]
+    for more in ({"create_graph": True}, {}):
+        got = torch.autograd.grad(outputs, leaves, douts, is_grads_batched=True, **more)
+        assert all(torch.equal(a, torch.stack(b)) for a, b in zip(got, zip(*each, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["forward_outside", "forward_inside"])
+@every_op
+def test_autocast_around_the_backward_pass(name, forward, backend, device):
+    """It changes nothing: the gradients are those of the dtypes that the forward pass has chosen."""
+    tensors, runs = made(name, 2, 4, device), []
+    for backward in (False, True):
+        torch.manual_seed(4)
+        with torch.autocast(device.type, torch.bfloat16, enabled=forward):
+            outputs = outputs_of(function(name)(**tensors))
+        douts = [inputs("normal", *o.shape, dtype=o.dtype, device=device, seed=50) for o in outputs]
+        with torch.autocast(device.type, torch.bfloat16, enabled=backward):
+            runs.append(torch.autograd.grad(outputs, list(wanted(tensors).values()), douts))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)

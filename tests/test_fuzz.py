@@ -59,13 +59,13 @@ test_layer_norm = fuzzed(layer_norm_cases(), ops.layer_norm, formulas.layer_norm
 def add_layer_norm_cases(draw: st.DrawFn) -> Case:
     leading, D = draw(NORMED), draw(NORMED_WIDTH)
     shapes = {"branch": (*leading, D), "weight": (D,), "bias": (D,), **branch(leading, D)}
-    found = draw(case(shapes, "layer_scale row_scale"))
-    dtype = found.tensors["residual"].dtype
-    wide = {n: Input(t.shape, dtype, t.layout, t.wanted) for n, t in found.tensors.items() if n in ("weight", "bias")}
+    found = draw(case(shapes, "layer_scale row_scale", "residual branch layer_scale row_scale"))
+    dtype = torch.promote_types(found.tensors["residual"].dtype, found.tensors["branch"].dtype)
+    wide = {n: replace(t, dtype=dtype) for n, t in found.tensors.items() if n in ("weight", "bias")}
     return of_a_kind(draw, Case(found.tensors | wide, found.result, found.options), "bias")
 
 
-test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.add_layer_norm)
+test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.rounded_add_layer_norm)
 
 
 @st.composite
@@ -243,6 +243,7 @@ def masked_attention_cases(draw: st.DrawFn) -> Case:
         case(
             {**shapes, "attn_mask": of[draw(st.integers(0, 2)) if of[0] == 1 == of[1] else 0 :]},
             "attn_mask",
+            "attn_mask",
             scale=SCALE,
         )
     )
@@ -284,7 +285,7 @@ def rotary_cases(draw: st.DrawFn) -> Case:
     prefix = draw(st.integers(0, min(3, N)))
     table = [*draw(st.sampled_from([(), (1,), (H,), (B, 1), (B, H), (1, H)])), N - prefix, d]
     options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
-    return draw(case({"qkv": (B, N, 3, H, d), "sin": tuple(table), "cos": tuple(table)}, **options))
+    return draw(case({"qkv": (B, N, 3, H, d), "sin": tuple(table), "cos": tuple(table)}, "", "sin cos", **options))
 
 
 def of_tables(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,7 +303,7 @@ def qk_norm_cases(draw: st.DrawFn) -> Case:
     table = (*draw(st.sampled_from([(), (H,), (B, 1), (B, H)])), N - prefix, d)
     shapes = {"q": (B, N, H, d), "k": (B, N, H, d)} | dict.fromkeys(("q_weight", "q_bias", "k_weight", "k_bias"), (d,))
     options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
-    found = draw(case({**shapes, "fixed_sin": table, "fixed_cos": table}, **options))
+    found = draw(case({**shapes, "fixed_sin": table, "fixed_cos": table}, "", "fixed_sin fixed_cos", **options))
     for name, t in found.tensors.items():
         if name.startswith("fixed"):
             found.tensors[name] = replace(t, wanted=False)

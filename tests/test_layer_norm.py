@@ -77,6 +77,28 @@ def test_add_layer_norm(layer_scale, row_scale, dtype, backend, device):
     assert_op_as_accurate(ops.add_layer_norm, formulas.add_layer_norm, tensors_of(shapes, dtype, device))
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, torch.bfloat16, torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
+    ],
+    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+)
+@pytest.mark.parametrize("row_scale", [False, True], ids=["", "row_scale"])
+def test_add_layer_norm_of_several_dtypes(row_scale, dtypes, backend, device):
+    """Of residual, branch, layer_scale and row_scale; products are not rounded to a dtype narrower than the sum's."""
+    sum_dtype = torch.promote_types(*dtypes[:2])
+    tensors = tensors_of(summed(5, 13, 72) | {"layer_scale": (72,), "row_scale": (5,)}, sum_dtype, device)
+    for name, dtype in zip(("residual", "branch", "layer_scale", "row_scale"), dtypes, strict=True):
+        tensors[name] = tensors[name].detach().to(dtype).requires_grad_(name != "row_scale")
+    tensors["row_scale"] = tensors["row_scale"] * 1.1 if row_scale else None
+    assert_op_as_accurate(ops.add_layer_norm, formulas.rounded_add_layer_norm, tensors)
+
+
 def test_add_layer_norm_uses_one_output(backend, device):
     """Only one of the two outputs has a gradient."""
     residual, branch, weight, bias = tensors_of(summed(2, 3, 8), torch.float32, device).values()

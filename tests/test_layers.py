@@ -34,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit
 from fastvit import _modules, eva_layers, fuse, layers, readers, reference
+from fastvit.eva import Eva
+from fastvit.reference_eva import Eva as ReferenceEva
 from fastvit.study._peak import saved_bytes
 
 BLOCKS = {
@@ -306,6 +308,30 @@ def test_patch_embed_honours_hooks() -> None:
     doubled = embed(x, pos, prefix)
     torch.testing.assert_close(doubled[:, :2], plain[:, :2])
     torch.testing.assert_close(doubled[:, 2:], 2 * (plain[:, 2:] - pos) + pos, rtol=1e-4, atol=1e-5)
+
+
+MODELS = {
+    "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"init_values": 0.3}),
+    "eva": (Eva, ReferenceEva, {"use_rot_pos_emb": True, "init_values": 0.3}),
+    "eva_swiglu": (Eva, ReferenceEva, {"swiglu_mlp": True, "scale_mlp": True}),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_hooks_may_edit_outputs_in_place(kind: str, device: torch.device) -> None:
+    """In training, of a model, of a block and of what is in it."""
+    own, eager, options = MODELS[kind]
+    arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3}
+    ours, theirs = (model.to(device) for model in twins(*(model(**arguments, **options) for model in (own, eager))))
+    image = inputs("normal", 2, 3, 8, 8, dtype=torch.float32, device=device)
+    for name in ("", "patch_embed", "blocks.0", "blocks.0.norm1", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp.fc2"):
+        hooks = [
+            model.get_submodule(name).register_forward_hook(lambda _, __, output: output.mul_(1.5).add_(1.0))
+            for model in (ours, theirs)
+        ]
+        assert_same_step(ours, theirs, image)
+        for hook in hooks:
+            hook.remove()
 
 
 def test_uint8_images_where_the_convolution_runs_by_itself() -> None:

@@ -129,6 +129,19 @@ def test_residual_of_wider_dtype(backend, device):
     assert_op_as_accurate(ops.linear, eager, arguments)
 
 
+def test_a_wider_layer_scale_is_not_rounded_to_the_matmul_s_dtype(device):
+    """Under autocast, on ATen, where the matmul's own result is rounded: exact products of 8 and 24 bits."""
+    tensors_ = tensors(3, 17, 40, out=24, dtype=torch.float32, device=device, epilogue=EPILOGUES["branch"])
+    x, weight, bias, layer_scale, row_scale, residual = (t.detach() for t in tensors_.values())
+    row_scale = row_scale * 1.1
+    with torch.autocast(device.type, torch.bfloat16), ops.use_backend("aten"):
+        got = ops.linear(x, weight, bias, layer_scale=layer_scale, row_scale=row_scale, residual=residual)
+        branch = ops.linear(x, weight, bias)
+    assert branch.dtype is torch.bfloat16
+    want = residual.double() + row_scale.double()[:, None, None] * layer_scale.double() * branch.double()
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_only_wanted_gradients_are_computed(activation, backend, device):
     """A frozen weight keeps no x for the backward pass and runs no matmul for itself."""

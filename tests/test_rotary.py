@@ -76,9 +76,12 @@ def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
     assert_op_as_accurate(alone, eager_alone, tensors)
 
 
-def test_gradients_of_tables_in_16_bits(backend, device):
-    sin, cos = (t.requires_grad_() for t in table(64, 32, device=device, dtype=torch.bfloat16))
-    x = inputs("normal", 4, 64, 2, 32, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("of_cos", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_tables_in_16_bits(of_cos, backend, device):
+    """Of both, or of one beside another of 32, whose gradient keeps its dtype."""
+    sin, cos = table(64, 32, device=device, dtype=torch.bfloat16)
+    sin, cos = sin.requires_grad_(), cos.to(of_cos).requires_grad_()
+    x = inputs("normal", 4, 64, 2, 32, dtype=of_cos, device=device)
     fused, eager = (
         lambda sin, cos, module=module: module.rotary(
             x.to(torch.promote_types(x.dtype, sin.dtype)), ops.Rotary(sin, cos)

@@ -25,8 +25,8 @@ def _activate(x: Tensor, name: str) -> Tensor:
 def _add_residual(
     x: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    x = scale_samples(x, row_scale)
-    x = x if layer_scale is None else x * layer_scale
+    x = x.to(promoted_dtype(x, layer_scale, residual))
+    x = scale_samples(x if layer_scale is None else x * layer_scale, row_scale)
     return x if residual is None else x + residual
 
 
@@ -47,7 +47,7 @@ def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = residual + _add_residual(branch, layer_scale, row_scale).to(branch.dtype)
+    s = _add_residual(branch, layer_scale, row_scale, residual).to(promoted_dtype(residual, branch))
     return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 

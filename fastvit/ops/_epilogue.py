@@ -59,11 +59,16 @@ def scale_samples(x: Tensor, row_scale: Tensor | None) -> Tensor:
 def add_residual_(
     x: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """residual + row_scale * layer_scale * x in the promoted dtype; overwrites the contiguous x where it has that."""
-    if row_scale is not None:
-        by_sample(x, row_scale).mul_(row_scale[:, None, None])
-    if layer_scale is not None:
-        x = x.mul_(layer_scale) if layer_scale.dtype is x.dtype else x * layer_scale
+    """residual + row_scale * layer_scale * x in the promoted dtype, in which products are rounded too; overwrites the
+    contiguous x where it has that."""
+    if layer_scale is not None or row_scale is not None:
+        for t in (layer_scale, residual):
+            if t is not None and t.dtype is not x.dtype:
+                x = x.to(torch.promote_types(x.dtype, t.dtype))
+        if layer_scale is not None:
+            x.mul_(layer_scale)
+        if row_scale is not None:
+            by_sample(x, row_scale).mul_(row_scale[:, None, None])
     if residual is None:
         return x
     return x.add_(residual) if residual.dtype is x.dtype else x + residual

@@ -30,15 +30,19 @@ from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
 from fastvit.ops._private import (
+    add_batch_dim,
     are_functorch_transforms_active,
     clear_saved_tensors,
     has_forward_level,
     is_any_autocast_enabled,
+    is_batched_gradient,
     is_torch_function_mode_enabled,
     is_tracing,
     is_zerotensor,
     len_torch_dispatch_stack,
     profiler_enabled,
+    remove_batch_dim,
+    set_dispatch_key_included,
     unwrap_if_dead,
 )
 
@@ -375,6 +379,13 @@ def repeats_as_views(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(seen)
 
 
+def unshared(output: Tensor) -> Tensor:
+    """An output that its Function also saves. Editing it in place raises in the backward pass, but not where
+    torch.compile traces the Function: there the edit would silently reach what is saved. So the caller gets a copy,
+    which Inductor removes where nothing edits it."""
+    return output.clone() if is_dynamo_compiling() else output
+
+
 class FusedFunction(torch.autograd.Function):
     """Base of the ops' gradients. Subclasses define `forward`, `setup_context` and `backward`, and do the work of
     `backward` through `differentiable_once` or `consume_saved`."""
@@ -442,7 +453,7 @@ class _DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, function: Callable[..., Any], *args: Any) -> Any:
-        return function(*args)
+        return _run_backward(function, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -458,7 +469,7 @@ def differentiable_once(name: str, function: Callable[..., Any], *args: Any) -> 
     opaque op would give no gradient at all."""
     if torch.is_grad_enabled():
         return _DifferentiableOnce.apply(name, function, *args)
-    return function(*args)
+    return _run_backward(function, args)
 
 
 def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -471,7 +482,43 @@ def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any)
         return _DifferentiableOnce.apply(name, lambda *flat: function([*flat[:n]], *flat[n:]), *saved, *args)
     if clear_saved_tensors is not None and not is_dynamo_compiling():
         ctx.maybe_clear_saved_tensors()
-    return function(saved, *args)
+    return _run_backward(function, args, saved)
+
+
+def _run_backward(function: Callable[..., Any], args: tuple[Any, ...], saved: list[Any] | None = None) -> Any:
+    """function(*args), or function(saved, *args). An autocast region around `backward()` changes nothing: the forward
+    pass has chosen the dtypes."""
+    if is_any_autocast_enabled is None or is_any_autocast_enabled() or is_dynamo_compiling():
+        kind = next(a.device.type for a in args if isinstance(a, Tensor))
+        if kind != "meta":  # autocast refuses meta tensors
+            with torch.autocast(kind, enabled=False):
+                return _for_each_gradient(function, args, saved)
+    return _for_each_gradient(function, args, saved)
+
+
+def _for_each_gradient(function: Callable[..., Any], args: tuple[Any, ...], saved: list[Any] | None) -> Any:
+    """As `_run_backward`, once for each gradient of a batch. `torch.autograd.grad(is_grads_batched=True)` and
+    `jacobian(vectorize=True)` map over gradients with a vmap older than torch.func's. It has no rules for most of what
+    a backward pass calls, and none for code that depends on a tensor's memory."""
+    before = () if saved is None else (saved,)
+    if is_batched_gradient is None or is_dynamo_compiling():
+        return function(*before, *args)
+    batched = [isinstance(a, Tensor) and is_batched_gradient(a) for a in args]
+    if True not in batched:
+        return function(*before, *args)
+    # level 1, for a second one would differentiate twice
+    each = [remove_batch_dim(a, 1, 1, 0) if b else a for a, b in zip(args, batched, strict=True)]
+    set_dispatch_key_included("VmapMode", False)  # which refuses random numbers, as dropout draws again
+    try:
+        found = []
+        for i in range(len(each[batched.index(True)])):
+            before = () if saved is None else ([*saved],)
+            found.append(function(*before, *(a[i] if b else a for a, b in zip(each, batched, strict=True))))
+    finally:
+        set_dispatch_key_included("VmapMode", True)
+    if isinstance(found[0], Tensor):
+        return add_batch_dim(torch.stack(found), 0, 1)
+    return tuple([None if of[0] is None else add_batch_dim(torch.stack(of), 0, 1) for of in zip(*found, strict=True)])
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -18,6 +18,7 @@ from fastvit.ops._library import (
     register,
     repeats_as_views,
     stat_dtype,
+    unshared,
 )
 from fastvit.ops.aten import attention as aten
 from fastvit.ops.dropout import draw_seeds
@@ -208,7 +209,7 @@ def attention(
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
     if needs_autograd("attention", q, k, v, attn_mask):
-        return _Attention.apply(*repeats_as_views(q, k, v), attn_mask, seed, scale, dropout_p)[0]
+        return unshared(_Attention.apply(*repeats_as_views(q, k, v), attn_mask, seed, scale, dropout_p)[0])
     return attention_fwd(q, k, v, attn_mask, seed, scale, dropout_p)[0]
 
 
@@ -238,5 +239,5 @@ def attention_qkvpacked(
         qkv = qkv.to(cast)
     seed = draw_seeds(1, qkv.device) if dropout_p > 0.0 else None
     if needs_autograd("attention_qkvpacked", qkv, attn_mask):
-        return _AttentionQkvPacked.apply(qkv, attn_mask, seed, scale, dropout_p)[0]
+        return unshared(_AttentionQkvPacked.apply(qkv, attn_mask, seed, scale, dropout_p)[0])
     return attention_qkvpacked_fwd(qkv, attn_mask, seed, scale, dropout_p)[0]

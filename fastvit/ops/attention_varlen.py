@@ -17,6 +17,7 @@ from fastvit.ops._library import (
     register,
     repeats_as_views,
     stat_dtype,
+    unshared,
 )
 from fastvit.ops.aten import attention_varlen as aten
 from fastvit.ops.attention import checked_scale
@@ -113,7 +114,7 @@ def attention_varlen(
     seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
     rest = cu_seqlens, seed, max_seqlen, scale, dropout_p
     if needs_autograd("attention_varlen", q, k, v):
-        return _AttentionVarlen.apply(*repeats_as_views(q, k, v), *rest)[0]
+        return unshared(_AttentionVarlen.apply(*repeats_as_views(q, k, v), *rest)[0])
     return attention_varlen_fwd(q, k, v, *rest)[0]
 
 

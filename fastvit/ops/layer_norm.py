@@ -17,6 +17,7 @@ from fastvit.ops._library import (
     register,
     repeats_as_views,
     stat_dtype,
+    unshared,
 )
 from fastvit.ops.aten import layer_norm as aten
 
@@ -297,7 +298,10 @@ def add_layer_norm(
     check_float("residual", residual)
     check_float("branch", branch)
     cast = autocast_dtype(residual) is not None
-    s = residual if residual.dtype == torch.promote_types(residual.dtype, branch.dtype) else branch
+    dtype = torch.promote_types(residual.dtype, branch.dtype)
+    s = residual if residual.dtype is dtype else branch
+    if s.dtype is not dtype:  # float16 and bfloat16, whose sum is float32
+        s = residual.new_empty(residual.shape[-1:], dtype=dtype)
     check_like("residual", residual, ("branch", branch, residual.shape, "residual's shape"), dtype=False)
     check_norm(("residual", "weight", "bias"), s, weight, bias, eps, norm, "(D,)", dtype=not cast)
     if layer_scale is not None:
@@ -306,6 +310,6 @@ def add_layer_norm(
     arguments = residual, branch, weight, bias, layer_scale, row_scale
     if needs_autograd("add_layer_norm", *arguments[:5]):
         s, y, *_ = _AddLayerNorm.apply(*repeats_as_views(*arguments), eps, norm == "rms")
-    else:
-        s, y, *_ = add_layer_norm_fwd(*arguments, eps, norm == "rms")
+        return unshared(s), y
+    s, y, *_ = add_layer_norm_fwd(*arguments, eps, norm == "rms")
     return s, y

@@ -81,7 +81,9 @@ class _LayerNormLinear(FusedFunction):
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
     ) -> tuple[Tensor, ...]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
-        return F.linear(y, *layers) if len(layers) == 2 else side_by_side(y, layers), mean, rstd
+        # no view, as in aten.linear
+        out = F.linear(y, *layers).detach() if len(layers) == 2 else side_by_side(y, layers)
+        return out, mean, rstd
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -117,7 +119,7 @@ class _LayerNormLinears(_LayerNormLinear):
     ) -> tuple[Tensor, ...]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
         n = len(layers) // 2
-        return *(F.linear(y, *layer) for layer in zip(layers[:n], layers[n:], strict=True)), mean, rstd
+        return *(F.linear(y, *layer).detach() for layer in zip(layers[:n], layers[n:], strict=True)), mean, rstd
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:

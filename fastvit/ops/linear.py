@@ -155,10 +155,10 @@ def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
     """residual + row_scale * layer_scale * h, differentiable. No ViT scales an activation, so that a fused gradient of
     the combination is not worth its code."""
     layer_scale, row_scale, residual = epilogue
-    if row_scale is not None:
-        h = h * row_scale.to(h.dtype).view(-1, *(1,) * (h.dim() - 1))
     if layer_scale is not None:
         h = h * layer_scale
+    if row_scale is not None:
+        h = h * row_scale.to(h.dtype).view(-1, *(1,) * (h.dim() - 1))
     return h if residual is None else residual + h
 
 

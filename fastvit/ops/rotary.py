@@ -57,8 +57,8 @@ def _backward(
     if x is None:
         return dx, None, None
     g, x = (aten.rotated_part(t, sin, rotated).to(torch.promote_types(t.dtype, torch.float32)) for t in (dy, x))
-    products = aten.signed(g * aten.swapped(x, interleaved), interleaved), g * x
-    dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(sin.shape).to(sin.dtype) for t in products)
+    products = (aten.signed(g * aten.swapped(x, interleaved), interleaved), sin), (g * x, cos)
+    dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
     return dx, dsin if wants[1] else None, dcos if wants[2] else None
 
 
@@ -160,4 +160,4 @@ def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
     arguments = qkv.flatten(2, 3), *tables(rotary, "qkv", qkv, (B, N, H, d)), 2 * H, rotary.interleaved
     if needs_autograd("rotary_qkvpacked", *arguments[:3]):
         return _Rotary.apply("rotary_qkvpacked", *arguments).view(qkv.shape)
-    return rotary_op(*arguments, False).view(qkv.shape)
+    return rotary_op(*arguments, False).view(qkv.shape).detach()  # a view made in no_grad mode may not be edited after

@@ -106,7 +106,7 @@ def _forward(
     if N >= _VECTOR and _has_flash(seed, q, k, v):
         added = None if mask is None else _added(mask, stat_dtype(q))
         o, lse = flash_attention(q, k, v, attn_mask=added, scale=scale)
-        return o.transpose(1, 2).contiguous(), lse.contiguous()
+        return o.transpose(1, 2).contiguous().detach(), lse.contiguous()  # no view, as in aten.linear
     o = q.new_empty((B, N, H, d))
     lse = q.new_empty((B, H, N), dtype=stat_dtype(q))
     for chunk, drop in _chunks(lse, seed, dropout_p):

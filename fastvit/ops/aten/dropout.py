@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastvit.ops._epilogue import Epilogue, add_residual_
+from fastvit.ops._epilogue import add_residual_
 
 
 def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
@@ -15,4 +15,4 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
     numbers = pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[: x.numel()].view(x.shape)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.ge(numbers, min(round(p * 2**32), 2**32 - 1) - 2**31, out=out)
-    return add_residual_(out.mul_(x).mul_(1 / (1 - p)).to(Epilogue(*epilogue).dtype(x)), *epilogue)
+    return add_residual_(out.mul_(x).mul_(1 / (1 - p)), *epilogue)

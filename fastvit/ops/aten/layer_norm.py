@@ -82,7 +82,8 @@ def add_layer_norm_fwd(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    s = residual.contiguous() + _scale_branch(branch, layer_scale, row_scale).to(branch.dtype)
+    dtype = torch.promote_types(residual.dtype, branch.dtype)
+    s = (residual.contiguous() + _scale_branch(branch.to(dtype), layer_scale, row_scale)).to(dtype)
     return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 
@@ -95,7 +96,7 @@ def add_layer_norm_bwd(
     dbranch = _scale_branch(ds, layer_scale, row_scale).to(branch.dtype, copy=not scaled)
     dlayer_scale = dweight.new_empty(0)
     if layer_scale is not None:
-        product = scale_samples((ds * branch).to(stat_dtype(s)), row_scale)
+        product = scale_samples(ds.to(stat_dtype(s)) * branch, row_scale)
         dlayer_scale = as_rows(product).sum(0).to(layer_scale.dtype)
     return ds, dbranch, dweight, dbias, dlayer_scale
 
@@ -132,5 +133,6 @@ def _scale_branch(branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor 
     """row_scale * layer_scale * branch in the promoted dtype; branch itself without them."""
     if row_scale is None:
         return branch if layer_scale is None else layer_scale * branch
+    row_scale = row_scale.to(torch.promote_types(row_scale.dtype, branch.dtype))  # of two scales, both may be narrower
     scale = row_scale[:, None, None] if layer_scale is None else row_scale[:, None, None] * layer_scale
     return (scale * by_sample(branch, row_scale)).view(branch.shape)

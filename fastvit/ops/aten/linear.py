@@ -33,8 +33,9 @@ def _grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
-    # fresh, so what follows works in place
-    y = F.linear(x, weight, bias) if x.numel() < _LEAST else _grouped_linear(x, weight, bias)
+    # fresh, so what follows works in place. F.linear returns a view of a matrix, and a view that an autograd.Function
+    # returns may not be edited in place in training: `detach` makes the same memory a tensor of its own
+    y = (F.linear(x, weight, bias) if x.numel() < _LEAST else _grouped_linear(x, weight, bias)).detach()
     if activation != "none":
         activate_(y, activation)
     return add_residual_(y, *epilogue)

@@ -62,7 +62,7 @@ def attention_varlen_fwd(
     sequences = cu_seqlens.contiguous(), max_seqlen
     o, lse, launch, tensors = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
     launch(*tensors)
-    return o[0], lse.view(-1)
+    return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
 
 
 # Where sequences begin and end that lie one behind the other in a batch of one, and the longest one's length
