@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import ops
 from fastvit.ops import Norm, Rotary
 from fastvit.ops._activations import GATED
+from fastvit.ops._library import is_jit_tracing
 
 Branch = TypeVar("Branch", "Attention", "Mlp")
 
@@ -219,7 +219,7 @@ def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rota
 def _may_be_learnt(rotary: Rotary) -> bool:
     """Whether the tables may need a gradient, which `ops.rotary` alone gives. torch.jit.trace traces with gradients and
     checks without: both take this way."""
-    return rotary.sin.requires_grad or rotary.cos.requires_grad or torch.jit.is_tracing()
+    return rotary.sin.requires_grad or rotary.cos.requires_grad or is_jit_tracing()
 
 
 def _normed_heads(x: Tensor, norm: Norm) -> Tensor:

@@ -50,7 +50,7 @@ def cases():
         "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 16),
         "attention": (lambda: ops.attention(q, q, q), 16),
         "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 14),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 19),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 22),
         "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 43),
         "layer_norm_attention_rotary": (
             lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
@@ -105,7 +105,7 @@ def test_python_functions_of_a_block_in_training():
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 126, "\n".join(entered)
+    assert 50 < len(entered) <= 128, "\n".join(entered)
 
 
 class Stacks:

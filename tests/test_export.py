@@ -14,6 +14,7 @@ from op_cases import SHAPES, function, made, outputs_of
 from torch import nn
 
 import fastvit
+from fastvit import ops
 from fastvit.integrations.transformers import register_attention
 
 IMAGE = torch.linspace(-1, 1, 2 * 3 * 32 * 32).sin().view(2, 3, 32, 32)
@@ -50,6 +51,20 @@ def test_decomposed(name, device):
         assert (got.shape, got.dtype, got.is_contiguous()) == (want.shape, want.dtype, True)
         if "dropout" not in name:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_jit_trace_of_three_layers(device):
+    """As models of transformers have them: q's, k's and v's."""
+    tensors = made("layer_norm_attention", 2, 6, device)
+
+    def op(x, norm_weight, norm_bias, proj_weight, *layers):
+        return ops.layer_norm_attention(x, norm_weight, norm_bias, layers[:3], layers[3:], proj_weight, None, 2)
+
+    split = [t.detach().clone().requires_grad_() for name in ("qkv_weight", "qkv_bias") for t in tensors[name].chunk(3)]
+    arguments = [tensors[name] for name in ("x", "norm_weight", "norm_bias", "proj_weight")] + split
+    traced = torch.jit.trace(op, tuple(arguments))
+    for got, want in zip(*(gradients([call(*arguments)], arguments) for call in (traced, op)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def gradients(outputs, inputs):

@@ -208,7 +208,11 @@ def register(
 def _wants_functions_of_torch() -> bool:
     """Whether a call is written down for readers that know PyTorch's own functions only: ONNX, and torch.jit.trace,
     which records no `autograd.Function`, so that an opaque op in its trace would have no gradient."""
-    return torch.jit.is_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+    return is_jit_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+
+
+def is_jit_tracing() -> bool:
+    return not is_dynamo_compiling() and is_tracing is not None and is_tracing()
 
 
 # Arguments that are what they seem: no subclass of Tensor such as a fake, a distributed or a tracer's
@@ -363,7 +367,7 @@ def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
-                return is_dynamo_compiling() or is_tracing is None or not is_tracing()
+                return not is_jit_tracing()
     return False
 
 
@@ -384,6 +388,12 @@ def unshared(output: Tensor) -> Tensor:
     torch.compile traces the Function: there the edit would silently reach what is saved. So the caller gets a copy,
     which Inductor removes where nothing edits it."""
     return output.clone() if is_dynamo_compiling() else output
+
+
+def unviewed(output: Tensor) -> Tensor:
+    """A fresh output that is a view of other dimensions, as a tensor of its own: a view that a Function returns, or
+    that was made under no_grad, may not be edited in place. A trace keeps its gradient."""
+    return output if is_jit_tracing() else output.detach()
 
 
 class FusedFunction(torch.autograd.Function):

@@ -15,8 +15,10 @@ from fastvit.ops._library import (
     autocast_dtype,
     cast_to,
     differentiable_once,
+    is_jit_tracing,
     needs_autograd,
     transforming,
+    unviewed,
 )
 from fastvit.ops.layer_norm import NO_RESIDUAL, NormTuple, Residual, layer_norm_fwd, norm_backward
 from fastvit.ops.linear import check_linear
@@ -27,7 +29,8 @@ NORM_NAMES = ("x", "norm_weight", "norm_bias")
 def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
     """[..., in] -> [..., out] of several layers, n weights and n biases, in one buffer."""
     weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-    if torch.compiler.is_compiling() or transforming():  # neither takes out=; a compiler plans the buffer itself
+    if torch.compiler.is_compiling() or transforming() or is_jit_tracing():
+        # none of them takes out=; a compiler plans the buffer itself
         return torch.cat([F.linear(y, *layer) for layer in zip(weights, biases, strict=True)], dim=-1)
     widths, rows = [len(weight) for weight in weights], as_rows(y)
     out = y.new_empty(*y.shape[:-1], sum(widths))
@@ -81,8 +84,7 @@ class _LayerNormLinear(FusedFunction):
         x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, *layers: Any
     ) -> tuple[Tensor, ...]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
-        # no view, as in aten.linear
-        out = F.linear(y, *layers).detach() if len(layers) == 2 else side_by_side(y, layers)
+        out = unviewed(F.linear(y, *layers)) if len(layers) == 2 else side_by_side(y, layers)
         return out, mean, rstd
 
     @staticmethod
@@ -119,7 +121,7 @@ class _LayerNormLinears(_LayerNormLinear):
     ) -> tuple[Tensor, ...]:
         y, mean, rstd = layer_norm_fwd(x, norm_weight, norm_bias, eps, layers[0].dtype, rms)
         n = len(layers) // 2
-        return *(F.linear(y, *layer).detach() for layer in zip(layers[:n], layers[n:], strict=True)), mean, rstd
+        return *(unviewed(F.linear(y, *layer)) for layer in zip(layers[:n], layers[n:], strict=True)), mean, rstd
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Any, ...]:

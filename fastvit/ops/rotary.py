@@ -14,6 +14,7 @@ from fastvit.ops._library import (
     differentiable_once,
     needs_autograd,
     register,
+    unviewed,
 )
 from fastvit.ops.aten import rotary as aten
 
@@ -160,4 +161,4 @@ def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
     arguments = qkv.flatten(2, 3), *tables(rotary, "qkv", qkv, (B, N, H, d)), 2 * H, rotary.interleaved
     if needs_autograd("rotary_qkvpacked", *arguments[:3]):
         return _Rotary.apply("rotary_qkvpacked", *arguments).view(qkv.shape)
-    return rotary_op(*arguments, False).view(qkv.shape).detach()  # a view made in no_grad mode may not be edited after
+    return unviewed(rotary_op(*arguments, False).view(qkv.shape))
