@@ -7,7 +7,11 @@ The kernel here loops over key tiles with a running maximum; short sequences hav
 accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to the tensors' dtype. Every
 program writes its own rows: bitwise reproducible. Tensors and tiles: _tiles.py.
 
-A query that may look at no key has P = 0, as in PyTorch; its LSE is inf, of which the backward kernels make that again.
+With a mask that is added, LSE is kept as the maximum and the sum of exp(S - maximum): at a maximum of -1e9, which such
+a mask gives the rows of padding, one float32 would lose the logarithm of the sum, and P would not sum to 1.
+
+A query that may look at no key has P = 0, as in PyTorch; its LSE or sum is inf, of which the backward kernels make that
+again. Only False and -inf exclude a key: finite numbers, however low, do not.
 """
 
 from typing import NamedTuple
@@ -71,9 +75,22 @@ def ln2():
 
 
 @triton.jit
-def lowest():
-    """A masked row's maximum is not below: what is masked has exp(S) = 0."""
-    return -1e30
+def is_added(mask):
+    """Whether the mask is one of numbers."""
+    if mask.ptr is None:
+        return False
+    else:
+        return mask.ptr.dtype.element_ty != tl.int1
+
+
+@triton.jit
+def lowest(mask):
+    """Lower bound of a masked row's maximum, so that a row without keys gives exp(-inf) = 0 and not NaN. Next to
+    numbers that are added it is the least float32; else it is scaled by log2 e, which must not overflow."""
+    if is_added(mask):
+        return -3.4028234663852886e38
+    else:
+        return -1e38
 
 
 @triton.jit
@@ -127,7 +144,18 @@ def scores(q, k, keys, start, at, softmax, head, MASKED: tl.constexpr):
 def maximum(s, softmax):
     """Of each row [M]."""
     m = tl.max(s, 1)
-    return m if softmax.mask.ptr is None else tl.maximum(m, lowest())
+    return m if softmax.mask.ptr is None else tl.maximum(m, lowest(softmax.mask))
+
+
+@triton.jit
+def exponents(s, m, softmax):
+    """S - maximum in base 2, of scores s [M, keys] and their maximum m [M]."""
+    if is_added(softmax.mask):
+        # The difference first: it is exact near the maximum, where the product of a maximum of -1e9 and log2 e is not.
+        return (s - m[:, None]) * log2e()
+    else:
+        scale2 = factor(softmax) * log2e()
+        return s * scale2 - (m * scale2)[:, None]
 
 
 @triton.jit
@@ -142,12 +170,12 @@ def add_values(acc, p, v, keys, at, softmax, head):
 
 @triton.jit
 def finish(acc, m, total, o, lse_ptr, at, softmax, head):
-    """o = acc / total, and LSE. m: the maximum of the scores."""
+    """o = acc / total, and LSE, or its two numbers. m: the maximum of the scores."""
     empty = total == 0.0  # only with a mask; acc is 0 then
     if softmax.mask.ptr is not None:
         total = tl.where(empty, 1.0, total)
     norm = 1.0 / total
-    lse = m * factor(softmax) + tl.log2(total) * ln2()
+    lse = total if is_added(softmax.mask) else m * factor(softmax) + tl.log2(total) * ln2()
     if softmax.mask.ptr is not None:
         lse = tl.where(empty, float("inf"), lse)
     if softmax.seed_ptr is not None:
@@ -155,7 +183,12 @@ def finish(acc, m, total, o, lse_ptr, at, softmax, head):
     index = tl.arange(0, m.shape[0])
     left = at.N - at.first
     store(rows_of(o, at, at.first), scaled(acc, norm[:, None], head), index, left, head)
-    tl.store(lse_ptr + at.rows + at.first + index, lse, mask=index < left)
+    if is_added(softmax.mask):
+        top = lse_ptr + 2 * at.rows + at.first + index
+        tl.store(top, m, mask=index < left)
+        tl.store(top + at.N, lse, mask=index < left)
+    else:
+        tl.store(lse_ptr + at.rows + at.first + index, lse, mask=index < left)
 
 
 @triton.jit
@@ -165,14 +198,13 @@ def _step(state, q, k, v, start, at, softmax, head, WIDTH: tl.constexpr, MASKED:
     acc, m, total = state
     keys = tl.arange(0, WIDTH)
     left = at.N - start
-    scale2 = factor(softmax) * log2e()
     s = scores(q, load(k, keys, left, head, MASKED), keys, start, at, softmax, head, MASKED)
     m_new = maximum(s, softmax) if FIRST else tl.maximum(m, maximum(s, softmax))
-    p = tl.exp2(s * scale2 - (m_new * scale2)[:, None])
+    p = tl.exp2(exponents(s, m_new, softmax))
     if FIRST:
         total = tl.sum(p, 1)
     else:
-        rescale = tl.exp2((m - m_new) * scale2)
+        rescale = tl.exp2((m - m_new) * (factor(softmax) * log2e()))
         total = total * rescale + tl.sum(p, 1)
         acc = scaled(acc, rescale[:, None], head)
     acc = add_values(acc, p, load(v, keys, left, head, MASKED), start + keys, at, softmax, head)
@@ -214,7 +246,7 @@ def attention_fwd_kernel(
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     o_ptr,  # [B, N, H, d] T, contiguous
-    lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]
+    lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]; [B, H, 2, N] with a mask that is added
     # sizes; strides in UNITs of elements, the last dimension is contiguous
     N, H,
     stride_qb, stride_qn, stride_qh,

@@ -20,7 +20,7 @@ import triton.language as tl
 from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
-from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, factor, log2e, masked
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, factor, is_added, log2e, masked
 
 
 class Inputs(NamedTuple):
@@ -32,10 +32,12 @@ class Inputs(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A tile of queries: q and dO as parts, LSE * log_unit and delta [M] f32."""
+    """A tile of queries: q and dO as parts; LSE * log_unit and delta [M] f32. With a mask that is added, top is the
+    maximum of the scores, and lse what `probabilities` makes P of with it; else top is not read."""
 
     q: tuple
     do: tuple
+    top: tl.tensor
     lse: tl.tensor
     delta: tl.tensor
 
@@ -60,10 +62,16 @@ def exponential(x, T: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, lse, keys, limit, softmax, MASKED: tl.constexpr, T: tl.constexpr):
+def probabilities(s, top, lse, keys, limit, softmax, MASKED: tl.constexpr, T: tl.constexpr):
     """P = exp(S - LSE) again of what `masked` returns, the counterpart of `scores` in attention.py; 0 at keys from
-    `limit` on if MASKED. lse in log_unit(T)s; it and keys broadcast against s, which may be transposed."""
-    p = exponential(s * (factor(softmax) * log_unit(T)) - lse, T)
+    `limit` on if MASKED. top and lse as in `Queries`; they and keys broadcast against s, which may be transposed."""
+    if is_added(softmax.mask):
+        if T == tl.float32:
+            p = tl.exp(s - top) * lse
+        else:
+            p = tl.exp2((s - top) * log2e() - lse)
+    else:
+        p = exponential(s * (factor(softmax) * log_unit(T)) - lse, T)
     if MASKED:
         p = tl.where(keys < limit, p, 0.0)
     return p
@@ -80,8 +88,8 @@ def dropout_factor(queries, keys, at, softmax):
 
 
 @triton.jit
-def load_queries(x, lse_ptr, at, head, BLOCK: tl.constexpr):
-    """The BLOCK queries that a program owns, delta computed, from inputs x and LSE [B, H, N]."""
+def load_queries(x, lse_ptr, at, softmax, head, BLOCK: tl.constexpr):
+    """The BLOCK queries that a program owns, delta computed, from inputs x and LSE as the forward left it."""
     index = tl.arange(0, BLOCK)
     left = at.N - at.first
     do = load(rows_of(x.do, at, at.first), index, left, head, True)
@@ -89,10 +97,26 @@ def load_queries(x, lse_ptr, at, head, BLOCK: tl.constexpr):
     delta = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
     if head.D1 > 0:
         delta += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
-    at_lse = lse_ptr + at.rows + at.first + index
-    lse = tl.load(at_lse, mask=index < left, other=float("inf")) * log_unit(do[0].dtype)
+    if is_added(softmax.mask):
+        at_top = lse_ptr + 2 * at.rows + at.first + index
+        top = tl.load(at_top, mask=index < left, other=float("inf"))
+        total = tl.load(at_top + at.N, mask=index < left, other=float("inf"))
+        lse = 1.0 / total if do[0].dtype == tl.float32 else tl.log2(total)
+    else:
+        lse = tl.load(lse_ptr + at.rows + at.first + index, mask=index < left, other=float("inf"))
+        lse *= log_unit(do[0].dtype)
+        top = lse
     q = load(rows_of(x.q, at, at.first), index, left, head, True)
-    return Queries(q, do, lse, delta)
+    return Queries(q, do, top, lse, delta)
+
+
+@triton.jit
+def statistics_of(statistics_ptr, at, softmax):
+    """Where those of a head begin, for dK and dV: lse and delta of `Queries`; top, too, with a mask that is added."""
+    if is_added(softmax.mask):
+        return statistics_ptr + 3 * at.rows
+    else:
+        return statistics_ptr + 2 * at.rows
 
 
 @triton.jit
@@ -104,7 +128,7 @@ def _dq_step(dq, queries, k, v, start, at, softmax, head, WIDTH: tl.constexpr, M
     s, dp = dot(queries.q, k, head), dot(queries.do, v, head)
     rows = tl.arange(0, s.shape[0])[:, None]
     s = masked(s, softmax, rows, at.first, keys[None, :], start, at, MASKED)
-    p = probabilities(s, queries.lse[:, None], keys[None, :], left, softmax, MASKED, k[0].dtype)
+    p = probabilities(s, queries.top[:, None], queries.lse[:, None], keys[None, :], left, softmax, MASKED, k[0].dtype)
     dropped = dropout_factor(at.first + rows, (start + keys)[None, :], at, softmax)
     ds = p * (dp * dropped - queries.delta[:, None])
     return add_dot(dq, ds.to(k[0].dtype), k, head)
@@ -113,12 +137,14 @@ def _dq_step(dq, queries, k, v, start, at, softmax, head, WIDTH: tl.constexpr, M
 @triton.jit
 def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
     """dQ of BLOCK_M queries, and their statistics. Keys are of the head of at_keys."""
-    queries = load_queries(x, lse_ptr, at, head, tiles.BLOCK_M)
+    queries = load_queries(x, lse_ptr, at, softmax, head, tiles.BLOCK_M)
     index = tl.arange(0, tiles.BLOCK_M)
     left = at.N - at.first
-    statistics = statistics_ptr + 2 * at.rows + at.first + index
+    statistics = statistics_of(statistics_ptr, at, softmax) + at.first + index
     tl.store(statistics, queries.lse, mask=index < left)
     tl.store(statistics + at.N, queries.delta, mask=index < left)
+    if is_added(softmax.mask):
+        tl.store(statistics + 2 * at.N, queries.top, mask=index < left)
 
     total = zeros(tiles.BLOCK_M, head)
     full = (at.N - 1) // tiles.BLOCK_N * tiles.BLOCK_N
@@ -138,13 +164,13 @@ def _dq(x, dq, lse_ptr, statistics_ptr, at, at_keys, softmax, head, tiles):
 def attention_bwd_dq_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]
+    lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]; [B, H, 2, N] with a mask that is added
     mask_ptr,  # [B, H, N, N] bool or float by stride, or None
     cu_seqlens_ptr,  # [B + 1] int32 or int64, or None: sequences of N tokens at most lie one behind the other
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dq_ptr,  # [B, N, H, d] T by stride
-    statistics_ptr,  # [B, H, 2, N] f32, or as LSE: LSE * log_unit, delta
+    statistics_ptr,  # [B, H, 2 or 3, N] f32, or sequence by sequence: `statistics_of`
     # sizes; strides in UNITs of elements, the last dimension is contiguous
     N, H,
     stride_qb, stride_qn, stride_qh,

@@ -25,17 +25,18 @@ from fastvit.kernels._tiles import (
     store,
     zeros,
 )
-from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, masked
-from fastvit.kernels.attention_bwd import dropout_factor, probabilities
+from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, is_added, masked
+from fastvit.kernels.attention_bwd import dropout_factor, probabilities, statistics_of
 
 
 class QueryRows(NamedTuple):
-    """Where a tile of queries lies; lse_ptr and delta_ptr: of its first row."""
+    """Where a tile of queries lies, and the statistics of its first row; top_ptr: read with a mask that is added."""
 
     q: Rows
     do: Rows
     lse_ptr: tl.tensor
     delta_ptr: tl.tensor
+    top_ptr: tl.tensor
 
 
 @triton.jit
@@ -46,15 +47,22 @@ def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.conste
     left = at.N - start
     q, do = load(queries.q, index, left, head, MASKED), load(queries.do, index, left, head, MASKED)
     if MASKED:
-        lse = tl.load(queries.lse_ptr + index, mask=index < left, other=float("inf"))
+        none = 0.0 if is_added(softmax.mask) else float("inf")
+        lse = tl.load(queries.lse_ptr + index, mask=index < left, other=none)
         delta = tl.load(queries.delta_ptr + index, mask=index < left, other=0.0)
     else:
         lse = tl.load(queries.lse_ptr + index)
         delta = tl.load(queries.delta_ptr + index)
+    top = lse
+    if is_added(softmax.mask):
+        if MASKED:
+            top = tl.load(queries.top_ptr + index, mask=index < left, other=float("inf"))
+        else:
+            top = tl.load(queries.top_ptr + index)
     s = dot(k, q, head)  # [keys, queries]
     keys = tl.arange(0, s.shape[0])[:, None]
     s = masked(s, softmax, index[None, :], start, keys, at.first, at, True)
-    p = probabilities(s, lse[None, :], keys, at.N, softmax, False, q[0].dtype)
+    p = probabilities(s, top[None, :], lse[None, :], keys, at.N, softmax, False, q[0].dtype)
     dp = dot(v, do, head)
     dropped = dropout_factor((start + index)[None, :], at.first + keys, at, softmax)
     dv = add_dot(dv, (p * dropped).to(do[0].dtype), do, head)
@@ -65,14 +73,16 @@ def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.conste
 @triton.jit
 def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles):
     """dK and dV with those of all queries of one head added."""
-    lse_ptr = statistics_ptr + 2 * at.rows
+    lse_ptr = statistics_of(statistics_ptr, at, softmax)
+    delta_ptr = lse_ptr + at.N
+    top_ptr = delta_ptr + at.N
     full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
-    queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, lse_ptr + at.N + full)
+    queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, delta_ptr + full, top_ptr + full)
     dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, True)
     if tiles.LOOP:
         if tiles.SURELY:
             tl.assume(full > 0)
-        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, lse_ptr + at.N)
+        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, delta_ptr, top_ptr)
         for start in range(0, full, tiles.BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, False)
             queries = QueryRows(
@@ -80,6 +90,7 @@ def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles):
                 skip(queries.do, tiles.BLOCK_M),
                 queries.lse_ptr + tiles.BLOCK_M,
                 queries.delta_ptr + tiles.BLOCK_M,
+                queries.top_ptr + tiles.BLOCK_M,
             )
     return dk, dv
 
@@ -110,7 +121,7 @@ def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROU
 def attention_bwd_dkdv_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    statistics_ptr,  # [B, H, 2, N] f32, of attention_bwd_dq_kernel
+    statistics_ptr,  # [B, H, 2 or 3, N] f32, of attention_bwd_dq_kernel
     mask_ptr,  # [B, H, N, N] bool or float by stride, or None
     cu_seqlens_ptr,  # [B + 1] int32 or int64, or None: sequences of N tokens at most lie one behind the other
     seed_ptr,  # [1] int64, or None: no dropout

@@ -17,14 +17,14 @@ from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, 
 @triton.jit
 def _ds(x, lse_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys are of the head of at_keys."""
-    queries = load_queries(x, lse_ptr, at, head, BLOCK_M)
+    queries = load_queries(x, lse_ptr, at, softmax, head, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
     left = at.N - first
     k = load(rows_of(x.k, at_keys, first), keys, left, head, True)
     v = load(rows_of(x.v, at_keys, first), keys, left, head, True)
     rows = tl.arange(0, BLOCK_M)[:, None]
     s = masked(dot(queries.q, k, head), softmax, rows, at.first, keys[None, :], first, at, True)
-    p = probabilities(s, queries.lse[:, None], keys[None, :], left, softmax, True, k[0].dtype)
+    p = probabilities(s, queries.top[:, None], queries.lse[:, None], keys[None, :], left, softmax, True, k[0].dtype)
     dropped = dropout_factor(at.first + rows, (first + keys)[None, :], at, softmax)
     return p * (dot(queries.do, v, head) * dropped - queries.delta[:, None])
 
@@ -60,7 +60,7 @@ def _dmask(
 def attention_bwd_mask_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    lse_ptr,  # [B, H, N] f32
+    lse_ptr,  # [B, H, 2, N] f32
     mask_ptr,  # [B, H, N, N] float by stride
     seed_ptr,  # [1] int64, or None: no dropout
     # output

@@ -21,7 +21,7 @@ def _key_tile(dq_total, queries, k, v, dk, dv, start, at, softmax, head, WIDTH: 
     left = at.N - start
     keys, values = load(skip(k, start), index, left, head, True), load(skip(v, start), index, left, head, True)
     s = dot(queries.q, keys, head)
-    p = probabilities(s, queries.lse[:, None], index[None, :], left, softmax, True, keys[0].dtype)
+    p = probabilities(s, queries.top[:, None], queries.lse[:, None], index[None, :], left, softmax, True, keys[0].dtype)
     rows = tl.arange(0, s.shape[0])[:, None]
     dropped = dropout_factor(rows, (start + index)[None, :], at, softmax)
     p_t = tl.trans((p * dropped).to(keys[0].dtype))
@@ -38,7 +38,7 @@ def _key_tile(dq_total, queries, k, v, dk, dv, start, at, softmax, head, WIDTH: 
 @triton.jit
 def _gradients(x, dq, dk, dv, lse_ptr, at, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dQ, dK and dV of a whole head."""
-    queries = load_queries(x, lse_ptr, at, head, BLOCK_M)
+    queries = load_queries(x, lse_ptr, at, softmax, head, BLOCK_M)
     k, v = rows_of(x.k, at, 0), rows_of(x.v, at, 0)
     dk_rows, dv_rows = rows_of(dk, at, 0), rows_of(dv, at, 0)
     total = zeros(BLOCK_M, head)

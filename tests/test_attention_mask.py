@@ -120,10 +120,9 @@ def test_behind_a_norm(of, backend, device):
 @pytest.mark.parametrize("hidden", ["first", "last", "all but two", "all"])
 @pytest.mark.parametrize("kind", ["bool", "minus infinity", "lowest"])
 def test_keys_that_nobody_sees(kind, hidden, backend, device):
-    """Across tiles; where a query sees none, it and what it would have changed get zeros."""
+    """Across tiles; where a query sees none, it and what it would have changed get zeros, unless the lowest number
+    hides them: that is finite, and all keys weigh the same."""
     N = 70
-    if (kind, hidden, backend) == ("lowest", "all", "aten"):
-        pytest.skip("where PyTorch looks everywhere")
     visible = torch.ones(1, 1, N, N, dtype=torch.bool, device=device)
     which = {"first": slice(0, 33), "last": slice(33, N), "all but two": slice(2, N), "all": slice(0, N)}[hidden]
     visible[..., which] = False
@@ -132,10 +131,36 @@ def test_keys_that_nobody_sees(kind, hidden, backend, device):
     mask = visible if kind == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, lowest)
     tensors = made(1, N, 2, 16, device=device)
     assert_op_as_accurate(
-        lambda **t: ops.attention(**t, attn_mask=mask), lambda **t: eager(**t, attn_mask=visible), tensors
+        lambda **t: ops.attention(**t, attn_mask=mask), lambda **t: eager(**t, attn_mask=mask), tensors
     )
-    if hidden == "all":
+    if hidden == "all" and kind != "lowest":
         assert not ops.attention(**tensors, attn_mask=mask)[:, 4:].any()
+
+
+@pytest.mark.parametrize("N", [5, 17, 70])
+@pytest.mark.parametrize("fill", [-1e9, -65504.0, torch.finfo(torch.float32).min, 1e9])
+def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
+    """As of a padded sample, and of a query: the weights sum to one, and gradients are those of these weights.
+    Integers, so that scores and mask have the same sum in any order."""
+    tensors = tensors_of(dict.fromkeys("qkv", (2, N, 1, 16)), torch.float32, device, "integer")
+    mask = torch.zeros(2, 1, N, N, device=device)
+    mask[1] = mask[0, :, 3] = fill
+    tensors["attn_mask"] = mask.requires_grad_()
+    runs = []
+    for function in (ops.attention, eager):
+        o = function(**tensors, scale=0.125)
+        do = inputs("normal", *o.shape, dtype=o.dtype, device=device, seed=5)
+        runs.append((o, *torch.autograd.grad(o, list(tensors.values()), do)))
+    torch.testing.assert_close(*runs, atol=1e-5, rtol=1e-4)
+    ones = ops.attention(tensors["q"], tensors["k"], torch.ones_like(o), attn_mask=mask[:, :, :1])
+    torch.testing.assert_close(ones, torch.ones_like(o))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_the_lowest_number_in_16_bits(dtype, backend, device):
+    mask = torch.zeros(2, 1, 33, 33, dtype=dtype, device=device)
+    mask[1] = mask[0, :, 3] = torch.finfo(dtype).min
+    check(made(2, 33, 1, 16, dtype=dtype, device=device), mask.requires_grad_())
 
 
 def test_what_is_hidden_changes_nothing(backend, device):
@@ -193,6 +218,8 @@ def test_dropout(backend, device):
     tensors = made(2, N, 2, N, device=device)
     tensors["v"] = torch.eye(N, device=device)[None, :, None].expand(2, N, 2, N).detach().requires_grad_()
     mask = drawn(1, 2, N, N, kind=torch.float32, device=device)
+    with torch.no_grad():
+        mask[:, :, 5] = torch.finfo(torch.float32).min  # of which all keys weigh the same
 
     def fused(**t):
         torch.manual_seed(7)

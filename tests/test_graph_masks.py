@@ -77,11 +77,18 @@ SPELLINGS = {
 }  # fmt: skip
 
 
+FINITE_FILLS = (
+    "masked_fill with the least number", "masked_fill, scaled", "where", "where, of a constant", "mask and bias",
+)  # fmt: skip
+ROWS_OF_Q_MASKED = "attention (masked_fill between projection and attention)"  # where they want a gradient
+
+
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_masks_and_biases_are_found_in_the_spelling(spelling, dynamic, x):
     report = compile_and_check(attending(SPELLINGS[spelling]), x, dynamic=dynamic)
-    assert details(report, "attention") == ["layer_norm_attention"]
+    found = ROWS_OF_Q_MASKED if spelling in FINITE_FILLS else "layer_norm_attention"
+    assert details(report, "attention") == [found]
 
 
 @torch.no_grad()
@@ -136,9 +143,10 @@ def test_a_table_of_relative_positions_gets_its_gradient(x):
     assert details(report, "attention") == ["layer_norm_attention"]
 
 
-def test_rows_in_which_nothing_is_kept_are_zero(x):
-    """Where softmax makes NaN of -inf, and equal weights of other fills."""
-    for fill in (-torch.inf, LEAST):
+@pytest.mark.parametrize("fill", [-torch.inf, LEAST, torch.finfo(torch.bfloat16).min])
+def test_rows_in_which_nothing_is_kept(fill, x):
+    """Zero where softmax makes NaN of -inf; else the keys weigh the same, as in the graph, gradients included."""
+    if fill == -torch.inf:
         model = attending(lambda m, q, k, v, fill=fill: scores(q, k).masked_fill(~m.mask, fill).softmax(-1) @ v)
         model.mask[2] = False
         model.to(x.device)
@@ -147,6 +155,18 @@ def test_rows_in_which_nothing_is_kept_are_zero(x):
         eager = model(x)
         torch.testing.assert_close(got[:, 3:], eager[:, 3:])
         torch.testing.assert_close(got[:, 2], x[:, 2] + model.proj.bias)
+        return
+    for spelling, found in (
+        (lambda m, q, k, v: scores(q, k).masked_fill(~m.mask, fill).softmax(-1) @ v, ROWS_OF_Q_MASKED),
+        (lambda m, q, k, v: (scores(q, k) + m.bias).masked_fill(~m.mask, fill).softmax(-1) @ v, ROWS_OF_Q_MASKED),
+        (lambda m, q, k, v: (scores(q, k) + torch.where(m.mask, 0.0, fill)).softmax(-1) @ v, "layer_norm_attention"),
+    ):
+        model = attending(spelling)
+        model.mask[2] = False
+        assert details(compile_and_check(model, x), "attention") == [found]
+        model.bias.requires_grad_(False)
+        with torch.no_grad():
+            assert details(compile_and_check(model, x), "attention") == ["layer_norm_attention"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -241,7 +261,7 @@ def test_autocast(spelling, dtype, x):
     with torch.autocast(x.device.type, dtype):
         got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
     ((detail,),) = (details(report, "attention") for report in reports)
-    assert detail == "layer_norm_attention"
+    assert detail == (ROWS_OF_Q_MASKED if spelling in FINITE_FILLS else "layer_norm_attention")
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
         torch.testing.assert_close(g, w, atol=0.03 * w.abs().max().item() + 1e-6, rtol=0)
@@ -285,6 +305,10 @@ LEFT = {
     "a fill that is scaled up to them": (
         lambda m, q, k, v: ((q @ k.mT).masked_fill(~m.mask, -1e32) * 1e-6).softmax(-1) @ v,
         "a mask: masked_fill with -1e+26",
+    ),
+    "two fills": (
+        lambda m, q, k, v: scores(q, k).masked_fill(~m.mask, LEAST).masked_fill(m.mask.mT, -torch.inf).softmax(-1) @ v,
+        "masks that fill in different numbers",
     ),
     "a fill that is turned over": (
         lambda m, q, k, v: (scores(q, k).masked_fill(~m.mask, -1e32) * -1.0).softmax(-1) @ v,

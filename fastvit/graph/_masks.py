@@ -4,10 +4,11 @@
     masked_fill(scores, mask, -inf)               kept where mask is False
     where(mask, scores, -inf)                     kept where mask is True
 
-What is filled in may also be a number of at most -1e30, such as the least of float32 or bfloat16: beside a score that
-is kept its weight is zero. Only rows in which nothing is kept tell one fill from another: softmax makes NaN of -inf
-and equal weights of finite fills, where the op gives zeros. So it does where what is added to all of a row is below
--1e30. A fill nearer to zero is left as it is, float16's least among them, since scores may come near it.
+What is filled in may also be a number of at most -1e30, such as the least of float32 or bfloat16. It is then added: the
+sum with any score is that number, so that a row in which nothing is kept has equal weights, as in the graph. A gradient
+passes a sum and no fill, though: such a row of q is zero for the op where q or k wants one (`without_filled_rows`).
+Where all of a row is filled with -inf, softmax makes NaN, and the op zeros. A fill nearer to zero is left as it is,
+float16's least among them, since scores may come near it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from fastvit.graph._subject import Emitter
 from fastvit.graph._values import fake
 from fastvit.graph._views import COPIES, RESHAPES
 
-_MASKED = -1e30  # for ops.attention, and what is less
+_MASKED = -1e30  # and what is less: the sum with any score is this number again
+_LOWEST = torch.finfo(torch.bfloat16).min  # of bfloat16 and float32
 _FILLS = ("masked_fill", "masked_fill_")
 
 
@@ -44,6 +46,7 @@ class Term:
     shape: Sequence[Size]
     factor: float = 1.0
     keeps: bool | None = None
+    fill: float = -math.inf  # of the others
 
     def __post_init__(self) -> None:
         dtype = fake(self.node).dtype
@@ -73,7 +76,10 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
     number = _number(fill)
     if number is None or not (factor > 0.0 and number * factor <= _MASKED):  # NaN neither
         raise Refused(f"a mask: {name} with {'a tensor' if number is None else number * factor}")
-    return scores, Term(mask, fake(node).shape, keeps=keeps)
+    number *= factor
+    return scores, Term(
+        mask, fake(node).shape, keeps=keeps, fill=number if number == -math.inf else max(number, _LOWEST)
+    )
 
 
 def _summands(node: Node) -> tuple[Node, Node]:
@@ -121,9 +127,10 @@ def _number(value: Any) -> float | None:
 # ---- the op's mask ----
 
 
-def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> Node | None:
+def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | None, Node | None]:
     """The one mask of scores (..., N, N) of q (B, H, N, d), or with other dimensions before N, which the op gets as
-    those of a batch. Sums are those of the graph, so that a gradient finds its way."""
+    those of a batch. Sums are those of the graph, so that a gradient finds its way. With it, where fills are finite,
+    the mask of what they keep."""
     *leading, N, _ = fake(q).shape
     target = (*leading, N, N) if len(leading) == 2 else (math.prod(leading), N, N)
     arranged = [(term, _arranged(emit, term, target, q)) for term in terms]
@@ -135,15 +142,31 @@ def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> Node | None:
     kept = [
         node if term.keeps else emit.call(torch.logical_not, node) for term, node in arranged if term.keeps is not None
     ]
-    mask = None
+    mask = filled = None
     if added:
         mask = reduce(lambda a, b: emit.call(torch.add, a, b), added)
     if kept:
         keep = reduce(lambda a, b: emit.call(torch.logical_and, a, b), kept)
-        mask = keep if mask is None else emit.call(torch.where, keep, mask, -math.inf)
+        fills = {term.fill for term in terms if term.keeps is not None}
+        if len(fills) > 1:
+            raise Refused("masks that fill in different numbers")
+        fill = fills.pop()
+        filled = keep if fill > -math.inf else None
+        if mask is None and filled is None:
+            mask = keep
+        else:
+            mask = emit.call(torch.where, keep, 0.0 if mask is None else mask, fill)
+            if filled is not None and fake(mask).dtype is torch.float16:
+                raise Refused(f"a fill of {fill} into a mask in float16")
     if mask is not None and len(target) == 3 and fake(mask).dim() == 3:
-        return emit.method("unsqueeze", mask, 1)
-    return mask
+        mask = emit.method("unsqueeze", mask, 1)
+    return mask, filled
+
+
+def without_filled_rows(emit: Emitter, q: Node, kept: Node) -> Node:
+    """q with zeros in the rows of which `attn_mask` keeps no score: these then give k no gradient, and get none."""
+    q = emit.method("flatten", q, 0, -3) if fake(q).dim() > 4 else q
+    return emit.method("masked_fill", q, emit.call(torch.logical_not, emit.method("any", kept, -1, True)), 0.0)
 
 
 def _broadcasts(shape: Sequence[Size], to: Sequence[Size]) -> bool:

@@ -21,7 +21,7 @@ from fastvit import ops
 from fastvit.graph._calls import Refused, arguments, first, is_number, name_of, scaled, words
 from fastvit.graph._groups import repeated
 from fastvit.graph._layout import known_equal, same_shape
-from fastvit.graph._masks import Term, attn_mask, term_of
+from fastvit.graph._masks import Term, attn_mask, term_of, without_filled_rows
 from fastvit.graph._subject import Emitter, Subject
 from fastvit.graph._values import fake
 from fastvit.graph._views import COPIES, RESHAPES, is_view
@@ -171,8 +171,12 @@ def _emit(
             key, value = (t.emit(emit) for t in grouped)
         else:
             key, value = emit.method("transpose", qkv[1], -2, -1) if k_transposed else qkv[1], qkv[2]
-        tensors = [_tokens_first(emit, t) for t in (qkv[0], key, value)]
-        options = {"attn_mask": attn_mask(emit, terms, qkv[0])} if terms else {}
+        query, options = qkv[0], {}
+        if terms:
+            options["attn_mask"], kept = attn_mask(emit, terms, query)
+            if kept is not None and (q.requires_grad or k.requires_grad):
+                query = without_filled_rows(emit, query, kept)
+        tensors = [_tokens_first(emit, t) for t in (query, key, value)]
         out = emit.call(ops.attention, *tensors, **options, scale=scale, dropout_p=p)
         if q.dim() == 4:
             return emit.method("transpose", out, 1, 2)

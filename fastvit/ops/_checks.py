@@ -52,6 +52,17 @@ def unexpanded(x: Tensor) -> Tensor:
     return x
 
 
+def is_added(mask: Tensor | None) -> bool:
+    """Whether a mask of attention's scores is one of numbers."""
+    return mask is not None and mask.dtype is not torch.bool
+
+
+def lse_shape(q: Tensor, mask: Tensor | None) -> tuple[int, ...]:
+    """Of attention's LSE, for q (B, N, H, d): (B, H, N); with a mask of numbers (B, H, 2, N)."""
+    B, N, H, _ = q.shape
+    return (B, H, 2, N) if is_added(mask) else (B, H, N)
+
+
 def promoted_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     """By PyTorch's promotion, of those that are there."""
     dtype = x.dtype

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastvit.ops._activations import activate
-from fastvit.ops._checks import promoted_dtype
+from fastvit.ops._checks import is_added, promoted_dtype
 from fastvit.ops._epilogue import scale_samples
 from fastvit.ops._library import stat_dtype
 from fastvit.ops.aten.rotary import by_token, rotated_part, signed, swapped
@@ -88,9 +88,18 @@ def attention_fwd(
     scores = q.to(stat_dtype(q)) @ k.to(stat_dtype(q)).transpose(2, 3) * scale
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype is torch.bool else scores + mask
-        mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
+        mask = mask if mask.dtype is torch.bool else _in_range(mask, q.dtype)
     o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
-    return o.transpose(1, 2).contiguous(), scores.logsumexp(-1)
+    lse = scores.logsumexp(-1)
+    return o.transpose(1, 2).contiguous(), torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse
+
+
+def _in_range(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, in their dtype: a finite number stays one, and excludes no key."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(mask.dtype).min < lowest:
+        mask = torch.where(mask == -torch.inf, mask, mask.clamp(min=lowest))
+    return mask.to(dtype)
 
 
 def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _decompositions
-from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like
+from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like, lse_shape
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
@@ -27,12 +27,12 @@ from fastvit.ops.dropout import draw_seeds
 #
 # Tokens come before heads, (B, N, H, d), as the QKV projection writes them; k and v may have fewer heads. `mask` is
 # (B or 1, H or 1, N or 1, N). `lse` is (B, H, N), natural logarithm, float32 (float64 for float64 input), on both
-# paths; where a query may look at no key, what makes exp(-inf - lse) zero.
+# paths; where a query may look at no key, what makes exp(-inf - lse) zero. With a float mask it is (B, H, 2, N),
+# numbers a and b of P = exp(S - a) / b: at an LSE of -1e9, as padding has, one number would lose log(b).
 
 
-def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    B, N, H, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, N), dtype=stat_dtype(q))
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(lse_shape(q, mask), dtype=stat_dtype(q))
 
 
 def _bwd_fake(do: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -63,7 +63,8 @@ attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
     " -> (Tensor o, Tensor lse)",
     aten=aten.attention_qkvpacked_fwd, launch="attention", planned=True,
-    fake=lambda qkv, *_: _fwd_fake(qkv.select(2, 0)), flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
+    fake=lambda qkv, *rest: _fwd_fake(*qkv.unbind(2), *rest),
+    flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
     decomposition=_decompositions.attention_qkvpacked_fwd,
 )  # fmt: skip
 attention_qkvpacked_bwd = register(
@@ -181,8 +182,8 @@ def attention(
             et al. 2023, arXiv:2305.13245).
         attn_mask: broadcastable to (B, H, N, N), or None: bool, True where a query may look at a key, or what is added
             to the scaled scores, of any floating dtype, which then may want a gradient. Read in place, and never
-            expanded. A query that may look at no key gives zeros; kernels take what it makes less than -1e30 for
-            masked, PyTorch's functions on the CPU only minus infinity.
+            expanded. A query that may look at no key gives zeros. Only False and minus infinity hide a key: where all
+            keys have a finite number, however low, the weights are softmax's of the float32 sums.
         scale: of the scores; d^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1). The mask follows torch.manual_seed, is not
             stored, and is drawn again in the backward pass; the Triton and the ATen path draw different ones.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastvit.ops._checks import unexpanded
+from fastvit.ops._checks import is_added, lse_shape, unexpanded
 from fastvit.ops._library import stat_dtype
 from fastvit.ops._private import flash_attention, flash_attention_backward
 
@@ -18,6 +18,10 @@ _CHUNK = 1 << 24  # scores held at once where ATen materialises them
 # PyTorch's CPU kernel compares a row's scores in SIMD vectors of up to 16 floats, and the rest in a way that drops NaN:
 # of fewer keys than a vector a row of NaN would come out as zero.
 _VECTOR = 16
+
+# Its backward pass makes P of a float32 LSE, which loses the logarithm of the sum where a mask makes all scores of a
+# row huge: at this size P is off by 2^-16, at 1e9 by a factor of N.
+_LSE = 256.0
 
 
 def attention_fwd(
@@ -67,10 +71,8 @@ def attention_mask_bwd(
 ) -> Tensor:  # fmt: skip
     k, v = _for_all_heads(k, q), _for_all_heads(v, q)
     dmask = torch.zeros(mask.shape, dtype=lse.dtype, device=mask.device)
-    for chunk, drop in _chunks(lse, seed, dropout_p):
-        p, dp, *_ = _probabilities(do, q, k, v, mask, lse, scale, chunk)
-        total = p.sum(-1, keepdim=True)  # 1, but for the 20 ulp of exponentials in PyTorch's kernel
-        p.div_(total.masked_fill_(total == 0.0, 1.0))
+    for chunk, drop in _chunks(q, seed, dropout_p):
+        p, dp, *_ = _probabilities(do, q, k, v, mask, scale, chunk)
         dp.mul_(1.0 if drop is None else drop)
         ds = dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
         of_mask = dmask[chunk if mask.shape[0] > 1 else slice(None)]
@@ -106,20 +108,32 @@ def _forward(
     if N >= _VECTOR and _has_flash(seed, q, k, v):
         added = None if mask is None else _added(mask, stat_dtype(q))
         o, lse = flash_attention(q, k, v, attn_mask=added, scale=scale)
-        return o.transpose(1, 2).contiguous().detach(), lse.contiguous()  # no view, as in aten.linear
+        lse = torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse.contiguous()
+        return o.transpose(1, 2).contiguous().detach(), lse  # no view, as in aten.linear
     o = q.new_empty((B, N, H, d))
-    lse = q.new_empty((B, H, N), dtype=stat_dtype(q))
-    for chunk, drop in _chunks(lse, seed, dropout_p):
+    lse = q.new_empty(lse_shape(o, mask), dtype=stat_dtype(q))
+    for chunk, drop in _chunks(o, seed, dropout_p):
         qc, kc, vc = (t[chunk].to(lse.dtype) for t in (q, k, v))
-        scores = _scores(qc, kc, mask, scale, chunk)
-        found = torch.logsumexp(scores, -1)
-        # where a query may look at no key: exp(scores - inf) = 0
-        lse[chunk] = found if mask is None else found.masked_fill_(found == -torch.inf, torch.inf)
-        p = scores.sub_(lse[chunk][..., None]).exp_()
+        p, top, total = _softmax(_scores(qc, kc, mask, scale, chunk), mask)
+        if mask is not None:  # where a query may look at no key: exp(scores - inf) = 0
+            total.masked_fill_(total == 0.0, torch.inf)
+        lse[chunk] = torch.stack((top, total), 2) if is_added(mask) else top + total.log()
         if drop is not None:
             p *= drop
         o[chunk] = (p @ vc).transpose(1, 2)
     return o, lse
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(scores), in place, the maxima, and the sums of exp(scores - maximum); zeros in rows all of minus
+    infinity, which only a mask makes."""
+    top = scores.amax(-1)
+    if mask is not None:
+        top.masked_fill_(top == -torch.inf, 0.0)
+    p = scores.sub_(top[..., None]).exp_()
+    total = p.sum(-1)
+    divisor = total if mask is None else total.masked_fill(total == 0.0, 1.0)
+    return p.div_(divisor[..., None]), top, total
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, chunk: slice) -> Tensor:
@@ -141,15 +155,19 @@ def _backward(
         dk.zero_()
         dv.copy_(do)
         return
+    chunks: Iterable[tuple[slice, Tensor | None]]
     if _has_flash(seed, q, k, v) and do.stride(3) == 1:
+        lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
         tensors = (t.transpose(1, 2) for t in (do, q, k, v, o))
         added = None if mask is None else _added(mask, stat_dtype(q))
         found = flash_attention_backward(*tensors, lse, 0.0, False, attn_mask=added, scale=scale)
         for out, gradient in zip((dq, dk, dv), found, strict=True):
             out.copy_(gradient.transpose(1, 2))
-        return
-    for chunk, drop in _chunks(lse, seed, dropout_p):
-        p, dp, doc, qc, kc = _probabilities(do, q, k, v, mask, lse, scale, chunk)
+        chunks = _samples_of_huge_scores(lse) if is_added(mask) else ()
+    else:
+        chunks = _chunks(o, seed, dropout_p)
+    for chunk, drop in chunks:
+        p, dp, doc, qc, kc = _probabilities(do, q, k, v, mask, scale, chunk)
         dropped = p
         if drop is not None:
             dp *= drop
@@ -160,12 +178,17 @@ def _backward(
         dk[chunk] = (ds.transpose(2, 3) @ qc).transpose(1, 2)
 
 
+def _samples_of_huge_scores(lse: Tensor) -> list[tuple[slice, None]]:
+    huge = ((lse.abs() > _LSE) & lse.isfinite()).flatten(1).any(1)
+    return [(slice(i, i + 1), None) for i in huge.nonzero().flatten().tolist()]
+
+
 def _probabilities(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor, scale: float, chunk: slice
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, chunk: slice
 ) -> tuple[Tensor, ...]:
     """P and dO V^T of a part of the batch, (b, H, N, N); its dO, q and k, (b, H, N, d)."""
-    qc, kc, vc, doc = (t[chunk].transpose(1, 2).to(lse.dtype) for t in (q, k, v, do))
-    p = _scores(qc, kc, mask, scale, chunk).sub_(lse[chunk][..., None]).exp_()
+    qc, kc, vc, doc = (t[chunk].transpose(1, 2).to(stat_dtype(q)) for t in (q, k, v, do))
+    p, *_ = _softmax(_scores(qc, kc, mask, scale, chunk), mask)
     return p, doc @ vc.transpose(2, 3), doc, qc, kc
 
 
@@ -175,16 +198,18 @@ def _delta(do: Tensor, o: Tensor, chunk: slice) -> Tensor:
     return (doc * oc).sum(-1, keepdim=True)
 
 
-def _chunks(lse: Tensor, seed: Tensor | None, dropout_p: float) -> Iterator[tuple[slice, Tensor | None]]:
-    """Parts of the batch of lse (B, H, N) that hold few enough scores, each with its dropout factors (b, H, N, N): 0 or
-    1 / (1 - p). The same seed gives the same factors."""
-    B, H, N = lse.shape
+def _chunks(x: Tensor, seed: Tensor | None, dropout_p: float) -> Iterator[tuple[slice, Tensor | None]]:
+    """Parts of the batch of x (B, N, H, d) that hold few enough scores, each with its dropout factors (b, H, N, N): 0
+    or 1 / (1 - p). The same seed gives the same factors."""
+    if x.numel() == 0:
+        return
+    B, N, H, _ = x.shape
     step = max(_CHUNK // max(H * N * N, 1), 1)
-    generator = None if seed is None else torch.Generator(lse.device).manual_seed(int(seed))
+    generator = None if seed is None else torch.Generator(x.device).manual_seed(int(seed))
     for start in range(0, B, step):
         stop = min(start + step, B)
         drop = None
         if generator is not None:
-            drop = torch.empty(stop - start, H, N, N, dtype=lse.dtype, device=lse.device)
+            drop = torch.empty(stop - start, H, N, N, dtype=stat_dtype(x), device=x.device)
             drop.bernoulli_(1.0 - dropout_p, generator=generator).div_(1.0 - dropout_p)
         yield slice(start, stop), drop

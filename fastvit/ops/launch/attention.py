@@ -18,7 +18,7 @@ from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops import _library
-from fastvit.ops._checks import empty_like, unexpanded
+from fastvit.ops._checks import empty_like, is_added, lse_shape, unexpanded
 from fastvit.ops._launch import Constants, Launch, cdiv, launch
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops._plans import AFRESH, Plans
@@ -34,7 +34,8 @@ def attention_fwd(
     """q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32, bfloat16, float16, by stride;
     mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed int64 [1], or None without dropout.
 
-    -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm. Raises `Unsupported`.
+    -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm; with a float mask (B, H, 2, N), the
+    maximum of the scores and the sum of exp(scores - maximum). Raises `Unsupported`.
     """
     o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
     launch(*tensors)
@@ -122,7 +123,8 @@ def launch_backward(
 
     do, q, k, v, o, dq, dk, dv: (B, N, H, d), k, v, dk and dv with as many heads or a divisor of that, one of float32,
     bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
-    float32, contiguous. mask, seed, lse: the forward's. Raises `Unsupported` for another dtype.
+    float32, contiguous, or as the forward has it. mask, seed, lse: the forward's. Raises `Unsupported` for another
+    dtype.
     """
     longest = q.shape[1] if sequences is None else sequences[1]
     if longest == 1 and seed is None and mask is None and q.shape == k.shape:
@@ -220,15 +222,14 @@ def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tu
 def _forward_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None,
-) -> tuple[Launch, tuple[int, int, int]]:  # fmt: skip
+) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
     """Of the kernel for short sequences or the general one, and LSE's shape."""
     heads, strides, of_mask, workload = _described((q, k, v), mask, seed, scale, sequences)
-    B, tokens, H, _ = q.shape
     short, rows, constants = _forward_config(workload)
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
     numbers: Any = (*strides, scale, dropout_p) if short else (*strides, *of_mask, scale, dropout_p)
     N = workload[0]
-    return Launch(kernel, heads * cdiv(N, rows), (N, H, *numbers), constants), (B, H, tokens)
+    return Launch(kernel, heads * cdiv(N, rows), (N, q.shape[2], *numbers), constants), lse_shape(q, mask)
 
 
 def _backward_plans(
@@ -250,7 +251,7 @@ def _backward_plans(
     numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *of_mask, scale, dropout_p
     group = workload[7]
     of_dkdv = Launch(attention_bwd_dkdv_kernel, heads // group * cdiv(N, rows), numbers, constants)
-    return of_dq, of_dkdv, (B, H, 2, tokens)
+    return of_dq, of_dkdv, (B, H, 3 if is_added(mask) else 2, tokens)
 
 
 def _described(
