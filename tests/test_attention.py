@@ -60,6 +60,16 @@ def test_inputs(kind, dtype, backend, device):
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("d", "scale"), [(32, 0.6), (128, 0.3), (256, 0.3)])
+def test_scores_of_a_deviation_of_several(d, scale, masked, backend, device):
+    """Scales that are no power of two round the scores: forward and backward pass must round them alike."""
+    tensors = separate(2, 64 if backend == "aten" else 17, 2, d, device=device)
+    if masked:
+        tensors |= tensors_of({"attn_mask": (tensors["q"].shape[1],) * 2}, torch.float32, device)
+    assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
+
+
 @pytest.mark.parametrize("N", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_many_tokens_as_a_tile_has(dtype, N, triton_backend, device):

@@ -61,7 +61,7 @@ def check(tensors, mask, **options):
 def test_every_shape(shape, kind, backend, device):
     mask = drawn(*SHAPES[shape], kind=kind, device=device)
     N = 48 if shape == "relative positions" else 37
-    check(made(2, N, 2, 16, device=device), mask, scale=0.2)
+    check(made(2, N, 2, 16, device=device), mask, scale=0.25)
     check(made(2, N, 2, 16, 1, device=device), mask, scale=0.15)
 
 
@@ -77,9 +77,8 @@ def test_dtypes(kind, dtype, backend, device):
 def test_long(shape, dtype, kind, backend, device):
     B, N, H, _ = shape
     mask = drawn(B, H, N, N, kind="bool" if kind == "bool" else dtype, device=device)
-    options = {"scale": 0.1} if backend == "aten" and dtype == torch.float32 else {}  # see `drawn`
-    check(made(*shape, dtype=dtype, device=device), mask, **options)
-    check(made(*shape, dtype=dtype, device=device), mask[:, :, :1], **options)
+    check(made(*shape, dtype=dtype, device=device), mask)
+    check(made(*shape, dtype=dtype, device=device), mask[:, :, :1])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
