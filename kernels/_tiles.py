@@ -56,19 +56,53 @@ class Head(NamedTuple):
 
 
 @triton.jit
-def place(N, H, cu_seqlens_ptr, BLOCK: tl.constexpr):
+def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
     """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head. cu_seqlens_ptr: [B + 1], where sequences
     of at most N tokens begin and end that lie one behind the other, or None where each is a sample and has N; of a
-    shorter one, programs that own nothing have first >= N."""
+    shorter one, programs that own nothing have first >= N. Whatever is there, sequences lie within so many tokens; one
+    that is longer than N has none: `fill_gaps`."""
     tiles = tl.cdiv(N, BLOCK)
     plane = tl.program_id(0) // tiles
     sequence, head, first = plane // H, plane % H, tl.program_id(0) % tiles * BLOCK
     if cu_seqlens_ptr is None:
         return Place(sequence, head, plane, first, N, 0, sequence.to(tl.int64) * N, plane.to(tl.int64) * N)
     else:
-        start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
-        length = (tl.load(cu_seqlens_ptr + sequence + 1) - start).to(tl.int32)
+        start, end = _sequence(cu_seqlens_ptr + sequence, tokens)
+        length = tl.where(end - start > N, 0, end - start).to(tl.int32)
         return Place(sequence, head, plane, first, length, start, start, start * H + head * length)
+
+
+@triton.jit
+def _sequence(ends_ptr, tokens):
+    """Where one begins and ends, int64, within the tokens whatever is there."""
+    start = tl.minimum(tl.maximum(tl.load(ends_ptr).to(tl.int64), 0), tokens)
+    return start, tl.minimum(tl.maximum(tl.load(ends_ptr + 1).to(tl.int64), start), tokens)
+
+
+@triton.jit
+def fill_gaps(x, at, N, H, tokens, cu_seqlens_ptr, head, BLOCK: tl.constexpr):
+    """NaN in the rows of x, a gradient or an output, that no program of the grid of `place` computes: those of a
+    sequence that is longer than N, before the first sequence, and after the last."""
+    start, end = _sequence(cu_seqlens_ptr + at.batch, tokens)
+    computed = end - start <= N
+    tiles = tl.cdiv(N, BLOCK)
+    first = tl.where(at.batch == 0, 0, start)
+    last = tl.where(at.batch == tl.num_programs(0) // (tiles * H) - 1, tokens, end)
+    _fill(x, at, first + at.first // BLOCK, tl.where(computed, start, last), tiles, head)
+    _fill(x, at, end + at.first // BLOCK, tl.where(computed, last, end), tiles, head)
+
+
+@triton.jit
+def _fill(x, at, first, last, step, head):
+    """NaN in every `step`th row from index `first` of all tokens up to `last`. Row by row: it is seldom done, and tiles
+    would share their addresses with those of the kernel, which then take registers through its loop."""
+    for row in range(first, last, step):
+        at_row = rows_of(x, at, row - at.start).ptr
+        cols = tl.arange(0, head.D0)
+        tl.store(at_row + cols, float("nan"), mask=cols < head.d)
+        if head.D1 > 0:
+            cols = head.D0 + tl.arange(0, head.D1)
+            tl.store(at_row + cols, float("nan"), mask=cols < head.d)
 
 
 @triton.jit

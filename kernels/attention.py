@@ -21,12 +21,26 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
+from fastvit.kernels._tiles import (
+    Head,
+    Tokens,
+    add_dot,
+    dot,
+    fill_gaps,
+    load,
+    of_head,
+    place,
+    rows_of,
+    scaled,
+    skip,
+    store,
+    zeros,
+)
 
 # That a size or a stride is 1 or a multiple of 16 is no reason to compile a kernel again: a batch of one has a stride
 # of 0, and what matters of strides, UNIT says.
 _TENSORS = "q", "k", "v", "o", "do", "dq", "dk", "dv", "mask"
-NOT_SPECIALIZED = ["N", "H", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
+NOT_SPECIALIZED = ["N", "H", "tokens", *(f"stride_{x}{i}" for x in _TENSORS for i in "bnh")]
 
 
 class Mask(NamedTuple):
@@ -247,8 +261,8 @@ def attention_fwd_kernel(
     # outputs
     o_ptr,  # [B, N, H, d] T, contiguous
     lse_ptr,  # [B, H, N] f32, or sequence by sequence [H, N]; [B, H, 2, N] with a mask that is added
-    # sizes; strides in UNITs of elements, the last dimension is contiguous
-    N, H,
+    # sizes, with `tokens` of all sequences; strides in UNITs of elements, the last dimension is contiguous
+    N, H, tokens,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -260,11 +274,15 @@ def attention_fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
-    at = place(N, H, cu_seqlens_ptr, BLOCK_M)
+    at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
+    stride_ob = tl.cast(N, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     if cu_seqlens_ptr is not None:
+        fill_gaps(
+            Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
+            at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
+        )  # fmt: skip
         if at.first >= at.N:
             return
-    stride_ob = tl.cast(N, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     _attend(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
         Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),

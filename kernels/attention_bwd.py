@@ -19,7 +19,21 @@ import triton.language as tl
 
 from fastvit.kernels import _cost
 from fastvit.kernels._math import keep_mask
-from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, of_head, place, rows_of, scaled, skip, store, zeros
+from fastvit.kernels._tiles import (
+    Head,
+    Tokens,
+    add_dot,
+    dot,
+    fill_gaps,
+    load,
+    of_head,
+    place,
+    rows_of,
+    scaled,
+    skip,
+    store,
+    zeros,
+)
 from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, factor, is_added, log2e, masked
 
 
@@ -171,8 +185,8 @@ def attention_bwd_dq_kernel(
     # outputs
     dq_ptr,  # [B, N, H, d] T by stride
     statistics_ptr,  # [B, H, 2 or 3, N] f32, or sequence by sequence: `statistics_of`
-    # sizes; strides in UNITs of elements, the last dimension is contiguous
-    N, H,
+    # sizes, with `tokens` of all sequences; strides in UNITs of elements, the last dimension is contiguous
+    N, H, tokens,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -187,8 +201,12 @@ def attention_bwd_dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
-    at = place(N, H, cu_seqlens_ptr, BLOCK_M)
+    at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     if cu_seqlens_ptr is not None:
+        fill_gaps(
+            Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
+            at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
+        )  # fmt: skip
         if at.first >= at.N:
             return
     _dq(

@@ -16,6 +16,7 @@ from fastvit.kernels._tiles import (
     Tokens,
     add_dot,
     dot,
+    fill_gaps,
     load,
     of_head,
     place,
@@ -128,7 +129,7 @@ def attention_bwd_dkdv_kernel(
     # outputs
     dk_ptr, dv_ptr,  # [B, N, H / GROUP, d] T by stride
     # sizes; strides in UNITs of elements, the last dimension is contiguous
-    N, H,
+    N, H, tokens,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
@@ -143,8 +144,16 @@ def attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H / GROUP * cdiv(N, BLOCK_N),). Tiles along the queries: LOOP is N > BLOCK_M."""
-    at = place(N, H // GROUP, cu_seqlens_ptr, BLOCK_N)
+    at = place(N, H // GROUP, tokens, cu_seqlens_ptr, BLOCK_N)
     if cu_seqlens_ptr is not None:
+        fill_gaps(
+            Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
+            at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
+        )  # fmt: skip
+        fill_gaps(
+            Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
+            at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
+        )  # fmt: skip
         if at.first >= at.N:
             return
     _dkdv(

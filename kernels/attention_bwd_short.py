@@ -85,7 +85,7 @@ def attention_bwd_short_kernel(
         Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
         Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
         lse_ptr,
-        place(N, H, None, BLOCK_M),
+        place(N, H, N, None, BLOCK_M),
         Softmax(scale, Mask(None, 0, 0, 0, False), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M,

@@ -83,7 +83,7 @@ def attention_short_fwd_kernel(
         Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
         Tokens(o_ptr, tl.cast(N, tl.int64) * H * HEAD_DIM, H * HEAD_DIM, HEAD_DIM, 1),
         lse_ptr,
-        place(N, H, None, BLOCK_M),
+        place(N, H, N, None, BLOCK_M),
         Softmax(scale, Mask(None, 0, 0, 0, False), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         BLOCK_M, KEYS_0, KEYS_1, KEYS_2,

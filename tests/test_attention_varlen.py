@@ -1,6 +1,7 @@
 """ops.attention_varlen against float64 and eager PyTorch, on both backends."""
 
 import math
+import random
 from itertools import pairwise
 
 import pytest
@@ -131,6 +132,35 @@ def test_empty(shape, backend, device):
     assert torch.autograd.grad(o.sum(), q)[0].shape == shape
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are counted in the interpreter")
+@pytest.mark.parametrize("ascending", [True, False])
+def test_wrong_ends_and_lengths(ascending, triton_backend, device, monkeypatch):
+    """Whatever the values are, no kernel leaves its arguments. NaN is what belongs to no sequence, or to one that is
+    longer than max_seqlen, in the output and in every gradient."""
+    traffic_counter = pytest.importorskip("benchmarks.codegen.traffic_counter")
+    if not ascending:  # sequences overlap: two programs store one element
+        monkeypatch.setattr(traffic_counter._Counter, "_move", lambda *_: None)
+    monkeypatch.setattr("fastvit.ops.launch.attention.empty_like", torch.zeros_like)  # where nobody writes is no NaN
+    draw, T = random.Random(1), 40
+    for longest in (1, 1, 5, 17, 25, 40, 60):
+        tensors = made((T,), 2, 16, device=device, kv_heads=draw.choice((1, 2)))
+        ends = [draw.choice((draw.randint(0, T), draw.randint(-9, 60), 1 << 40, -1 << 40)) for _ in range(4)]
+        ends = [3, 10, 20, 35] if longest == 17 else sorted(ends) if ascending else ends
+        inside = [min(max(end, 0), T) for end in ends]
+        with traffic_counter.count():
+            o = ops.attention_varlen(**tensors, cu_seqlens=torch.tensor(ends, device=device), max_seqlen=longest)
+            gradients = torch.autograd.grad(o, list(tensors.values()), torch.ones_like(o))
+        computed = torch.zeros(T, dtype=torch.bool, device=device)
+        for first, end in pairwise(inside if ascending else ()):
+            if 0 < end - first <= longest:
+                computed[first:end] = True
+                alone = eager(*(t[first:end] for t in tensors.values()), torch.tensor([0, end - first]))
+                torch.testing.assert_close(o[first:end], alone, atol=1e-5, rtol=1e-5)
+        for t in (o, *gradients) if ascending else ():
+            assert t[computed].isfinite().all()
+            assert t[~computed].isnan().all()
+
+
 def test_wrong_arguments():
     q = torch.zeros(6, 2, 16)
     good = torch.tensor([0, 2, 6])
@@ -146,6 +176,7 @@ def test_wrong_arguments():
         ((q, q, q, good.to("meta")), {}, ValueError, "cu_seqlens must be on q's device"),
         ((q, q, q, torch.tensor([0, 2, 5])), {}, ValueError, "cu_seqlens must ascend from 0 to the number of tokens 6"),
         ((q, q, q, torch.tensor([0, 4, 2, 6])), {}, ValueError, "cu_seqlens must ascend"),
+        ((q, q, q, good, 3), {}, ValueError, "max_seqlen must be at least the longest sequence's length 4, got 3"),
         ((q, q, q, good, 2.0), {}, TypeError, "max_seqlen must be an integer or None"),
         ((q, q, q, good, 0), {}, ValueError, "max_seqlen must be at least 1"),
         ((q, q, q, good), {"dropout_p": 1.0}, ValueError, "dropout_p"),

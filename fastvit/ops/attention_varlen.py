@@ -84,16 +84,17 @@ def attention_varlen(
         q: (T, H, d), the tokens of all sequences; dtypes, strides and d as in `attention`.
         k, v: as q, or with fewer heads, as in `attention`.
         cu_seqlens: (B + 1,) int32 or int64, on q's device: where sequences begin and end, ascending from 0 to T. On a
-            GPU nobody looks at the values, which would wait for it; wrong ones are the caller's.
+            GPU the values are not checked, because that would wait for it: tokens of no sequence get NaN.
         max_seqlen: at least the longest one's length; T if None. Programs for tokens that a shorter one does not have
-            end at once.
+            end at once. A longer sequence gets NaN on a GPU, in its output and gradients.
         scale, dropout_p: as in `attention`.
 
     Returns:
         (T, H, d), contiguous, q's dtype; under autocast its dtype.
 
     Raises:
-        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
+        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; those of
+            cu_seqlens and of a max_seqlen that is too small on ATen only.
     """
     check_float("q", q)
     cast = autocast_dtype(q)

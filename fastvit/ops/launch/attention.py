@@ -130,9 +130,10 @@ def launch_backward(
     if longest == 1 and seed is None and mask is None and q.shape == k.shape:
         # softmax over one key is constant: no gradient, not even one of rounding errors
         _check(q, scale)
-        dq.zero_()
-        dk.zero_()
-        dv.copy_(do)
+        nothing = torch.zeros((), dtype=q.dtype, device=q.device) if sequences is None else o - o  # NaN: not computed
+        dq.copy_(nothing)
+        dk.copy_(nothing)
+        torch.add(do, nothing, out=dv)
         return
     do, q, k, v = plans.readable(readable, do, q, k, v)
     if mask is not None:
@@ -227,9 +228,9 @@ def _forward_plan(
     heads, strides, of_mask, workload = _described((q, k, v), mask, seed, scale, sequences)
     short, rows, constants = _forward_config(workload)
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
-    numbers: Any = (*strides, scale, dropout_p) if short else (*strides, *of_mask, scale, dropout_p)
-    N = workload[0]
-    return Launch(kernel, heads * cdiv(N, rows), (N, q.shape[2], *numbers), constants), lse_shape(q, mask)
+    N, (_, tokens, H, _) = workload[0], q.shape
+    numbers: Any = (N, H, *strides, scale, dropout_p) if short else (N, H, tokens, *strides, *of_mask, scale, dropout_p)
+    return Launch(kernel, heads * cdiv(N, rows), numbers, constants), lse_shape(q, mask)
 
 
 def _backward_plans(
@@ -245,10 +246,10 @@ def _backward_plans(
         numbers: Any = N, H, *strides, scale, dropout_p
         return Launch(attention_bwd_short_kernel, heads, numbers, constants), None, ()
     rows, constants = _backward_config("dq", workload)
-    numbers = N, H, *strides[:18], *of_mask, scale, dropout_p
+    numbers = N, H, tokens, *strides[:18], *of_mask, scale, dropout_p
     of_dq = Launch(attention_bwd_dq_kernel, heads * cdiv(N, rows), numbers, constants)
     rows, constants = _backward_config("dkdv", workload)
-    numbers = N, H, *strides[:9], *strides[12:15], *strides[18:], *of_mask, scale, dropout_p
+    numbers = N, H, tokens, *strides[:9], *strides[12:15], *strides[18:], *of_mask, scale, dropout_p
     group = workload[7]
     of_dkdv = Launch(attention_bwd_dkdv_kernel, heads // group * cdiv(N, rows), numbers, constants)
     return of_dq, of_dkdv, (B, H, 3 if is_added(mask) else 2, tokens)
