@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-quick test-slow mutants models versions bench lint targets report results traffic docs gpu gpu-first tune clean
+.PHONY: test test-quick test-slow mutants models versions peers bench lint targets report results traffic docs gpu gpu-first tune clean
 
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
@@ -32,6 +32,9 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
 	FASTVIT_MODELS=all $(PYTEST) tests/test_graph_models.py $(ARGS)
+
+peers: $(INSTALLED)  ## timm's and transformers' own tests, with and without fastvit; ARGS="--suite timm -k fx"
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)

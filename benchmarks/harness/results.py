@@ -4,8 +4,8 @@
     python -m benchmarks.harness.results
 
 In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
-`families.json`, `dispatch.json` and `launch.json` of the modules of those names, `graphs.json` of graph_models.py, and
-pictures of harness/plot.py.
+`families.json`, `dispatch.json` and `launch.json` of the modules of those names, `graphs.json` of graph_models.py,
+`peers.json` of benchmarks/peers, and pictures of harness/plot.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks.harness import dispatch, families, graph_tables, launch, plot, t
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
+from benchmarks.peers import compare as peers
 from fastvit._output import write_file
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,7 +87,7 @@ def page(folders: Sequence[Path] = ()) -> str:
 def _folder(folder: Path) -> Iterator[str]:
     special = {
         "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
-        "launch": launch.render,
+        "launch": launch.render, "peers": peers.render,
     }  # fmt: skip
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):

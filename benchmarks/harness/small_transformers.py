@@ -57,9 +57,13 @@ def _is_vision(kind: Any) -> bool:
 
 
 def build(kind: Any, *, narrow: bool = True) -> nn.Module:
+    return kind(small_config(kind, narrow=narrow))
+
+
+def small_config(kind: Any, *, narrow: bool = True) -> Any:
     """narrow: in width, too, and not only in depth and image."""
     options = shrink(kind.config_class().to_dict(), narrow) | small_exceptions.OPTIONS.get(kind.__name__, {})
-    return kind(kind.config_class(**options))
+    return kind.config_class(**options)
 
 
 # ---- configurations ----

@@ -1,0 +1,1 @@
+"""The test suites of timm and transformers with fastvit in them: `make peers`."""
