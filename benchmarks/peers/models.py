@@ -65,6 +65,7 @@ def _of_transformers() -> dict[str, list[str]]:
     Models of DepthPro, which stay large, are left out."""
     found: dict[str, list[str]] = {}
     kind: Any
+    load("transformers").logging.set_verbosity_error()
     for name, kind in small_transformers.classes():
         model = small(kind)[0]
         if model is not None and sum(p.numel() for p in model.parameters()) < SMALL and _is_known(model):
