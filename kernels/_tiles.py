@@ -57,46 +57,54 @@ class Head(NamedTuple):
 
 @triton.jit
 def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
-    """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head. cu_seqlens_ptr: [B + 1], where sequences
-    of at most N tokens begin and end that lie one behind the other, or None where each is a sample and has N; of a
-    shorter one, programs that own nothing have first >= N. Whatever is there, sequences lie within so many tokens; one
-    that is longer than N has none: `fill_gaps`."""
+    """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head. cu_seqlens_ptr: None where each sequence
+    is a sample and has N rows.
+
+    Else [B + 1], where sequences of at most N of all `tokens` begin and end, one after another, and the grid is
+    ((B + 1) * H * cdiv(N, BLOCK),). Programs that own nothing have first >= N: those past the end of a shorter
+    sequence, all of a sequence that is longer than N, and the last ones, which are of no sequence. They call
+    `fill_gaps`. Whatever the values are, sequences lie within the tokens."""
     tiles = tl.cdiv(N, BLOCK)
     plane = tl.program_id(0) // tiles
     sequence, head, first = plane // H, plane % H, tl.program_id(0) % tiles * BLOCK
     if cu_seqlens_ptr is None:
         return Place(sequence, head, plane, first, N, 0, sequence.to(tl.int64) * N, plane.to(tl.int64) * N)
     else:
-        start, end = _sequence(cu_seqlens_ptr + sequence, tokens)
-        length = tl.where(end - start > N, 0, end - start).to(tl.int32)
+        start = _end(cu_seqlens_ptr, sequence, tokens)
+        after = tl.minimum(sequence + 1, tl.num_programs(0) // (tiles * H) - 1)
+        length = tl.maximum(_end(cu_seqlens_ptr, after, tokens) - start, 0)
+        length = tl.where(length > N, 0, length)
+        start = start.to(tl.int64)
         return Place(sequence, head, plane, first, length, start, start, start * H + head * length)
 
 
 @triton.jit
-def _sequence(ends_ptr, tokens):
-    """Where one begins and ends, int64, within the tokens whatever is there."""
-    start = tl.minimum(tl.maximum(tl.load(ends_ptr).to(tl.int64), 0), tokens)
-    return start, tl.minimum(tl.maximum(tl.load(ends_ptr + 1).to(tl.int64), start), tokens)
+def _end(cu_seqlens_ptr, sequence, tokens):
+    """Where the sequence begins and the one before it ends, int32, within the tokens."""
+    end = tl.load(cu_seqlens_ptr + sequence)
+    return tl.minimum(tl.maximum(end, 0), tokens).to(tl.int32)
 
 
 @triton.jit
 def fill_gaps(x, at, N, H, tokens, cu_seqlens_ptr, head, BLOCK: tl.constexpr):
-    """NaN in the rows of x, a gradient or an output, that no program of the grid of `place` computes: those of a
-    sequence that is longer than N, before the first sequence, and after the last."""
-    start, end = _sequence(cu_seqlens_ptr + at.batch, tokens)
-    computed = end - start <= N
+    """For programs of `place` that own nothing: NaN in the rows of x, a gradient or an output, that none computes.
+    These are the rows of a sequence that is longer than N, and those before the first sequence and after the last,
+    which the programs of no sequence fill."""
     tiles = tl.cdiv(N, BLOCK)
-    first = tl.where(at.batch == 0, 0, start)
-    last = tl.where(at.batch == tl.num_programs(0) // (tiles * H) - 1, tokens, end)
-    _fill(x, at, first + at.first // BLOCK, tl.where(computed, start, last), tiles, head)
-    _fill(x, at, end + at.first // BLOCK, tl.where(computed, last, end), tiles, head)
+    sequences = tl.num_programs(0) // (tiles * H) - 1
+    if at.batch == sequences:
+        _fill(x, at, 0, _end(cu_seqlens_ptr, 0, tokens), tiles, BLOCK, head)
+        _fill(x, at, at.start, tokens, tiles, BLOCK, head)
+    else:
+        end = _end(cu_seqlens_ptr, at.batch + 1, tokens)
+        _fill(x, at, at.start, tl.where(end - at.start > N, end, at.start), tiles, BLOCK, head)
 
 
 @triton.jit
-def _fill(x, at, first, last, step, head):
-    """NaN in every `step`th row from index `first` of all tokens up to `last`. Row by row: it is seldom done, and tiles
-    would share their addresses with those of the kernel, which then take registers through its loop."""
-    for row in range(first, last, step):
+def _fill(x, at, first, last, tiles, BLOCK: tl.constexpr, head):
+    """NaN in every `tiles`th row of all tokens, from index `first` and the program's number on, up to `last`. Row by
+    row: it is seldom done, and tiles would take registers."""
+    for row in range(first + at.first // BLOCK, last, tiles):
         at_row = rows_of(x, at, row - at.start).ptr
         cols = tl.arange(0, head.D0)
         tl.store(at_row + cols, float("nan"), mask=cols < head.d)

@@ -273,15 +273,15 @@ def attention_fwd_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL_0: tl.constexpr, TAIL_1: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
+    """Grid: `place`, of BLOCK_M queries. Tiles along the keys: LOOP is N > BLOCK_N."""
     at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     stride_ob = tl.cast(N, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     if cu_seqlens_ptr is not None:
-        fill_gaps(
-            Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
-            at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
-        )  # fmt: skip
         if at.first >= at.N:
+            fill_gaps(
+                Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
+                at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
+            )  # fmt: skip
             return
     _attend(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),

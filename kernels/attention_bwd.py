@@ -200,14 +200,14 @@ def attention_bwd_dq_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_M),). Tiles along the keys: LOOP is N > BLOCK_N."""
+    """Grid: `place`, of BLOCK_M queries. Tiles along the keys: LOOP is N > BLOCK_N."""
     at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     if cu_seqlens_ptr is not None:
-        fill_gaps(
-            Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
-            at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
-        )  # fmt: skip
         if at.first >= at.N:
+            fill_gaps(
+                Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
+                at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
+            )  # fmt: skip
             return
     _dq(
         Inputs(

@@ -105,7 +105,7 @@ def test_python_functions_of_a_block_in_training():
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 128, "\n".join(entered)
+    assert 50 < len(entered) <= 130, "\n".join(entered)
 
 
 class Stacks:

@@ -9,6 +9,7 @@ the difference of the two least rounds is the cost. `python -m benchmarks.harnes
 from __future__ import annotations
 
 import json
+import math
 import sys
 import timeit
 from collections.abc import Callable
@@ -30,7 +31,8 @@ Case = tuple[Callable[[], object], Callable[[], object]]
 
 
 def _parameters(*sizes: tuple[int, ...]) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.randn(*size)) for size in sizes]
+    """Matrices are divided by the root of what they sum over, so that scores stay small: large ones round visibly."""
+    return [nn.Parameter(torch.randn(*size) / math.prod(size[1:]) ** 0.5) for size in sizes]
 
 
 def cases() -> dict[str, Case]:

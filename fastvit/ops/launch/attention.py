@@ -258,8 +258,8 @@ def _backward_plans(
 def _described(
     strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, sequences: Sequences | None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], Workload]:
-    """How many heads all sequences have together, 0 if nothing is to be done; the strides of q, k and the rest, and of
-    the mask, as the kernels take them; and what configurations are chosen by."""
+    """How many heads the grid has of all sequences together, 0 if nothing is to be done; the strides of q, k and the
+    rest, and of the mask, as the kernels take them; and what configurations are chosen by."""
     q, k = strided[:2]
     _check(q, scale)
     B, N, H, _ = q.shape
@@ -268,7 +268,8 @@ def _described(
     unit, strides = in_units(q.shape, *[t.stride() for t in strided])
     mask_rows, of_mask = _mask_in_units(mask)
     workload = _workload(max(N, 1), q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences))
-    return B * H if q.numel() else 0, strides, of_mask, workload
+    planes = B * H if sequences is None else (B + 1) * H  # one more for tokens of no sequence
+    return planes if q.numel() else 0, strides, of_mask, workload
 
 
 # N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, (unit of the strides,
