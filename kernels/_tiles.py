@@ -62,8 +62,8 @@ def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
 
     Else [B + 1], where sequences of at most N of all `tokens` begin and end, one after another, and the grid is
     ((B + 1) * H * cdiv(N, BLOCK),). Programs that own nothing have first >= N: those past the end of a shorter
-    sequence, all of a sequence that is longer than N, and the last ones, which are of no sequence. They call
-    `fill_gaps`. Whatever the values are, sequences lie within the tokens."""
+    sequence, all of a sequence that is longer than N, and the last ones, which are of no sequence (`fill_gaps`).
+    Whatever the values are, sequences lie within the tokens."""
     tiles = tl.cdiv(N, BLOCK)
     plane = tl.program_id(0) // tiles
     sequence, head, first = plane // H, plane % H, tl.program_id(0) % tiles * BLOCK
@@ -87,9 +87,10 @@ def _end(cu_seqlens_ptr, sequence, tokens):
 
 @triton.jit
 def fill_gaps(x, at, N, H, tokens, cu_seqlens_ptr, head, BLOCK: tl.constexpr):
-    """For programs of `place` that own nothing: NaN in the rows of x, a gradient or an output, that none computes.
+    """NaN in the rows of x, a gradient or an output, that no program of `place` computes, by those that own nothing.
     These are the rows of a sequence that is longer than N, and those before the first sequence and after the last,
-    which the programs of no sequence fill."""
+    which the programs of no sequence fill. The loops of other programs are empty: next to a branch that returns after a
+    loop, matmuls get no tensor-core instructions on gfx942."""
     tiles = tl.cdiv(N, BLOCK)
     sequences = tl.num_programs(0) // (tiles * H) - 1
     if at.batch == sequences:

@@ -277,11 +277,11 @@ def attention_fwd_kernel(
     at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     stride_ob = tl.cast(N, tl.int64) * H * HEAD_DIM if cu_seqlens_ptr is None else 0
     if cu_seqlens_ptr is not None:
+        fill_gaps(
+            Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
+            at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
+        )  # fmt: skip
         if at.first >= at.N:
-            fill_gaps(
-                Tokens(o_ptr, stride_ob, H * HEAD_DIM, HEAD_DIM, 1),
-                at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
-            )  # fmt: skip
             return
     _attend(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),

@@ -203,11 +203,11 @@ def attention_bwd_dq_kernel(
     """Grid: `place`, of BLOCK_M queries. Tiles along the keys: LOOP is N > BLOCK_N."""
     at = place(N, H, tokens, cu_seqlens_ptr, BLOCK_M)
     if cu_seqlens_ptr is not None:
+        fill_gaps(
+            Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
+            at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
+        )  # fmt: skip
         if at.first >= at.N:
-            fill_gaps(
-                Tokens(dq_ptr, stride_dqb, stride_dqn, stride_dqh, UNIT),
-                at, N, H, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_M,
-            )  # fmt: skip
             return
     _dq(
         Inputs(

@@ -146,15 +146,15 @@ def attention_bwd_dkdv_kernel(
     """Grid: `place`, of BLOCK_N keys and H / GROUP heads. Tiles along the queries: LOOP is N > BLOCK_M."""
     at = place(N, H // GROUP, tokens, cu_seqlens_ptr, BLOCK_N)
     if cu_seqlens_ptr is not None:
+        fill_gaps(
+            Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
+            at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
+        )  # fmt: skip
+        fill_gaps(
+            Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
+            at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
+        )  # fmt: skip
         if at.first >= at.N:
-            fill_gaps(
-                Tokens(dk_ptr, stride_dkb, stride_dkn, stride_dkh, UNIT),
-                at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
-            )  # fmt: skip
-            fill_gaps(
-                Tokens(dv_ptr, stride_dvb, stride_dvn, stride_dvh, UNIT),
-                at, N, H // GROUP, tokens, cu_seqlens_ptr, Head(HEAD_DIM, D0, D1, PRECISION), BLOCK_N,
-            )  # fmt: skip
             return
     _dkdv(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
