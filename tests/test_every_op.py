@@ -410,7 +410,7 @@ def registered_calls(device):
         "attention_bwd": (q, q, q, q, None, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
         "attention_fwd mask": (q, q[:, :, :1], q[:, :, :1], mask, None, 0.2, 0.0),
         "attention_bwd mask": (q, q, q[:, :, :1], q[:, :, :1], mask, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
-        "attention_mask_bwd": (q, q, q, q, bias, q, x[:2, :12].view(1, 2, 12), seed, 0.2, 0.3),
+        "attention_mask_bwd": (q, q, q, q, bias, q, x.flatten()[:48].view(1, 2, 2, 12), seed, 0.2, 0.3),
         "attention_qkvpacked_fwd": (qkv, None, seed, 0.2, 0.3),
         "attention_qkvpacked_bwd": (qkv[:, :, 0], qkv, None, qkv[:, :, 1], x[:2, :4].view(2, 1, 4), seed, 0.2, 0.3),
         "rotary": (tokens.unflatten(-1, (1, 24)), x[None, None, :11], x[None, None, :11], 1, True, False),
