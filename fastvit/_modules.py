@@ -84,7 +84,8 @@ def submodules(
 
     Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
     """
-    found = []
+    found: list[Any] = []
+    checked = None  # the class before: neighbours are often of one
     children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
     for name, allowed in (known or classes).items():
         child = children.get(name)
@@ -93,8 +94,10 @@ def submodules(
         kind = type(child)
         if kind not in allowed and qualified_name(child) not in allowed:
             raise Unsupported(f"{name} is {class_name(kind)}")
-        if not has_own_forward(kind, kind.forward):
-            raise Unsupported(f"{name} is {class_name(kind)}, whose forward was replaced")
+        if kind is not checked:
+            if not has_own_forward(kind, kind.forward):
+                raise Unsupported(f"{name} is {class_name(kind)}, whose forward was replaced")
+            checked = kind
         own = child.__dict__
         if (
             own["_forward_hooks"]

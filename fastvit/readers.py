@@ -44,12 +44,12 @@ _IDENTITY = {nn.Identity}
 SILU = nn.SiLU()  # for modules that call the function
 
 
-_OF_ATTENTION = {"qkv": LINEAR, "attn_drop": DROPOUT, "proj": LINEAR, "proj_drop": DROPOUT}
-_OF_MLP = {"fc1": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "fc2": LINEAR, "drop2": DROPOUT}
+_OF_ATTENTION = {"qkv": LINEAR, "proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
+_OF_MLP = {"fc1": LINEAR, "fc2": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "drop2": DROPOUT}
 
 
 def read_attention(attn: Any) -> Attention:
-    qkv, attn_drop, proj, proj_drop = submodules(attn, _OF_ATTENTION)
+    qkv, proj, attn_drop, proj_drop = submodules(attn, _OF_ATTENTION)
     if qkv.out_features != 3 * proj.in_features:
         raise Unsupported(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     norms: tuple[Any, ...] = ()
@@ -96,7 +96,7 @@ def _left_out(module: nn.Module, *names: str) -> bool:
 def read_mlp(mlp: Any) -> Mlp:
     if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
         return _read_gated_mlp(mlp)
-    fc1, act, drop1, fc2, drop2 = submodules(mlp, _OF_MLP)
+    fc1, fc2, act, drop1, drop2 = submodules(mlp, _OF_MLP)
     return describe_mlp(fc1, act, fc2, drop1, drop2, read_inner_norm(mlp) if "norm" in mlp._modules else None)
 
 
@@ -164,6 +164,10 @@ def _check_weight(weight: Tensor | None) -> None:
 
 def read_layer(layer: nn.Module) -> Layer:
     """A linear layer of a class in LINEAR."""
+    parameters = layer._parameters
+    weight = parameters.get("weight")
+    if type(weight) is Parameter and "bias" in parameters:  # as in most calls, without another
+        return Linear(weight, parameters["bias"])
     return _read_adapted(layer) if "base_layer" in layer._modules else read_linear(layer)
 
 

@@ -100,12 +100,12 @@ def test_python_functions_per_call(name):
 
 
 def test_python_functions_of_a_block_in_training():
-    """Of the package, in a forward pass: 17 of them, of 60 ns each, ask whether a submodule's class
+    """Of the package, in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
     still has its own forward."""
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
     entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
-    assert 50 < len(entered) <= 130, "\n".join(entered)
+    assert 50 < len(entered) <= 120, "\n".join(entered)
 
 
 class Stacks:

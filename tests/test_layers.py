@@ -113,7 +113,7 @@ def test_block_without_autograd_is_the_same(backend: str, device: torch.device) 
 # ---- cost ----
 
 
-@pytest.mark.parametrize(("case", "limit"), [("plain", 27), ("layer_scale_drop_path", 29)])
+@pytest.mark.parametrize(("case", "limit"), [("plain", 34), ("layer_scale_drop_path", 38)])
 def test_python_functions_around_the_ops(case: str, limit: int) -> None:
     """Entered by a training forward in layers.py and what reads and runs modules; the frames above a call of an op."""
     block, _ = blocks(**BLOCKS[case])
@@ -137,8 +137,7 @@ def test_python_functions_around_the_ops(case: str, limit: int) -> None:
     sys.setprofile(note)
     block(x)
     sys.setprofile(None)
-    assert entered.count("has_own_forward") == 17  # 60 ns each
-    assert len(entered) - 17 <= limit, entered
+    assert len(entered) <= limit, entered
     assert above_ops == {("run_attention_half", "forward"), ("run_mlp_half", "forward")}
 
 
