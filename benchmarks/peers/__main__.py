@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", choices=RUNS, nargs="+", default=list(RUNS))
     parser.add_argument("--run", choices=sorted({run for runs in RUNS.values() for run in runs}), nargs="+")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="of timm, instead of those that are found")
-    parser.add_argument("--parameters", type=float, default=150e6, help="models of timm with more are left out (1.5e8)")
+    parser.add_argument("--parameters", type=float, default=30e6, help="models of timm with more are left out (3e7)")
     parser.add_argument("--workers", type=int, default=2, help="processes (2)")
     parser.add_argument("--again", action="store_true", help="forget the outcomes that are kept")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="pytest's: only these tests")
