@@ -251,3 +251,17 @@ def test_attention_implementation_under_compile(vit, image) -> None:
     vit.set_attn_implementation("fastvit")
     torch._dynamo.reset()
     assert close(tokens(torch.compile(vit, backend="aot_eager", fullgraph=True), image), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
+def test_a_forward_replaced_on_the_class_of_attention(vit: nn.Module, image: Tensor, monkeypatch) -> None:
+    """Where transformers has left its hooks, too: after a call for hidden states."""
+    fastvit.accelerate(vit)
+    vit(image, output_hidden_states=True)
+    fused, kind = tokens(vit, image), type(vit.layers[0].attention)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: (forward(self, *args, **kwargs)[0] * 2, None))
+    got = tokens(vit, image)
+    fastvit.restore(vit)
+    assert close(got, tokens(vit, image))
+    assert not close(got, fused)

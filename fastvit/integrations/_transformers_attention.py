@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastvit._modules import Unsupported, qualified_name, submodules
+from fastvit._modules import Unsupported, has_own_forward, qualified_name, submodules
 
 # Implementations of the same attention; another one, registered by somebody, is somebody's choice
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
@@ -35,6 +35,8 @@ def attention_of(layer: Any, name: str, kind: str) -> Any:
         (attn,) = submodules(layer, **{name: {kind}})
     elif _captures_attentions():
         raise Unsupported("attention weights are collected")
+    elif not has_own_forward(type(attn), type(attn).forward):
+        raise Unsupported(f"{name} is {kind}, whose forward was replaced")
     return attn
 
 
