@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,16 +86,17 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def render(path: Path) -> list[str]:
-    """Format the file of results."""
+    """Format the file of results, in lines of at most 100 characters."""
     data = json.loads(path.read_text())
     chosen, where = data["models"], data["environment"]
     kinds = sum(map(len, chosen["transformers"].values()))
-    return [
+    found = [
         *(line for result in data["runs"] for line in lines(result)),
         "",
-        f"timm: {len(chosen['timm'])} models, {len(chosen['shared'])} of them fastvit's too, that stand for the",
+        f"timm: {len(chosen['timm'])} models, {len(chosen['shared'])} of them fastvit's too, that stand for the "
         f"{chosen['accelerated']} in which accelerate fuses something",
         f"left out as too large: {', '.join(chosen['too_large']) or 'none'}",
         f"transformers: {kinds} classes of {len(chosen['transformers'])} configurations",
         f"{', '.join(where['suites'])}, torch {where['torch']}",
     ]
+    return [part for line in found for part in textwrap.wrap(line, 100, subsequent_indent=" " * 6) or [""]]
