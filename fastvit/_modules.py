@@ -60,9 +60,9 @@ has_own_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def _is_defined_in(kind: type, forward: Any) -> bool:
-    """By the module and the name under which the function was compiled: attributes such as `__qualname__` can be copied
-    from one function to another, as functools.wraps does. What the class's own library has wrapped around it, as the
-    checkpointed layers of transformers have, is the class's own too."""
+    """Compare the module and the name under which the function was compiled with those of the class. Attributes such as
+    `__qualname__` do not tell: functools.wraps copies them. Wrappers of the class's own library count as its own, as
+    around the checkpointed layers of transformers."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     library = owner.__module__.split(".")[0]
     function = forward
@@ -85,7 +85,7 @@ def submodules(
     Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
     """
     found: list[Any] = []
-    checked = None  # the class before: neighbours are often of one
+    checked = None  # the class of the submodule before, which is often the same
     children = module._modules  # a dict costs a tenth of an nn.Module's attribute look-up
     for name, allowed in (known or classes).items():
         child = children.get(name)

@@ -166,7 +166,7 @@ def read_layer(layer: nn.Module) -> Layer:
     """A linear layer of a class in LINEAR."""
     parameters = layer._parameters
     weight = parameters.get("weight")
-    if type(weight) is Parameter and "bias" in parameters:  # as in most calls, without another
+    if type(weight) is Parameter and "bias" in parameters:  # the usual case, without another call
         return Linear(weight, parameters["bias"])
     return _read_adapted(layer) if "base_layer" in layer._modules else read_linear(layer)
 

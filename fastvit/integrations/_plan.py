@@ -55,16 +55,16 @@ class Plan:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a module is left alone. Any error of a reader or a check is a reason: other libraries may have changed the
-    module in any way."""
+    """Return why a module is left alone. Any error of a reader or a check is a reason, because other libraries may have
+    changed the module in any way."""
     if isinstance(error, Unsupported):
         return str(error.args[0])  # not str(error), which torch.compile of 2.11 does not trace
     return f"it is not as its class makes it: {type(error).__name__}: {error}"
 
 
 def check_forward(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Whether the module still runs the forward that the class `kind` was defined with. Subclasses that only change how
-    parameters are found, as `torch.nn.utils.parametrize` makes them, do."""
+    """Check that the module still runs the forward that the class `kind` was defined with. Subclasses that inherit it
+    pass, as `torch.nn.utils.parametrize` and FSDP2 make them."""
     forward = kind.forward
     if type(module).forward is not forward:
         raise Unsupported(f"it is {class_name(type(module))} now")
@@ -73,7 +73,7 @@ def check_forward(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _check_not_traced(*args: Any, **kwargs: Any) -> None:
-    """torch.fx traces with proxies, of which no reader and no check can tell anything."""
+    """Refuse the proxies of torch.fx, which have no shape or dtype that a check could read."""
     for argument in args or kwargs.values():
         if isinstance(argument, Proxy):
             raise Unsupported(f"its input is no plain tensor but {type(argument).__name__}")

@@ -21,7 +21,7 @@ LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
 def check_bases(module: nn.Module) -> None:
-    """NestedTensorBlock and MemEffAttention call the forward of the class that they are subclasses of."""
+    """Check that base classes have their own forward: those of NestedTensorBlock and MemEffAttention call it."""
     for base in type(module).__mro__[1:]:
         forward = base.__dict__.get("forward")
         if forward is not None and base is not nn.Module and not has_own_forward(base, forward):

@@ -58,7 +58,7 @@ def is_added(mask: Tensor | None) -> bool:
 
 
 def lse_shape(q: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Of attention's LSE, for q (B, N, H, d): (B, H, N); with a mask of numbers (B, H, 2, N)."""
+    """Return the shape of attention's LSE for q (B, N, H, d): (B, H, N), or (B, H, 2, N) with a mask of numbers."""
     B, N, H, _ = q.shape
     return (B, H, 2, N) if is_added(mask) else (B, H, N)
 

@@ -212,6 +212,7 @@ def _wants_functions_of_torch() -> bool:
 
 
 def is_jit_tracing() -> bool:
+    """Whether torch.jit.trace records the calls that are made now."""
     return not is_dynamo_compiling() and is_tracing is not None and is_tracing()
 
 
@@ -507,9 +508,11 @@ def _run_backward(function: Callable[..., Any], args: tuple[Any, ...], saved: li
 
 
 def _for_each_gradient(function: Callable[..., Any], args: tuple[Any, ...], saved: list[Any] | None) -> Any:
-    """As `_run_backward`, once for each gradient of a batch. `torch.autograd.grad(is_grads_batched=True)` and
-    `jacobian(vectorize=True)` map over gradients with a vmap older than torch.func's. It has no rules for most of what
-    a backward pass calls, and none for code that depends on a tensor's memory."""
+    """Run `function` once for each gradient of a batch, and once where there is no batch.
+
+    `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` map over gradients with a vmap that is
+    older than torch.func's. It has no rules for most of what a backward pass calls, and none for code that depends on a
+    tensor's memory."""
     before = () if saved is None else (saved,)
     if is_batched_gradient is None or is_dynamo_compiling():
         return function(*before, *args)
