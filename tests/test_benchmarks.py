@@ -430,6 +430,20 @@ def test_a_run_without_time_prints_a_command_that_works() -> None:
     assert again.count("layer_norm-B1-N50-D192-") == 4
 
 
+def test_the_benchmarks_are_collected_without_the_libraries_that_they_compare_with() -> None:
+    program = (
+        "import sys, pytest; sys.modules |= dict.fromkeys(['timm', 'torchvision', 'transformers']); "
+        "sys.exit(pytest.main(['benchmarks', '--benchmark-only', '--quick', '--collect-only', '-q']))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=provenance.ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout
+    assert "bench_model.py" in run.stdout
+    assert "none of timm, torchvision and transformers is installed" in run.stdout
+
+
 # ---- dispatch ----
 
 

@@ -32,6 +32,7 @@ from benchmarks.harness.families import VIT_B_16
 from benchmarks.harness.providers import COMPILED, OPS, compiled
 
 Step = Callable[[], tuple[Tensor, ...]]
+INSTALLED = [name for name in VIT_B_16 if importlib.util.find_spec(name) is not None]  # libraries
 BATCH = 256 * 197  # rows of the large batch whose parts are counted
 
 
@@ -422,10 +423,9 @@ def _models() -> Iterator[Workload]:
     large = [*names[1:], "vit_huge_patch14_224"]
     yield from _rows("model", "gpu", name=large, B=[1, 16], px=518, patch_size=14)
     yield from _rows("model", "gpu", name=large, B=[1, 4], px=1024, patch_size=16)
-    installed = [name for name in VIT_B_16 if importlib.util.find_spec(name) is not None]
-    yield from _rows("accelerate", "quick", library=installed[:1], B=1, depth=1)
-    yield from _rows("accelerate", "cpu", library=installed[:1], B=1)  # harness/families.py compares the three there
-    yield from _rows("accelerate", "gpu", library=installed, B=[1, 32, 256])
+    yield from _rows("accelerate", "quick", library=INSTALLED[:1], B=1, depth=1)
+    yield from _rows("accelerate", "cpu", library=INSTALLED[:1], B=1)  # harness/families.py compares the three there
+    yield from _rows("accelerate", "gpu", library=INSTALLED, B=[1, 32, 256])
 
 
 def _memory() -> Iterator[Workload]:
