@@ -308,7 +308,7 @@ def test_without_pillow(picture: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_as_a_process(picture: Path) -> None:
-    command = [sys.executable, "-m", "fastvit.cli", "attention", "vit_tiny_patch16_siglip_gap_224", str(picture)]
+    command = [sys.executable, "-m", "fastvit", "attention", "vit_tiny_patch16_siglip_gap_224", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "is not a known model; nearest: " in done.stderr

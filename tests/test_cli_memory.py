@@ -168,9 +168,20 @@ def test_help_imports_no_torch():
         "    try: main(words)\n    except SystemExit as stop: assert not stop.code, words\n"
         "assert not {'torch', 'numpy', 'rich', 'triton'} & sys.modules.keys(), sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("examples:") >= 8
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+    assert "images (default: 8)" in done.stdout
+    assert not re.search(r"default: (None|False|\[|-)", done.stdout)
+
+
+@pytest.mark.parametrize("command", [["-m", "fastvit"], ["-m", "fastvit", "--help"]])
+def test_the_package_runs_as_a_program_which_prints_its_help(command):
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: fastvit [-h]")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -179,7 +190,8 @@ def test_examples_are_commands(verb, monkeypatch):
     module = importlib.import_module(f"fastvit.cli._{verb}")
     parser = _terminal.Parser(f"fastvit {verb}")
     module.configure(parser)
-    examples = [line.split("  ")[1] for line in parser.epilog.splitlines() if re.match(r"  (\w+=\w+ )?fastvit ", line)]
+    lines = re.sub(r" \\\n +", " ", parser.epilog).splitlines()
+    examples = [line.split("  ")[1] for line in lines if re.match(r"  (\w+=\w+ )?fastvit ", line)]
     assert examples
     for example in examples:
         words = shlex.split(example.partition(" # ")[0].partition(" > ")[0].partition("fastvit ")[2])

@@ -13,7 +13,7 @@ from fastvit.cli import _terminal
 
 # verb -> the line that describes it; the file of a verb has `configure(parser)` and `run(args)`, its exit status
 VERBS = {
-    "memory": "what a model needs at every image size: planned without running it, and measured",
+    "memory": "what a model needs at every image size, planned or measured",
     "models": "parameters, tokens, FLOPs and activations of every known model",
     "attention": "attention maps and rollout over a picture",
     "explore": "one page to explore a model: patches, tokens, memory, attention",
@@ -22,14 +22,14 @@ VERBS = {
     "bench": "the benchmarks in their quickest form, in a checkout",
 }
 _EXAMPLE = """examples:
-  fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048 --batch 8 --mode train
+  fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
   fastvit models 'vit_base_*' --image-size 384
   fastvit VERB --help   has examples of each verb
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; 0, or 1 where a check failed, or 2 for a mistake of whoever called it."""
+    """Run the command; without a verb, print its help. Return the status: 1 if a check failed, 2 for a wrong call."""
     if argv is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where module:function is looked for first, as by `python -m`
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         of_verb = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
         if verb == chosen:
             importlib.import_module(f"fastvit.cli._{verb}").configure(of_verb)
+    if not argv:
+        parser.print_help()
+        return 0
     args = parser.parse_args(argv)
     return _terminal.guarded(lambda: importlib.import_module(f"fastvit.cli._{args.verb}").run(args), args.traceback)
 

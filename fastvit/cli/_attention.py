@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from fastvit.study import AttentionMaps, Picture, TokenWeights
 
 _EXAMPLES = """examples:
-  fastvit attention vit_small_patch14_dinov2 cat.jpg --weights dinov2_vits14_pretrain.pth --out map.png
-  fastvit attention vit_base_patch16_224 cat.jpg --weights vit.safetensors --layer 6 --head 3 --query 7,9 --out map.png
-  fastvit attention vit_base_patch16_dinov3 cat.jpg --weights dinov3.safetensors --rollout --image-size 448x672
+  fastvit attention vit_small_patch14_dinov2 cat.jpg \\
+      --weights dinov2_vits14_pretrain.pth --out map.png
+  fastvit attention vit_base_patch16_224 cat.jpg --weights vit.safetensors \\
+      --layer 6 --head 3 --query 7,9 --out map.png
+  fastvit attention vit_base_patch16_dinov3 cat.jpg \\
+      --weights dinov3.safetensors --rollout --image-size 448x672
   fastvit attention my_models:trained cat.jpg --layer 0 --json > rows.json
 
-Layers and heads count from 0, or with negative numbers from the last. Colours are of a map's own largest weight.
-Images are normalised as timm does it for the model of that name, for a configuration or function by ImageNet's values.
+Layers and heads count from 0, or with negative numbers from the last. Colours
+are relative to a map's own largest weight. Images are normalised as timm does
+it for the model of that name, for a configuration or function by ImageNet's
+values.
 """
 _TOP = 4  # patches in a row of the table
 
@@ -34,13 +39,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a name of `fastvit models` or of timm, a config.json, or module:function")
     add("image", metavar="IMAGE", help="a picture")
     add("--weights", metavar="FILE", help="trained weights, for a name of `fastvit models` (default: random)")
-    add("--layer", type=int, default=-1, metavar="N", help="default: the last")
-    add("--head", type=int, metavar="N", help="default: all heads")
+    add("--layer", type=int, default=-1, metavar="N", help="of the model (default: the last)")
+    add("--head", type=int, metavar="N", help="of the layer (default: all)")
     add("--query", type=_query, metavar="cls|ROW,COL", help="of CLS, or of a patch (default: CLS, else the centre)")
     add("--rollout", action="store_true", help="also the rollout of attention through all layers")
-    add("--image-size", type=_terminal.size, metavar="N|HxW", help="what the picture is cropped and resized to")
-    add("--mean", type=_three, metavar="R,G,B", help="subtracted from pixels of 0 to 1")
-    add("--std", type=_three, metavar="R,G,B", help="divided by")
+    add(
+        "--image-size",
+        type=_terminal.size,
+        metavar="N|HxW",
+        help="what the picture is cropped and resized to (default: the model's)",
+    )
+    add("--mean", type=_three, metavar="R,G,B", help="subtracted from pixels of 0 to 1 (default: the model's)")
+    add("--std", type=_three, metavar="R,G,B", help="what they are then divided by (default: the model's)")
     add("--out", type=_png, metavar="FILE.png", help="a picture of the maps, instead of a table")
     add("--json", action="store_true", help="every weight, as JSON")
 

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-_EPILOG = """It is pytest over the folder benchmarks/ of a checkout of fastvit: the one that is installed (pip install
---editable), or the folder that the command is called in. One tiny case per op, under a minute; `make bench` runs all
-of them. The status is pytest's.
+_EPILOG = """It is pytest over the folder benchmarks/ of a checkout of fastvit: the one that
+is installed (pip install --editable), or the folder that the command is called
+in. One tiny case per op, under a minute; `make bench` runs all of them. The
+status is pytest's.
 
 examples:
   fastvit bench
@@ -22,7 +23,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "fastvit bench [-h] [-- ARGUMENT ...]"
     parser.epilog = _EPILOG
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="of pytest, behind --")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="an argument of pytest, after --")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from fastvit.study import Finding
 
 _MARK = {"ok": " ", "note": "-", "trouble": "!"}
-_EPILOG = """It changes nothing, but for one small kernel that it compiles on a GPU, and never fails: what goes wrong is
-a line of its own. "!" marks what keeps fastvit from running well, "-" what changes how it runs.
+_EPILOG = """It changes nothing, but for one small kernel that it compiles on a GPU, and
+never fails: what goes wrong is a line of its own. "!" marks what keeps fastvit
+from running well, "-" what changes how it runs.
 
 examples:
   fastvit doctor
-  fastvit doctor --json > machine.json              for a report of a bug
+  fastvit doctor --json > machine.json  for a report of a bug
   FASTVIT_BACKEND=aten fastvit doctor
 """
 

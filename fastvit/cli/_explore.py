@@ -8,11 +8,13 @@ from pathlib import Path
 from fastvit.cli import _terminal
 
 _EXAMPLES = """examples:
-  fastvit explore                                     # ViT-B/16 with random weights: explore.html
-  fastvit explore vit_small_patch14_dinov2 cat.jpg --weights dinov2_vits14_pretrain.pth --image-size 224
-  fastvit explore vit_large_patch16_224 cat.jpg --weights model.safetensors --layers 0,11,23
+  fastvit explore
+  fastvit explore vit_small_patch14_dinov2 cat.jpg --image-size 224 \\
+      --weights dinov2_vits14_pretrain.pth
+  fastvit explore vit_large_patch16_224 cat.jpg --layers 0,11,23
 
-The page asks no network for anything: it opens from disk, and can be sent as it is. It has at most 12 MB.
+The page asks no network for anything: it opens from disk, and can be sent as it
+is. It has at most 12 MB.
 """
 
 
@@ -20,16 +22,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument(
         "model", nargs="?", default="vit_base_patch16_224", metavar="MODEL",
-        help="a name of `fastvit models` or timm, config.json of transformers, or module:function (%(default)s)",
+        help="a name of `fastvit models` or timm, config.json of transformers, or module:function",
     )  # fmt: skip
-    parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture; without one a landscape is computed")
-    parser.add_argument("--weights", metavar="FILE", help=".safetensors, .pth, .pt or .bin; without it they are random")
-    parser.add_argument("--image-size", type=_terminal.size, metavar="SIZE", help="224 or 224x448; the model's own")
+    parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture (default: a computed landscape)")
+    parser.add_argument("--weights", metavar="FILE", help=".safetensors, .pth, .pt or .bin (default: random)")
+    parser.add_argument(
+        "--image-size", type=_terminal.size, metavar="SIZE", help="224 or 224x448 (default: the model's)"
+    )
     parser.add_argument(
         "--layers", type=_layers, metavar="N,...",
         help="layers, from 0, whose heads come first where the page has no room for all",
     )  # fmt: skip
-    parser.add_argument("--out", default="explore.html", metavar="FILE", help="%(default)s")
+    parser.add_argument("--out", default="explore.html", metavar="FILE", help="the page")
 
 
 def run(args: argparse.Namespace) -> int:

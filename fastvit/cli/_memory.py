@@ -21,35 +21,46 @@ PROVIDERS = ("eager", "sdpa", "compile", "fused")
 UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 EXAMPLES = """examples:
-  fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048 --batch 8 --mode train
-  fastvit memory vit_base_patch14_dinov2 --image-size 518 --budget 24GiB --device cuda
-  fastvit memory vit_tiny_patch16_224 --image-size 224,384 --dtype fp32 --measured --plot memory.svg
-  fastvit memory ./config.json --mode infer --json
+  fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
+  fastvit memory vit_base_patch14_dinov2 --image-size 518 --budget 24GiB
+  fastvit memory vit_tiny_patch16_224 --image-size 224,384 --plot memory.svg
+  fastvit memory vit_tiny_patch16_224 --mode infer --dtype fp32 --measured
+  fastvit memory ./config.json --device cuda --json
 
-Planned figures come from the model itself, run on fake tensors: nothing is allocated, and no GPU is needed
-for --device cuda. saved: what the forward pass keeps, attention: N x N scores, at the moment of the peak.
+Planned figures come from the model itself, run on fake tensors: nothing is
+allocated, and no GPU is needed for --device cuda.
+  saved      what the forward pass keeps for the backward pass
+  attention  N x N scores, at the moment of the peak
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("model", help="a model's name, a config.json of transformers, or module:function")
-    parser.add_argument("--image-size", type=_terminal.sizes, metavar="PX,...", help="224 or 224x448; the model's own")
-    parser.add_argument("--patch-size", type=_terminal.size, metavar="PX", help="another than the model's")
-    parser.add_argument("--batch", type=_terminal.integers, default=[8], metavar="B,...", help="images (8)")
-    parser.add_argument("--mode", choices=("train", "infer"), default="train")
+    parser.add_argument(
+        "--image-size", type=_terminal.sizes, metavar="PX,...", help="224 or 224x448 (default: the model's)"
+    )
+    parser.add_argument("--patch-size", type=_terminal.size, metavar="PX", help="14 or 16x8 (default: the model's)")
+    parser.add_argument("--batch", type=_terminal.integers, default="8", metavar="B,...", help="images")
+    parser.add_argument(
+        "--mode", choices=("train", "infer"), default="train", help="a training step, or a forward pass"
+    )
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16", "amp"), default="bf16", help="amp: float32 under autocast to bf16"
     )
-    parser.add_argument("--optimizer", choices=("adamw", "sgd", "none"), default="adamw")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="whose states are counted"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
-    parser.add_argument("--providers", type=_providers, default=["eager", "sdpa", "fused"], metavar="P,...")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="to plan for; the one at hand")
+    parser.add_argument(
+        "--providers", type=_providers, default="eager,sdpa,fused", metavar="P,...", help=f"of {', '.join(PROVIDERS)}"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for (default: this machine's)")
     parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
     parser.add_argument("--budget", type=memory_size, metavar="24GiB", help="the largest batch and image that fit")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="everything, in bytes, on standard output")
-    output.add_argument("--csv", action="store_true", help="a line a point, in bytes, on standard output")
+    output.add_argument("--csv", action="store_true", help="one line per point, in bytes, on standard output")
     output.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
     output.add_argument("--theme", choices=("light", "dark"), default="light", help="the picture's background")
 

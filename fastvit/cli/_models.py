@@ -17,21 +17,24 @@ if TYPE_CHECKING:
 
 _SORTS = ("name", "parameters", "tokens", "flops", "saved", "bound")
 _EPILOG = """columns:
-  size        image / patch, in pixels
-  tokens      patches and prefix (CLS, registers)
-  N x N       elements of one head's attention matrix: tokens^2
-  FLOPs       of a forward of the batch; two for a multiply-add, matmuls and convolutions only
-  saved       what autograd keeps of the batch for backward, in bfloat16, with fastvit's ops
-  bound       the least time of a forward in bfloat16 that the GPU's datasheet allows: the larger of FLOPs / rate of
-              dense matmuls and least bytes / bandwidth. It is a bound, no prediction: no kernel reaches it
+  size    image / patch, in pixels
+  tokens  patches and prefix (CLS, registers)
+  N x N   elements of one head's attention matrix: tokens^2
+  FLOPs   of the forward pass of a batch: matmuls and convolutions only, two for
+          a multiply-add
+  saved   what autograd keeps of the batch for the backward pass, in bfloat16,
+          with fastvit's ops
+  bound   the least time of a forward pass in bfloat16 that the GPU's datasheet
+          allows: the larger of FLOPs / rate of dense matmuls and least bytes /
+          bandwidth. It is a bound, no prediction: no kernel reaches it
 
 examples:
-  fastvit models vit_base_patch16_384                       one model, with parameters by part
+  fastvit models vit_base_patch16_384  with parameters by part
   fastvit models 'vit_base_*' --image-size 384
   fastvit models 'vit_*_dinov3' --parts --sort parameters
-  fastvit models vit_large_patch16_224 --image-size 224,512,1024 --batch 1,32 --gpu "H100 SXM"
+  fastvit models vit_large_patch16_224 --batch 1,32 --gpu "H100 SXM"
   fastvit models --csv > models.csv
-  fastvit models vit_base_patch16_224 --block block.svg     what a block runs, and keeps for backward
+  fastvit models vit_base_patch16_224 --block block.svg
 """
 
 
@@ -39,11 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
         "models", nargs="*", default=["*"], metavar="MODEL",
-        help="a pattern of names of the zoo, a name of the zoo or of timm, a config.json, module:function; default all",
+        help="a pattern of names of the zoo, a name of timm, a config.json, module:function (default: the zoo)",
     )  # fmt: skip
-    parser.add_argument("--image-size", type=_terminal.sizes, metavar="S,...", help="224,384x512; default each model's")
-    parser.add_argument("--patch-size", type=_terminal.sizes, metavar="S,...", help="14,16; default each model's")
-    parser.add_argument("--batch", type=_terminal.integers, default=[1], metavar="B,...", help="images; default 1")
+    parser.add_argument(
+        "--image-size", type=_terminal.sizes, metavar="S,...", help="224,384x512 (default: each model's)"
+    )
+    parser.add_argument("--patch-size", type=_terminal.sizes, metavar="S,...", help="14,16 (default: each model's)")
+    parser.add_argument("--batch", type=_terminal.integers, default="1", metavar="B,...", help="images")
     parser.add_argument("--gpu", help='add the bound of a GPU: "A100 80GB SXM", "H100 SXM", "RTX 4090", ...')
     parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, unless by name")
     parser.add_argument("--parts", action="store_true", help="parameters by part")

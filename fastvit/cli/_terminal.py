@@ -20,11 +20,20 @@ WIDTH = 100  # of every table
 _LONGEST = 600  # characters of an error
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep descriptions and examples as they are written, and say what an option is by default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False) or "(default: " in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, with examples below, as they are written."""
 
     def __init__(self, prog: str, description: str = "", epilog: str | None = None, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _Help)
         super().__init__(prog, description=description, epilog=epilog, allow_abbrev=False, **options)
 
     def error(self, message: str) -> Any:

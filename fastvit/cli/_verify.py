@@ -16,31 +16,43 @@ if TYPE_CHECKING:
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _EPILOG = """the rule:
-  error of fused <= 2 * error of eager PyTorch in the same dtype + one ulp, against float64, in the maximum and in the
-  RMS; for gradients 3 times. A figure of the table is fused's error over (eager's error + ulp / 2 or 3): 1.0 is as
-  accurate as eager, an output may have 2, a gradient 3. What has more is judged on four draws of data together, so that
-  no single rounding decides; if it still has, it says FAIL, and the status is 1.
+  error of fused <= 2 * error of eager PyTorch in the same dtype + one ulp,
+  against float64, in the maximum and in the RMS; for gradients 3 times. A
+  figure of the table is fused's error over (eager's error + ulp / 2 or 3): 1.0
+  is as accurate as eager, an output may have 2, a gradient 3. What has more is
+  judged on four draws of data together, so that no single rounding decides; if
+  it still has, it says FAIL, and the status is 1.
 
 examples:
-  fastvit verify                                            every op, on the GPU if there is one
-  fastvit verify vit_base_patch16_224 --depth 2             ops of its sizes, and two blocks of the model
-  fastvit verify --ops attention,mlp --dtype bf16 --head-dim 64,80 --device cuda:1
+  fastvit verify
+  fastvit verify vit_base_patch16_224 --depth 2
+  fastvit verify --ops attention,mlp --dtype bf16 --head-dim 64,80
   FASTVIT_BACKEND=aten fastvit verify --json > verdicts.json
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="of the zoo, of timm, a config.json, module:function")
     parser.add_argument(
-        "--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16; default all that the device has"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="one model and its ops: of the zoo, of timm, a config.json, module:function",
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
     parser.add_argument(
-        "--head-dim", type=_terminal.integers, metavar="d,...", help="default the model's, or 32,64,72,80,96,128"
+        "--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16 (default: all that the device has)"
     )
-    parser.add_argument("--ops", type=lambda text: text.split(","), metavar="OP,...", help="default all of fastvit.ops")
-    parser.add_argument("--depth", type=_terminal.count, help="blocks that the model is cut to; default all")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument(
+        "--head-dim",
+        type=_terminal.integers,
+        metavar="d,...",
+        help="of attention (default: the model's, or 32,64,72,80,96,128)",
+    )
+    parser.add_argument(
+        "--ops", type=lambda text: text.split(","), metavar="OP,...", help="names of fastvit.ops (default: all)"
+    )
+    parser.add_argument("--depth", type=_terminal.count, help="blocks that the model is cut to (default: all)")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 

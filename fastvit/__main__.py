@@ -1,4 +1,4 @@
-"""python -m fastvit.cli"""
+"""Run the command `fastvit` by `python -m fastvit`."""
 
 import sys
 
