@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -137,3 +138,43 @@ def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping
     near = difflib.get_close_matches(value, table)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
+
+
+_SYNONYMS = {  # what transformers, torchvision and timm's create_model call an argument, and what it is here
+    "attention_dropout": "attn_drop_rate",
+    "attention_probs_dropout_prob": "attn_drop_rate",
+    "checkpoint_path": "weights",
+    "dim": "embed_dim",
+    "drop_path": "drop_path_rate",
+    "dropout": "proj_drop_rate",
+    "hidden_act": "act_layer",
+    "hidden_dim": "embed_dim",
+    "hidden_dropout_prob": "proj_drop_rate",
+    "hidden_size": "embed_dim",
+    "image_size": "img_size",
+    "intermediate_size": "mlp_ratio, its ratio to embed_dim",
+    "layer_norm_eps": "norm_layer=functools.partial(fastvit.LayerNorm, eps=...)",
+    "layerscale_value": "init_values",
+    "mlp_dim": "mlp_ratio, its ratio to embed_dim",
+    "num_attention_heads": "num_heads",
+    "num_channels": "in_chans",
+    "num_hidden_layers": "depth",
+    "num_labels": "num_classes",
+    "num_layers": "depth",
+    "pretrained": "weights=True with a name that has timm's tag, or weights='model.safetensors'",
+    "rms_norm_eps": "norm_layer=functools.partial(fastvit.RMSNorm, eps=...)",
+    "stochastic_depth_prob": "drop_path_rate",
+}
+
+
+def check_known(given: Mapping[str, Any], kind: type, *bases: type) -> None:
+    """Keyword arguments of a class that hands those that it does not name on to its bases."""
+    known = dict.fromkeys(  # without repeats, in their order
+        name for each in (kind, *bases) for name in inspect.signature(each).parameters
+    )
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            use = _SYNONYMS.get(name) or " or ".join(near)
+            hint = f"use {use}" if use else f"its arguments are {', '.join(known)}"
+            raise TypeError(f"{name} is not an argument of {kind.__name__}: {hint}")

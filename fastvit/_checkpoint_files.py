@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import os
 import pickle
 import re
@@ -16,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastvit._checkpoint_hub import fetch, is_hub_id
 from fastvit._output import printable
 
-PICKLES = (".pth", ".pt", ".bin")
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
+INDEX = ".index.json"  # of weights in several files
+FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
 INFLATED = 1 << 30  # bytes that a compressed file may hold, or four times its own size
 PARALLEL = ("module.", "_orig_mod.")  # DistributedDataParallel's and torch.compile's
@@ -28,35 +32,79 @@ class CheckpointError(ValueError):
     """The file is damaged, is no state_dict, or does not fit the model."""
 
 
-def check_weights(weights: Any) -> None:
-    """Raises what `load` raises for a wrong type, a wrong suffix or an absent file; reads nothing."""
-    if isinstance(weights, Mapping):
-        return
+def locate(weights: str | os.PathLike[str]) -> Path:
+    """Return the file that `weights` names, and download it if need be; reads nothing.
+
+    Args:
+        weights: as `read` takes it.
+
+    Raises:
+        TypeError, CheckpointError, FileNotFoundError, ImportError: as `read`, as far as the path shows it.
+    """
     if not isinstance(weights, str | os.PathLike):
-        raise TypeError(f"weights must be the path of a file or a state_dict, got {weights!r:.200}")
+        raise TypeError(
+            f"weights must be a path, a repository of the Hugging Face Hub or a state_dict, got {weights!r:.200}"
+        )
     path = Path(weights)
-    if path.suffix not in (".safetensors", *PICKLES):
-        raise CheckpointError(f"{path}: weights must be a .safetensors, {', '.join(PICKLES)} file")
+    if path.is_dir() and path.suffix not in SUFFIXES:
+        path = next((path / name for name in FILES if (path / name).exists()), path)
+    elif isinstance(weights, str) and not path.exists() and path.suffix not in SUFFIXES and is_hub_id(weights):
+        return _with_shards(fetch(weights, FILES), weights)
+    if path.suffix not in SUFFIXES and not path.name.endswith(INDEX):
+        if path.is_dir():
+            raise CheckpointError(f"{path}: the folder has none of {', '.join(FILES)}; weights may name its file")
+        absent = "" if path.exists() else "; there is no file or folder of that name"
+        raise CheckpointError(
+            f"{path}: weights must be a {', '.join(SUFFIXES)} file, a folder with {FILES[0]}, a timm name with its tag "
+            "(vit_tiny_patch16_224.augreg_in21k), or a repository of the Hugging Face Hub (facebook/dinov2-small)"
+            f"{absent}"
+        )
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file")
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path} is empty")
+    return path
 
 
 def read(path: str | os.PathLike[str]) -> Any:
     """What a file holds, on the CPU; no code from the file runs.
 
     Args:
-        path: of a `.safetensors`, `.pth`, `.pt` or `.bin` file.
+        path: of a `.safetensors`, `.pth`, `.pt` or `.bin` file; of a folder with `model.safetensors` or
+            `pytorch_model.bin`, also in shards (`model.safetensors.index.json`); or a repository of the Hugging Face
+            Hub that has these, "owner/name" or "hf-hub:owner/name@revision", which comes from its cache or is
+            downloaded. What exists as a path is the path.
 
     Raises:
         CheckpointError, FileNotFoundError, ImportError: as `load`.
     """
-    check_weights(path)
-    path = Path(path)
+    path = locate(path)
+    if path.name.endswith(INDEX):
+        return {key: value for shard in _shards(path) for key, value in one_state_dict(read(shard), str(shard)).items()}
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index of shards names, which are beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        good = bool(names) and all(Path(name).name == name and Path(name).suffix in SUFFIXES for name in names)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise CheckpointError(f"{index} is no index of shards: not a weight_map to names of files beside it")
+    return [index.with_name(name) for name in names]
+
+
+def _with_shards(path: Path, hub_id: str) -> Path:
+    """The same file of a repository; of an index with all of its shards, of the same commit."""
+    if path.name.endswith(INDEX):
+        for shard in _shards(path):
+            if not shard.exists():
+                fetch(f"{hub_id.partition('@')[0]}@{path.parent.name}", [shard.name])
+    return path
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

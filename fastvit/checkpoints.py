@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit._checkpoint_files import CheckpointError, check_weights, first, one_state_dict, read
+from fastvit._checkpoint_files import CheckpointError, first, locate, one_state_dict, read
 from fastvit._checkpoint_names import SOURCES
 from fastvit._checkpoint_source import Source
 from fastvit._output import printable
@@ -43,8 +43,8 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
     (num_classes=0) leaves the file's classifier out.
 
     Args:
-        weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, or a state_dict, also inside {"state_dict": ...} or
-            {"model": ...}, and with the prefixes of DistributedDataParallel and torch.compile.
+        weights: whatever `read` takes, or a state_dict; also inside {"state_dict": ...} or {"model": ...}, and with the
+            prefixes of DistributedDataParallel and torch.compile.
         drop_head: leave out what the file has behind the last norm (classifier, pooler, and attention pooling unless
             the model has it too), and leave what the model has there beside that as it is.
 
@@ -52,11 +52,12 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
         CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
             missing, unexpected or of another shape, a line for all blocks. The model is unchanged.
         TypeError: weights of another type.
-        FileNotFoundError: no such file.
-        ImportError: a `.safetensors` file without the package safetensors.
+        FileNotFoundError: no such file, nor a repository of the Hugging Face Hub that could be downloaded.
+        ImportError: a `.safetensors` file without the package safetensors, a repository without huggingface_hub.
         ValueError: a model on the meta device.
     """
-    check_weights(weights)
+    if not isinstance(weights, Mapping):
+        weights = locate(weights)
     if any(tensor.is_meta for tensor in model.state_dict().values()):
         raise ValueError("device must not be 'meta' for a model that weights are loaded into")
     if isinstance(weights, Mapping):

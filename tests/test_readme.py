@@ -1,6 +1,7 @@
 """The README's Python runs as pasted: block after block in one namespace, and prints what the README says."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,19 @@ RAISES = re.compile(r"^    >>> (.+)\n    (\w+): (.+)$", re.MULTILINE)
 
 
 def write_checkpoints(folder: Path) -> None:
-    """What the blocks read: timm's own weights as safetensors, and DINOv2's names and 518 px as Meta saves them."""
+    """What the blocks read: timm's own weights as safetensors, and DINOv2's names and 518 px as Meta saves them.
+    Folders go before repositories of their names."""
     save_file = pytest.importorskip("safetensors.torch").save_file
+    tag, dinov2_small = folder / "vit_base_patch16_224.augreg2_in21k_ft_in1k", folder / "facebook/dinov2-small"
+    for path in (tag, dinov2_small):
+        path.mkdir(parents=True)
     save_file(import_timm().create_model("vit_base_patch16_224").state_dict(), folder / "model.safetensors")
+    (tag / "model.safetensors").hardlink_to(folder / "model.safetensors")
     dinov2 = fastvit.reference.VisionTransformer(
         img_size=518, patch_size=14, embed_dim=384, num_heads=6, init_values=1e-5, num_classes=0
     )
     state = {**dinov2.state_dict(), "mask_token": torch.zeros(1, 384)}
-    torch.save(state, folder / "dinov2_vits14_pretrain.pth")
+    torch.save(state, dinov2_small / "pytorch_model.bin")
 
 
 @pytest.mark.slow
@@ -43,8 +49,7 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             assert "cuda" in source
         if torch.cuda.is_available() or not needs_gpu:
             exec(code, names)
-    for file in tmp_path.iterdir():
-        file.unlink()  # 430 MB, which pytest would keep
+    shutil.rmtree(tmp_path)  # 430 MB, which pytest would keep
 
     (report,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
     assert capsys.readouterr().out.startswith(report)

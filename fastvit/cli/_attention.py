@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   fastvit attention vit_small_patch14_dinov2 cat.jpg \\
-      --weights dinov2_vits14_pretrain.pth --out map.png
+      --weights facebook/dinov2-small --out map.png
   fastvit attention vit_base_patch16_224 cat.jpg --weights vit.safetensors \\
       --layer 6 --head 3 --query 7,9 --out map.png
   fastvit attention vit_base_patch16_dinov3 cat.jpg \\
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a name of `fastvit models` or of timm, a config.json, or module:function")
     add("image", metavar="IMAGE", help="a picture")
-    add("--weights", metavar="FILE", help="trained weights, for a name of `fastvit models` (default: random)")
+    add("--weights", help="file, folder, timm's tag or Hugging Face repository, for a fastvit name (default: random)")
     add("--layer", type=int, default=-1, metavar="N", help="of the model (default: the last)")
     add("--head", type=int, metavar="N", help="of the layer (default: all)")
     add("--query", type=_query, metavar="cls|ROW,COL", help="of CLS, or of a patch (default: CLS, else the centre)")

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a name of `fastvit models` or timm, config.json of transformers, or module:function",
     )  # fmt: skip
     parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture (default: a computed landscape)")
-    parser.add_argument("--weights", metavar="FILE", help=".safetensors, .pth, .pt or .bin (default: random)")
+    parser.add_argument("--weights", help="file, folder, timm's tag or Hugging Face repository (default: random)")
     parser.add_argument(
         "--image-size", type=_terminal.size, metavar="SIZE", help="224 or 224x448 (default: the model's)"
     )

@@ -100,7 +100,7 @@ def explore(
     Args:
         model: as `fastvit memory` takes it.
         image: a picture's file; None for a computed one.
-        weights: a file for a model of the zoo; None for random weights, the same in every run.
+        weights: as `create_model` takes them, for a model of the zoo; None for random weights, the same in every run.
         image_size: int or (height, width); None for the model's own.
         layers: numbers from 0 of those whose heads come first where not all heads fit into the page.
         progress: (how many, of what) -> the context of a function that is told what is next.

@@ -78,7 +78,8 @@ class Subject:
         library writes it, since PyTorch's SDPA is seen as well.
 
         Args:
-            weights: a file for a name of the zoo; None for random ones, or those that a function loads.
+            weights: as `create_model` takes them, for a name of the zoo; None for random ones, or those that a
+                function loads.
             image_size: None for the model's own.
 
         Raises:

@@ -1,0 +1,82 @@
+"""Weights from the Hugging Face Hub, by huggingface_hub and in its cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastvit._output import printable
+
+_ID = re.compile(r"(?:(?P<prefix>hf[-_]hub:)?)(?P<repo>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>.+))?")
+
+
+def is_hub_id(weights: str) -> bool:
+    """Whether this has the form of a repository's name: owner/name, or hf-hub:owner/name@revision as timm writes it."""
+    return _ID.fullmatch(weights) is not None
+
+
+def repository_of_tag(weights: Any, names: Container[str], suffixes: Container[str]) -> Any:
+    """The repository of one of these names with a tag of timm's behind it; what exists as a path, names a file with one
+    of these suffixes, or is no such name, as it is."""
+    name, dot, tag = weights.partition(".") if isinstance(weights, str) else ("", "", "")
+    if name not in names or not tag or dot + tag in suffixes or os.path.exists(weights):
+        return weights
+    return f"timm/{weights.replace('_clip_quickgelu_', '_clip_')}"  # timm has one repository for both
+
+
+def fetch(hub_id: str, files: Sequence[str]) -> Path:
+    """Return the first of `files` that a repository has: from the cache without asking the network, or else downloaded.
+
+    Args:
+        hub_id: for which `is_hub_id` is true.
+
+    Raises:
+        ImportError: huggingface_hub is not installed.
+        FileNotFoundError: no such repository, revision or file, no access to it, or no network; the message says which,
+            and the command to run.
+    """
+    found = _ID.fullmatch(hub_id)
+    assert found is not None
+    repo, revision = found["repo"], found["revision"]
+    what = f"weights {hub_id!r} are no file or folder here"
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ImportError(f"{what}; to fetch {repo} from the Hugging Face Hub: pip install huggingface_hub")
+    from huggingface_hub import constants, errors, hf_hub_download
+
+    def path_of(file: str, **options: Any) -> Path | None:
+        try:
+            return Path(hf_hub_download(repo, file, revision=revision, **options))
+        except errors.LocalEntryNotFoundError:
+            if not options:
+                raise
+        except errors.EntryNotFoundError:
+            pass
+        return None
+
+    command = f"hf download {repo} {files[0]}" + (f" --revision {revision}" if revision else "")
+    try:
+        for options in ({"local_files_only": True}, {}):
+            for file in files:
+                path = path_of(file, **options)
+                if path is not None:
+                    return path
+        reason = f"the Hugging Face Hub's {repo} has none of {', '.join(files)}: download another file by hf download"
+    except errors.GatedRepoError:
+        reason = f"{repo} is gated: ask for access at https://huggingface.co/{repo}, then run: hf auth login"
+    except errors.RepositoryNotFoundError:
+        reason = f"the Hugging Face Hub has no {repo}, or it is private, and you have to run: hf auth login"
+    except errors.RevisionNotFoundError:
+        reason = f"the Hugging Face Hub's {repo} has no revision {revision}"
+    except errors.HFValidationError as error:
+        reason = f"the Hugging Face Hub allows no such name: {error}"
+    except OSError as error:  # no network, offline mode, a server that fails
+        line = (str(error).strip().splitlines() or [""])[0]
+        reason = (
+            f"nor is {repo} in {constants.HF_HUB_CACHE}. Where there is a network, run: {command} --local-dir FOLDER; "
+            f"then pass weights='FOLDER'. The Hub did not give it here: {type(error).__name__}: {line:.120}"
+        )
+    raise FileNotFoundError(printable(f"{what}; {reason}")) from None
