@@ -1,5 +1,7 @@
 """The report of `accelerate`: every module, the true reason, how much is fused, and what to try next."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,17 @@ def test_fastvits_own_models_are_fused_already() -> None:
     assert beside[4:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]
 
 
+def test_a_report_that_is_taken_for_the_model_says_so() -> None:
+    report = fastvit.accelerate(fastvit.Block(32, 2))
+    written = r"`report = fastvit.accelerate\(model\)`"
+    with pytest.raises(TypeError, match=f"called as if it were the model: .* in place .* {written}"):
+        report(torch.zeros(1, 4, 32))
+    for name in ("eval", "to", "parameters", "blocks"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': .* in place .* {written}"):
+            getattr(report, name)
+    assert pickle.loads(pickle.dumps(report)) == copy.deepcopy(report) == report
+
+
 @pytest.mark.parametrize(
     ("library", "name"),
     [("timm", "resnet18"), ("timm", "convnext_atto"), ("timm", "densenet121"), ("torchvision", "resnet18")],
@@ -51,8 +64,10 @@ def test_fastvits_own_models_are_fused_already() -> None:
 def test_convolutional_models_have_nothing_to_skip(library: str, name: str) -> None:
     package = import_library(library)
     model = package.create_model(name) if library == "timm" else getattr(package.models, name)()
-    report = fastvit.accelerate(model, strict=True)
+    report = fastvit.accelerate(model)
     assert str(report) == "no known ViT in this model"
+    with pytest.raises(ValueError, match=f"no module of this {type(model).__name__} is known, .* torch.compile"):
+        fastvit.accelerate(model, strict=True)
 
 
 def test_convnext_of_torchvision_has_norms_only() -> None:

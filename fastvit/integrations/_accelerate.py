@@ -56,7 +56,8 @@ def accelerate(
 
     Args:
         model: any module.
-        strict: raise if a module is skipped.
+        strict: raise if a module is skipped, or if the ops compute no module of the model. Modules that the report has
+            as they were, such as a classifier or a convolution inside the network, are not skipped.
         mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, and
             float images as before, as they are. No float copy is made but in models of transformers, which cast
             `pixel_values` before the patch embedding: forward pre-hooks normalise them there.
@@ -66,9 +67,9 @@ def accelerate(
 
     Raises:
         TypeError: model is no nn.Module.
-        ValueError: with strict, listing the skipped modules and reasons; or the model is compiled already, or has an
-            nn.DataParallel in it; or mean and std do not fit, or the patch embedding pads its images. The model is
-            then as it was.
+        ValueError: with strict, listing the skipped modules and reasons, or because no module is known; or the model is
+            compiled already, or has an nn.DataParallel in it; or mean and std do not fit, or the patch embedding pads
+            its images. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -85,6 +86,11 @@ def accelerate(
     report = Report(tuple(entry for entry, _, _ in decisions), _advice(model, decisions))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
+    if strict and not any(entry.fused for entry in report.entries):
+        raise ValueError(
+            f"strict: no module of this {type(model).__name__} is known, so nothing would be accelerated; "
+            "torch.compile(model, backend='fastvit') finds blocks in classes of any library"
+        )
     for entry, module, plan in decisions:
         if plan is not None:
             module.forward = partial(fused_forward, plan, module, type(module), entry.name)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from fastvit._table import table
 from fastvit.integrations._recognise import Part
 
 Status = Literal["accelerated", "part of", "skipped", "as it was"]
 FUSED_ALREADY = "fused already"
+_IN_PLACE = (
+    "accelerate changes the model in place and returns a report. Write `report = fastvit.accelerate(model)`, not "
+    "`model = ...`, and go on with `model`"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class Report:
         """How many of the model's attention modules, or MLPs, are fused, and how many there are."""
         of_part = [entry.fused for entry in self.entries if entry.part == part]
         return sum(of_part), len(of_part)
+
+    if not TYPE_CHECKING:  # for which a report has neither
+
+        def __call__(self, *_: Any, **__: Any) -> NoReturn:
+            raise TypeError(f"a report was called as if it were the model: {_IN_PLACE}")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            own = f"a report has no attribute {name!r}"
+            raise AttributeError(own if name.startswith("_") else f"{own}: {_IN_PLACE}")
 
     def __str__(self) -> str:
         rows = ((e.name, e.kind, e.status, e.detail) for e in self.accelerated + self.skipped)
