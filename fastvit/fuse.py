@@ -31,11 +31,10 @@ class Linear(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A linear layer that is more than weight and bias, with LoRA's adapters: its module is called, between fused ops.
-    weight: of the layer that is adapted."""
+    """A linear layer that is more than weight and bias, quantised or with LoRA's adapters: its module is called between
+    fused ops."""
 
     module: nn.Module
-    weight: Tensor
 
 
 Layer = Linear | Call
@@ -114,8 +113,8 @@ def run_attention_half(
     if type(attn.proj) is Call or Call in map(type, qkv):  # `runs_in_steps`, without its call
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
-    weights: Any
-    weights, biases = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
+    of_qkv: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
+    weights, biases = of_qkv
     if attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
         packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
         return _run_last(_attend_packed(packed, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
@@ -123,8 +122,8 @@ def run_attention_half(
     if not attn.proj_drop:  # which no op has
         layer_scale, residual = half.layer_scale, x
         row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
-    proj_weight: Any
-    proj_weight, proj_bias = attn.proj
+    of_proj: Any = attn.proj
+    proj_weight, proj_bias = of_proj
     out = ops.layer_norm_attention(
         x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
         norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,

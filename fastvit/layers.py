@@ -2,8 +2,8 @@
 
 A fused op stands for several submodules at once, which remain real modules: parameters live in them, and hooks may be
 put on them. Where a submodule inside a fused span carries a hook, has another `forward`, or is of another class
-(quantised, parametrised), that part of the block calls its submodules one by one instead, so that nothing is skipped;
-a linear layer with peft's LoRA is called by itself between the ops.
+(parametrised), that part of the block calls its submodules one by one instead, so that nothing is skipped; a linear
+layer that is quantised or has peft's LoRA is called by itself between the ops.
 """
 
 from __future__ import annotations

@@ -18,7 +18,11 @@ from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none,
 from fastvit.fuse import Attention, Block, Branch, Call, Half, Layer, Linear, Mlp, Norm
 from fastvit.ops._activations import GATED
 
-LINEAR: Classes = {nn.Linear, "peft.tuners.lora.layer.Linear"}
+LINEAR: Classes = {
+    nn.Linear,
+    "peft.tuners.lora.layer.Linear",
+    "torch.ao.nn.quantized.dynamic.modules.linear.Linear",  # of torch.ao.quantization.quantize_dynamic
+}
 DROPOUT: Classes = {nn.Dropout}
 LAYER_NORM: Classes = {nn.LayerNorm, "timm.layers.norm.LayerNorm"}
 RMS_NORM: Classes = {nn.RMSNorm, "timm.layers.norm.RmsNorm", "timm.layers.norm.RmsNormFp32"}
@@ -149,17 +153,16 @@ def read_linear(layer: nn.Module) -> Linear:
         weight, bias = parameters["weight"], parameters["bias"]
     else:
         weight, bias = layer.weight, layer.bias
-    if type(weight) is not Parameter:
-        _check_weight(weight)
+    if type(weight) is not Parameter and _is_quantised(weight):
+        raise Unsupported(f"a weight of the type {type(weight).__name__}")
     return Linear(weight, bias)
 
 
-def _check_weight(weight: Tensor | None) -> None:
-    """Quantised weights, as torchao's, are made of other tensors and known to PyTorch's own functions only. So are
-    DTensors, but FSDP2 leaves these between calls and puts others in their place for a call."""
+def _is_quantised(weight: Any) -> bool:
+    """Whether a weight is made of other tensors, as torchao's are: only PyTorch's own functions know such a weight. So
+    are DTensors, but FSDP2 leaves these between calls and puts others in their place for a call."""
     kind = type(weight)
-    if hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.distributed."):
-        raise Unsupported(f"a weight of the type {kind.__name__}")
+    return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.distributed.")
 
 
 def read_layer(layer: nn.Module) -> Layer:
@@ -168,17 +171,21 @@ def read_layer(layer: nn.Module) -> Layer:
     weight = parameters.get("weight")
     if type(weight) is Parameter and "bias" in parameters:  # the usual case, without another call
         return Linear(weight, parameters["bias"])
-    return _read_adapted(layer) if "base_layer" in layer._modules else read_linear(layer)
+    if "base_layer" in layer._modules:
+        return _read_adapted(layer)
+    if not isinstance(layer, nn.Linear) or _is_quantised(layer.weight):  # the quantised class's `weight` is a method
+        return Call(layer)
+    return read_linear(layer)
 
 
 def _read_adapted(layer: Any) -> Layer:
     """Of peft: its base where that is all that runs, with adapters merged or else disabled (with both, its forward
     takes them out of the weight)."""
     if layer.merged != layer.disable_adapters:
-        base = read_or_none(submodules, layer, base_layer={nn.Linear})
+        base = read_or_none(submodules, layer, base_layer=LINEAR)
         if base is not None:
-            return read_linear(base[0])
-    return Call(layer, layer.get_base_layer().weight)
+            return read_layer(base[0])
+    return Call(layer)
 
 
 def read_norm(norm: Any) -> Norm:

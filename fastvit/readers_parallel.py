@@ -52,7 +52,7 @@ def read_block(block: Any) -> Parallel:
 def _plain(layer: nn.Module) -> Linear:
     found = readers.read_layer(layer)
     if not isinstance(found, Linear):
-        raise Unsupported("an adapter on a layer that is attention's and the MLP's")
+        raise Unsupported("an adapter or a quantised weight on a layer that is attention's and the MLP's")
     return found
 
 

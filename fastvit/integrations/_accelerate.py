@@ -47,12 +47,13 @@ def accelerate(
     DistributedDataParallel and FSDP2 do not.
 
     A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
-    adapter merged or disabled it is fused as any other.
+    adapter merged or disabled it is fused as any other. So does one that torch.ao.quantization.quantize_dynamic or
+    torchao has quantised.
 
     What an op cannot do is left to the module's own forward: for a module at once (a gate in attention, other adapters,
-    quantised weights, hooks inside a fused span, a forward that was replaced on a class), with the reason in the
-    report; for a call (a causal mask, attention weights asked for, hooks added later, a class or its forward replaced
-    later) with one warning for each class and reason. torch.fx traces the modules' own forwards.
+    hooks inside a fused span, a forward that was replaced on a class), with the reason in the report; for a call (a
+    causal mask, attention weights asked for, hooks added later, a class or its forward replaced later) with one warning
+    for each class and reason. torch.fx traces the modules' own forwards.
 
     Args:
         model: any module.
@@ -191,7 +192,7 @@ def _rest(
         if id(child) not in seen:
             seen.add(id(child))
             kind, part = type(child).__name__, _recognise.part(child)
-            layers = _recognise.layers(child) if part == "MLP" else [child]
+            layers = _recognise.linear_layers(child) if part == "MLP" else [child]
             itself = all(id(layer) in called for layer in layers)
             what: tuple[Status, str] = ("as it was", f"called in {name}") if itself else (status, detail)
             yield Entry(child_name, kind, *what, part), child, None

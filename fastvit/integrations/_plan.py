@@ -133,8 +133,14 @@ def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
     if not called:
         return ops
     names = [name for name, inner in module.named_modules() if id(inner) in called]
-    kinds = sorted({class_name(type(inner)) for inner in called.values()})
-    return f"{ops}; {', '.join(names)} as {', '.join(kinds)}"
+    return f"{ops}; {', '.join(names)} as {', '.join(sorted(set(map(_kind, called.values()))))}"
+
+
+def _kind(layer: nn.Module) -> str:
+    """Its class, and that of its weight where a library has put its own there."""
+    weight = layer._parameters.get("weight")
+    own = weight is not None and type(weight) is not nn.Parameter
+    return class_name(type(layer)) + f" with {class_name(type(weight))}" * own
 
 
 def _ops(description: Any) -> Iterator[str]:

@@ -8,8 +8,9 @@ from typing import Literal
 
 from torch import nn
 
-from fastvit._modules import Classes, Unsupported, class_name
+from fastvit._modules import Classes, Unsupported, class_name, qualified_name
 from fastvit.integrations.generic import read_patches
+from fastvit.readers import LINEAR
 
 Part = Literal["attention", "MLP"]
 
@@ -23,9 +24,18 @@ _ROTARY = re.compile(r"(^|_)rope(_|$)|rotary")
 _RELATIVE = re.compile(r"(^|_)(rel(ative)?_(pos|coords)|position_bias)")
 
 
-def layers(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[nn.Module]:
-    """Its own layers of a kind, those with adapters among them."""
-    return [child for child in module.children() if isinstance(getattr(child, "base_layer", child), kind)]
+def linear_layers(module: nn.Module) -> list[nn.Module]:
+    """Its own linear layers, those with adapters and quantised ones among them."""
+    return [child for child in module.children() if _is_linear(getattr(child, "base_layer", child))]
+
+
+def _convolutions(module: nn.Module) -> list[nn.Module]:
+    """Its own convolutions, those with adapters among them."""
+    return [child for child in module.children() if isinstance(getattr(child, "base_layer", child), nn.Conv2d)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or qualified_name(module) in LINEAR
 
 
 def part(module: nn.Module) -> Part | None:
@@ -47,23 +57,23 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _linear_count(module: nn.Module) -> int:
-    return sum(isinstance(inner, nn.Linear) for inner in module.modules())
+    return sum(map(_is_linear, module.modules()))
 
 
 def is_of_images(module: nn.Module) -> bool:
     """Whether its layers are convolutions: an MLP of ConvNeXt, of which timm's class has both kinds."""
-    return bool(layers(module, nn.Conv2d)) and not layers(module)
+    return bool(_convolutions(module)) and not linear_layers(module)
 
 
 def could_be_fused(module: nn.Module, left: set[int]) -> bool:
     """Whether a module of an unknown class does what the ops are for. left: the ids of the modules in it to which
     nothing happened."""
     name = type(module).__name__
-    plain = [layer for layer in layers(module) if id(layer) in left]
+    plain = [layer for layer in linear_layers(module) if id(layer) in left]
     if _NORM.search(name):
         return any(parameter is not None for parameter in module._parameters.values())
     if _PATCHES.search(name):
-        return any(id(layer) in left for layer in layers(module, nn.Conv2d))
+        return any(id(layer) in left for layer in _convolutions(module))
     return part(module) == "attention" or (len(plain) > 1 and bool(_MLP.search(name) or _BLOCK.search(name)))
 
 
@@ -72,7 +82,7 @@ def reason(module: nn.Module, ancestors: Sequence[nn.Module], known: Classes) ->
     name = class_name(type(module), known)
     found = _obstacles(module, ancestors) if part(module) == "attention" else []
     if _PATCHES.search(type(module).__name__):
-        found += [why for conv in layers(module, nn.Conv2d) if (why := _why_no_patches(conv))]
+        found += [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]
     if found:
         return f"{' and '.join(found)}, in {name}"
     return f"{name}{',' * (',' in name)} is not a class that fastvit knows"

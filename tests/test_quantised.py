@@ -1,0 +1,141 @@
+"""Models with int8 linear layers, by PyTorch or torchao: these layers run by themselves, and all else stays fused."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from library_imports import import_library
+from library_models import hugging_face, outcome, torchvision_vit, vit
+from models import Calls, randomised
+from oracle import assert_as_accurate
+from torch import Tensor, nn
+
+import fastvit
+
+
+def dynamic(model: nn.Module) -> nn.Module:
+    """A quantised copy, by PyTorch."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch.ao is deprecated
+        return quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def torchao(model: nn.Module) -> nn.Module:
+    """A quantised copy, by torchao."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = copy.deepcopy(model)
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+def swiglu() -> nn.Module:
+    return vit(mlp_layer=import_library("timm").layers.SwiGLU, num_classes=7)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "timm": lambda: vit(init_values=0.3, num_classes=7),
+    "timm's DINOv3": lambda: vit("vit_small_patch16_dinov3", num_classes=7),
+    "SwiGLU": swiglu,
+    "DINOv2 of transformers": lambda: hugging_face("Dinov2Model"),
+    "torchvision": torchvision_vit,
+}
+QUANTISE = [dynamic, torchao]
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return randomised(make().eval().requires_grad_(False), std=0.05)
+
+
+def run(model: nn.Module, image: Tensor) -> tuple[Tensor, list[str]]:
+    """The output, and the operators that ran."""
+    with Calls() as calls:
+        out = model(image)
+    return out if isinstance(out, Tensor) else out.last_hidden_state, calls.names
+
+
+def assert_quantised_as_well(got: Tensor, quantised: Tensor, exact: Tensor) -> None:
+    """Both near float64, got as near as the same quantised model that is not fused. They are not equal: where attention
+    rounds otherwise, an input of a layer may become the next int8."""
+    assert_as_accurate(got, quantised, exact, what="output")
+    cosine = torch.cosine_similarity(got.flatten().double(), exact.flatten(), dim=0).item()
+    assert cosine > 0.99
+    assert (got - exact).abs().max() > 1e-3 * exact.abs().max()  # it is quantised
+
+
+@pytest.mark.parametrize("quantise", QUANTISE)
+@pytest.mark.parametrize("order", ["accelerate, quantise", "quantise, accelerate"])
+@pytest.mark.parametrize("library", MODELS)
+def test_all_but_quantised_layers_stays_fused(
+    library: str, order: str, quantise: Callable[[nn.Module], nn.Module]
+) -> None:
+    plain, image = made(MODELS[library]), torch.randn(4, 3, 32, 32)
+    exact, _ = run(copy.deepcopy(plain).double(), image.double())
+    quantised = quantise(plain)
+    want, _ = run(quantised, image)
+    if order == "accelerate, quantise":
+        model = copy.deepcopy(plain)
+        report = fastvit.accelerate(model)
+        model = quantise(model)
+    else:
+        model = quantised
+        report = fastvit.accelerate(model, strict=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*runs its own forward instead")
+        got, names = run(model, image)
+    assert_quantised_as_well(got, want, exact)
+    assert report.fused("attention") == (2, 2)
+    assert sum(name.startswith("fastvit::attention") for name in names) == 2
+    assert not {"aten::native_layer_norm", "aten::_softmax"}.intersection(names)
+    fastvit.restore(model)
+    assert torch.equal(run(model, image)[0], want)
+
+
+@pytest.mark.parametrize("quantise", QUANTISE)
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3_qkvb"])
+def test_our_own_models(name: str, quantise: Callable[[nn.Module], nn.Module]) -> None:
+    """Against their modules called one by one; a state_dict goes into a model that is quantised in the same way."""
+
+    def make() -> nn.Module:
+        return fastvit.create_model(name, img_size=32, num_classes=7, depth=2)
+
+    model, image = made(make), torch.randn(4, 3, 32, 32)
+    exact, _ = run(copy.deepcopy(model).double(), image.double())
+    quantised = quantise(model)
+    got, names = run(quantised, image)
+    assert sum(called.startswith("fastvit::attention") for called in names) == 2
+    singly = copy.deepcopy(quantised)
+    for block in singly.blocks:  # a hook inside a fused span
+        for inner in (block.attn, block.mlp, block.attn.proj, block.mlp.fc2):
+            inner.register_forward_hook(lambda *_: None)
+    want, _ = run(singly, image)
+    assert_quantised_as_well(got, want, exact)
+    other = quantise(make().eval())
+    assert not torch.equal(run(other, image)[0], got)
+    other.load_state_dict(quantised.state_dict())
+    assert torch.equal(run(other, image)[0], got)
+
+
+def test_the_report_names_quantised_layers() -> None:
+    report = fastvit.accelerate(dynamic(vit()))
+    kind = "torch.ao.nn.quantized.dynamic.modules.linear.Linear"
+    assert outcome(report, "blocks.0")[1].partition(kind)[0] == (
+        "layer_norm, attention_qkvpacked; attn.qkv, attn.proj, mlp.fc1, mlp.fc2 as "
+    )
+    assert outcome(report, "blocks.0.mlp.fc1") == ("as it was", "called in blocks.0")
+    assert (report.fused("attention"), report.fused("MLP")) == ((2, 2), (0, 2))
+
+
+def test_a_layer_of_attention_and_the_mlp_in_one() -> None:
+    """Which an op reads in two parts: all of the block runs by its modules."""
+    block_fn = import_library("timm").models.vision_transformer.ParallelScalingBlock
+    model = dynamic(made(lambda: vit(block_fn=block_fn, num_classes=7)))
+    image = torch.randn(2, 3, 32, 32)
+    want = model(image)
+    report = fastvit.accelerate(model)
+    reason = "an adapter or a quantised weight on a layer that is attention's and the MLP's"
+    assert outcome(report, "blocks.0") == ("skipped", reason)
+    assert torch.equal(model(image), want)
