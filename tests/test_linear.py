@@ -49,29 +49,6 @@ def test_activation(activation, dtype, backend, device):
     assert_op_as_accurate(fused, same, arguments, what=activation)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("activation", [None, "gelu"])
-@pytest.mark.parametrize(("M", "K", "groups"), [(65, 128, 3), (50, 768, 4)])
-def test_columns_in_groups(M, K, groups, activation, bias, monkeypatch):
-    """A wide float32 result on the CPU is one batched product, as accurate as the plain one and of the same strides."""
-    batched = []
-    for name in ("bmm", "baddbmm"):
-        function = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, f=function, **k: batched.append(f.__name__) or f(*a, **k))
-    arguments = tensors(M, K, out=groups * K, dtype=torch.float32, device="cpu", bias=bias)
-    with ops.use_backend("aten"):
-        assert_op_as_accurate(*(functools.partial(fn, activation=activation) for fn in (ops.linear, eager)), arguments)
-        assert batched == ["baddbmm" if bias else "bmm"]
-        x, weight = (arguments[name].detach() for name in ("x", "weight"))
-        assert ops.linear(x, weight).is_contiguous()
-        rows = torch.cat([x, x], 1)[:, :K]
-        assert ops.linear(rows, weight).equal(ops.linear(x, weight))
-        batched.clear()
-        turned = weight.t().contiguous().t()  # a group of its rows cannot be addressed as one matrix
-        torch.testing.assert_close(ops.linear(x, turned), ops.linear(x, weight))
-        assert len(batched) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
 def test_activation_inside_a_branch(inference, dtype, backend, device):
