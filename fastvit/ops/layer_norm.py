@@ -11,11 +11,13 @@ from fastvit.ops import _decompositions
 from fastvit.ops._checks import NORMS, check_eps, check_float, check_like, check_norm, check_row_scale
 from fastvit.ops._library import (
     FusedFunction,
+    FusedHalf,
     autocast_dtype,
     differentiable_once,
     needs_autograd,
     register,
     repeats_as_views,
+    run,
     stat_dtype,
     unshared,
 )
@@ -146,14 +148,20 @@ def norm_backward(
     return dx, dweight, dbias, y, total
 
 
-class _LayerNorm(FusedFunction):
+class LayerNormFunction(FusedHalf):
+    """For `run`, behind the name of the public function."""
+
     @staticmethod
-    def forward(*inputs: Any) -> Any:
+    def forward(name: str, *inputs: Any) -> Any:
         return layer_norm_fwd(*inputs)
 
     @staticmethod
+    def cast(*inputs: Any) -> tuple[Any, ...]:
+        return inputs
+
+    @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, *_, rms = inputs
+        ctx.name, x, weight, *_, rms = inputs
         _, mean, rstd = output
         ctx.save_for_backward(x, weight, None if rms else mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
@@ -162,11 +170,10 @@ class _LayerNorm(FusedFunction):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if dy is None:
-            return (None,) * 6
+            return (None,) * 7
         x, weight, mean, rstd = ctx.saved_tensors
-        name = "rms_norm" if mean is None else "layer_norm"
-        dx, dweight, dbias, _ = differentiable_once(name, layer_norm_bwd, dy, x, mean, rstd, weight, None)
-        return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None, None, None
+        dx, dweight, dbias, _ = differentiable_once(ctx.name, layer_norm_bwd, dy, x, mean, rstd, weight, None)
+        return None, dx, dweight, dbias if ctx.needs_input_grad[3] else None, None, None, None
 
 
 class _AddLayerNorm(FusedFunction):
@@ -250,10 +257,10 @@ def layer_norm(
     cast = autocast_dtype(x) is not None
     check_norm(("x", "weight", "bias"), x, weight, bias, eps, norm, "(D,)", dtype=not cast)
     rms = norm == "rms"
-    arguments = x, weight, bias, eps, torch.float32 if cast and x.is_cuda else None, rms
-    if needs_autograd("rms_norm" if rms else "layer_norm", x, weight, bias):
-        return _LayerNorm.apply(*arguments)[0]
-    return layer_norm_fwd(*arguments)[0]
+    name = "rms_norm" if rms else "layer_norm"
+    arguments = name, x, weight, bias, eps, torch.float32 if cast and x.is_cuda else None, rms
+    y: Tensor = run(LayerNormFunction, needs_autograd(name, x, weight, bias), *arguments)
+    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:

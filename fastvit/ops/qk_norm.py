@@ -11,13 +11,15 @@ from fastvit.ops._checks import check_float, check_head_dim, check_like
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
+    choose_backend,
     differentiable_once,
     needs_autograd,
     register,
     repeats_as_views,
+    run,
 )
 from fastvit.ops.aten import qk_norm as aten
-from fastvit.ops.layer_norm import Norm, checked_norm
+from fastvit.ops.layer_norm import LayerNormFunction, Norm, checked_norm
 from fastvit.ops.rotary import Rotary, tables
 
 
@@ -109,7 +111,12 @@ def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | N
     if rotary is not None:
         (sin, cos), interleaved = tables(rotary, "q", q, tuple(q.shape), "rotary"), rotary.interleaved
     tensors = q, k, q_weight, q_bias, k_weight, k_bias
+    autograd = needs_autograd("qk_norm", *tensors)
+    if rotary is None and choose_backend(*tensors) == "aten":  # PyTorch's own norm, and its statistics are kept
+        norm = eps, None, kind == "rms"
+        q = run(LayerNormFunction, autograd, "qk_norm", q, q_weight, q_bias, *norm)
+        return q, run(LayerNormFunction, autograd, "qk_norm", k, k_weight, k_bias, *norm)
     options = sin, cos, eps, kind == "rms", interleaved
-    if needs_autograd("qk_norm", *tensors):
+    if autograd:
         return _QkNorm.apply(*repeats_as_views(*tensors), *options)
     return qk_norm_fwd(*tensors, *options)

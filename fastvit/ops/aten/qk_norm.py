@@ -51,7 +51,7 @@ def _backward(
     if sin is not None and cos is not None:
         x, g = x.to(wide), rotary(dout.to(wide), sin, cos, x.shape[2], interleaved, True)
     x, w = x.contiguous(), weight.to(wide)
-    _, mean, rstd = layer_norm_fwd(x, w, None, eps, None, rms)
+    mean, rstd = layer_norm_fwd(x, w, None, eps, None, rms)[1:]
     dx, *of_parameters, _ = layer_norm_bwd(g, x, None if rms else mean, rstd, w, None)
     dweight, dbias = (t.to(weight.dtype) for t in of_parameters)
     return dx.to(dtype) if out is None else out.copy_(dx), dweight, dbias
