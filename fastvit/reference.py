@@ -113,7 +113,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, H, N, d) each -> (B, H, N, d)"""
-        scores = q @ k.transpose(-2, -1) * self.scale  # (B, H, N, N)
+        scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, H, N, N)
         return self.attn_drop(scores.softmax(dim=-1)) @ v
 
     def forward(self, x: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class AttentionPoolLatent(nn.Module):
         H, d = self.num_heads, D // self.num_heads
         q = self.q(self.latent).reshape(1, 1, H, d).transpose(1, 2)  # (1, H, 1, d)
         k, v = self.kv(x).reshape(B, N, 2, H, d).permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
-        probabilities = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)  # (B, H, 1, N)
+        probabilities = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1)  # (B, H, 1, N)
         y = self.proj((probabilities @ v).transpose(1, 2).reshape(B, D))
         return y + self.mlp(self.norm(y))
 

@@ -17,7 +17,9 @@ MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
 case      B batch, N tokens, D width, H heads, d head dimension, px image, patch; features out
 step      fwd: forward without gradients; fwd+bwd: forward and the gradients of all that has one
-eager     plain PyTorch, which materialises N x N scores
+eager     plain PyTorch in its fastest spelling, with N x N scores: q is scaled, not the scores;
+          a product and a sum are one addcmul; patches are embedded by a linear layer (in models by
+          a convolution)
 sdpa      the same with torch's scaled_dot_product_attention
 compile   the latter, or where an op has no attention the former, under torch.compile
 graph     the same under fastvit.compile, which puts fastvit's ops into the graph

@@ -1,5 +1,9 @@
-"""The baselines in plain PyTorch: each op as a ViT without fused kernels writes it, and attention with SDPA. Benchmarks
-and `verify` compare with them."""
+"""The baselines in plain PyTorch: each op in the fastest plain spelling, and attention with SDPA. Benchmarks and
+`verify` compare with them.
+
+Of two spellings the one that was faster on a CPU was chosen: q is scaled and not the N x N scores, `addcmul` takes a
+product and a sum, and a linear layer of a matrix of patches embeds them instead of a convolution.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, attn_mask
     dropout multiplies by; attn_mask: as `ops.attention` has it."""
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     if attn_mask is not None:
         hides = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask.to(scores.dtype)
@@ -64,16 +68,16 @@ def attention_sdpa(qkv: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, positions: Rotary) -> Tensor:
-    """(B, N, H, d) -> the same, as timm and transformers write it."""
+    """(B, N, H, d) -> the same. Prefix tokens are turned by no angle, which is faster than to take them out."""
     sin, cos, P, interleaved = positions
-    x = x.transpose(1, 2)
-    prefix, patches = x[:, :, :P], x[:, :, P:]
+    sin, cos = (F.pad(t, (0, 0, P, 0), value=of_prefix) for t, of_prefix in ((sin, 0.0), (cos, 1.0)))
+    sin, cos = (t.unsqueeze(-2) if t.dim() == 2 else t.transpose(-3, -2) for t in (sin, cos))  # next to (N, H, d)
     if interleaved:
-        turned = torch.stack((-patches[..., 1::2], patches[..., ::2]), -1).reshape(patches.shape)
+        turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
-        first, second = patches.chunk(2, -1)
+        first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
-    return torch.cat((prefix, (patches * cos + turned * sin).to(x.dtype)), 2).transpose(1, 2)
+    return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: str = "layer") -> Tensor:
@@ -145,21 +149,26 @@ def end_of_branch(
     y: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """residual + row_scale * layer_scale * y, of what is given."""
-    if layer_scale is not None:
-        y = y * layer_scale
     if row_scale is not None:
         y = y * row_scale.to(y.dtype).view(-1, *(1,) * (y.dim() - 1))
-    return y if residual is None else residual + y
+    if residual is None:
+        return y if layer_scale is None else y * layer_scale
+    return residual + y if layer_scale is None else torch.addcmul(residual, y, layer_scale)
 
 
 def patch_embed(
     image: Tensor, weight: Tensor, bias: Tensor, pos_embed: Tensor, prefix: Tensor, *,
-    mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+    mean: Sequence[float] | None = None, std: Sequence[float] | None = None, convolve: bool = False,
 ) -> Tensor:  # fmt: skip
-    """(B, C, H, W) -> (B, P + n, D). mean, std: of an image of bytes."""
+    """(B, C, H, W) -> (B, P + n, D). mean, std: of an image of bytes. convolve: as models spell it, and slower."""
     if mean is not None and std is not None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         m, s = (torch.tensor(values, dtype=wide, device=image.device)[:, None, None] for values in (mean, std))
         image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
-    patches = F.conv2d(image, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
-    return torch.cat([prefix.expand(image.shape[0], -1, -1), patches + pos_embed], dim=1)
+    (B, C, height, width), (D, _, ph, pw) = image.shape, weight.shape
+    if convolve:
+        patches = F.conv2d(image, weight, bias, stride=(ph, pw)).flatten(2).transpose(1, 2)
+    else:
+        grid = image.reshape(B, C, height // ph, ph, width // pw, pw).permute(0, 2, 4, 1, 3, 5)
+        patches = F.linear(grid.reshape(B, -1, C * ph * pw), weight.reshape(D, -1), bias)
+    return torch.cat([prefix.expand(B, -1, -1), patches + pos_embed], dim=1)
