@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import asdict
 from typing import Any
 
 os.environ["FASTVIT_STRICT"] = "1"  # a fallback raises, so that none is ever timed
@@ -20,16 +21,17 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.harness import table
+from benchmarks.harness import conditions, table
 from benchmarks.harness.measure import Measure, Session
 from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
-from benchmarks.harness.record import environment
-from benchmarks.harness.schedule import Case, Schedule, command, counted, selection, turns
+from benchmarks.harness.record import Record, environment
+from benchmarks.harness.schedule import Case, OutOfTime, Schedule, command, counted, selection, turns
 from benchmarks.harness.timing import Clock
-from benchmarks.harness.workloads import workloads
+from benchmarks.harness.workloads import Workload, workloads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+END_SECONDS = 5.0  # kept for the limits, which are measured again at the end
 MINUTES = {"quick": 5.0, "cpu": 5.0, "long": 30.0, "gpu": 110.0}  # a step of `make gpu` ends at 120
 NO_TIME = "no time left for it"
 SESSION = pytest.StashKey[Session]()
@@ -74,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
         grid=grid,
         providers=options.providers or (PROVIDERS if gpu else ("eager", "sdpa", "fused")),
         clock=Clock(device),
-        schedule=Schedule(time.perf_counter() + seconds, case_seconds),
+        schedule=Schedule(time.perf_counter() + seconds - END_SECONDS, case_seconds),
     )
     asked = ("columns", "compare", "histogram", "cprofile")
     if not any(getattr(options, f"benchmark_{name}") for name in asked):
@@ -135,9 +137,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     begun, before = time.perf_counter(), len(session.records)
     result = yield
     seconds = time.perf_counter() - begun
-    schedule.finish(workload.op, work, seconds)
     minutes, rest = divmod(int(schedule.left()), 60)
-    write.line(f"{seconds:6.1f} s {minutes:>4}:{rest:02} left{' failed' * (len(session.records) == before)}")
+    outcome = ""
+    if len(session.records) == before:
+        outcome = " left out" if schedule.left_out and schedule.left_out[-1][0] == (workload, mode) else " failed"
+    if outcome != " left out":
+        schedule.finish(workload.op, work, seconds)
+    write.line(f"{seconds:6.1f} s {minutes:>4}:{rest:02} left{outcome}")
     return result
 
 
@@ -151,12 +157,27 @@ def pytest_report_teststatus(report: pytest.TestReport) -> Generator[None, Any, 
 @pytest.fixture
 def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Measure:
     session = request.config.stash[SESSION]
-    return lambda workload, mode: measure_one(benchmark, session, workload, mode)
+
+    def run(workload: Workload, mode: str) -> Record:
+        try:
+            return measure_one(benchmark, session, workload, mode)
+        except OutOfTime:
+            session.schedule.left_out.append(((workload, mode), session.work(workload, mode)))
+            pytest.skip(NO_TIME)
+
+    return run
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, object]) -> None:
     machine_info.pop("node", None)  # the name of the machine is nobody's business
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, object]) -> None:
+    session = config.stash[SESSION]
+    if session.records:
+        output_json["conditions"] = asdict(session.conditions)
 
 
 @pytest.hookimpl(trylast=True)
@@ -165,9 +186,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     write = terminalreporter.write_line
     if session.records:
         terminalreporter.section("fused against PyTorch")
-        where = table.header(environment(session.device, session.dtype), session.ceilings)
+        ceilings = session.conditions.best
+        where = table.header(environment(session.device, session.dtype), ceilings)
+        where += conditions.lines(session.conditions, session.records, ceilings)
+        if left_out := len(session.schedule.left_out):
+            where.append(f"NOT ALL: {left_out} of {session.schedule.total} benchmarks were left out, for want of time")
         write("\n".join([*where, "", table.LEGEND]))
-        for title, lines in table.render(session.records, session.ceilings):
+        for title, lines in table.render(session.records, ceilings):
             terminalreporter.section(title, sep="-")
             write("\n".join(lines))
     if lines := [*_not_measured(config)]:

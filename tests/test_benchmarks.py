@@ -7,22 +7,24 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from library_imports import import_library
 
-from benchmarks.harness import dispatch, low_precision, measure, plot, provenance, results, table, timing
+from benchmarks.harness import conditions, dispatch, low_precision, measure, plot, provenance, results, table, timing
 from benchmarks.harness.agreement import agreement
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
 from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.schedule import TELLING, Schedule, selection, turns
+from benchmarks.harness.schedule import TELLING, OutOfTime, Schedule, selection, turns
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
@@ -38,6 +40,8 @@ MB = 1 << 20
 class _Plugin:
     """pytest-benchmark's fixture, as far as `interleave` uses it."""
 
+    disabled = False
+
     def __init__(self) -> None:
         self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
 
@@ -52,10 +56,64 @@ def test_rounds_are_interleaved_and_all_recorded() -> None:
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in ("eager", "sdpa", "fused")}
     seconds = dict.fromkeys(steps, 0.1)
-    samples = interleave(_Plugin(), Clock(CPU), steps, seconds, budget=1.6, most=200)
-    assert calls == ["eager", "sdpa", "fused"] * 5
-    assert [len(values) for values in samples.values()] == [5, 5, 5]
-    assert samples["fused"] == [1.0] * 5
+    samples = interleave(_Plugin(), Clock(CPU), steps, seconds, budget=2.5, most=200)
+    assert calls == [name for names in timing.orders(steps, 8) for name in names]
+    assert [len(values) for values in samples.values()] == [8, 8, 8]
+    assert samples["fused"] == [1.0] * 8
+    assert len(interleave(_Plugin(), Clock(CPU), steps, seconds, budget=0.1, most=200)["eager"]) == measure.ROUNDS
+
+
+def test_no_provider_has_a_place_of_its_own_in_the_rounds() -> None:
+    drawn = timing.orders("abc", 600)
+    assert drawn == timing.orders("abc", 600)
+    counts = Counter(map(tuple, drawn))
+    assert len(counts) == 6
+    assert min(counts.values()) > 70
+    assert all(sorted(names) == ["a", "b", "c"] for names in drawn)
+
+
+def _phases(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Every four measurements the machine is of another speed."""
+    runs, count = shape[0], math.prod(shape[1:])
+    speeds = np.repeat(1 + draw.random((runs, count)), 4, axis=1)[:, :count]
+    return speeds.reshape(shape) + 0.01 * draw.standard_normal(shape)
+
+
+NOISE: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
+    "normal": lambda draw, shape: 1 + 0.05 * draw.standard_normal(shape),
+    "log-normal": lambda draw, shape: np.exp(0.5 * draw.standard_normal(shape)),
+    "bimodal": lambda draw, shape: np.where(draw.random(shape) < 0.5, 1.0, 1.4) + 0.01 * draw.standard_normal(shape),
+    "drift": lambda draw, shape: (
+        1 + 0.05 * np.arange(math.prod(shape[1:])).reshape(shape[1:]) + 0.01 * draw.standard_normal(shape)
+    ),
+    "phases": _phases,
+}
+
+
+@pytest.mark.parametrize("rounds", [7, 20])
+@pytest.mark.parametrize("noise", NOISE)
+def test_equal_providers_are_told_apart_in_at_most_5_percent_of_runs(noise: str, rounds: int) -> None:
+    """Simulated. Two of three providers are the same; what they take depends on when they run."""
+    runs, names = 4000, ("a", "b", "c")
+    times = NOISE[noise](np.random.default_rng(0), (runs, rounds, len(names)))
+    place = np.array([[order.index(name) for name in names] for order in timing.orders(names, rounds)])
+    found = np.take_along_axis(times, np.broadcast_to(place, times.shape), 2)
+    apart = 0
+    for run in found:
+        interval = timing.paired_interval(run[:, 0], run[:, 1])
+        assert interval is not None
+        apart += not interval[0] <= 1 <= interval[1]
+    assert apart / runs < 0.05
+    if noise == "normal":
+        slower = [timing.paired_interval(1.5 * run[:, 0], run[:, 1]) for run in found[:100]]
+        assert all(interval is not None and interval[0] > 1 for interval in slower)
+
+
+def test_the_interval_of_paired_ratios() -> None:
+    assert timing.paired_interval([3.0, 2.0, 4.0, 5.0, 6.0, 7.0], [1.0] * 6) == (2.0, 7.0)
+    assert timing.paired_interval([3.0, 2.0, math.nan, 5.0, 6.0, 7.0], [1.0] * 6) is None, "five have 94 %"
+    nine = timing.paired_interval([2.0 * n for n in range(1, 10)], [2.0] * 9)
+    assert nine == (2.0, 8.0), "of nine, the second and the last but one have 96 %"
 
 
 def test_quantiles() -> None:
@@ -162,7 +220,7 @@ def test_sdpa_baseline_is_the_reference(options: dict[str, Any]) -> None:
 def _record(op: str, N: int, eager_peak: int, fused_peak: int) -> Record:
     record = Record(op, f"N{N}", "training", {"N": N}, {}, flops=10**9, moved_bytes=10**6)
     record.providers = {
-        "eager": Provider(Quantiles.of([0.012, 0.0123, 0.0126]), eager_peak, 100, 1.0),
+        "eager": Provider(Quantiles.of([0.012, 0.0123, 0.0126]), eager_peak, 100, 1.0, over_fused=(2.9, 3.1)),
         "sdpa": Provider(skipped="does not fit"),
         "fused": Provider(Quantiles.of([0.004, 0.0041, 0.0042]), fused_peak, 10, 0.5),
     }
@@ -192,7 +250,7 @@ def test_table_shows_times_ratios_and_gaps() -> None:
 
 def test_the_table_has_calls_beside_the_gpu_alone() -> None:
     record = _record("attention", 197, 8, 2)
-    record.providers["eager"].called = Quantiles.of([0.03] * 3)
+    record.providers["eager"].called, record.providers["eager"].called_over_fused = Quantiles.of([0.03] * 3), (1.4, 1.6)
     record.providers["fused"].called = Quantiles.of([0.02] * 3)
     record.providers["fused"].remark = "no graph: refused"
     lines = _lines(record)
@@ -223,11 +281,17 @@ def test_printed_ratios_are_those_of_the_figures_beside_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("eager", "apart"), [([1.2, 1.21, 1.22], True), ([0.7, 1.05, 1.4], False), ([1.2, 1.2], False), ([1.3], False)]
-)
-def test_what_the_rounds_do_not_tell_apart_is_marked(eager: list[float], apart: bool) -> None:
+    ("eager", "interval", "apart"),
+    [
+        (1.2, (1.1, 1.3), True), (0.8, (0.7, 0.9), True), (1.2, (0.9, 1.3), False), (1.2, None, False),
+        (1.2, (0.8, 0.9), False),
+    ],
+)  # fmt: skip
+def test_what_the_rounds_do_not_tell_apart_is_marked(eager: float, interval: Any, apart: bool) -> None:
+    """The last: medians and pairs say different things."""
     record = _record("attention", 197, 8, 2)
-    record.providers = {"eager": Provider(Quantiles.of(eager)), "fused": Provider(Quantiles.of([1.0, 1.01, 1.02]))}
+    record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fused", 1.0))}
+    record.providers["eager"].over_fused = interval
     assert record.told_apart("eager") is apart
     assert _row(_lines(record), "ms")[4].startswith("~") is not apart
 
@@ -248,13 +312,15 @@ def test_tables_fit_a_hundred_columns() -> None:
     assert "patch_size14" in "".join(lines).replace("\n", ""), "long names are broken, not cut"
 
 
-def test_growth_is_fitted_per_provider() -> None:
-    records = [_record("memory, attention", n, 4 * n * n, 64 * n) for n in (197, 577, 1025)]
-    lines = table.growth_lines(records)
-    assert any("eager: peak ~ N^2.00" in line for line in lines)
-    assert any("fused: peak ~ N^1.00" in line for line in lines)
-    assert len(lines) == 2
-    assert table.growth_lines(records[:2]) == []
+def test_growth_is_fitted_to_the_largest_sizes_and_says_which() -> None:
+    """In whichever order they ran."""
+    records = [_record("memory, attention", n, 4 * n * n, 64 * n) for n in (4097, 2305, 1025, 577, 197)]
+    assert table.growth_lines(records) == [
+        "eager: peak grows as N^2.00 from N = 1025 to 4097",
+        "fused: peak grows as N^1.00 from N = 1025 to 4097",
+    ]
+    for few in (records[:2], records[-2:], [_record("memory, attention", n, n, n) for n in (50, 197, 577)]):
+        assert [line.split(",")[0] for line in table.growth_lines(few)] == ["eager: no exponent", "fused: no exponent"]
 
 
 def test_rows_are_in_order_of_work_and_notes_stand_once() -> None:
@@ -302,6 +368,28 @@ def test_header_says_plainly_that_no_gpu_was_measured() -> None:
     assert torch.__version__ in text
 
 
+def test_a_busy_machine_marks_the_run() -> None:
+    record, limits = _record("layer_norm", 197, 8, 2), Ceilings(1e10, 1e12, 2e10)
+    calm = conditions.Conditions(limits, Ceilings(1.05e10, 1e12, 2e10), 0.1, 2.0, 2)
+    assert calm.best == Ceilings(1.05e10, 1e12, 2e10)
+    (line,) = conditions.lines(calm, [record], limits)
+    assert line == "load of the last minute 0.1 before the run, 2.0 after it, on 2 cores"
+    assert conditions.Conditions.read(json.loads(json.dumps(dataclasses.asdict(calm)))) == calm
+    slowed = dataclasses.replace(calm, end=Ceilings(1e10, 0.8e12, 2e10))
+    _, mark, *reasons = conditions.lines(slowed, [record], Ceilings(1e10, 2e11, 2e10))
+    assert mark.startswith(conditions.MARK)
+    assert [reason.split(", ")[0] for reason in map(str.strip, reasons)] == [
+        "matmul at the end -20% against the start", "layer_norm N197",
+    ]  # fmt: skip
+    assert reasons[1].endswith("fused at 122% of the limits")
+
+
+def test_what_fits_into_a_cache_is_held_against_a_copy_in_the_cache() -> None:
+    limits = Ceilings(1e10, 1e12, 4e10)
+    assert (limits.least_seconds(0, 1e8), limits.least_seconds(0, 1e9)) == (1e8 / 4e10, 1e9 / 1e10)
+    assert Ceilings(1e10, 1e12).least_seconds(0, 1e8) == 1e8 / 1e10
+
+
 def test_record_survives_json() -> None:
     record = _record("attention", 197, 8, 2)
     ceilings = Ceilings(1e10, 1e12)
@@ -310,6 +398,9 @@ def test_record_survives_json() -> None:
     assert (data["ceilings"], data["environment"]["dtype"]) == (dataclasses.asdict(ceilings), "float32")
     again = results._record(data)
     assert again == record
+    for provider in data["providers"].values():
+        del provider["over_fused"], provider["called_over_fused"]
+    assert not results._record(data).told_apart("eager"), "a file of before has no intervals"
     assert (again.memory_ratios(), again.time_ratios()) == ({"eager": 4.0}, {"eager": pytest.approx(3.0)})
     assert again.share_of_ceiling("fused", ceilings) == pytest.approx(1 / 4.1)
 
@@ -391,7 +482,7 @@ def test_every_op_has_its_turn_before_any_has_its_second(grid: tuple[str, ...]) 
     if grid != ("quick",):
         assert {w.op for w in telling} == {w.op for w in found}
         assert order[: len(telling)] == telling
-        assert [w.sizes["N"] for w in telling if w.op == "memory, block"] == [197, 577, 1025], "enough for an exponent"
+        assert [w.sizes["N"] for w in order if w.op == "memory, block"] == [4097, 2305, 1025, 577, 197]
         assert {str(w) for w in found if w.op in ("model", "block")} >= {
             TELLING[op][grid == ("gpu",)] for op in ("model", "block")
         }
@@ -418,8 +509,11 @@ def test_a_case_that_would_end_late_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert schedule.minutes() == 1
     now = 99.0
     assert schedule.budget() == pytest.approx(0.5), "half of what is left, for the one to come"
+    schedule.check()
     now = 101.0
     assert schedule.left() == schedule.budget() == 0.0
+    with pytest.raises(OutOfTime):
+        schedule.check()
 
 
 @pytest.mark.parametrize("seed", range(5))

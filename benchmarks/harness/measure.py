@@ -1,10 +1,12 @@
-"""Measures one case in one mode: agreement, then memory, then interleaved time; the result is a Record."""
+"""Measures one case in one mode: agreement, then memory, then time in interleaved rounds; the result is a Record."""
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness.agreement import agreement
+from benchmarks.harness.conditions import Conditions, load
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
 from benchmarks.harness.providers import COMPILED, OPS
@@ -25,7 +28,9 @@ from benchmarks.harness.timing import (
     Quantiles,
     measure_ceilings,
     measured,
-    per_call,
+    orders,
+    paired_interval,
+    per_call_in_turn,
     plan_rounds,
     warm,
 )
@@ -33,6 +38,7 @@ from benchmarks.harness.workloads import Workload
 from fastvit.study._peak import peak_bytes, saved_bytes
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
+ROUNDS = 7  # the least: the range of seven ratios holds their median with 98 %, of five with 94 %
 
 
 def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
@@ -52,10 +58,17 @@ class Session:
     schedule: Schedule
     records: list[Record] = field(default_factory=list)
     costs: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    load_before: float | None = field(default_factory=load)
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
         return measure_ceilings(self.clock, self.dtype)
+
+    @functools.cached_property
+    def conditions(self) -> Conditions:
+        """To be asked for at the end of the run: the limits are measured again."""
+        again, after = measure_ceilings(self.clock, self.dtype), load()
+        return Conditions(self.ceilings, again, self.load_before, after, os.cpu_count())
 
     def cost(self, workload: Workload, mode: str) -> tuple[int, int]:
         key = workload.id, mode
@@ -87,8 +100,11 @@ def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
     """Fills `benchmark` with fused's samples (or the last provider's, if fused was not asked for), records everybody's.
 
-    Raises AssertionError before any timing if fused is less accurate than the rule allows.
+    Raises:
+        AssertionError: before any timing, if fused is less accurate than the rule allows.
+        OutOfTime: if the run's time ends within the case.
     """
+    check = session.schedule.check
     names = [name for name in session.providers if name in workload.providers]
     flops, moved = session.cost(workload, mode)
     record = Record(
@@ -101,12 +117,16 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     for name in names:
         provider = record.providers[name] = Provider(error_ratio=ratios[name])
         try:
+            check()
             steps[name], runner = workload.step(name, mode, Draw(session.dtype, session.device))
             if name in COMPILED:
                 steps[name]()  # compiles: no estimate of a round
+            check()
             seconds[name] = warm(steps[name], session.clock)
+            check()
             provider.peak_bytes = peak_bytes(steps[name], session.device)
             if mode == "training":
+                check()
                 provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
             if name == "sdpa":
                 with SdpaBackend() as backend:
@@ -121,19 +141,23 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     if workload.max_rounds == 1:  # no study of time; one round is the least that pytest-benchmark wants
         steps = dict([*steps.items()][-1:])
     elif session.device.type == "cuda":
-        for name, step in steps.items():
-            record.providers[name].called = Quantiles.of(per_call(step, session.device))
+        called = per_call_in_turn(steps, session.device, seconds=0.05, rounds=ROUNDS)
+        for name, values in called.items():
+            record.providers[name].called = Quantiles.of(values)
+            record.providers[name].called_over_fused = _over_fused(called, name)
         for name, replay in capture_all(steps).items():
             if isinstance(replay, str):
                 record.providers[name].remark = f"no graph: {replay}; "
             else:
                 steps[name] = replay
     samples = interleave(
-        benchmark, session.clock, steps, seconds, budget=session.schedule.budget(), most=workload.max_rounds
-    )
+        benchmark, session.clock, steps, seconds, budget=session.schedule.budget(), most=workload.max_rounds,
+        check=check,
+    )  # fmt: skip
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
+            record.providers[name].over_fused = _over_fused(samples, name)
         else:
             record.providers[name].remark += HOST_BOUND
     where = environment(session.device, session.dtype)
@@ -141,6 +165,10 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     benchmark.extra_info.update(record.as_dict(where, session.ceilings))
     session.records.append(record)
     return record
+
+
+def _over_fused(samples: Mapping[str, Sequence[float]], name: str) -> tuple[float, float] | None:
+    return paired_interval(samples[name], samples["fused"]) if name != "fused" and "fused" in samples else None
 
 
 def interleave(
@@ -151,25 +179,40 @@ def interleave(
     *,
     budget: float,
     most: int,
+    check: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Rounds of every provider in turn, A B C A B C, as many as the budget of seconds allows; the last provider is
-    pytest-benchmark's, which owns the loop. seconds: an estimate for each; the result: every sample of each."""
-    *others, subject = steps
+    """Rounds in which every provider runs once, in random order, as many as the budget of seconds allows and at least
+    ROUNDS; the last provider is pytest-benchmark's, which owns the loop. seconds: an estimate for each; the result:
+    every sample of each, round by round."""
+    subject = [*steps][-1]
     samples: dict[str, list[float]] = {name: [] for name in steps}
+    rounds = plan_rounds(sum(seconds[name] for name in steps), budget, least=ROUNDS, most=most)
+    rounds = 1 if benchmark.disabled else rounds  # one run, not timed by the plugin
+    gaps: list[list[str]] = [[]]  # who runs before the subject's first turn, between this and its second, ...
+    for name in itertools.chain(*orders(steps, rounds)):
+        gaps.append([]) if name == subject else gaps[-1].append(name)
+    rest = iter(gaps)
+    results: list[object] = []
 
-    def the_others() -> None:
-        for name in others:
+    def run_subject() -> None:
+        results.append(steps[subject]())
+
+    def run_others() -> None:
+        results.clear()  # in no one's time, as `Clock.time` has it
+        for name in next(rest):
+            check()
             samples[name].append(clock.time(steps[name]))
+        check()
         clock.prepare()
 
-    rounds = plan_rounds(sum(seconds[name] for name in steps), budget, most=most)
     gc.collect()
     gc.disable()  # for all alike
     try:
-        benchmark.pedantic(steps[subject], setup=the_others, rounds=rounds)
+        benchmark.pedantic(run_subject, setup=run_others, rounds=rounds)
+        run_others()  # after the subject's last turn
     finally:
         gc.enable()
-    if benchmark.stats is None:  # --benchmark-disable: one run, not timed by the plugin
+    if benchmark.stats is None:
         samples[subject].append(clock.time(steps[subject]))
     else:
         samples[subject].extend(benchmark.stats.stats.data)

@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.harness.record import Record
 from benchmarks.harness.table import growth
 from fastvit._output import write_file
-from fastvit.study._plot import draw
+from fastvit.study._peak import growth_exponent
+from fastvit.study._plot import Curves, draw
 
 FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
 
@@ -40,12 +41,19 @@ def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
     for theme, name in FILES.items():
         with rc_context({"svg.hashsalt": "fastvit"}):  # the same file in every run
             panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
-            caption = f"{where}; batch {shape['B']}, {shape['H']} heads"
+            caption = f"{where}; batch {shape['B']}, {shape['H']} heads" + _fitted(studies)
             figure = draw(panels, caption, theme, "peak memory of a training step")
             svg = io.BytesIO()
             figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
         write_file(folder / name, svg.getvalue())
     return [folder / name for name in FILES.values()]
+
+
+def _fitted(studies: dict[str, Curves]) -> str:
+    """Which sizes the exponents are of."""
+    fits = {growth_exponent(*curve) for curves in studies.values() for curve in curves.values()} - {None}
+    ranges = {f"{fit.first} to {fit.last}" for fit in fits if fit}
+    return f"; exponents: from N = {', '.join(sorted(ranges))}" * bool(ranges)
 
 
 if __name__ == "__main__":

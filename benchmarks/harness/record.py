@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import platform
 import re
 import shutil
@@ -21,7 +20,8 @@ from fastvit.ops._library import wants_triton
 @dataclass
 class Provider:
     """One provider's figures; `skipped` says why there are none. On a GPU `time` is that of the GPU, from a graph's
-    replays where there can be a graph; `remark` says why there was none."""
+    replays where there can be a graph; `remark` says why there was none. `over_fused` is the interval of this
+    provider's time over fused's, by `timing.paired_interval` from the rounds that they share."""
 
     time: Quantiles | None = None
     peak_bytes: int | None = None
@@ -30,6 +30,8 @@ class Provider:
     skipped: str = ""
     remark: str = ""
     called: Quantiles | None = None  # of a call in a steady loop, host and GPU together; on a GPU only
+    over_fused: tuple[float, float] | None = None
+    called_over_fused: tuple[float, float] | None = None
 
 
 @dataclass
@@ -59,9 +61,9 @@ class Record:
         return {name: value / own for name, value in values.items()} if own else {}
 
     def told_apart(self, name: str) -> bool:
-        """Whether the provider's median differs from fused's by more than both medians' uncertainty."""
-        times = [self.providers[key].time for key in (name, "fused")]
-        return abs(math.log(self.time_ratios()[name])) > math.hypot(*(t.uncertainty for t in times if t is not None))
+        """Whether the rounds say at 95 % which of the two is faster, and the printed ratio says the same."""
+        interval, ratio = self.providers[name].over_fused, self.time_ratios()[name]
+        return interval is not None and (min(interval[0], ratio) > 1 or max(interval[1], ratio) < 1)
 
     def share_of_ceiling(self, name: str, ceilings: Ceilings) -> float | None:
         """Of the limit that binds, 1.0 being all that the machine can do; None without a time."""

@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import dispatch, families, graph_tables, launch, low_precision, plot, table
+from benchmarks.harness import conditions, dispatch, families, graph_tables, launch, low_precision, plot, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings, Quantiles
@@ -39,14 +39,15 @@ about the Triton kernels' speed. `make results` draws the picture anew, too.
 
 
 def _record(data: dict[str, Any]) -> Record:
-    known = {f.name: data[f.name] for f in fields(Record)}
+    known = {f.name: data[f.name] for f in fields(Record) if f.name in data}
     known["providers"] = {name: _provider(p) for name, p in known["providers"].items()}
     return Record(**known)
 
 
 def _provider(data: dict[str, Any]) -> Provider:
     times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
-    return Provider(**{**data, **times})
+    intervals = {name: tuple(data[name]) for name in ("over_fused", "called_over_fused") if data.get(name)}
+    return Provider(**{**data, **times, **intervals})
 
 
 def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
@@ -58,11 +59,15 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
     if len(devices) > 1:
         raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
-    ceilings = Ceilings(*(max(i["ceilings"][f.name] for i in info) for f in fields(Ceilings)))
+    during = [conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run]  # a newer file
+    ceilings = conditions.best([*(Ceilings(**i["ceilings"]) for i in info), *(found.end for found in during)])
+    records = [_record(i) for i in info]
     commit = runs[0]["commit_info"]
     dirty = " with local changes" * commit["dirty"]
     when = f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{dirty}"
-    return [_record(i) for i in info], ceilings, [*table.header(info[0]["environment"], ceilings), when]
+    where = [*table.header(info[0]["environment"], ceilings), when]
+    where += [line for found in during for line in conditions.lines(found, records, ceilings)]
+    return records, ceilings, where
 
 
 def render(paths: Sequence[Path]) -> str:
@@ -95,10 +100,10 @@ def _folder(folder: Path) -> Iterator[str]:
             continue
         if found := json.loads(path.read_text())["benchmarks"]:
             runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
-    for dtype, paths in runs.items():
+    if (folder / plot.FILES["light"]).exists():
+        yield plot.picture(folder.name)
+    for dtype, paths in sorted(runs.items(), key=lambda run: run[0] != "float32"):
         yield f"## {folder.name}, {dtype}\n"
-        if (folder / plot.FILES["light"]).exists():
-            yield plot.picture(folder.name)
         yield render(paths)
     for name, function in special.items():
         if (folder / f"{name}.json").exists():
@@ -128,8 +133,9 @@ _OPS_HEAD = """\
 
 
 def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
-    """Forward and backward, one size of each op; "-" where the file has none."""
-    records = {(r.op, r.case): r for r in read([path])[0] if r.mode == "training"}
+    """Forward and backward, one size of each op, and where that was measured; "-" where the file has none."""
+    found, _, (where, versions, *rest) = read([path])
+    records = {(r.op, r.case): r for r in found if r.mode == "training"}
     lines = [_OPS_HEAD]
     for name, cases, fused, saved in _OPS:
         cells, size = ["-"] * 4, ""
@@ -138,7 +144,8 @@ def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
             cells += [table.ratio(record.memory_ratios().get(rival)) for rival in ("eager", "sdpa")]
             size = f", {record.case}"
         lines.append(f"| {' | '.join([f'`{name}`{size}', fused, saved, *cells])} |")
-    return "\n".join(lines)
+    marks = [f" **{line}.**" for line in rest if line.startswith(conditions.MARK)]
+    return "\n".join([*lines, "", f"Forward and backward. {where}, {versions}.{''.join(marks)}"])
 
 
 def with_ops(readme: str) -> str:

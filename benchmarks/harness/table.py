@@ -11,7 +11,7 @@ from benchmarks.harness.columns import WIDTH, make
 from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
-from fastvit.study._peak import exponent
+from fastvit.study._peak import LONG, growth_exponent
 
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
@@ -24,11 +24,13 @@ sdpa      the same with torch's scaled_dot_product_attention
 compile   the latter, or where an op has no attention the former, under torch.compile
 graph     the same under fastvit.compile, which puts fastvit's ops into the graph
 fused     fastvit
-ms        median of interleaved rounds
+ms        median of interleaved rounds, at least seven, their order random
 MB        the most that one step allocates at a time: activations, temporaries, results, gradients
 / fused   that provider's figure in the row over fused's: above 1 where fused is faster or smaller;
-          ~ where the rounds do not tell the two apart
-ceiling   share that fused reaches of what the machine's measured limits allow
+          ~ where the rounds do not tell the two apart at 95 %: the interval of the median of the
+          ratios, round by round, holds 1 (order statistics, for noise of any distribution)
+ceiling   share that fused reaches of what the machine's measured limits allow; for less than
+          134 MB the limit of bytes is a copy in the cache
 error     fused's against float64, over eager's + one ulp: at most 2 forward, 3 for gradients"""
 
 
@@ -39,9 +41,11 @@ def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
         f"torch {e['torch']}, triton {e['triton']}, python {e['python']}",
     ]
     if ceilings is not None:
+        cached = ceilings.cached_bytes_per_second
         lines.append(
             f"limits measured in this run: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
-            f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s"
+            + (f"copy in the cache {cached * 1e-9:,.0f} GB/s, " if cached else "")
+            + f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s"
         )
     return lines
 
@@ -93,7 +97,8 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
 
 
 def _as_called(r: Record) -> Record:
-    return replace(r, providers={name: replace(p, time=p.called) for name, p in r.providers.items()})
+    called = {name: replace(p, time=p.called, over_fused=p.called_over_fused) for name, p in r.providers.items()}
+    return replace(r, providers=called)
 
 
 def _time(p: Provider) -> str:
@@ -144,9 +149,9 @@ def _notes(records: Sequence[Record]) -> Iterator[str]:
 
 
 def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
-    """For the memory study: by op, by provider, token counts and peak bytes."""
+    """For the memory study: by op, by provider, token counts, the smallest first, and peak bytes."""
     curves: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
-    for r in records:
+    for r in sorted(records, key=lambda r: r.shape.get("N", 0)):
         for name, p in r.providers.items():
             if r.op.startswith("memory") and p.peak_bytes is not None:
                 tokens, peaks = curves.setdefault(r.op, {}).setdefault(name, ([], []))
@@ -156,14 +161,12 @@ def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], li
 
 
 def growth_lines(records: Sequence[Record]) -> list[str]:
-    """Fitted exponents of peak memory against N, over all points and over the largest three."""
+    """Fitted exponents of peak memory against N, and the sizes that they are fitted to."""
     lines = []
     for by_provider in growth(records).values():
         for name, (tokens, peaks) in by_provider.items():
-            fits = [
-                f"N^{exponent(tokens[-n:], peaks[-n:]):.2f} over N = {tokens[-n]}..{tokens[-1]}"
-                for n in sorted({len(tokens), 3}, reverse=True)
-                if n > 2 and len(tokens) >= n
-            ]
-            lines += [f"{name}: peak ~ {', '.join(fits)}"] * bool(fits)
+            if fit := growth_exponent(tokens, peaks):
+                lines.append(f"{name}: peak grows as N^{fit.exponent:.2f} from N = {fit.first} to {fit.last}")
+            else:
+                lines.append(f"{name}: no exponent, which needs three sizes, the largest of at least {LONG} tokens")
     return lines

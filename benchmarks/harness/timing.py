@@ -1,10 +1,12 @@
-"""Timing: a clock per device, interleaved rounds, the quantiles of what was measured, and the machine's ceilings."""
+"""Timing: a clock per device, rounds in random order, quantiles and intervals of what was measured, the machine's
+ceilings."""
 
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,8 +105,15 @@ def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: f
 
 def per_call(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1, rounds: int = 3) -> list[float]:
     """Seconds a call takes in a steady loop, host and device together, caches warm; one sample a loop."""
+    return per_call_in_turn({"": work}, device, seconds=seconds, rounds=rounds)[""]
 
-    def loop(count: int) -> float:
+
+def per_call_in_turn(
+    steps: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float = 0.1, rounds: int
+) -> dict[str, list[float]]:
+    """As `per_call`, for several: a loop of each in every round, in random order."""
+
+    def loop(work: Callable[[], object], count: int) -> float:
         _wait(device)
         start = time.perf_counter()
         for _ in range(count):
@@ -112,9 +121,26 @@ def per_call(work: Callable[[], object], device: torch.device, *, seconds: float
         _wait(device)
         return (time.perf_counter() - start) / count
 
-    loop(1)
-    count = int(np.clip(seconds / max(loop(2), 1e-9), 1, 2000))
-    return [loop(count) for _ in range(rounds)]
+    counts = {}
+    for name, work in steps.items():
+        loop(work, 1)
+        counts[name] = int(np.clip(seconds / max(loop(work, 2), 1e-9), 1, 2000))
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for names in orders(steps, rounds):
+        for name in names:
+            samples[name].append(loop(steps[name], counts[name]))
+    return samples
+
+
+def orders(names: Iterable[str], rounds: int) -> list[list[str]]:
+    """For each round an order of the names, drawn at random, the same in every run.
+
+    In a fixed order, or in one and its reverse by turns, the same function measured as two providers differed by up to
+    6 %: what ran before leaves caches and free memory in a state of its own. A random order favours none, so that the
+    sign of a round's difference is a fair coin wherever two providers are the same function.
+    """
+    draw, names = random.Random(0), list(names)
+    return [draw.sample(names, len(names)) for _ in range(rounds)]
 
 
 def _wait(device: torch.device) -> None:
@@ -137,34 +163,48 @@ class Quantiles:
     least: float
     rounds: int
 
-    @property
-    def uncertainty(self) -> float:
-        """Of the median, relative, at 95 %: two standard errors, were the samples normal; infinite below three."""
-        if self.rounds < 3:
-            return math.inf
-        deviation = (self.q80 - self.q20) / 1.683
-        return 2 * 1.253 * deviation / math.sqrt(self.rounds) / self.median
-
     @staticmethod
     def of(samples: Sequence[float]) -> Quantiles:
         q20, median, q80 = (float(q) for q in np.quantile(samples, (0.2, 0.5, 0.8)))
         return Quantiles(median, q20, q80, float(min(samples)), len(samples))
 
 
+def paired_interval(others: Sequence[float], own: Sequence[float]) -> tuple[float, float] | None:
+    """The interval that holds the median of other / own, pair by pair, with at least 95 %. None below six pairs, whose
+    range has less. Pairs with a NaN do not count.
+
+    Its ends are two of the ratios: the k-th smallest and the k-th largest, where k is the largest for which a fair coin
+    falls on one side fewer than k times with at most 2.5 %. So it leaves out 1 exactly where the sign test rejects it,
+    and holds its level for noise of any distribution.
+    """
+    ratios = sorted(a / b for a, b in zip(others, own, strict=True) if not math.isnan(a / b))
+    n, k, tail = len(ratios), 0, 1
+    while 40 * tail <= 2**n:
+        k += 1
+        tail += math.comb(n, k)
+    return (ratios[k - 1], ratios[n - k]) if k else None
+
+
+LARGE = 1 << 27  # bytes that a large copy reads; what moves fewer may find them in a cache
+
+
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached in this run: a large copy (read and written bytes), a large matmul in the dtype."""
+    """What this machine reached in this run: a large copy (read and written bytes), a large matmul in the dtype, and on
+    a CPU a copy within its caches."""
 
     bytes_per_second: float
     flops_per_second: float
+    cached_bytes_per_second: float | None = None  # a GPU's cache is cleared before every measurement
 
     def least_seconds(self, flops: float, moved: float) -> float:
-        return max(flops / self.flops_per_second, moved / self.bytes_per_second)
+        bandwidth = max(self.bytes_per_second, self.cached_bytes_per_second or 0.0 if moved < LARGE else 0.0)
+        return max(flops / self.flops_per_second, moved / bandwidth)
 
 
 def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
     gpu = clock.device.type == "cuda"
-    source = torch.zeros((1 << 30) if gpu else (1 << 27), dtype=torch.int8, device=clock.device)
+    source = torch.zeros((1 << 30) if gpu else LARGE, dtype=torch.int8, device=clock.device)
     target = torch.empty_like(source)
     n = 8192 if gpu else 1024
     a, b = (torch.randn(n, n, device=clock.device).to(dtype) for _ in range(2))
@@ -173,5 +213,8 @@ def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
         warm(work, clock, calls=10_000 if gpu else 2, seconds=WARM_SECONDS)
         return min(measured([clock.time(work) for _ in range(15)]))  # the most that the machine can do
 
-    copy = best(lambda: target.copy_(source))
-    return Ceilings(2 * source.nbytes / copy, 2 * n**3 / best(lambda: torch.mm(a, b)))
+    def copy(count: int) -> float:
+        return 2 * count / best(lambda: target[:count].copy_(source[:count]))
+
+    cached = None if gpu else max(copy(1 << shift) for shift in (18, 20, 22))
+    return Ceilings(copy(source.numel()), 2 * n**3 / best(lambda: torch.mm(a, b)), cached)

@@ -7,6 +7,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,3 +72,26 @@ def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) ->
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """p of the least-squares fit values = c * sizes**p, in logarithms."""
     return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
+
+
+LONG = 1000  # tokens, below which gradients of parameters and what grows linearly are most of a peak
+
+
+class Growth(NamedTuple):
+    """The exponent of a peak that grows as N**exponent from N = first to N = last."""
+
+    exponent: float
+    first: int
+    last: int
+
+
+def growth_exponent(tokens: Sequence[int], peaks: Sequence[float]) -> Growth | None:
+    """The exponent at the three largest sizes, for text and pictures alike; None if there are fewer, or none of LONG.
+
+    Args:
+        tokens: in ascending order.
+        peaks: bytes over what was allocated before, one for each.
+    """
+    if len(tokens) < 3 or tokens[-1] < LONG:
+        return None
+    return Growth(exponent(tokens[-3:], peaks[-3:]), tokens[-3], tokens[-1])

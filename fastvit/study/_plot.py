@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastvit.study._peak import exponent
+from fastvit.study._peak import growth_exponent
 
 COLOURS = {
     "light": {"eager": "#cf222e", "sdpa": "#8250df", "compile": "#9a6700", "fused": "#1a7f37"}
@@ -76,7 +76,8 @@ def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> N
 
 
 def _label(name: str, tokens: list[int], peaks: list[int]) -> str:
-    slope = f", $\\mathregular{{N^{{{exponent(tokens[-3:], peaks[-3:]):.2f}}}}}$" if len(tokens) > 2 else ""
+    fit = growth_exponent(tokens, peaks)
+    slope = f", $\\mathregular{{N^{{{fit.exponent:.2f}}}}}$" if fit else ""
     return f"{NAMES[name]} {_size(peaks[-1])}{slope}"
 
 

@@ -1,0 +1,79 @@
+"""What the machine was like during a run: its load, and its limits at the start and at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from benchmarks.harness.record import Record
+from benchmarks.harness.timing import Ceilings
+
+SHARE = 1.05  # of the limits: with more than this, the limits were measured while something else ran
+MARK = "BUSY"  # begins the line that marks a run
+DRIFT = 0.10  # of a limit, between start and end
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """load: how many processes ran or waited to run, on average over a minute; None where the system does not say."""
+
+    start: Ceilings
+    end: Ceilings
+    load_before: float | None
+    load_after: float | None
+    cores: int | None
+
+    @property
+    def best(self) -> Ceilings:
+        return best([self.start, self.end])
+
+    @staticmethod
+    def read(data: dict[str, Any]) -> Conditions:
+        """From a result file."""
+        return Conditions(**{**data, "start": Ceilings(**data["start"]), "end": Ceilings(**data["end"])})
+
+
+def load() -> float | None:
+    """That of the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def best(several: Sequence[Ceilings]) -> Ceilings:
+    """The most that the machine reached in any of several measurements."""
+    known = {f.name: [v for c in several if (v := getattr(c, f.name)) is not None] for f in fields(Ceilings)}
+    return Ceilings(**{name: max(values) for name, values in known.items() if values})
+
+
+def lines(found: Conditions, records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
+    """The load, and what marks the run: a limit that moved, a share of the limits that cannot be."""
+    if found.load_before is not None and found.load_after is not None:
+        yield (
+            f"load of the last minute {found.load_before:.1f} before the run, {found.load_after:.1f} after it, "
+            f"on {found.cores} cores"
+        )
+    reasons = [*_drifts(found), *_impossible(records, ceilings)]
+    if reasons:
+        yield f"{MARK}: the machine was not this run's alone, or changed its speed; do not cite these times"
+        yield from (f"      {reason}" for reason in reasons)
+
+
+def _drifts(found: Conditions) -> Iterator[str]:
+    names = {"bytes_per_second": "large copy", "flops_per_second": "matmul", "cached_bytes_per_second": "cached copy"}
+    for field, name in names.items():
+        start, end = getattr(found.start, field), getattr(found.end, field)
+        if start and end and abs(end / start - 1) > DRIFT:
+            yield f"{name} at the end {end / start - 1:+.0%} against the start"
+
+
+def _impossible(records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
+    shares = [
+        (share, f"{r.op} {r.case}, {r.mode}, {name}")
+        for r in records
+        for name in r.providers
+        if (share := r.share_of_ceiling(name, ceilings)) is not None and share > SHARE
+    ]
+    if shares:
+        most, what = max(shares)
+        yield f"{what} at {most:.0%} of the limits" + f", and {len(shares) - 1} more" * (len(shares) > 1)
