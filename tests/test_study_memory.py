@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
 from fastvit.ops import _library
-from fastvit.study import _measured, _sources
+from fastvit.study import _measured, _plan, _scaled_plan, _sources
 from fastvit.study._allocations import Allocations, as_on
 from fastvit.study._block import first_block
-from fastvit.study._memory import _largest
+from fastvit.study._memory import Search, _largest
 from fastvit.study._plan import Setting, plan
 
 GPU_PLAN = pytest.param("cuda", marks=pytest.mark.skipif(not _library.HAVE_TRITON, reason="triton is not installed"))
@@ -219,6 +219,44 @@ def test_a_budget():
     assert peaks[0].planned.peak <= budget < peaks[1].planned.peak
     assert size == 48
     assert study.largest_batch(SMALL, 1 << 16, **options) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", [SMALL, TIMM, "study_models:of_registers"])
+def test_a_search_traces_few_steps(name, batch, monkeypatch):
+    """One for all that it searches, one more for each that it finds; and those of one image."""
+    traced = []
+
+    def counted(*args, **options):
+        traced.append(args)
+        return run(*args, **options)
+
+    run = _plan.run
+    monkeypatch.setattr(_plan, "run", counted)
+    monkeypatch.setattr(_scaled_plan, "run", counted)
+    budget, size = 512 << 20, 64
+    search = Search(name, provider="eager", device="cpu")
+    found = tuple(search.largest_batch(budget, px) for px in (size, 2 * size))
+    found = *found, search.largest_image(budget, batch)
+    assert found[0] > found[1] > 1
+    assert len(traced) == 4 + (batch == 1)
+    more = found[0] + 1, found[1] + 1, found[2] + _sources.find(name).patch_size[0]
+    for (first, second, px), fits in ((found, True), (more, False)):
+        for side, images in ((size, first), (2 * size, second), (px, batch)):
+            peak = plan(_sources.find(name), "eager", (side, side), images, Setting(), gpu=False).parts.peak
+            assert (peak <= budget) is fits
+
+
+def test_a_search_that_cannot_scale(monkeypatch):
+    """A model of one size; and a plan that differs from the scaled one, as of functions that go by size."""
+    options = {"provider": "fused", "device": "cpu"}
+    batch = study.largest_batch("study_models:of_one_size", 64 << 20, **options)
+    assert batch == study.largest_batch(TIMM, 64 << 20, **options) > 1
+    with pytest.raises(ValueError, match="takes no image_size"):
+        study.largest_image("study_models:of_one_size", 64 << 20, **options)
+    parts = _scaled_plan.ScaledPlan.parts
+    monkeypatch.setattr(_scaled_plan.ScaledPlan, "parts", lambda self, size, b: parts(self, size, 2 * b))
+    assert study.largest_batch(TIMM, 64 << 20, **options) == batch
 
 
 @pytest.mark.parametrize(

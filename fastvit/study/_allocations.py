@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -86,12 +87,16 @@ class Allocations(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # half of all calls, of fake tensors
+            return args[0].fake_device
         if (tokens := _TOKENS.get(func)) is not None:
             self.tokens = self.tokens or tokens(*args)
         if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             return 0  # a seed, the only thing that an op reads; fakes have no values
         if func in _library.IMPLEMENTATIONS:
             out = self.look_into(func, args)
+        elif _changes_nothing(func, args):  # most of an optimizer's step
+            return args[0] if isinstance(args[0], Tensor) else None
         else:
             out = func(*args, **(kwargs or {}))
             self.see(out)
@@ -166,6 +171,19 @@ class Allocations(TorchDispatchMode):
 
     def bytes_of(self, numbers: Iterable[int]) -> int:
         return sum(self.blocks[number].nbytes for number in numbers)
+
+
+def _changes_nothing(func: Any, args: Any) -> bool:
+    """Whether func computes in place, element by element, on tensors of the meta device, which have no values."""
+    if not _is_in_place(func):
+        return False
+    return all(t.is_meta for t in ([args[0]] if isinstance(args[0], Tensor) else args[0]))
+
+
+@functools.cache
+def _is_in_place(func: Any) -> bool:
+    name = func._schema.name
+    return name.endswith("_") and (torch.Tag.pointwise in func.tags or name.startswith("aten::_foreach_"))
 
 
 @contextlib.contextmanager

@@ -88,8 +88,9 @@ def block(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     built = subject.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
     one, B = first_block(built), 2
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu=True), torch.enable_grad():
-        without_data(built)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    without_data(built, fakes)
+    with fakes, as_on(gpu=True), torch.enable_grad():
         seen = _Steps(gpu=True)
         pixels = images(B, size, DTYPES[dtype], channels(built))
         given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fastvit._arguments import Pair, checked_pair
 from fastvit.study import _measured
+from fastvit.study._models import prefix_tokens
 from fastvit.study._peak import exponent
 from fastvit.study._plan import Parts, Setting, plan
+from fastvit.study._scaled_plan import ScaledPlan, traced_at
 from fastvit.study._sources import find
 from fastvit.study._subject import PROVIDERS, Subject
 
@@ -151,10 +154,8 @@ def largest_batch(
     Raises:
         ValueError, FileNotFoundError, ImportError: as `memory`.
     """
-    subject, one = find(model), _setting(**setting)
-    size, patch = subject.sizes(image_size, patch_size)
-    gpu = checked_device(device) == "cuda"
-    return _largest(lambda b: plan(subject, provider, size, b, one, gpu=gpu, patch_size=patch).parts.peak, budget)
+    search = Search(model, patch_size=patch_size, provider=provider, device=device, **setting)
+    return search.largest_batch(budget, image_size)
 
 
 def largest_image(
@@ -170,18 +171,66 @@ def largest_image(
         provider: "eager", "sdpa" or "fused".
         setting: mode, dtype, optimizer, checkpointing of `memory`.
     """
-    subject, one = find(model), _setting(**setting)
-    height, width = subject.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
-    _check_batch(batch)
-    if height != width:
-        raise ValueError(f"the patches of {model} must be square, got {(height, width)}")
-    gpu, patch = checked_device(device) == "cuda", (height, width)
+    search = Search(model, patch_size=patch_size, provider=provider, device=device, **setting)
+    return search.largest_image(budget, batch)
 
-    def peak(patches: int) -> int:
-        size = patches * height
-        return plan(subject, provider, (size, size), batch, one, gpu=gpu, patch_size=patch).parts.peak
 
-    return height * _largest(peak, budget)
+class Search:
+    """`largest_batch` and `largest_image` of one model, provider and setting, by one scaled plan for all of them. What
+    it finds is planned once more by itself; where the two differ, so is every number that is tried."""
+
+    def __init__(
+        self, model: str, *, patch_size: Pair | None = None, provider: str = "fused", device: str | None = None,
+        **setting: object,
+    ) -> None:  # fmt: skip
+        self.subject, self.setting, self.provider = find(model), _setting(**setting), provider
+        self.patch = self.subject.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
+        self.gpu = checked_device(device) == "cuda"
+        self._traced: dict[bool, ScaledPlan | None] = {}
+
+    def largest_batch(self, budget: int, image_size: Pair | None = None) -> int:
+        size, _ = self.subject.sizes(image_size, self.patch)
+        return self._largest(lambda n: (size, n), self._scaled(one=False) if size[0] == size[1] else None, budget)
+
+    def largest_image(self, budget: int, batch: int = 8) -> int:
+        _check_batch(batch)
+        side, width = self.patch
+        if side != width:
+            raise ValueError(f"the patches of {self.subject.name} must be square, got {self.patch}")
+        return side * self._largest(lambda n: ((n * side, n * side), batch), self._scaled(one=batch == 1), budget)
+
+    def _largest(
+        self, step: Callable[[int], tuple[tuple[int, int], int]], scaled: ScaledPlan | None, budget: int
+    ) -> int:
+        """The largest n whose step(n), image size and batch, is within the budget."""
+
+        def peak(n: int) -> int:
+            size, batch = step(n)
+            options: dict[str, Any] = {"gpu": self.gpu, "patch_size": self.patch}
+            return plan(self.subject, self.provider, size, batch, self.setting, **options).parts.peak
+
+        if scaled is not None:
+            found = _largest(lambda n: scaled.parts(step(n)[0][0], step(n)[1]).peak, budget)
+            if found > 1 and peak(found) == scaled.parts(step(found)[0][0], step(found)[1]).peak:
+                return found
+        return _largest(peak, budget)
+
+    def _scaled(self, one: bool) -> ScaledPlan | None:
+        """The plan of one image, or of several; None for a model that cannot be traced at the size that this takes."""
+        if one not in self._traced:
+            self._traced[one] = self._trace(one)
+        return self._traced[one]
+
+    def _trace(self, one: bool) -> ScaledPlan | None:
+        if self.patch[0] != self.patch[1]:
+            return None
+        try:
+            model = self.subject.on_meta(self.provider, patch_size=self.patch)
+            at = traced_at(model, prefix_tokens(self.subject, model, self.subject.image_size, self.patch))
+            at = at._replace(batch=1) if one else at
+            return ScaledPlan(self.subject, self.provider, self.patch[0], self.setting, at, gpu=self.gpu)
+        except ValueError:
+            return None
 
 
 def image_size(model: str) -> tuple[int, int]:

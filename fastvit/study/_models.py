@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
@@ -170,12 +170,7 @@ def _cost(
     model = subject.on_meta("fused", image_size, patch_size).to(_DTYPE).train()
     with torch.device("meta"):
         images = _subject.images(batch, image_size, _DTYPE, _subject.channels(model))
-    grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
-    prefix = getattr(model, "num_prefix_tokens", None)
-    if prefix is None:
-        prefix = _tokens(subject, image_size, patch_size) - grid
-    if prefix < 0:
-        raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
+    prefix = prefix_tokens(subject, model, image_size, patch_size)
     parameters = _parameters.by_part(model)
     outputs: list[Tensor] = []
     with subject.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
@@ -185,6 +180,24 @@ def _cost(
     flops = counter.get_total_flops()
     bound = None if gpu is None else _hardware.bound(gpu, flops, least)
     return ModelCost(subject.name, image_size, patch_size, batch, prefix, parameters, flops, saved, least, bound)
+
+
+def prefix_tokens(
+    subject: _subject.Subject, model: nn.Module, image_size: tuple[int, int], patch_size: tuple[int, int]
+) -> int:
+    """Tokens before the patches. model: of these sizes; one that does not say runs as far as its first block.
+
+    Raises:
+        ValueError: a model of which none are seen, or fewer than patches.
+    """
+    said: int | None = getattr(model, "num_prefix_tokens", None)
+    if said is not None:
+        return said
+    grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
+    prefix = _tokens(subject, image_size, patch_size) - grid
+    if prefix < 0:
+        raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
+    return prefix
 
 
 def _tokens(subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from fastvit.study import _subject
@@ -22,6 +21,7 @@ MODES = ("train", "infer")
 OPTIMIZERS = ("adamw", "sgd", "none")
 DTYPES = _subject.DTYPES | {"amp": torch.float32}  # of parameters
 DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,6 @@ class Step:
             self.optimizer = torch.optim.SGD(self.parameters, momentum=0.9, **options)
         if setting.checkpointing and setting.mode == "train":
             _checkpoint(model)
-        self.autocast = partial(
-            torch.autocast, images.device.type, torch.bfloat16, enabled=setting.dtype == "amp", cache_enabled=True
-        )
 
     def make_state(self) -> None:
         """The optimizer's state, as an earlier step leaves it."""
@@ -126,22 +123,30 @@ class Step:
         return [*self.model.parameters(), *self.model.buffers(), *self.state(), self.images]
 
     def forward(self) -> Tensor:
-        with self.autocast():
+        device, amp = self.images.device.type, self.setting.dtype == "amp"
+        with torch.autocast(device, torch.bfloat16, enabled=amp, cache_enabled=True):
             out = output_of(self.model(self.images))
         return out.float().square().mean() if self.setting.mode == "train" else out
 
-    def run(self, reached: Callable[[str], None] = lambda what: None) -> None:
-        """The step. reached: called behind the "forward" and the "backward" pass."""
-        if self.setting.mode == "infer":
-            with torch.no_grad():
-                out = self.forward()
-            reached("forward")
-            del out
-            return
-        loss = self.forward()
+    def run(self) -> None:
+        """The whole step."""
+        loss = self.passes()  # which lives until the step is done, as in a loop of training
+        self.update()
+        del loss
+
+    def passes(self, reached: Callable[[str], None] = lambda what: None) -> Tensor:
+        """The loss after the forward and the backward pass, or what the model returns in inference. reached: called
+        after the "forward" and after the "backward" pass."""
+        with torch.set_grad_enabled(self.setting.mode == "train"):
+            out = self.forward()
         reached("forward")
-        loss.backward()
-        reached("backward")
+        if self.setting.mode == "train":
+            out.backward()
+            reached("backward")
+        return out
+
+    def update(self) -> None:
+        """The optimizer's step."""
         if self.optimizer is not None:
             self.optimizer.step()
 
@@ -178,22 +183,36 @@ def run(
     subject: Subject, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, *, gpu: bool,
     patch_size: tuple[int, int] | None = None,
 ) -> Run:  # fmt: skip
-    """What `plan` reads the parts from."""
-    model = subject.on_meta(provider, image_size, patch_size).to(DTYPES[setting.dtype])
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
-        without_data(model)
-        seen = Allocations(gpu)
-        step = Step(model, images(batch, image_size, DTYPES[setting.dtype], channels(model)), setting, gpu)
-        weights = set(seen.see([*model.parameters(), *model.buffers()]))
-        inputs = set(seen.see(step.images))
+    """What `plan` reads the parts from. The passes run on fake tensors, which say that they are on a CPU. They share
+    storages with tensors on the meta device, where the optimizer's ops in place need not run."""
+    dtype = DTYPES[setting.dtype]
+    model = subject.on_meta(provider, image_size, patch_size).to("meta", dtype)
+    with torch.device("meta"):
+        step = Step(model, images(batch, image_size, dtype, channels(model)), setting, gpu)
+    seen = Allocations(gpu)
+    weights = set(seen.see([*model.parameters(), *model.buffers()]))
+    inputs = set(seen.see(step.images))
+    with seen:
         step.make_state()
-        optimizer = set(seen.see(step.state()))
+    optimizer = set(seen.see(step.state()))
+    begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = without_data(model, fakes)
+    step.images = FakeTensor(fakes, step.images, _CPU)
+    with fakes, as_on(gpu), torch.enable_grad(), contextlib.ExitStack() as stack:
         if gpu:
             stack.enter_context(_FunctionsOfAGpu())
-        begin, ends = len(seen.events), dict[str, tuple[int, set[int]]]()
         with seen, subject.running():
-            step.run(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
-            gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
+            loss = step.passes(lambda what: ends.update({what: (len(seen.events), seen.alive())}))
+    for p in step.parameters:
+        if (grad := fake[p].grad) is not None:
+            p.grad = torch.empty(0, dtype=p.dtype, device="meta").set_(
+                grad.untyped_storage(), 0, p.shape, grad.stride()
+            )
+    with seen:
+        step.update()
+    del loss
+    gradients = set(seen.see([p.grad for p in step.parameters if p.grad is not None]))
     if not seen.tokens:
         raise ValueError(f"no attention is seen in {subject.name}: it is no ViT")
     matrices = {n for n, block in enumerate(seen.blocks) if seen.is_attention_matrix(block)}
@@ -205,21 +224,19 @@ def run(
     return Run(seen, begin, list(ends.values())[-1][0], groups)
 
 
-def without_data(model: nn.Module) -> None:
-    """Parameters, buffers and other tensors of modules on the meta device become fake ones on the CPU."""
+def without_data(model: nn.Module, fakes: FakeTensorMode) -> dict[Tensor, Tensor]:
+    """Parameters, buffers and other tensors of modules on the meta device become fake ones on the CPU, of the same
+    storages. Returns {tensor on the meta device: fake tensor}."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                if p not in made:
-                    made[p] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
-                module._parameters[name] = made[p]  # type: ignore[assignment]
-        for others in (module._buffers, vars(module)):
-            for name, b in others.items():
-                if isinstance(b, Tensor):
-                    if b not in made:
-                        made[b] = torch.empty(b.shape, dtype=b.dtype)
-                    others[name] = made[b]
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for name, t in tensors.items():
+                if isinstance(t, Tensor):
+                    if t not in made:
+                        fake = FakeTensor(fakes, t.detach().to("meta"), _CPU)
+                        made[t] = nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
+                    tensors[name] = made[t]  # type: ignore[assignment]
+    return made
 
 
 class _FunctionsOfAGpu(TorchFunctionMode):
