@@ -1,7 +1,7 @@
 """Low precision on a CPU: one image through ViT-B/16 and a trained DINOv2 ViT-S/14 in float32, bfloat16 and int8.
 
     python -m benchmarks.harness.low_precision benchmarks/results/cpu/low_precision.json
-    python -m benchmarks.harness.low_precision FILE --quick    # 7 rounds, nothing compiled
+    python -m benchmarks.harness.low_precision FILE --quick    # 7 rounds of ViT-B/16, nothing compiled
 
 eager: timm's model; accelerate: the same after `fastvit.accelerate`; compile: the same under torch.compile with
 inductor; ONNX Runtime: the same exported by torch.onnx.export. int8: linear layers with int8 weights, and inputs that
@@ -132,8 +132,9 @@ def _onnx(model: nn.Module, image: Tensor) -> Iterator[Variant]:
     options.intra_op_num_threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         paths = {precision: Path(folder, f"{precision}.onnx") for precision in ("float32", "int8")}
-        exported = {"dynamo": True, "opset_version": 23, "external_data": False, "verbose": False}
-        torch.onnx.export(model, (image,), paths["float32"], **exported)
+        torch.onnx.export(
+            model, (image,), paths["float32"], dynamo=True, opset_version=23, external_data=False, verbose=False
+        )
         graph = onnx.load(paths["float32"])
         graph.graph.ClearField("value_info")  # shapes of weights that quantize_dynamic transposes, and then checks
         quantize_dynamic(graph, paths["int8"], op_types_to_quantize=["MatMul"])
@@ -236,7 +237,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the result file, JSON")
     parser.add_argument("--rounds", type=int, help="default: 15, with --quick 7")
-    parser.add_argument("--quick", action="store_true", help="compile nothing")
+    parser.add_argument("--quick", action="store_true", help="the first model only, nothing compiled")
     chosen = parser.parse_args(arguments)
     rounds = chosen.rounds or (7 if chosen.quick else 15)
     versions = {name: load(name).__version__ for name in ("timm", "onnxruntime")}
@@ -251,8 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
     models = {}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.ao is deprecated
-        for name, make_model in MODELS.items():
-            models[name] = measure(make_model().eval().requires_grad_(False), rounds, compiled)
+        for name in [*MODELS][: 1 if chosen.quick else None]:
+            print(name, flush=True)
+            models[name] = measure(MODELS[name]().eval().requires_grad_(False), rounds, compiled)
     where = environment(torch.device("cpu"), torch.float32) | {"instructions": _instructions()}
     results = {
         "commit": commit(), "date": now()[:10], "environment": where, "versions": versions, "rounds": rounds,
