@@ -39,3 +39,7 @@ set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
 gelu_ = _find("_C._nn.gelu_")  # what F.gelu is made of; F has no form in place
 flash_attention = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 flash_attention_backward = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
+fused_sdp_choice = _find("_fused_sdp_choice")
+softmax_backward = _find("_softmax_backward_data")
+is_avx512_bf16_supported = _find("cpu._is_avx512_bf16_supported")
+is_amx_tile_supported = _find("cpu._is_amx_tile_supported")

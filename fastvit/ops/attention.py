@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _decompositions
-from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like, lse_shape
+from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like, empty_like, lse_shape
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
+    choose_backend,
     differentiable_once,
     needs_autograd,
     register,
@@ -103,8 +104,9 @@ class _Attention(FusedFunction):
         if do is None:
             return (None,) * 7
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        dmask = mask_gradient(*arguments) if ctx.needs_input_grad[3] else None
-        return *differentiable_once("attention", attention_bwd, *arguments), dmask, None, None, None
+        if not ctx.needs_input_grad[3]:
+            return *differentiable_once("attention", attention_bwd, *arguments), None, None, None, None
+        return *differentiable_once("attention", bwd_with_mask, *arguments), None, None, None
 
 
 class _AttentionQkvPacked(_Attention):
@@ -117,14 +119,43 @@ class _AttentionQkvPacked(_Attention):
         if do is None:
             return (None,) * 5
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
-        dmask = mask_gradient(do, *arguments[1].unbind(2), *arguments[2:]) if ctx.needs_input_grad[1] else None
-        return differentiable_once("attention_qkvpacked", attention_qkvpacked_bwd, *arguments), dmask, None, None, None
+        name = "attention_qkvpacked"
+        if not ctx.needs_input_grad[1]:
+            return differentiable_once(name, attention_qkvpacked_bwd, *arguments), None, None, None, None
+        return *differentiable_once(name, qkvpacked_bwd_with_mask, *arguments), None, None, None
 
 
-def mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
-    """rest: the arguments of `attention_bwd` behind the mask"""
+def bwd_with_mask(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any, out: tuple[Tensor, ...] = (),
+    backend: Any = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`attention_bwd`, whose arguments `rest` are those after the mask, and the mask's gradient. ATen computes the
+    weights once for both. out: where dq, dk and dv are written, if no dispatcher looks on."""
+    backend = backend or choose_backend(do, q, k, v, mask)
+    if backend == "aten":
+        arguments: Any = do, q, k, v, mask, *rest, *out
+        return aten.attention_bwd_with_mask(*arguments)
+    dmask = _mask_gradient(do, q, k, v, mask, *rest)
+    return *attention_bwd(do, q, k, v, mask, *rest, *out, backend=backend), dmask
+
+
+def qkvpacked_bwd_with_mask(
+    do: Tensor, qkv: Tensor, mask: Tensor, *rest: Any, backend: Any = None
+) -> tuple[Tensor, ...]:
+    """As `bwd_with_mask`, with one packed gradient of qkv."""
+    backend = backend or choose_backend(do, qkv, mask)
+    if backend == "aten":
+        dqkv = empty_like(qkv)
+        arguments: Any = do, *qkv.unbind(2), mask, *rest, *dqkv.unbind(2)
+        return dqkv, aten.attention_bwd_with_mask(*arguments)[3]
+    dmask = _mask_gradient(do, *qkv.unbind(2), mask, *rest)
+    return attention_qkvpacked_bwd(do, qkv, mask, *rest, backend=backend), dmask
+
+
+def _mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
     rows = mask.expand(-1, -1, q.shape[1], -1)  # autograd sums what was expanded
-    return differentiable_once("attention", attention_mask_bwd, do, q, k, v, rows, *rest)
+    dmask: Tensor = attention_mask_bwd(do, q, k, v, rows, *rest)
+    return dmask
 
 
 # ---- public functions ----
@@ -189,8 +220,8 @@ def attention(
             stored, and is drawn again in the backward pass; the Triton and the ATen path draw different ones.
 
     Returns:
-        (B, N, H, d), contiguous, q's dtype; under autocast its dtype. float64, dropout on the CPU, and there the
-        gradient of attn_mask, need O(N^2) memory. A NaN in one row of q makes that row NaN and no other.
+        (B, N, H, d), contiguous, q's dtype; under autocast its dtype. A NaN in one row of q makes that row NaN and
+        no other.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.

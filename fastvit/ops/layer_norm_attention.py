@@ -26,9 +26,10 @@ from fastvit.ops.attention import (
     attention_fwd,
     attention_qkvpacked_bwd,
     attention_qkvpacked_fwd,
+    bwd_with_mask,
     checked_mask,
     checked_scale,
-    mask_gradient,
+    qkvpacked_bwd_with_mask,
 )
 from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_fwd, norm_backward
@@ -101,8 +102,10 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     if of_qk[0] is not None:
         dqkv, dqk, dmask = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o, wants[9], backend)
     else:
-        dqkv = attention_qkvpacked_bwd(do, qkv, *attention, backend=backend)
-        dmask = mask_gradient(do, *qkv.unbind(2), *attention) if wants[9] else None
+        if wants[9]:
+            dqkv, dmask = qkvpacked_bwd_with_mask(do, qkv, *attention, backend=backend)
+        else:
+            dqkv = attention_qkvpacked_bwd(do, qkv, *attention, backend=backend)
     del do, qkv, attended, attention
     if sin is not None and of_qk[0] is None:
         heads = dqkv.flatten(2, 3)
@@ -133,8 +136,11 @@ def _backward_of_normed(
     # where nothing could tell, both ops write into the packed gradient, the second in the place of what it reads
     packed = None if backend == "dispatcher" else empty_like(qkv)
     out: Any = () if packed is None else packed.unbind(2)
-    dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
-    dmask = mask_gradient(do, *normed, v, *attention) if want_mask else None
+    dmask = None
+    if want_mask:
+        dq, dk, dv, dmask = bwd_with_mask(do, *normed, v, *attention, out=out, backend=backend)
+    else:
+        dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
     del normed
     options = o.qk_eps, o.qk_rms, q_bias is not None, o.interleaved
     arguments = dq, dk, q, k, q_weight, k_weight, sin, cos, *options, *out[:2]
