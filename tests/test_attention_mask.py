@@ -17,6 +17,7 @@ from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from test_attention import DTYPES
 
 from fastvit import ops
+from fastvit.ops.aten import attention as aten
 
 registered = torch.ops.fastvit
 
@@ -91,6 +92,25 @@ def test_heads_that_share_keys(dtype, kv_heads, backend, device):
 
 def test_a_mask_and_shared_keys(backend, device):
     check(made(2, 18, 4, 16, 2, device=device), drawn(1, 4, 18, 18, kind=torch.float32, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_blocks_of_scores(kv_heads, dtype, device, monkeypatch):
+    """On ATen: several samples, heads or queries at a time change neither a value, nor what is dropped, nor a gradient,
+    the mask's among them, which samples share."""
+    tensors = made(3, 20, 4, 16, kv_heads, dtype, device=device)
+    tensors["attn_mask"] = drawn(4, 20, 20, kind=torch.float32, device=device)
+    runs = []
+    for scores in (3 * 4 * 400, 2 * 4 * 400, 2 * 400, 7 * 20, 1):
+        monkeypatch.setattr(aten, "_BYTES", scores * 4)
+        with ops.use_backend("aten"):
+            torch.manual_seed(3)
+            o = ops.attention(**tensors, dropout_p=0.3)
+            runs.append((o, *torch.autograd.grad(o, list(tensors.values()), tensors["q"].detach())))
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], atol=tolerance, rtol=tolerance)
 
 
 def test_packed(backend, device):
