@@ -68,7 +68,6 @@ def attention_fwd(
     for at, keys, parts in _blocks(q, k):
         qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
         for rows in parts:
-            kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
             p, base, weight = _softmax(_scores(qb, kb, mask, at, rows), mask)
             of_lse = lse[(*at, ..., rows)]
             if is_added(mask):
@@ -76,7 +75,10 @@ def attention_fwd(
             else:
                 torch.sub(base, weight.log(), out=of_lse)
             p = p.to(qb.dtype)
-            ob = p @ vb if kept is None else (p.mul_(kept) @ vb).mul_(1.0 / (1.0 - dropout_p))
+            if words is None:
+                ob = p @ vb
+            else:
+                ob = (p.mul_(_kept(words, at, rows, dropout_p, p.dtype)) @ vb).mul_(1.0 / (1.0 - dropout_p))
             o[at[0], rows, at[1]] = ob.transpose(1, 2)
     return o, lse
 
@@ -233,7 +235,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     """softmax(scores), zeros in rows all of minus infinity, which only a mask makes; and of each row a score with its
     weight, (b, H, rows): the first key's, or the largest where that tells too little."""
     p = scores.softmax(-1)
-    score, weight = scores[..., 0], p[..., 0]
+    score, weight = scores[..., 0].clone(), p[..., 0].clone()  # a view would keep all scores alive
     if not bool((weight > _SMALL).all()):
         score, weight = scores.amax(-1), p.amax(-1)
         if mask is not None:
