@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
     from fastvit.graph import compile
     from fastvit.integrations import accelerate, accelerated, restore
-    from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed
+    from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed, RMSNorm
     from fastvit.vit import VisionTransformer
     from fastvit.zoo import create_model, list_models
 
@@ -23,6 +23,7 @@ __all__ = [
     "LayerScale",
     "Mlp",
     "PatchEmbed",
+    "RMSNorm",
     "VisionTransformer",
     "__version__",
     "accelerate",
@@ -42,7 +43,7 @@ __version__: str
 _OF = {
     "fastvit.graph": ("compile",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),
-    "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed"),
+    "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed", "RMSNorm"),
     "fastvit.vit": ("VisionTransformer",),
     "fastvit.zoo": ("create_model", "list_models"),
 }

@@ -73,13 +73,6 @@ def check_heads(dim_name: str, dim: Any, num_heads: Any) -> None:
     check_head_dim(f"head_dim = {dim_name} / num_heads = {dim} / {num_heads}", dim // num_heads)
 
 
-def check_norm_layer(norm_layer: Any, **wanted: bool) -> None:
-    """wanted: what makes norms of it, by name."""
-    for name, on in wanted.items():
-        if on and norm_layer is None:
-            raise ValueError(f"{name}=True needs norm_layer, got None")
-
-
 def check_hidden(dim_name: str, dim: int, mlp_ratio: Any, name: str = "mlp_ratio") -> None:
     """The MLP's width, int(dim * mlp_ratio)."""
     meaning = f"a finite number with {dim_name} * {name} >= 1, where {dim_name} = {dim}"

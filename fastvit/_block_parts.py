@@ -15,7 +15,6 @@ from fastvit._arguments import Device, Dtype, check_factory, check_init_values, 
 from fastvit._modules import read_or_none, submodules
 
 ActLayer = Callable[[], nn.Module]
-NormLayer = Callable[..., nn.Module]
 Layer = Callable[..., nn.Module]
 
 

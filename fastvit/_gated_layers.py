@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fastvit import fuse, readers
 from fastvit._arguments import Device, Dtype, by_name, check_factory, check_flags, check_integers, check_rates
 from fastvit._modules import read_or_none
+from fastvit._norms import NormLayer, checked_norm_layer
 
 GATES: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
 
@@ -20,11 +21,12 @@ class _GatedMlp(nn.Module):
 
     def _add_rest(
         self, hidden: int, out_features: int, act_layer: str | Callable[[], nn.Module],
-        norm_layer: Callable[..., nn.Module] | None, bias: bool, drop: float, device: Device, dtype: Dtype,
+        norm_layer: str | NormLayer | None, bias: bool, drop: float, device: Device, dtype: Dtype,
     ) -> None:  # fmt: skip
         self.act = by_name("act_layer", act_layer, GATES)()
         self.drop1 = nn.Dropout(drop)
-        self.norm = nn.Identity() if norm_layer is None else norm_layer(hidden, device=device, dtype=dtype)
+        norm = checked_norm_layer(norm_layer)
+        self.norm = nn.Identity() if norm is None else norm(hidden, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
@@ -67,7 +69,7 @@ class SwiGLU(_GatedMlp):
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
-        act_layer: str | Callable[[], nn.Module] = "silu", norm_layer: Callable[..., nn.Module] | None = None,
+        act_layer: str | Callable[[], nn.Module] = "silu", norm_layer: str | NormLayer | None = None,
         bias: bool = True, drop: float = 0.0, align_to: int = 0, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -104,7 +106,7 @@ class GluMlp(_GatedMlp):
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
-        act_layer: str | Callable[[], nn.Module] = "sigmoid", norm_layer: Callable[..., nn.Module] | None = None,
+        act_layer: str | Callable[[], nn.Module] = "sigmoid", norm_layer: str | NormLayer | None = None,
         bias: bool = True, drop: float = 0.0, *, gate_last: bool = True, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastvit import ops, readers
-from fastvit._arguments import Device, Dtype, check_factory, check_integers, check_number
+from fastvit._arguments import Device, Dtype, by_name, check_factory, check_integers, check_number
+
+NormLayer = Callable[..., nn.Module]
 
 
 def _check(eps: float, device: Device, dtype: Dtype, **channels: int) -> None:
@@ -34,7 +38,7 @@ class LayerNorm(nn.LayerNorm):
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class RmsNorm(nn.Module):
+class RMSNorm(nn.Module):
     """(..., D) -> (..., D) by `fastvit.ops.rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), always with `weight`.
 
     Args:
@@ -61,4 +65,17 @@ class RmsNorm(nn.Module):
         return f"{self.normalized_shape[0]}, eps={self.eps}"
 
 
-readers.NORM |= {LayerNorm, RmsNorm}
+NORM_LAYERS: dict[str, NormLayer] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}  # timm's names
+
+
+def checked_norm_layer(norm_layer: Any, **wanted: bool) -> Any:
+    """The class that an argument norm_layer is or names; None only if none of `wanted`, which need one, is true."""
+    if norm_layer is not None:
+        return by_name("norm_layer", norm_layer, NORM_LAYERS)
+    for name, on in wanted.items():
+        if on:
+            raise ValueError(f"{name}=True needs norm_layer, got None")
+    return None
+
+
+readers.NORM |= {LayerNorm, RMSNorm}

@@ -17,13 +17,12 @@ from fastvit._arguments import (
     check_heads,
     check_hidden,
     check_init_values,
-    check_norm_layer,
     check_number,
     check_rates,
 )
-from fastvit._block_parts import ACT_LAYERS, ActLayer, DropPath, LayerScale, NormLayer, attend
+from fastvit._block_parts import ACT_LAYERS, ActLayer, DropPath, LayerScale, attend
 from fastvit._modules import read_or_none
-from fastvit._norms import LayerNorm
+from fastvit._norms import NORM_LAYERS, LayerNorm, NormLayer
 
 
 class ParallelScalingBlock(nn.Module):
@@ -46,7 +45,7 @@ class ParallelScalingBlock(nn.Module):
         init_values: LayerScale's, None for none.
         drop_path: the probability that a sample's branches are dropped, both together, in [0, 1].
         act_layer: a class, or a name as in `Mlp`; with one that the ops do not know, the submodules run one by one.
-        norm_layer: a class or partial.
+        norm_layer: a class or partial, "layernorm" or "rmsnorm".
         mlp_layer, attn_layer, depth: not used, as in timm.
         fuse_out_proj: one layer out of both, `out_proj`, in place of `attn_out_proj` and `mlp_out_proj`.
         device, dtype: of the parameters.
@@ -56,7 +55,7 @@ class ParallelScalingBlock(nn.Module):
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, qk_norm: bool = False,
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False, proj_bias: bool = True, proj_drop: float = 0.0,
         attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
-        act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm, mlp_layer: Any = None,
+        act_layer: str | ActLayer = "gelu", norm_layer: str | NormLayer = LayerNorm, mlp_layer: Any = None,
         attn_layer: Any = None, depth: int = 0, fuse_out_proj: bool = False,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
@@ -68,8 +67,8 @@ class ParallelScalingBlock(nn.Module):
         check_init_values(init_values)
         check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
         check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
-        check_norm_layer(norm_layer, qk_norm=qk_norm)
         check_factory(device, dtype)
+        norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         act = by_name("act_layer", act_layer, ACT_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden = int(dim * mlp_ratio)
@@ -77,12 +76,10 @@ class ParallelScalingBlock(nn.Module):
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.in_split = [hidden, dim, dim, dim]
-        self.in_norm = norm_layer(dim, **factory)
+        self.in_norm = norm(dim, **factory)
         self.in_proj = nn.Linear(dim, sum(self.in_split), bias=qkv_bias, **factory)
         self.mlp_bias = None if qkv_bias else nn.Parameter(torch.empty(hidden, **factory))
-        self.q_norm, self.k_norm = (
-            norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity() for _ in range(2)
-        )
+        self.q_norm, self.k_norm = (norm(self.head_dim, **factory) if qk_norm else nn.Identity() for _ in range(2))
         self.attn_drop = nn.Dropout(attn_drop)
         self.mlp_drop = nn.Dropout(proj_drop)
         self.mlp_act = act()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from fastvit._arguments import (
     checked_statistics,
 )
 from fastvit._modules import read_or_none, submodules
+from fastvit._norms import NormLayer, checked_norm_layer
 from fastvit._positions import resample_patch_embed
 from fastvit.ops._checks import check_image
 from fastvit.ops.patch_embed import normalized
@@ -32,7 +33,7 @@ class PatchEmbed(nn.Module):
         patch_size, in_chans, embed_dim, bias: of the convolution.
         mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
-        norm_layer: a norm of the patches, without positions, as `norm`.
+        norm_layer: a norm of the patches, without positions, as `norm`: a class, "layernorm" or "rmsnorm".
         dynamic_img_pad: pad the image with zeros, below and on the right, to a multiple of patch_size.
     """
 
@@ -42,7 +43,7 @@ class PatchEmbed(nn.Module):
         self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
         strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
-        *, norm_layer: Callable[..., nn.Module] | None = None, dynamic_img_pad: bool = False,
+        *, norm_layer: str | NormLayer | None = None, dynamic_img_pad: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_integers(1, in_chans=in_chans, embed_dim=embed_dim)
@@ -57,7 +58,7 @@ class PatchEmbed(nn.Module):
             in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
         )
         if norm_layer is not None:
-            self.norm = norm_layer(embed_dim, device=device, dtype=dtype)
+            self.norm = checked_norm_layer(norm_layer)(embed_dim, device=device, dtype=dtype)
 
     def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
         """Set the expected (H, W), the patch size, or both; `proj.weight` is resampled to another patch size.

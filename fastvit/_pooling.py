@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fastvit import fuse, readers
-from fastvit._arguments import Device, Dtype, check_choice, check_factory, check_hidden, check_integers
+from fastvit._arguments import Device, Dtype, by_name, check_choice, check_factory, check_hidden, check_integers
 from fastvit._modules import read_or_none, submodules
+from fastvit._norms import NORM_LAYERS, LayerNorm, NormLayer
 from fastvit.fuse import Half
-from fastvit.layers import ActLayer, LayerNorm, Mlp, NormLayer
+from fastvit.layers import ActLayer, Mlp
 
 POOLS = ("", "avg", "avgmax", "max", "token", "map")
 
@@ -51,13 +52,13 @@ class AttentionPoolLatent(nn.Module):
         num_heads: a divisor of D.
         mlp_ratio: width of the MLP as a multiple of D.
         qkv_bias: whether `q` and `kv` have one.
-        norm_layer, act_layer: a class or partial; a class, or a name as in `Mlp`.
+        norm_layer, act_layer: classes or partials, or names as in `Mlp`.
         device, dtype: of the parameters.
     """
 
     def __init__(
         self, in_features: int, num_heads: int = 8, mlp_ratio: float = 4.0, qkv_bias: bool = True,
-        norm_layer: NormLayer = LayerNorm, act_layer: str | ActLayer = "gelu",
+        norm_layer: str | NormLayer = LayerNorm, act_layer: str | ActLayer = "gelu",
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -65,13 +66,14 @@ class AttentionPoolLatent(nn.Module):
         check_integers(1, in_features=D)
         check_pool_size("num_heads", num_heads, "mlp_ratio", mlp_ratio, "in_features", D)
         check_factory(device, dtype)
+        norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.latent = nn.Parameter(torch.empty(1, 1, D, **factory))
         self.q = nn.Linear(D, D, bias=qkv_bias, **factory)
         self.kv = nn.Linear(D, 2 * D, bias=qkv_bias, **factory)
         self.proj = nn.Linear(D, D, **factory)
-        self.norm = norm_layer(D, **factory)
+        self.norm = norm(D, **factory)
         self.mlp = Mlp(D, int(D * mlp_ratio), act_layer=act_layer, **factory)
         self.init_weights()
 

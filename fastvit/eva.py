@@ -16,10 +16,10 @@ from fastvit._arguments import (
     check_number,
     check_rates,
 )
+from fastvit._norms import NORM_LAYERS, NormLayer
 from fastvit.eva_layers import EvaBlock, EvaBlockPostNorm
-from fastvit.layers import NormLayer
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
-from fastvit.vit import NORM_LAYERS, VisionTransformer
+from fastvit.vit import VisionTransformer
 
 __all__ = ["Eva"]
 

@@ -19,13 +19,13 @@ from fastvit._arguments import (
     check_hidden,
     check_init_values,
     check_integers,
-    check_norm_layer,
     check_number,
     check_rates,
 )
 from fastvit._block_parts import attend
 from fastvit._modules import read_or_none
-from fastvit.layers import ACT_LAYERS, ActLayer, DropPath, LayerNorm, Mlp, NormLayer, SwiGLU, SwiGLUPacked
+from fastvit._norms import NORM_LAYERS, LayerNorm, NormLayer, checked_norm_layer
+from fastvit.layers import ACT_LAYERS, ActLayer, DropPath, Mlp, SwiGLU, SwiGLUPacked
 
 __all__ = ["AttentionRope", "EvaAttention", "EvaBlock", "EvaBlockPostNorm"]
 
@@ -40,7 +40,7 @@ class EvaAttention(nn.Module):
         qkv_fused: one layer for q, k and v, whose biases are parameters of their own, or three.
         num_prefix_tokens: tokens in front of the patches, which have no rotary position.
         attn_drop, proj_drop: dropout of the probabilities, and behind the projection; in [0, 1).
-        norm_layer: for scale_norm and qk_norm.
+        norm_layer: for scale_norm and qk_norm: a class (or partial), "layernorm" or "rmsnorm".
         scale_norm: norm_layer(dim) as `norm` in front of the projection.
         rotate_half: how heads are rotated: by halves, as in DINOv3, or by neighbours.
         device, dtype: of the parameters.
@@ -49,14 +49,15 @@ class EvaAttention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = True, qkv_fused: bool = True, num_prefix_tokens: int = 1,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: NormLayer | None = None, scale_norm: bool = True,
-        rotate_half: bool = False, device: Device = None, dtype: Dtype = None, *, qk_norm: bool = False,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: str | NormLayer | None = None,
+        scale_norm: bool = True, rotate_half: bool = False, device: Device = None, dtype: Dtype = None,
+        *, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_integers(0, num_prefix_tokens=num_prefix_tokens)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
-        check_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
+        norm = checked_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
         check_factory(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
@@ -65,10 +66,10 @@ class EvaAttention(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
         self.rotate_half = rotate_half
         self._make_projections(dim, qkv_bias, qkv_fused, factory)
-        of_heads = norm_layer if qk_norm and norm_layer is not None else lambda *_, **__: nn.Identity()
+        of_heads = norm if qk_norm else lambda *_, **__: nn.Identity()
         self.q_norm, self.k_norm = of_heads(self.head_dim, **factory), of_heads(self.head_dim, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm_layer(dim, **factory) if scale_norm and norm_layer is not None else nn.Identity()
+        self.norm = norm(dim, **factory) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -157,7 +158,7 @@ class EvaBlock(nn.Module):
         drop_path: the probability that a sample's branch is dropped, in [0, 1].
         init_values: initial value of gamma_1 and gamma_2, None for none.
         act_layer: of an MLP that is not gated: a class, or a name as in `Mlp`.
-        norm_layer: a class or partial.
+        norm_layer: a class or partial, "layernorm" or "rmsnorm".
         device, dtype: of the parameters.
     """
 
@@ -166,7 +167,7 @@ class EvaBlock(nn.Module):
         swiglu_mlp: bool = False, swiglu_align_to: int = 0, scale_mlp: bool = False, scale_attn_inner: bool = False,
         num_prefix_tokens: int = 1, attn_type: str = "eva", rotate_half: bool = False, proj_drop: float = 0.0,
         attn_drop: float = 0.0, drop_path: float = 0.0, init_values: float | None = None,
-        act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
+        act_layer: str | ActLayer = "gelu", norm_layer: str | NormLayer = LayerNorm,
         device: Device = None, dtype: Dtype = None, *, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -177,18 +178,19 @@ class EvaBlock(nn.Module):
         check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         check_factory(device, dtype)
         act = by_name("act_layer", act_layer, ACT_LAYERS)
+        norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm1 = norm_layer(dim, **factory)
+        self.norm1 = norm(dim, **factory)
         self.attn = ATTENTION[attn_type](
             dim, num_heads, qkv_bias=qkv_bias, qkv_fused=qkv_fused, num_prefix_tokens=num_prefix_tokens,
-            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, scale_norm=scale_attn_inner,
+            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm, scale_norm=scale_attn_inner,
             rotate_half=rotate_half, qk_norm=qk_norm, **factory,
         )  # fmt: skip
         self.init_values = init_values
         self.gamma_1 = self._gamma(dim, factory)
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.norm2 = norm_layer(dim, **factory)
-        hidden, inner_norm = int(dim * mlp_ratio), norm_layer if scale_mlp else None
+        self.norm2 = norm(dim, **factory)
+        hidden, inner_norm = int(dim * mlp_ratio), norm if scale_mlp else None
         options: dict[str, Any] = {"norm_layer": inner_norm, "drop": proj_drop, **factory}
         self.mlp: nn.Module
         if not swiglu_mlp:

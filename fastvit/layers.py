@@ -24,14 +24,13 @@ from fastvit._arguments import (
     check_hidden,
     check_init_values,
     check_integers,
-    check_norm_layer,
     check_number,
     check_rates,
 )
-from fastvit._block_parts import ACT_LAYERS, ActLayer, DropPath, Layer, LayerScale, NormLayer, QuickGELU, attend
+from fastvit._block_parts import ACT_LAYERS, ActLayer, DropPath, Layer, LayerScale, QuickGELU, attend
 from fastvit._gated_layers import GluMlp, SwiGLU, SwiGLUPacked
 from fastvit._modules import read_or_none, submodules
-from fastvit._norms import LayerNorm, RmsNorm
+from fastvit._norms import NORM_LAYERS, LayerNorm, NormLayer, RMSNorm, checked_norm_layer
 from fastvit._parallel_block import ParallelScalingBlock
 from fastvit._patch_embed import PatchEmbed
 
@@ -46,6 +45,7 @@ __all__ = [
     "ParallelScalingBlock",
     "PatchEmbed",
     "QuickGELU",
+    "RMSNorm",
     "ResPostBlock",
     "RmsNorm",
     "SwiGLU",
@@ -67,29 +67,29 @@ class Attention(nn.Module):
         scale_norm: norm_layer(dim) as `norm` in front of the projection (Wang et al. 2022, arXiv:2210.06423).
         qk_norm: norm_layer(D / H) as `q_norm` and `k_norm` of q's and k's heads (Dehghani et al. 2023,
             arXiv:2302.05442).
-        norm_layer: for scale_norm and qk_norm.
+        norm_layer: for scale_norm and qk_norm: a class (or partial), "layernorm" or "rmsnorm".
     """
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
-        *, scale_norm: bool = False, qk_norm: bool = False, norm_layer: NormLayer | None = None,
+        *, scale_norm: bool = False, qk_norm: bool = False, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
-        check_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
+        norm = checked_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
         check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
-        if qk_norm and norm_layer is not None:
-            self.q_norm = norm_layer(self.head_dim, device=device, dtype=dtype)
-            self.k_norm = norm_layer(self.head_dim, device=device, dtype=dtype)
+        if qk_norm:
+            self.q_norm = norm(self.head_dim, device=device, dtype=dtype)
+            self.k_norm = norm(self.head_dim, device=device, dtype=dtype)
         self.attn_drop = nn.Dropout(attn_drop)
-        if scale_norm and norm_layer is not None:
-            self.norm = norm_layer(dim, device=device, dtype=dtype)
+        if scale_norm:
+            self.norm = norm(dim, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -121,13 +121,14 @@ class Mlp(nn.Module):
         bias: whether both layers have one.
         drop: dropout behind the activation and behind fc2, in [0, 1).
         device, dtype: of the parameters.
-        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2: three ops then, where it is otherwise one.
+        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, a class or a name as in `Attention`; three
+            ops then, where it is otherwise one.
     """
 
     def __init__(
         self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
         act_layer: str | ActLayer = "gelu", bias: bool = True, drop: float = 0.0,
-        device: Device = None, dtype: Dtype = None, *, norm_layer: NormLayer | None = None,
+        device: Device = None, dtype: Dtype = None, *, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         hidden_features = in_features if hidden_features is None else hidden_features
@@ -136,11 +137,12 @@ class Mlp(nn.Module):
         check_rates(drop=drop)
         check_factory(device, dtype)
         act = by_name("act_layer", act_layer, ACT_LAYERS)
+        norm = checked_norm_layer(norm_layer)
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
         self.act = act()
         self.drop1 = nn.Dropout(drop)
-        if norm_layer is not None:
-            self.norm = norm_layer(hidden_features, device=device, dtype=dtype)
+        if norm is not None:
+            self.norm = norm(hidden_features, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
 
@@ -185,7 +187,7 @@ class Block(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
-        act_layer: str | ActLayer = "gelu", norm_layer: NormLayer = LayerNorm,
+        act_layer: str | ActLayer = "gelu", norm_layer: str | NormLayer = LayerNorm,
         device: Device = None, dtype: Dtype = None, *, scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
         mlp_layer: str | Layer = Mlp, attn_layer: str | Layer = Attention, depth: int = 0, qk_norm: bool = False,
     ) -> None:  # fmt: skip
@@ -201,20 +203,21 @@ class Block(nn.Module):
         check_number("drop_path", drop_path, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
         check_factory(device, dtype)
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
+        norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         own = {"depth": depth} if "depth" in inspect.signature(attention).parameters else {}
         own |= {"qk_norm": True} if qk_norm else {}
-        self.norm1 = norm_layer(dim, **factory)
+        self.norm1 = norm(dim, **factory)
         self.attn = attention(
             dim, num_heads=num_heads, qkv_bias=qkv_bias, scale_norm=scale_attn_norm, proj_bias=proj_bias,
-            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm_layer, **own, **factory,
+            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm, **own, **factory,
         )  # fmt: skip
         self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.norm2 = norm_layer(dim, **factory)
+        self.norm2 = norm(dim, **factory)
         self.mlp = mlp(
             in_features=dim, hidden_features=int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop,
-            norm_layer=norm_layer if scale_mlp_norm else None, **factory,
+            norm_layer=norm if scale_mlp_norm else None, **factory,
         )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
@@ -254,6 +257,8 @@ class ResPostBlock(Block):
         x = x + self.drop_path1(self.norm1(self.attn(x)))
         return x + self.drop_path2(self.norm2(self.mlp(x)))
 
+
+RmsNorm = RMSNorm  # timm's name of PyTorch's
 
 # What reads timm's modules reads ours
 readers.ATTENTION.add(Attention)

@@ -69,13 +69,20 @@ class RMSNorm(nn.Module):
 NORMS: dict[str, Layer] = {"layernorm": partial(nn.LayerNorm, eps=1e-6), "rmsnorm": RMSNorm}
 
 
+def make_norm(norm_layer: str | Layer | None, dim: int, **factory: Any) -> nn.Module:
+    """A norm of a class or of a name in NORMS; None for an identity."""
+    if norm_layer is None:
+        return nn.Identity()
+    return (NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer)(dim, **factory)
+
+
 class PatchEmbed(nn.Module):
     """Equation 1: an image is a sequence of patches, each flattened and projected to D. As a convolution whose stride
     is its kernel size. (B, C, H, W) -> (B, h*w, D)."""
 
     def __init__(
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
-        norm_layer: Layer | None = None, **factory: Any,
+        norm_layer: str | Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
@@ -83,7 +90,7 @@ class PatchEmbed(nn.Module):
         self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
         self.num_patches = self.grid_size[0] * self.grid_size[1]
         self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, **factory)
-        self.norm = norm_layer(embed_dim, **factory) if norm_layer else nn.Identity()
+        self.norm = make_norm(norm_layer, embed_dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.proj(x).flatten(2).transpose(1, 2))
@@ -94,8 +101,8 @@ class Attention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Layer | None = None,
-        qk_norm_layer: Layer | None = None, **factory: Any,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: str | Layer | None = None,
+        qk_norm_layer: str | Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % num_heads:
@@ -104,10 +111,10 @@ class Attention(nn.Module):
         self.head_dim = dim // num_heads
         self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
-        self.q_norm = qk_norm_layer(self.head_dim, **factory) if qk_norm_layer else nn.Identity()
-        self.k_norm = qk_norm_layer(self.head_dim, **factory) if qk_norm_layer else nn.Identity()
+        self.q_norm = make_norm(qk_norm_layer, self.head_dim, **factory)
+        self.k_norm = make_norm(qk_norm_layer, self.head_dim, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm_layer(dim, **factory) if norm_layer else nn.Identity()
+        self.norm = make_norm(norm_layer, dim, **factory)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -129,13 +136,13 @@ class Mlp(nn.Module):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: Layer = nn.GELU, bias: bool = True,
-        drop: float = 0.0, norm_layer: Layer | None = None, **factory: Any,
+        drop: float = 0.0, norm_layer: str | Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
-        self.norm = norm_layer(hidden_features, **factory) if norm_layer else nn.Identity()
+        self.norm = make_norm(norm_layer, hidden_features, **factory)
         self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
@@ -175,17 +182,17 @@ class Block(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
-        act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"],
+        act_layer: Layer = nn.GELU, norm_layer: str | Layer = NORMS["layernorm"],
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: Layer = Mlp, qk_norm: bool = False,
         **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm1 = norm_layer(dim, **factory)
+        self.norm1 = make_norm(norm_layer, dim, **factory)
         inner, of_heads = norm_layer if scale_attn_norm else None, norm_layer if qk_norm else None
         self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, inner, of_heads, **factory)
         self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.norm2 = norm_layer(dim, **factory)
+        self.norm2 = make_norm(norm_layer, dim, **factory)
         inner = norm_layer if scale_mlp_norm else None
         self.mlp = mlp_layer(
             dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, norm_layer=inner, **factory
@@ -226,7 +233,7 @@ class ParallelScalingBlock(nn.Module):
     def __init__(
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
-        act_layer: Layer = nn.GELU, norm_layer: Layer = NORMS["layernorm"],
+        act_layer: Layer = nn.GELU, norm_layer: str | Layer = NORMS["layernorm"],
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: Layer | None = None,
         qk_norm: bool = False, fuse_out_proj: bool = False, **factory: Any,
     ) -> None:  # fmt: skip
@@ -236,11 +243,11 @@ class ParallelScalingBlock(nn.Module):
         self.num_heads, self.head_dim, hidden = num_heads, dim // num_heads, int(dim * mlp_ratio)
         self.scale = self.head_dim**-0.5
         self.widths = [hidden, dim, dim, dim]
-        self.in_norm = norm_layer(dim, **factory)
+        self.in_norm = make_norm(norm_layer, dim, **factory)
         self.in_proj = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **factory)
         self.mlp_bias = None if qkv_bias else nn.Parameter(torch.zeros(hidden, **factory))
-        self.q_norm = norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity()
-        self.k_norm = norm_layer(self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.q_norm = make_norm(norm_layer, self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.k_norm = make_norm(norm_layer, self.head_dim, **factory) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.mlp_act = act_layer()
         self.mlp_drop = nn.Dropout(proj_drop)
@@ -295,7 +302,7 @@ class AttentionPoolLatent(nn.Module):
     """Attention of one learnt query to the tokens, a projection, then x + Mlp(LN(x)). (B, N, D) -> (B, D)."""
 
     def __init__(
-        self, dim: int, num_heads: int, mlp_ratio: float, norm_layer: Layer, act_layer: Layer, **factory: Any
+        self, dim: int, num_heads: int, mlp_ratio: float, norm_layer: str | Layer, act_layer: Layer, **factory: Any
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -304,7 +311,7 @@ class AttentionPoolLatent(nn.Module):
         self.q = nn.Linear(dim, dim, **factory)
         self.kv = nn.Linear(dim, 2 * dim, **factory)
         self.proj = nn.Linear(dim, dim, **factory)
-        self.norm = norm_layer(dim, **factory)
+        self.norm = make_norm(norm_layer, dim, **factory)
         self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, **factory)
         nn.init.trunc_normal_(self.latent, std=dim**-0.5)
 
@@ -344,8 +351,7 @@ class VisionTransformer(nn.Module):
         if (mean is None) != (std is None):
             raise ValueError(f"mean and std must both be given or both be None, got mean={mean} and std={std}")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer
-        embed_norm = NORMS[embed_norm_layer] if isinstance(embed_norm_layer, str) else embed_norm_layer
+        norm = partial(make_norm, norm_layer)
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
         block = BLOCKS[block_fn] if isinstance(block_fn, str) else block_fn
         if fc_norm is None:
@@ -358,7 +364,9 @@ class VisionTransformer(nn.Module):
         self.mean, self.std = mean, std
         self.grad_checkpointing = False
 
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm, **factory)
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm_layer, **factory
+        )
         n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None

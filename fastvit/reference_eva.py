@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit.reference import Attention, DropPath, Layer, Mlp, Size, VisionTransformer
+from fastvit.reference import Attention, DropPath, Layer, Mlp, Size, VisionTransformer, make_norm
 
 
 class SwiGLU(nn.Module):
@@ -21,7 +21,7 @@ class SwiGLU(nn.Module):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: Layer = nn.SiLU, bias: bool = True, drop: float = 0.0,
-        norm_layer: Layer | None = None, align_to: int = 0, **factory: Any,
+        norm_layer: str | Layer | None = None, align_to: int = 0, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if align_to:
@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
         self.fc1_x = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
-        self.norm = norm_layer(hidden_features, **factory) if norm_layer else nn.Identity()
+        self.norm = make_norm(norm_layer, hidden_features, **factory)
         self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
@@ -44,14 +44,14 @@ class SwiGLUPacked(nn.Module):
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: Layer = nn.SiLU, bias: bool = True, drop: float = 0.0,
-        norm_layer: Layer | None = None, **factory: Any,
+        norm_layer: str | Layer | None = None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         half = hidden_features // 2
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
-        self.norm = norm_layer(half, **factory) if norm_layer else nn.Identity()
+        self.norm = make_norm(norm_layer, half, **factory)
         self.fc2 = nn.Linear(half, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
@@ -65,8 +65,8 @@ class EvaAttention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int, bias: bool, k_bias: bool, fused: bool, num_prefix_tokens: int,
-        attn_drop: float, proj_drop: float, norm_layer: Layer | None, qk_norm_layer: Layer | None, rotate_half: bool,
-        **factory: Any,
+        attn_drop: float, proj_drop: float, norm_layer: str | Layer | None,
+        qk_norm_layer: str | Layer | None, rotate_half: bool, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads, self.num_prefix_tokens, self.rotate_half = num_heads, num_prefix_tokens, rotate_half
@@ -81,10 +81,9 @@ class EvaAttention(nn.Module):
             if bias and not k_bias:
                 self.q_bias = nn.Parameter(torch.zeros(dim, **factory))
                 self.v_bias = nn.Parameter(torch.zeros(dim, **factory))
-        of_heads = qk_norm_layer or (lambda *_, **__: nn.Identity())
-        self.q_norm, self.k_norm = of_heads(dim // num_heads, **factory), of_heads(dim // num_heads, **factory)
+        self.q_norm, self.k_norm = (make_norm(qk_norm_layer, dim // num_heads, **factory) for _ in range(2))
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm_layer(dim, **factory) if norm_layer else nn.Identity()
+        self.norm = make_norm(norm_layer, dim, **factory)
         self.proj = nn.Linear(dim, dim, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -120,20 +119,20 @@ class EvaBlock(nn.Module):
     """x + gamma_1 * Attention(LN(x)), then x + gamma_2 * Mlp(LN(x)). (B, N, D) -> (B, N, D)."""
 
     def __init__(
-        self, dim: int, num_heads: int, norm_layer: Layer, qkv_bias: bool, qkv_fused: bool, mlp_ratio: float,
+        self, dim: int, num_heads: int, norm_layer: str | Layer, qkv_bias: bool, qkv_fused: bool, mlp_ratio: float,
         swiglu_mlp: bool, swiglu_align_to: int, scale_mlp: bool, scale_attn_inner: bool, attn_type: str,
         num_prefix_tokens: int, rotate_half: bool, proj_drop: float, attn_drop: float, drop_path: float,
         init_values: float | None, qk_norm: bool = False, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm1 = norm_layer(dim, **factory)
+        self.norm1 = make_norm(norm_layer, dim, **factory)
         self.attn = EvaAttention(
             dim, num_heads, qkv_bias, qkv_bias and attn_type == "rope", qkv_fused, num_prefix_tokens, attn_drop,
             proj_drop, norm_layer if scale_attn_inner else None, norm_layer if qk_norm else None, rotate_half,
             **factory,
         )  # fmt: skip
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
-        self.norm2 = norm_layer(dim, **factory)
+        self.norm2 = make_norm(norm_layer, dim, **factory)
         hidden, inner = int(dim * mlp_ratio), norm_layer if scale_mlp else None
         self.mlp: nn.Module
         if not swiglu_mlp:

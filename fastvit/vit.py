@@ -28,14 +28,14 @@ from fastvit._arguments import (
 )
 from fastvit._head import Head
 from fastvit._modules import read_or_none, submodules
+from fastvit._norms import NORM_LAYERS, NormLayer
 from fastvit._parallel_block import check_left_out
 from fastvit._patch_dropout import PatchDropout
 from fastvit._patch_embed import PatchEmbed, join_tokens
 from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size
 from fastvit._positions import resample_abs_pos_embed
-from fastvit.layers import Attention, Block, LayerNorm, Mlp, ParallelScalingBlock, ResPostBlock, RmsNorm
+from fastvit.layers import Attention, Block, Mlp, ParallelScalingBlock, ResPostBlock
 
-NORM_LAYERS = {"layernorm": LayerNorm, "rmsnorm": RmsNorm}
 EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock}
 
@@ -95,9 +95,9 @@ class VisionTransformer(Head):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "", fix_init: bool = False,
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
-        embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | layers.NormLayer | None = None,
+        embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | NormLayer | None = None,
         mlp_layer: str | layers.Layer = Mlp, attn_layer: str | layers.Layer = Attention,
-        norm_layer: str | layers.NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
+        norm_layer: str | NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
         block_fn: str | Callable[..., nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None, qk_norm: bool = False,

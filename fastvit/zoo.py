@@ -29,7 +29,7 @@ from fastvit._arguments import check_known
 from fastvit._checkpoint_files import SUFFIXES, locate, one_state_dict
 from fastvit._checkpoint_hub import repository_of_tag
 from fastvit.eva import Eva
-from fastvit.layers import LayerNorm, RmsNorm
+from fastvit.layers import LayerNorm, RMSNorm
 from fastvit.vit import VisionTransformer
 
 Config = dict[str, Any]
@@ -114,7 +114,7 @@ def _radio(size: str, version: int, **more: Any) -> Config:
 
 
 def _aimv2(size: str, img_size: int) -> Config:
-    norm = partial(RmsNorm, eps=1e-5)
+    norm = partial(RMSNorm, eps=1e-5)
     return {
         "img_size": img_size, "patch_size": 14, "num_classes": 0, "depth": 24, **_AIMV2_SIZES[size],
         "class_token": False, "global_pool": "avg", "fc_norm": False, "qkv_bias": False, "proj_bias": False,

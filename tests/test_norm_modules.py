@@ -3,6 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from oracle import GRADIENT, assert_as_accurate, inputs
 from torch import Tensor, nn
 
 import fastvit
+from fastvit import eva_layers, layers, reference, reference_eva
+from fastvit._pooling import AttentionPoolLatent
 from fastvit.integrations._transformers_names import RMS_NORM
 
 D = 32
@@ -139,3 +142,33 @@ def test_a_hook_on_the_layer_beside_an_inner_norm(kind: str, device: torch.devic
     with pytest.warns(UserWarning, match=f"{kind} has hooks"):
         torch.testing.assert_close(model(image), want, rtol=1e-4, atol=1e-5)
     assert seen
+
+
+TAKES_NAMES: dict[str, Callable[..., nn.Module]] = {
+    "Attention": partial(fastvit.Attention, 32, 2, scale_norm=True, qk_norm=True),
+    "Mlp": partial(fastvit.Mlp, 32),
+    "SwiGLU": partial(layers.SwiGLU, 32),
+    "Block": partial(fastvit.Block, 32, 2, qk_norm=True, scale_mlp_norm=True),
+    "ParallelScalingBlock": partial(layers.ParallelScalingBlock, 32, 2, qk_norm=True),
+    "PatchEmbed": partial(fastvit.PatchEmbed, 16, 4, embed_dim=32),
+    "EvaAttention": partial(eva_layers.EvaAttention, 32, 2, qk_norm=True),
+    "EvaBlock": partial(eva_layers.EvaBlock, 32, 2, scale_mlp=True, swiglu_mlp=True),
+    "AttentionPoolLatent": partial(AttentionPoolLatent, 32, 2),
+    "reference.Attention": partial(reference.Attention, 32, 2, qk_norm_layer="rmsnorm"),
+    "reference.Block": partial(reference.Block, 32, 2, qk_norm=True, scale_mlp_norm=True),
+    "reference.ParallelScalingBlock": partial(reference.ParallelScalingBlock, 32, 2, qk_norm=True),
+    "reference.PatchEmbed": partial(reference.PatchEmbed, 16, 4, embed_dim=32),
+    "reference.SwiGLU": partial(reference_eva.SwiGLU, 32, 32),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_NAMES)
+def test_norm_layer_takes_names(name: str) -> None:
+    module = TAKES_NAMES[name](norm_layer="rmsnorm")
+    kinds = {type(m) for m in module.modules() if "norm" in type(m).__name__.lower()}
+    assert kinds == {reference.RMSNorm if name.startswith("reference") else fastvit.RMSNorm}
+    if not name.startswith("reference"):
+        with pytest.raises(
+            ValueError, match=r"norm_layer must be .* \['layernorm', 'rmsnorm'\], got 'rms_norm'; did you"
+        ):
+            TAKES_NAMES[name](norm_layer="rms_norm")

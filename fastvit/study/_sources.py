@@ -17,7 +17,7 @@ from torch import nn
 from fastvit import integrations, reference, zoo
 from fastvit._arguments import Pair, checked_pair
 from fastvit._zoo_eva import CONFIGS as EVAS
-from fastvit.layers import LayerNorm, RmsNorm
+from fastvit.layers import LayerNorm, RMSNorm
 from fastvit.reference_eva import Eva as ReferenceEva
 from fastvit.reference_eva import SwiGLU, SwiGLUPacked
 from fastvit.study import _baselines
@@ -25,7 +25,7 @@ from fastvit.study._subject import Subject, told
 
 _DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
 # The reference's classes for those that the zoo names
-_REFERENCE_NORMS = {LayerNorm: nn.LayerNorm, RmsNorm: reference.RMSNorm}
+_REFERENCE_NORMS = {LayerNorm: nn.LayerNorm, RMSNorm: reference.RMSNorm}
 _REFERENCE_MLPS = {"swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
 
