@@ -9,57 +9,70 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit import ops, readers
-from fastvit._arguments import Device, Dtype, by_name, check_factory, check_integers, check_number
+from fastvit import fuse, ops, readers
+from fastvit._arguments import Device, Dtype, by_name, check_factory, check_flags, check_integers, check_number
 
 NormLayer = Callable[..., nn.Module]
 
 
-def _check(eps: float, device: Device, dtype: Dtype, **channels: int) -> None:
+def _check(eps: float, device: Device, dtype: Dtype, elementwise_affine: bool, **channels: int) -> None:
+    check_flags(elementwise_affine=elementwise_affine)
     check_integers(1, **channels)
     check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
     check_factory(device, dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """(..., D) -> (..., D) by `fastvit.ops.layer_norm`, always with weight and bias.
+    """(..., D) -> (..., D) by `fastvit.ops.layer_norm`.
 
     Args:
         num_channels: D.
         eps: added to the variance; 1e-6 as timm's, where PyTorch's is 1e-5.
         device, dtype: of the parameters.
+        elementwise_affine: whether it has a weight and a bias; DiT's norms have neither.
     """
 
-    def __init__(self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
-        _check(eps, device, dtype, num_channels=num_channels)
-        super().__init__(num_channels, eps=eps, device=device, dtype=dtype)
+    def __init__(
+        self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None,
+        *, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        _check(eps, device, dtype, elementwise_affine, num_channels=num_channels)
+        super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return fuse.run_norm(x, ops.Norm(self.weight, self.bias, self.eps))
 
 
 class RMSNorm(nn.Module):
-    """(..., D) -> (..., D) by `fastvit.ops.rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467), always with `weight`.
+    """(..., D) -> (..., D) by `fastvit.ops.rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467).
 
     Args:
         channels: D.
         eps: added to the mean square.
         device, dtype: of the parameter.
+        elementwise_affine: whether it has a weight.
     """
 
-    def __init__(self, channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None) -> None:
+    def __init__(
+        self, channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None,
+        *, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        _check(eps, device, dtype, channels=channels)
+        _check(eps, device, dtype, elementwise_affine, channels=channels)
         self.normalized_shape = (channels,)
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
         self.reset_parameters()
 
+    weight: nn.Parameter | None
+
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return fuse.run_norm(x, readers.rms_norm(self.weight, self.eps))
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, eps={self.eps}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -74,8 +75,9 @@ class Mlp(NamedTuple):
 
 
 class Half(NamedTuple, Generic[Branch]):
-    """x + drop_path(layer_scale * branch(norm(x))). scale_by_keep: whether samples that drop_path keeps are divided by
-    1 - drop_path; row_scale: its draw, (B,), where that is made already and drop_path is 0."""
+    """x + drop_path(layer_scale * branch(norm(x))). norm: with the weight None for ones, and then the eps None for
+    PyTorch's; scale_by_keep: whether samples that drop_path keeps are divided by 1 - drop_path; row_scale: its draw,
+    (B,), where that is made already and drop_path is 0."""
 
     branch: Branch
     norm: Norm
@@ -108,7 +110,7 @@ def run_block(x: Tensor, block: Block, rotary: Rotary | None = None, attn_mask: 
 def run_attention_half(
     x: Tensor, half: Half[Attention], rotary: Rotary | None = None, attn_mask: Tensor | None = None
 ) -> Tensor:
-    attn, norm = half.branch, half.norm
+    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     qkv = attn.qkv
     if type(attn.proj) is Call or Call in map(type, qkv):  # `runs_in_steps`, without its call
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
@@ -134,7 +136,7 @@ def run_attention_half(
 
 def run_mlp_half(x: Tensor, half: Half[Mlp], residual: Tensor | None = None) -> Tensor:
     """residual: what the branch is added to, x if None."""
-    mlp, norm = half.branch, half.norm
+    mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     residual = x if residual is None else residual
     if Call in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (mlp.inner_norm is not None and runs_in_steps(mlp)):
         return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
@@ -153,7 +155,21 @@ def run_mlp_half(x: Tensor, half: Half[Mlp], residual: Tensor | None = None) -> 
 
 
 def run_norm(x: Tensor, norm: Norm) -> Tensor:
+    if norm.weight is None:
+        norm = _with_ones(x, norm)
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, norm=norm.kind)
+
+
+def _with_ones(x: Tensor, norm: Norm) -> Norm:
+    """A norm without weight, for x. The ones are made for the call: a buffer would hold garbage after `to_empty`, and
+    would have to follow x's dtype."""
+    eps = default_eps(x.dtype) if norm.eps is None else norm.eps
+    return Norm(x.new_ones(x.shape[-1]), None, eps, norm.kind)
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """PyTorch's for RMSNorm, of the dtype that F.rms_norm computes in."""
+    return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
 
 def run_attention(x: Tensor, attn: Attention, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:

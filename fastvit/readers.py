@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from fastvit import fuse
 from fastvit._modules import Classes, Unsupported, qualified_name, read_or_none, submodules
 from fastvit.fuse import Attention, Block, Branch, Call, Half, Layer, Linear, Mlp, Norm
 from fastvit.ops._activations import GATED
@@ -81,6 +81,8 @@ def read_qk_norm(
     if _left_out(attn, "q_norm", "k_norm"):
         return None
     q_norm, k_norm = map(read or read_norm, submodules(attn, q_norm=classes, k_norm=classes))
+    _check_has_weight("q_norm", q_norm)
+    _check_has_weight("k_norm", k_norm)
     if (q_norm.kind, q_norm.eps, q_norm.bias is None) != (k_norm.kind, k_norm.eps, k_norm.bias is None):
         raise Unsupported("q_norm and k_norm are of two kinds")
     return q_norm, k_norm
@@ -118,7 +120,14 @@ def read_inner_norm(branch: nn.Module) -> Norm | None:
     """Of `norm`, in front of the last layer, where there is one."""
     if _left_out(branch, "norm"):
         return None
-    return read_norm(*submodules(branch, norm=NORM))
+    norm = read_norm(*submodules(branch, norm=NORM))
+    _check_has_weight("norm", norm)
+    return norm
+
+
+def _check_has_weight(name: str, norm: Any) -> None:
+    if norm.weight is None:
+        raise Unsupported(f"{name} has no weight")
 
 
 def _read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> Half[Any]:
@@ -189,26 +198,22 @@ def _read_adapted(layer: Any) -> Layer:
 
 
 def read_norm(norm: Any) -> Norm:
-    """Of a class in NORM."""
+    """Of a class in NORM; its weight is None where the module has none."""
     if len(norm.normalized_shape) != 1:
         raise Unsupported("it normalises more than the last dimension")
     if norm.__dict__.get("_fast_norm"):
         raise Unsupported("timm's fast norm is on, which rounds otherwise")
     if isinstance(norm, nn.LayerNorm):
-        weight, bias = read_linear(norm)
-        if weight is None:
-            raise Unsupported("a LayerNorm without weight")
-        return Norm(weight, bias, norm.eps)
-    if norm.weight is None:
-        raise Unsupported("an RMSNorm without weight")
+        return Norm(*read_linear(norm), norm.eps)
     return rms_norm(norm.weight, norm.eps)
 
 
-def rms_norm(weight: Tensor, eps: float | None) -> Norm:
-    """eps: None for PyTorch's, of the dtype that F.rms_norm computes in."""
-    if eps is None:
-        eps = torch.finfo(torch.float64 if weight.dtype is torch.float64 else torch.float32).eps
-    return Norm(weight, None, eps, "rms")
+def rms_norm(weight: Tensor | None, eps: float | None) -> Norm:
+    """eps: None for PyTorch's, of the dtype that F.rms_norm computes in, which without a weight is known with x."""
+    if eps is None and weight is not None:
+        eps = fuse.default_eps(weight.dtype)
+    norm: Any = weight, None, eps, "rms"
+    return Norm(*norm)
 
 
 def describe_half(branch: Branch, norm: Any, scale: Any) -> Half[Branch]:

@@ -40,6 +40,8 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nn.RMSNorm, eps": (lambda: nn.RMSNorm(D, eps=1e-5), "rms_norm"),
     "timm.RmsNorm": (of_timm("RmsNorm", eps=1e-5), "rms_norm"),
     "timm.RmsNormFp32": (of_timm("RmsNormFp32", eps=1e-5), "rms_norm"),
+    "nn.RMSNorm without weight": (lambda: nn.RMSNorm(D, elementwise_affine=False), "rms_norm"),
+    "nn.LayerNorm without weight": (lambda: nn.LayerNorm(D, eps=1e-5, elementwise_affine=False), "layer_norm"),
     "nn.LayerNorm without bias": (lambda: nn.LayerNorm(D, eps=1e-5, bias=False), "layer_norm"),
     **{name.rpartition(".")[2]: (of_transformers(name), "rms_norm") for name in sorted(map(str, RMS_NORM))},
 }
@@ -107,8 +109,6 @@ def test_what_is_left_alone(device: torch.device) -> None:
         layers.set_fast_norm(False)
     for norm, reason in (
         (fast, "timm's fast norm is on, which rounds otherwise"),
-        (nn.RMSNorm(D, elementwise_affine=False), "an RMSNorm without weight"),
-        (nn.LayerNorm(D, elementwise_affine=False), "a LayerNorm without weight"),
         (nn.RMSNorm((4, D)), "it normalises more than the last dimension"),
     ):
         report = fastvit.accelerate(nn.ModuleList([norm]).to(device))
@@ -172,3 +172,56 @@ def test_norm_layer_takes_names(name: str) -> None:
             ValueError, match=r"norm_layer must be .* \['layernorm', 'rmsnorm'\], got 'rms_norm'; did you"
         ):
             TAKES_NAMES[name](norm_layer="rms_norm")
+
+
+class DiTBlock(nn.Module):
+    """Peebles and Xie 2023, arXiv:2212.09748: norms without weight, modulated by the condition (B, D)."""
+
+    def __init__(self, norm: Callable[..., nn.Module], attention: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (norm(D, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.attn, self.mlp = attention(D, 2, qkv_bias=True), nn.Linear(D, D)
+        self.modulation = nn.Linear(D, 6 * D)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=2)
+        x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)
+        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
+
+
+def test_modulated_norms_without_weight(device: torch.device) -> None:
+    """As DiT has them, also accelerated, under autocast, and compiled without a break."""
+    ours = DiTBlock(fastvit.LayerNorm, fastvit.Attention).to(device)
+    theirs = DiTBlock(nn.LayerNorm, reference.Attention).to(device)
+    theirs.load_state_dict(ours.state_dict())
+    x, condition = torch.randn(2, 7, D, device=device), torch.randn(2, D, device=device)
+    accelerated = copy.deepcopy(theirs)
+    assert outcome(fastvit.accelerate(accelerated), "norm1") == ("accelerated", "layer_norm")
+    for model in (ours, accelerated, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        for got, want in zip(stepped(model, x, condition), stepped(theirs, x, condition), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
+        torch.testing.assert_close(ours(x, condition), theirs(x, condition), rtol=2e-2, atol=2e-2)
+
+
+def stepped(model: nn.Module, *args: Tensor) -> list[Tensor]:
+    args = tuple(arg.detach().requires_grad_() for arg in args)
+    y = model(*args)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*args, *model.parameters()])]
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_blocks_of_norms_without_weight(kind: str, device: torch.device) -> None:
+    """Both halves are fused; norms inside attention and the MLP run as modules. There is nothing to save."""
+    norm, plain = {"layer": (fastvit.LayerNorm, nn.LayerNorm), "rms": (fastvit.RMSNorm, nn.RMSNorm)}[kind]
+    for options in ({}, {"qk_norm": True, "scale_mlp_norm": True}):
+        ours = fastvit.Block(D, 2, norm_layer=partial(norm, elementwise_affine=False), **options).to(device)
+        theirs = reference.Block(D, 2, norm_layer=partial(plain, elementwise_affine=False, eps=1e-6), **options)
+        theirs.to(device).load_state_dict(ours.state_dict())
+        assert not any("norm" in key for key in ours.state_dict())
+        x = torch.randn(2, 7, D, device=device)
+        for model in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+            for got, want in zip(stepped(model, x), stepped(theirs, x), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    fused = fastvit.accelerate(vit(norm_layer=partial(plain, elementwise_affine=False)), strict=True)
+    assert outcome(fused, "blocks.0") == ("accelerated", "layer_norm_attention, layer_norm_mlp")
