@@ -10,6 +10,7 @@ pytest benchmarks --benchmark-only --providers eager,sdpa,compile,graph,fused --
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict
@@ -192,7 +193,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if left_out := len(session.schedule.left_out):
             where.append(f"NOT ALL: {left_out} of {session.schedule.total} benchmarks were left out, for want of time")
         write("\n".join([*where, "", table.LEGEND]))
-        for title, lines in table.render(session.records, ceilings):
+        for title, lines in table.render(session.records, ceilings, shutil.get_terminal_size().columns):
             terminalreporter.section(title, sep="-")
             write("\n".join(lines))
     if lines := [*_not_measured(config)]:

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 WIDTH = 100
 
 
-def make(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: int = 0) -> list[str]:
-    """Lines of a table. The first `left` columns hold words, the others numbers; the `wrap`-th is broken where there is
-    no room."""
+def make(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: int = 0, width: int = WIDTH
+) -> list[str]:
+    """Lines of a table, `width` columns wide where that suffices. The first `left` columns hold words, the others
+    numbers; the `wrap`-th is broken where there is no room."""
     from rich.box import SIMPLE_HEAD  # here, so that measuring needs no rich
     from rich.console import Console
     from rich.table import Table
@@ -21,6 +23,7 @@ def make(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     for row in rows:
         table.add_row(*row)
     console = Console(width=WIDTH, file=io.StringIO(), color_system=None, markup=False, emoji=False, highlight=False)
+    console.width = min(WIDTH, max(width, console.measure(table).minimum))  # with less, numbers would be cut
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip().replace("─", "-") for line in captured.get().splitlines()]

@@ -55,7 +55,7 @@ def lines(found: Conditions, records: Sequence[Record], ceilings: Ceilings) -> I
         )
     reasons = [*_drifts(found), *_impossible(records, ceilings)]
     if reasons:
-        yield f"{MARK}: the machine was not this run's alone, or changed its speed; do not cite these times"
+        yield f"{MARK}: the machine ran something else, or changed its speed; do not cite times"
         yield from (f"      {reason}" for reason in reasons)
 
 

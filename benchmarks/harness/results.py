@@ -100,11 +100,12 @@ def _folder(folder: Path) -> Iterator[str]:
             continue
         if found := json.loads(path.read_text())["benchmarks"]:
             runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
-    if (folder / plot.FILES["light"]).exists():
-        yield plot.picture(folder.name)
+    picture = [plot.picture(folder.name)] * (folder / plot.FILES["light"]).exists()  # memory, of the first dtype
     for dtype, paths in sorted(runs.items(), key=lambda run: run[0] != "float32"):
         yield f"## {folder.name}, {dtype}\n"
+        yield from picture
         yield render(paths)
+        picture = []
     for name, function in special.items():
         if (folder / f"{name}.json").exists():
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"

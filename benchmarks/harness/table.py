@@ -15,23 +15,29 @@ from fastvit.study._peak import LONG, growth_exponent
 
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\
-case      B batch, N tokens, D width, H heads, d head dimension, px image, patch; features out
-step      fwd: forward without gradients; fwd+bwd: forward and the gradients of all that has one
-eager     plain PyTorch in its fastest spelling, with N x N scores: q is scaled, not the scores;
-          a product and a sum are one addcmul; patches are embedded by a linear layer (in models by
-          a convolution)
+case      B batch, N tokens, D width, H heads, d head dimension, px image,
+          patch; features out
+step      fwd: forward without gradients; fwd+bwd: forward and the gradients of
+          all that has one
+eager     plain PyTorch in its fastest spelling, with N x N scores: q is scaled,
+          not the scores; a product and a sum are one addcmul; patches are
+          embedded by a linear layer, in models by a convolution
 sdpa      the same with torch's scaled_dot_product_attention
-compile   the latter, or where an op has no attention the former, under torch.compile
-graph     the same under fastvit.compile, which puts fastvit's ops into the graph
+compile   the latter, or where an op has no attention the former, under
+          torch.compile
+graph     the same under fastvit.compile, with fastvit's ops in the graph
 fused     fastvit
 ms        median of interleaved rounds, at least seven, their order random
-MB        the most that one step allocates at a time: activations, temporaries, results, gradients
-/ fused   that provider's figure in the row over fused's: above 1 where fused is faster or smaller;
-          ~ where the rounds do not tell the two apart at 95 %: the interval of the median of the
-          ratios, round by round, holds 1 (order statistics, for noise of any distribution)
-ceiling   share that fused reaches of what the machine's measured limits allow; for less than
-          134 MB the limit of bytes is a copy in the cache
-error     fused's against float64, over eager's + one ulp: at most 2 forward, 3 for gradients"""
+MB        the most that one step allocates at a time: activations, temporaries,
+          results, gradients; those of parameters do not grow with N
+/ fused   that provider's figure in the row over fused's: above 1 where fused is
+          faster or smaller; ~ where the rounds do not tell the two apart: the
+          interval of the median ratio of a round holds 1 at 95 % (by order
+          statistics, for noise of any distribution)
+ceiling   share that fused reaches of what the machine's measured limits allow;
+          what moves less than 134 MB is held against a copy in the cache
+error     fused's against float64, over eager's + one ulp: at most 2 forward,
+          3 for gradients"""
 
 
 def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
@@ -43,24 +49,24 @@ def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
     if ceilings is not None:
         cached = ceilings.cached_bytes_per_second
         lines.append(
-            f"limits measured in this run: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
-            + (f"copy in the cache {cached * 1e-9:,.0f} GB/s, " if cached else "")
+            f"limits: large copy {ceilings.bytes_per_second * 1e-9:,.0f} GB/s, "
+            + (f"in the cache {cached * 1e-9:,.0f} GB/s, " if cached else "")
             + f"large matmul {ceilings.flops_per_second * 1e-9:,.0f} GFLOP/s"
         )
     return lines
 
 
-def render(records: Sequence[Record], ceilings: Ceilings | None) -> Iterator[tuple[str, list[str]]]:
+def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WIDTH) -> Iterator[tuple[str, list[str]]]:
     """(op, lines) for each op: tables of times and of peak memory; ("notes", lines). The memory study has too few
     rounds for times."""
     known = [*OPS]
     for op in sorted({r.op for r in records}, key=lambda op: (known.index(op) if op in known else len(known), op)):
         mine = _small_first([r for r in records if r.op == op])
         names = [name for name in PROVIDERS if any(name in r.providers for r in mine)]
-        times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings), ""]
+        times = [] if op.startswith("memory") else [*_table(mine, names, "ms", ceilings, width), ""]
         if any(p.called for r in mine for p in r.providers.values()):
-            times += [*_table([_as_called(r) for r in mine], names, "ms called", None), ""]
-        yield op, [*times, *_table(mine, names, "MB", None), *_remarks(mine)]
+            times += [*_table([_as_called(r) for r in mine], names, "ms called", None, width), ""]
+        yield op, [*times, *_table(mine, names, "MB", None, width), *_remarks(mine)]
     if notes := [*_notes(records)]:
         yield "notes", notes
 
@@ -74,7 +80,7 @@ def _small_first(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda r: (cases.index(r.case), [*MODE].index(r.mode)))
 
 
-def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None) -> list[str]:
+def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None, width: int) -> list[str]:
     """unit: "ms" for times, with the share of the ceilings and the error; "ms called" as called; "MB" for peaks."""
     rivals = [name for name in names if name != "fused"]
     rows = []
@@ -93,7 +99,7 @@ def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Cei
             *("-" if share is None else f"{share:.0%}", "-" if error is None else f"{error:.2f}") * (unit == "ms"),
         ])  # fmt: skip
     columns = ["case", "step", *(f"{name}\n{unit}" for name in names), *(f"{name}\n/ fused" for name in rivals)]
-    return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2)
+    return make(columns + ["ceiling", "error"] * (unit == "ms"), rows, left=2, width=width)
 
 
 def _as_called(r: Record) -> Record:
@@ -164,9 +170,13 @@ def growth_lines(records: Sequence[Record]) -> list[str]:
     """Fitted exponents of peak memory against N, and the sizes that they are fitted to."""
     lines = []
     for by_provider in growth(records).values():
+        missing = []
         for name, (tokens, peaks) in by_provider.items():
             if fit := growth_exponent(tokens, peaks):
                 lines.append(f"{name}: peak grows as N^{fit.exponent:.2f} from N = {fit.first} to {fit.last}")
             else:
-                lines.append(f"{name}: no exponent, which needs three sizes, the largest of at least {LONG} tokens")
+                missing.append(name)
+        if missing:
+            needs = f"three sizes, the largest of at least {LONG} tokens"
+            lines.append(f"{', '.join(missing)}: no exponent of growth, which needs {needs}")
     return lines

@@ -14,6 +14,7 @@ import torch
 
 FLUSH_BYTES = 256 << 20  # larger than any L2
 SPIN_LEAST, SPIN_MOST = 5e-5, 0.05  # seconds; with more than the most, a measurement would take too long
+LIMIT_SECONDS = 0.5  # for each of the machine's limits: the neighbours of a virtual machine rest now and then
 WARM_SECONDS = 2.0  # until a GPU's clocks and power are steady
 
 
@@ -211,7 +212,10 @@ def measure_ceilings(clock: Clock, dtype: torch.dtype) -> Ceilings:
 
     def best(work: Callable[[], object]) -> float:
         warm(work, clock, calls=10_000 if gpu else 2, seconds=WARM_SECONDS)
-        return min(measured([clock.time(work) for _ in range(15)]))  # the most that the machine can do
+        samples, end = [clock.time(work) for _ in range(15)], time.perf_counter() + LIMIT_SECONDS
+        while time.perf_counter() < end:
+            samples.append(clock.time(work))
+        return min(measured(samples))  # the most that the machine can do
 
     def copy(count: int) -> float:
         return 2 * count / best(lambda: target[:count].copy_(source[:count]))
