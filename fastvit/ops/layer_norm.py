@@ -258,9 +258,11 @@ def layer_norm(
     check_norm(("x", "weight", "bias"), x, weight, bias, eps, norm, "(D,)", dtype=not cast)
     rms = norm == "rms"
     name = "rms_norm" if rms else "layer_norm"
-    arguments = name, x, weight, bias, eps, torch.float32 if cast and x.is_cuda else None, rms
-    y: Tensor = run(LayerNormFunction, needs_autograd(name, x, weight, bias), *arguments)
-    return y
+    arguments = x, weight, bias, eps, torch.float32 if cast and x.is_cuda else None, rms
+    if needs_autograd(name, x, weight, bias):
+        y: Tensor = run(LayerNormFunction, True, name, *arguments)
+        return y
+    return layer_norm_fwd(*arguments)[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
