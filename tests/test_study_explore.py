@@ -148,13 +148,10 @@ def scaled_is_planned(
     with torch.device("meta"):
         at = traced_at(subject.build(), prefix)
     (patch, _), options = subject.patch_size, {"gpu": gpu}
-    one, more = (
-        ScaledPlan(subject, provider, patch, setting, traced, **options) for traced in (at._replace(batch=1), at)
-    )
-    for grid, batch, scaled in [(14, 8, more), (32, 3, more), (14, 1, one)]:
-        size = grid * patch
-        right = plan(subject, provider, (size, size), batch, setting, **options, patch_size=(patch, patch)).parts
-        assert scaled.parts(size, batch) == right
+    one, more = (ScaledPlan(subject, provider, setting, traced, **options) for traced in (at._replace(batch=1), at))
+    for grid, p, batch, scaled in [(14, patch // 2, 8, more), (32, patch, 3, more), (14, 2 * patch, 1, one)]:
+        right = plan(subject, provider, (grid * p,) * 2, batch, setting, **options, patch_size=(p, p)).parts
+        assert scaled.parts(grid * p, p, batch) == right
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 2, 5])
@@ -163,10 +160,10 @@ def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix: int)
     with torch.device("meta"):
         at = traced_at(nn.ModuleList([nn.Linear(*widths)]), prefix)
     assert at.grow() == (
-        at.batch, at.side, at.side**2 + 1, at.side**2 + prefix, (2 * at.side - 1) ** 2 + 3 * prefix
+        at.batch, at.side, at.side**2 + 1, at.side**2 + prefix, (2 * at.side - 1) ** 2 + 3 * prefix, at.patch
     )  # fmt: skip
     tell = set(at.grow()) - {at.side**2}
-    assert len(tell) == (4 if prefix < 2 else 5)
+    assert len(tell) == (5 if prefix < 2 else 6)
     for n in tell:  # what is left without the others' primes divides no width
         for m in (*widths, *tell - {n}):
             while (common := math.gcd(n, m)) > 1:
@@ -179,10 +176,10 @@ def test_every_extent_scales_by_what_grows(monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("triton", reason="triton is not installed")
     for name, prefix in [("study_models:of_registers", 3), ("study_models:of_relative_positions", 1)]:
         subject = find(name)
-        at = traced_at(subject.on_meta("sdpa"), prefix)
-        scaled = ScaledPlan(subject, "sdpa", 8, Setting(), at, gpu=True)
+        at = traced_at(subject.on_meta("sdpa"), prefix, 8)
+        scaled = ScaledPlan(subject, "sdpa", Setting(), at, gpu=True)
         right = plan(subject, "sdpa", (48, 48), 3, Setting(), gpu=True, patch_size=(8, 8)).parts
-        assert scaled.parts(48, 3) == right
+        assert scaled.parts(48, 8, 3) == right
 
 
 @pytest.mark.parametrize(

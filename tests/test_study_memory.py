@@ -255,7 +255,7 @@ def test_a_search_that_cannot_scale(monkeypatch):
     with pytest.raises(ValueError, match="takes no image_size"):
         study.largest_image("study_models:of_one_size", 64 << 20, **options)
     parts = _scaled_plan.ScaledPlan.parts
-    monkeypatch.setattr(_scaled_plan.ScaledPlan, "parts", lambda self, size, b: parts(self, size, 2 * b))
+    monkeypatch.setattr(_scaled_plan.ScaledPlan, "parts", lambda self, *sizes: parts(self, *sizes[:2], 2 * sizes[2]))
     assert study.largest_batch(TIMM, 64 << 20, **options) == batch
 
 

@@ -42,22 +42,22 @@ def collect(
     patches = patch_stops(subject, size[0], patch[0])
     sizes = size_stops(size[0], patches)
     gpu = _library.HAVE_TRITON
-    at = traced_at(subject.on_meta(providers[0]), prefix)
+    at = traced_at(subject.on_meta(providers[0]), prefix, None if len(patches) > 1 else patch[0])
     try:
-        subject.on_meta(providers[0], at.side * patch[0])
+        subject.on_meta(providers[0], at.side * at.patch, at.patch)
     except ValueError as error:
         return {"plan": None, "note": f"No memory is planned: {error}."}
     plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
-    steps = list(itertools.product(providers, MODES, DTYPES, patches))
+    steps = list(itertools.product(providers, MODES, DTYPES))
     with progress(len(steps), "memory") as step:
-        for provider, mode, dtype, p in steps:
-            step(f"{provider}, {mode}, {dtype}, patch {p}")
+        for provider, mode, dtype in steps:
+            step(f"{provider}, {mode}, {dtype}")
             one, more = (
-                ScaledPlan(subject, provider, p, Setting(mode, dtype), traced, gpu=gpu)
+                ScaledPlan(subject, provider, Setting(mode, dtype), traced, gpu=gpu)
                 for traced in (at._replace(batch=1), at)
             )
-            for s in sizes:
-                parts = {b: astuple((one if b == 1 else more).parts(s, b)) for b in BATCHES}
+            for s, p in itertools.product(sizes, patches):
+                parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
     last, start = providers[-1], f"{size[0]}x{patch[0]}"  # the fused ops, whose launches depend on sizes most
     right = plan(subject, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
@@ -103,7 +103,7 @@ def _note(gpu: bool, provider: str, off: float, size: int, refused: list[str]) -
     where = "as on a GPU" if gpu else "as on a CPU, since triton is not installed"
     differs = f"differs by less than {math.floor(1000 * off + 1) / 10:g} %" if off else "is the same"
     lines = [
-        f"Planned {where}, with AdamW in training: of every provider, step, type and patch one step of one image and"
+        f"Planned {where}, with AdamW in training: of every provider, step and type one step of one image and"
         " one of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
         f" command plans each size by itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in"
         f" training in bfloat16, {differs}. The workspace of a vendor's libraries is in neither.",

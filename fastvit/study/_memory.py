@@ -209,9 +209,14 @@ class Search:
             options: dict[str, Any] = {"gpu": self.gpu, "patch_size": self.patch}
             return plan(self.subject, self.provider, size, batch, self.setting, **options).parts.peak
 
+        def likely(n: int) -> int:
+            (size, _), batch = step(n)
+            assert scaled is not None
+            return scaled.parts(size, self.patch[0], batch).peak
+
         if scaled is not None:
-            found = _largest(lambda n: scaled.parts(step(n)[0][0], step(n)[1]).peak, budget)
-            if found > 1 and peak(found) == scaled.parts(step(found)[0][0], step(found)[1]).peak:
+            found = _largest(likely, budget)
+            if found > 1 and peak(found) == likely(found):
                 return found
         return _largest(peak, budget)
 
@@ -226,9 +231,10 @@ class Search:
             return None
         try:
             model = self.subject.on_meta(self.provider, patch_size=self.patch)
-            at = traced_at(model, prefix_tokens(self.subject, model, self.subject.image_size, self.patch))
+            prefix = prefix_tokens(self.subject, model, self.subject.image_size, self.patch)
+            at = traced_at(model, prefix, self.patch[0])
             at = at._replace(batch=1) if one else at
-            return ScaledPlan(self.subject, self.provider, self.patch[0], self.setting, at, gpu=self.gpu)
+            return ScaledPlan(self.subject, self.provider, self.setting, at, gpu=self.gpu)
         except ValueError:
             return None
 

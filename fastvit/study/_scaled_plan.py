@@ -1,11 +1,11 @@
-"""Plans of a step at many image sizes and batches from one run on fake tensors.
+"""Plans of a step at many image sizes, patch sizes and batches from one run on fake tensors.
 
 Every extent of a ViT is a constant times powers of what grows: the batch, the side of the patch grid, its tokens, its
-relative positions. One step is traced where each of these has a prime that the model's own widths do not have, so that
-dividing the bytes of an allocation by them tells its powers. At another size each is evaluated, and the peak found
-anew. Fused ops, whose kernels write partial sums of as many programs as they have, are run again on tensors of the
-other size. All of it is exact where the step runs the same functions at both sizes. One image, a sum over which is a
-view, wants a trace of its own."""
+relative positions, the patch. One step is traced where each of these has a prime that the model's own widths do not
+have, so that dividing the bytes of an allocation by them tells its powers. At another size each is evaluated, and the
+peak found again. Fused ops, whose kernels write partial sums of as many programs as they have, are run again on tensors
+of the other size. All of it is exact where the step runs the same functions at both sizes. One image, a sum over which
+is a view, wants a trace of its own."""
 
 from __future__ import annotations
 
@@ -27,32 +27,36 @@ _PRIMES = (17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
 class Sizes(NamedTuple):
-    """Images, patches down and across, and tokens before the patches, of a trace or of what it is scaled to. A trace of
-    one image is scaled to one image only."""
+    """Images, patches down and across, tokens before the patches, and pixels of a patch down and across, of a trace or
+    of what it is scaled to. A trace of one image is scaled to one image only."""
 
     batch: int
     side: int
     prefix: int
+    patch: int
 
     def grow(self) -> tuple[int, ...]:
-        """What extents grow with: images, side, CLS and patches (positions, where registers have none), all tokens, and
-        relative positions (BEiT's and timm's table)."""
+        """What extents grow with: images, side, CLS and patches (positions, where registers have none), all tokens,
+        relative positions (BEiT's and timm's table), and the patch, which comes last, as it may be no prime."""
         patches = self.side**2
         relative = (2 * self.side - 1) ** 2 + 3 * self.prefix
-        return self.batch, self.side, patches + 1, patches + self.prefix, relative
+        return self.batch, self.side, patches + 1, patches + self.prefix, relative, self.patch
 
 
-def traced_at(model: nn.Module, prefix: int) -> Sizes:
-    """Sizes of which each has a prime that divides no extent of a parameter and none of the others."""
+def traced_at(model: nn.Module, prefix: int, patch: int | None = None) -> Sizes:
+    """Sizes of which each has a prime that divides no extent of a parameter and none of the others. patch: for plans at
+    this one only; None for any."""
     extents = {extent for p in model.parameters() for extent in p.shape if extent}
 
     def free(prime: int) -> bool:
         return prime >= _PRIMES[0] and not any(extent % prime == 0 for extent in extents)
 
-    for side, batch in itertools.product(reversed(_PRIMES), _PRIMES):
-        at = Sizes(batch, side, prefix)
-        grow = set(at.grow()) - ({side * side} if prefix == 0 else set())  # which side tells
-        if batch != side and all(
+    for side, batch, pixels in itertools.product(reversed(_PRIMES), _PRIMES, _PRIMES if patch is None else (patch,)):
+        at = Sizes(batch, side, prefix, pixels)
+        grow = set(at.grow()[:-1] if patch else at.grow()) - (
+            {side * side} if prefix == 0 else set()
+        )  # which side tells
+        if len({side, batch, pixels}) == 3 and all(
             any(free(prime) for prime in _primes(n) if not any(m % prime == 0 for m in grow - {n})) for n in grow
         ):
             return at
@@ -60,19 +64,17 @@ def traced_at(model: nn.Module, prefix: int) -> Sizes:
 
 
 class ScaledPlan:
-    """The plan of one provider's step at one patch size, for square images and batches of any number.
+    """The plan of one provider's step, for square images and patches and batches of any number.
 
     Args:
-        patch: pixels.
         at: where it is traced.
         gpu: plan as on a GPU.
     """
 
-    def __init__(self, subject: Subject, provider: str, patch: int, setting: Setting, at: Sizes, *, gpu: bool) -> None:
-        self.patch, self.at = patch, at
-        size = at.side * patch
+    def __init__(self, subject: Subject, provider: str, setting: Setting, at: Sizes, *, gpu: bool) -> None:
+        self.at, size = at, at.side * at.patch
         self.seen, self.begin, _, groups = run(
-            subject, provider, (size, size), at.batch, setting, gpu=gpu, patch_size=(patch, patch)
+            subject, provider, (size, size), at.batch, setting, gpu=gpu, patch_size=(at.patch, at.patch)
         )
         self.powers = np.array([_powers(b.asked, at) for b in self.seen.blocks]).T
         self.part = np.full(len(self.seen.blocks), len(groups))  # temporaries, which have no group
@@ -81,9 +83,9 @@ class ScaledPlan:
         self.number = np.array([number for number, _ in self.seen.events])
         self.sign = np.array([1 if came else -1 for _, came in self.seen.events])
 
-    def parts(self, image_size: int, batch: int) -> Parts:
-        """As `plan` has them. image_size: pixels, a multiple of the patch."""
-        sizes = Sizes(batch, image_size // self.patch, self.at.prefix)
+    def parts(self, image_size: int, patch: int, batch: int) -> Parts:
+        """As `plan` has them. image_size, patch: pixels, one a multiple of the other."""
+        sizes = Sizes(batch, image_size // patch, self.at.prefix, patch)
         constant, *powers = self.powers
         asked = constant * np.prod([n**power for n, power in zip(sizes.grow(), powers, strict=True)], 0)
         number, sign, asked = self._with_calls(asked, sizes)
