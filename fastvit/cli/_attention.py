@@ -124,18 +124,20 @@ def _values(
 
 def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights | None) -> None:
     (h, w), prefix = maps.grid, maps.num_prefix_tokens
-    table = _terminal.wanted("rich.table", "rich").Table(
-        title=f"{args.model}: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, over {h} x {w} patches",
-        title_justify="left", box=None, pad_edge=False,
-    )  # fmt: skip
-    table.add_column("")
-    table.add_column("CLS, registers", justify="right")
-    table.add_column("patches (row, column) with the most weight")
+    top = min(_TOP, h * w)
+    rows = []
     for name, row in _rows(maps, rollout).items():
-        values, places = row[prefix:].topk(min(_TOP, h * w))
-        top = [f"({i // w}, {i % w}) {_percent(v)}" for v, i in zip(values, places.tolist(), strict=True)]
-        table.add_row(name, _percent(row[:prefix].sum()) if prefix else "none", "  ".join(top))
-    _terminal.console().print(table)
+        values, places = row[prefix:].topk(top)
+        best = [f"({i // w},{i % w}) {_percent(v)}" for v, i in zip(values, places.tolist(), strict=True)]
+        rows.append([name, _percent(row[:prefix].sum()) if prefix else "none", *best])
+    title = (
+        f"{args.model}, one image, inference, float32: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, "
+        f"over {h} x {w} patches"
+    )
+    _terminal.print_table(["", "prefix", *(f"top {n + 1}" for n in range(top))], rows, title=title)
+    _terminal.console().print(
+        "\nprefix: weight of CLS and registers; top: (row,column) of the patches with most weight"
+    )
 
 
 def _query_name(maps: AttentionMaps) -> str:
@@ -144,7 +146,7 @@ def _query_name(maps: AttentionMaps) -> str:
 
 
 def _percent(share: Tensor) -> str:
-    return f"{100 * float(share):.1f} %"
+    return f"{100 * float(share):.1f}%"
 
 
 # ---- arguments ----

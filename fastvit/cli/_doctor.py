@@ -45,7 +45,11 @@ def run(args: argparse.Namespace) -> int:
             topic = finding.topic
             print(topic)
         head = f"{_MARK[finding.status]} {finding.name:<16} "
-        print(textwrap.fill(finding.value, _terminal.WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+        text = textwrap.fill(
+            finding.value, _terminal.width(), initial_indent=head, subsequent_indent=" " * len(head),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        print(text)
     return 0
 
 

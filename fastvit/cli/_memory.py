@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastvit.study import MemoryPoint, MemoryStudy
 
 PROVIDERS = ("eager", "sdpa", "compile", "fused")
-UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+UNITS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 EXAMPLES = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
@@ -28,9 +28,11 @@ EXAMPLES = """examples:
   fastvit memory ./config.json --device cuda --json
 
 Planned figures come from the model itself, run on fake tensors: nothing is
-allocated, and no GPU is needed for --device cuda.
+allocated, and no GPU is needed for --device cuda. Every part is what it holds
+at the moment of the peak, and planned is their sum: gradients, for example, are
+small where the peak is early in the backward pass.
   saved      what the forward pass keeps for the backward pass
-  attention  N x N scores, at the moment of the peak
+  attention  N x N scores
 """
 
 
@@ -66,10 +68,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_size(text: str) -> int:
-    """ "24GiB", "80GB", "500 MiB" -> bytes."""
-    text = text.strip().lower()
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text[len(number) :].strip()
+    """ "24GiB", "80GB", "500 MiB" -> bytes. A number alone is an error: it could be any unit."""
+    words = text.strip().lower()
+    number = words.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = words[len(number) :].strip()
+    if number and not unit:
+        raise argparse.ArgumentTypeError(f"must have a unit, such as {number}GiB or {number}GB, got {text!r}")
     try:
         value = float(number) * UNITS[unit]
     except (ValueError, KeyError):
@@ -173,31 +177,28 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
     from fastvit.study._plot import NAMES
     from fastvit.study._subject import pixels
 
-    rich = _terminal.wanted("rich.table", "rich")
-    console = _terminal.console()
     s = found.setting
-    step = f"a step of training with {s.optimizer}" if s.mode == "train" else "inference"
+    step = f"training with optimizer {s.optimizer}" if s.mode == "train" else "inference"
     more = ", checkpointed" if s.checkpointing else ""
-    table = rich.Table(
-        title=f"{found.model}: peak of {step}{more}, {s.dtype}, on a {_device(found.device)}; MiB",
-        title_justify="left", box=_terminal.wanted("rich.box", "rich").SIMPLE_HEAD, pad_edge=False,
-        title_style="bold",
-    )  # fmt: skip
-    batches = ["batch"] if len({p.batch for p in found.points}) > 1 else []
-    heads = ["image", "N", *batches, "", "weights", "grads", "optim", "saved", "attention", "other", "planned"]
+    batches = list(dict.fromkeys(p.batch for p in found.points))
+    batch = f"batch {batches[0]}" if len(batches) == 1 else "by batch"
+    title = f"{found.model}, {batch}, {step}{more}, {s.dtype}, on a {_device(found.device)}: MiB at the peak"
+    heads = ["image", "N", "batch"][: 2 + (len(batches) > 1)]
+    keys = len(heads) + 1
+    heads += ["", "weights", "grads", "optim", "saved", "attention", "other", "planned"]
     heads += ["measured"] if args.measured else []
-    for head in heads:
-        table.add_column(head, justify="left" if not head else "right", no_wrap=True)
+    rows: list[list[str]] = []
     last = None
     for p in found.points:
-        if last is not None and last != (p.image_size, p.batch):
-            table.add_section()
         first = last != (p.image_size, p.batch)
+        if first and rows:
+            rows.append([])
         last = p.image_size, p.batch
-        row = [pixels(p.image_size), str(p.tokens or ""), str(p.batch)][: 2 + len(batches)]
-        row = row if first else [""] * len(row)
-        table.add_row(*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else []))
-    console.print(table)
+        row = [pixels(p.image_size), str(p.tokens or ""), str(p.batch)][: keys - 1] if first else [""] * (keys - 1)
+        rows.append([*row, NAMES[p.provider], *_cells(p), *([_mib(p.measured)] if args.measured else [])])
+    _terminal.print_table(heads, rows, title=title, keys=keys, words=(keys - 1,))
+    console = _terminal.console()
+    console.print("\neach part is what it holds at the moment of the peak; planned is their sum")
     for provider in dict.fromkeys(p.provider for p in found.points):
         slopes = found.exponents(provider) if found.of(provider) else {}
         if slopes:

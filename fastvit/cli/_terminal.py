@@ -6,8 +6,10 @@ import argparse
 import contextlib
 import io
 import os
+import re
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,8 @@ from fastvit._output import printable, write_file
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 100  # of every table
+WIDTH = 100  # of every table, at most
+_NARROW = 16  # columns that a cell of words has at least, before a table is split
 _LONGEST = 600  # characters of an error
 
 
@@ -67,14 +70,85 @@ def described(error: BaseException) -> str:
     return (text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...") or type(error).__name__
 
 
+def width() -> int:
+    """Columns of the terminal or of $COLUMNS, WIDTH at most; WIDTH for a file or a pipe."""
+    return min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
+
+
 def console() -> Console:
-    """Of standard output: 100 columns at most; colours only on a terminal, and none under NO_COLOR."""
+    """Of standard output: `width()` columns; colours only on a terminal, and none under NO_COLOR."""
     rich = wanted("rich.console", "rich")
-    width = None if sys.stdout.isatty() else WIDTH
-    found = rich.Console(width=width, highlight=False, soft_wrap=False)
-    if found.width > WIDTH:
-        found.width = WIDTH
+    found: Console = rich.Console(width=width(), height=24, highlight=False, soft_wrap=False)
     return found
+
+
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", keys: int = 1, words: Sequence[int] = (0,)
+) -> None:
+    """Print a table that is no wider than the console, and cut or break no number for that.
+
+    Where the columns are too wide together, cells of words wrap between words or after "_". If that is not enough, the
+    columns go into several tables, one below the other, each of which repeats the first `keys` columns.
+
+    Args:
+        heads: one for each column; empty for a table without heads.
+        rows: as many cells each, or none for an empty line.
+        words: columns of words, on the left. All others have numbers, on the right; these may have rich's markup.
+    """
+    out, text = console(), wanted("rich.text", "rich").Text
+    columns = range(len(next(row for row in [heads, *rows] if row)))
+
+    def cell(value: str, column: int) -> Any:
+        return text(value) if column in words else text.from_markup(value)
+
+    def widest(column: int, pattern: str) -> int:
+        values = [cell(row[column], column).plain for row in [heads, *rows] if row]
+        return max(len(part) for value in values for part in re.split(pattern, value))
+
+    natural = [widest(c, "\n") for c in columns]
+    least = [min(natural[c], max(_NARROW, widest(c, _BREAKS) + 2)) if c in words else natural[c] for c in columns]
+    gap = 2 if sum(natural) + 2 * len(columns) - 2 <= out.width else 1
+    parts = [list(range(keys))]
+    for c in columns[keys:]:
+        if len(parts[-1]) > keys and sum(least[i] + gap for i in [*parts[-1], c]) - gap > out.width:
+            parts.append(list(range(keys)))
+        parts[-1].append(c)
+    if title:
+        out.print(text(title, style="bold"))
+    for n, part in enumerate(parts):
+        widths = {c: natural[c] for c in part}
+        room = width() - gap * (len(part) - 1)
+        while sum(widths.values()) > room and any(widths[c] > least[c] for c in part):
+            widths[max((c for c in part if widths[c] > least[c]), key=widths.__getitem__)] -= 1
+        table = wanted("rich.table", "rich").Table(
+            box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=bool(heads)
+        )
+        for c in part:
+            head = heads[c] if heads else ""
+            table.add_column(head, width=widths[c], justify="left" if c in words else "right", vertical="top")
+        for row in rows:
+            table.add_row(*(cell(_wrapped(row[c], widths[c]) if c in words else row[c], c) for c in part if row))
+        if n:
+            out.print()
+        # a terminal that is too narrow for the first columns and one more gets longer lines, which it wraps itself
+        out.width = max(width(), sum(widths.values()) + gap * (len(part) - 1))
+        out.print(table, crop=False)
+
+
+_BREAKS = r"\s+|(?<=[_/])"  # where a cell of words may wrap
+
+
+def _wrapped(value: str, width: int) -> str:
+    """value, broken into lines of at most `width`, of which all but the first are indented: between words, and in a
+    word only if it is too long for a line."""
+    lines = [""]
+    for word in re.findall(r"\s*\S+\s*", value):
+        pieces = [word] if len(word.rstrip()) <= width - 2 else re.split(r"(?<=[_/])", word)
+        for piece in pieces:
+            if lines[-1].strip() and len(lines[-1] + piece.rstrip()) > width:
+                lines.append("  ")
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def wanted(module: str, package: str) -> Any:

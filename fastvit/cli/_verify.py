@@ -104,24 +104,20 @@ def described(verdict: Verdict) -> str:
 
 def _table(verdicts: Sequence[Verdict]) -> None:
     dtypes = list(dict.fromkeys(verdict.dtype for verdict in verdicts))
-    make = _terminal.wanted("rich.table", "rich").Table
-    table = make(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for head in ("op", "size", "tokens", "path"):
-        table.add_column(head, overflow="fold", justify="right" if head == "tokens" else "left")
-    for dtype in dtypes:
-        table.add_column(f"{_DTYPES[dtype]}: out, grad", justify="right")
-    table.add_column("")
-    rows: dict[tuple[str, str, int], dict[str, Verdict]] = {}
+    found: dict[tuple[str, str, int], dict[str, Verdict]] = {}
     for verdict in verdicts:
         size = f"d {verdict.head_dim}" if verdict.head_dim else f"D {verdict.width}"
-        rows.setdefault((verdict.name, size, verdict.tokens), {})[verdict.dtype] = verdict
-    for (name, size, tokens), row in rows.items():
+        found.setdefault((verdict.name, size, verdict.tokens), {})[verdict.dtype] = verdict
+    rows = []
+    for (name, size, tokens), row in found.items():
         passed = all(verdict.passed for verdict in row.values())
         paths = ", ".join(dict.fromkeys(verdict.path for verdict in row.values()))
         verdict_cell = "[green]PASS[/]" if passed else "[bold red]FAIL[/]"
-        table.add_row(name, size, str(tokens), paths, *(_figures(row.get(dtype)) for dtype in dtypes), verdict_cell)
+        rows.append([name, size, str(tokens), paths, *(_figures(row.get(dtype)) for dtype in dtypes), verdict_cell])
+    heads = ["op", "size", "tokens", "path", *(_DTYPES[dtype] for dtype in dtypes), ""]
+    title = "training, forward and backward: error over eager's, of the outputs and of the gradients"
+    _terminal.print_table(heads, rows, title=title, words=(0, 1, 3))
     console = _terminal.console()
-    console.print(table)
     bad = sum(not verdict.passed for verdict in verdicts)
     for note in dict.fromkeys(verdict.note for verdict in verdicts if verdict.passed and verdict.note):
         console.print(f"on ATen, which Triton's kernels leave to it: {note}")

@@ -14,9 +14,11 @@ class Gpu:
     """
     Attributes:
         bandwidth: of its memory, bytes per second.
-        flops: dense matmuls of bfloat16 with float32 sums, per second, without sparsity.
+        flops: dense matmuls of `dtype` with float32 sums, per second, without sparsity.
         memory: bytes, as sold (1 GB is 1e9).
         source: the vendor's document.
+        dtype: "bfloat16", or "float16" for GPUs before sm_80: they have no bfloat16, and fastvit's kernels do not run
+            on them.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Gpu:
     flops: float
     memory: float
     source: str
+    dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,20 @@ class Bound:
         return "FLOPs" if self.arithmetic >= self.memory else "bytes"
 
 
-def _gpu(name: str, gb_per_second: float, teraflops: float, gb: float, source: str) -> Gpu:
-    return Gpu(name, gb_per_second * 1e9, teraflops * 1e12, gb * 1e9, source)
+def _gpu(name: str, gb_per_second: float, teraflops: float, gb: float, source: str, dtype: str = "bfloat16") -> Gpu:
+    return Gpu(name, gb_per_second * 1e9, teraflops * 1e12, gb * 1e9, source, dtype)
 
 
 # Where a datasheet gives matmuls with sparsity only, half of it. Of consumer GPUs the rate of sums in float32, which is
-# half of the one in float16.
+# half of the one in float16. Where a vendor's documents differ, the higher figure: a bound has to hold.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
+        _gpu("T4", 320, 65, 16, "NVIDIA Turing GPU architecture whitepaper, Tesla T4: FP16 with FP32 sums", "float16"),
+        _gpu("V100 SXM2", 900, 125, 32, "NVIDIA V100 Tensor Core GPU datasheet, SXM2: FP16", "float16"),
+        _gpu("A10", 600, 125, 24, "NVIDIA A10 Tensor Core GPU datasheet"),
+        _gpu("RTX A6000", 768, 154.8, 48, "NVIDIA Ampere GA102 GPU architecture whitepaper, RTX A6000"),
+        _gpu("RTX 3090", 936, 71, 24, "NVIDIA Ampere GA102 GPU architecture whitepaper, GeForce RTX 3090"),
         _gpu("A100 40GB SXM", 1555, 312, 40, "NVIDIA A100 Tensor Core GPU datasheet, SXM 40GB"),
         _gpu("A100 80GB SXM", 2039, 312, 80, "NVIDIA A100 Tensor Core GPU datasheet, SXM 80GB"),
         _gpu("H100 PCIe", 2000, 756.5, 80, "NVIDIA H100 Tensor Core GPU datasheet, PCIe: 1,513 with sparsity"),
@@ -80,7 +88,8 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name, in any spelling of case and spaces.
+    """The GPU of that name, in any spelling of case and spaces. A part of the name is enough where only one GPU has
+    these words: "A6000", "V100".
 
     Raises:
         ValueError: none in the table, with the nearest.
@@ -88,6 +97,9 @@ def gpu(name: str) -> Gpu:
     by_letters = {_letters(known): found for known, found in GPUS.items()}
     if found := by_letters.get(_letters(name)):
         return found
+    words = set(name.lower().split())
+    if words and len(having := [known for known in GPUS if words <= set(known.lower().split())]) == 1:
+        return GPUS[having[0]]
     near = [by_letters[n].name for n in difflib.get_close_matches(_letters(name), by_letters, cutoff=0.4)]
     hint = f"nearest: {', '.join(near)}; " if near else ""
     raise ValueError(f"gpu {name!r} is not in the table; {hint}known: {', '.join(GPUS)}")

@@ -232,6 +232,8 @@ class Search:
         try:
             model = self.subject.on_meta(self.provider, patch_size=self.patch)
             prefix = prefix_tokens(self.subject, model, self.subject.image_size, self.patch)
+            if prefix is None:
+                return None
             at = traced_at(model, prefix, self.patch[0])
             at = at._replace(batch=1) if one else at
             return ScaledPlan(self.subject, self.provider, self.setting, at, gpu=self.gpu)

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
 from fastvit._arguments import Pair
-from fastvit.study import _hardware, _parameters, _sources, _subject
+from fastvit.study import _accuracy, _hardware, _parameters, _sources, _subject
+from fastvit.study._accuracy import Top1
 from fastvit.study._hardware import Bound
 from fastvit.study._parameters import Parameters
 from fastvit.study._peak import saved_bytes
@@ -29,59 +30,71 @@ class ModelCost:
 
     Attributes:
         name: as it was asked for.
-        image_size, patch_size: (height, width).
+        image_size, patch_size: (height, width). patch_size is None for a model that is no plain ViT, such as a ResNet
+            or a Swin: it has no sequence of tokens, and all that counts tokens is None.
         batch: images.
         prefix_tokens: CLS and registers.
         parameters: by part.
         flops: of a forward of the batch, as `torch.utils.flop_counter` counts them: two for a multiply-add of a matmul
             or convolution, none for anything else.
-        saved_bytes: that autograd keeps of the batch for the backward pass, in bfloat16 with fastvit's ops, without the
-            parameters.
+        saved_bytes: that autograd keeps of the batch for the backward pass, in bfloat16, without the parameters.
+        fused: whether that is with fastvit's ops; else the model has no block for them, and it runs as its library
+            writes it.
         least_bytes: that a forward in bfloat16 moves at least: parameters and images once in, the result once out.
         bound: the least time of such a forward on a GPU, if one was asked for: a bound, no prediction.
+        top1: the best published accuracy on ImageNet-1k at this image size, or None where none is known.
     """
 
     name: str
     image_size: tuple[int, int]
-    patch_size: tuple[int, int]
+    patch_size: tuple[int, int] | None
     batch: int
-    prefix_tokens: int
+    prefix_tokens: int | None
     parameters: Parameters
     flops: int
     saved_bytes: int
+    fused: bool
     least_bytes: int
     bound: Bound | None = None
+    top1: Top1 | None = None
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def macs(self) -> int:
+        """Multiply-adds of the forward: half of `flops`. Papers often give these and call them FLOPs."""
+        return self.flops // 2
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
         """Patches down and across."""
+        if self.patch_size is None:
+            return None
         (H, W), (h, w) = self.image_size, self.patch_size
         return H // h, W // w
 
     @property
-    def patches(self) -> int:
-        return self.grid[0] * self.grid[1]
+    def patches(self) -> int | None:
+        return None if self.grid is None else self.grid[0] * self.grid[1]
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> int | None:
         """Patches and prefix."""
-        return self.patches + self.prefix_tokens
+        return None if self.patches is None or self.prefix_tokens is None else self.patches + self.prefix_tokens
 
     @property
-    def patch_pairs(self) -> int:
+    def patch_pairs(self) -> int | None:
         """patches^2: elements of an attention matrix as texts about ViTs count them."""
-        return self.patches**2
+        return None if self.patches is None else self.patches**2
 
     @property
-    def token_pairs(self) -> int:
+    def token_pairs(self) -> int | None:
         """tokens^2: elements of the attention matrix of one head, prefix included."""
-        return self.tokens**2
+        return None if self.tokens is None else self.tokens**2
 
 
 SORTS: dict[str, Callable[[ModelCost], float | str]] = {
     "name": lambda cost: cost.name,
     "parameters": lambda cost: cost.parameters.total,
-    "tokens": lambda cost: cost.tokens,
+    "tokens": lambda cost: cost.tokens or 0,
     "flops": lambda cost: cost.flops,
     "saved": lambda cost: cost.saved_bytes,
     "bound": lambda cost: cost.bound.seconds if cost.bound else 0.0,
@@ -99,7 +112,8 @@ def models(
         fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)], gpu="H100 SXM")
 
     Args:
-        names: a pattern of names of the zoo, or any model that a study takes; or several.
+        names: a pattern of names of the zoo, or any model that a study takes; or several. Models of timm and functions
+            without attention are taken too, for comparison: `models(["vit_base_patch16_224", "resnet50"])`.
         image_size, patch_size: pixels, or (height, width), or several of these; None for the model's own. Every
             combination with `batch` is a row.
         batch: images, or several such numbers.
@@ -124,7 +138,7 @@ def models(
     found, reasons = [], []
     for name, by_pattern in asked:
         step(name)
-        subject = _sources.find(name)
+        subject = _sources.find(name, without_patches=True)
         for image, patch in itertools.product(_several(image_size), _several(patch_size)):
             try:
                 sizes = subject.sizes(image, patch)
@@ -167,11 +181,17 @@ def _cost(
     subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
     gpu: _hardware.Gpu | None,
 ) -> ModelCost:  # fmt: skip
-    model = subject.on_meta("fused", image_size, patch_size).to(_DTYPE).train()
+    patch: tuple[int, int] | None = patch_size if subject.has_patches else None  # of build(), which may be None
+    try:
+        model, fused = subject.on_meta("fused", image_size, patch), True
+    except _sources.NoFusedForm:
+        model, fused = subject.on_meta("sdpa", image_size, patch), False
+    model = model.to(_DTYPE).train()
     with torch.device("meta"):
         images = _subject.images(batch, image_size, _DTYPE, _subject.channels(model))
-    prefix = prefix_tokens(subject, model, image_size, patch_size)
     parameters = _parameters.by_part(model)
+    has_attention = parameters.attention + parameters.other > 0  # what no name fits may be attention
+    prefix = prefix_tokens(subject, model, image_size, patch) if patch is not None and has_attention else None
     outputs: list[Tensor] = []
     with subject.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
         saved = saved_bytes(lambda: outputs.append(_subject.output_of(model(images))), list(model.parameters()))
@@ -179,37 +199,36 @@ def _cost(
     least = size * (parameters.total + images.numel() + outputs[0].numel())
     flops = counter.get_total_flops()
     bound = None if gpu is None else _hardware.bound(gpu, flops, least)
-    return ModelCost(subject.name, image_size, patch_size, batch, prefix, parameters, flops, saved, least, bound)
+    top1 = _accuracy.TOP1.get(subject.name)
+    if top1 is not None and (image_size != (top1.image_size,) * 2 or patch_size != subject.patch_size):
+        top1 = None
+    return ModelCost(
+        subject.name, image_size, None if prefix is None else patch_size, batch, prefix, parameters, flops, saved,
+        fused, least, bound, top1,
+    )  # fmt: skip
 
 
 def prefix_tokens(
     subject: _subject.Subject, model: nn.Module, image_size: tuple[int, int], patch_size: tuple[int, int]
-) -> int:
-    """Tokens before the patches. model: of these sizes; one that does not say runs as far as its first block.
-
-    Raises:
-        ValueError: a model of which none are seen, or fewer than patches.
-    """
+) -> int | None:
+    """How many tokens there are besides those of the patches; None where there are fewer tokens than patches: the model
+    is no plain ViT. model: of these sizes; one that does not say runs as far as its first block."""
     said: int | None = getattr(model, "num_prefix_tokens", None)
     if said is not None:
         return said
     grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
     prefix = _tokens(subject, image_size, patch_size) - grid
-    if prefix < 0:
-        raise ValueError(f"{subject.name} has fewer tokens than the {grid} patches of its image: it is no plain ViT")
-    return prefix
+    return None if prefix < 0 else prefix
 
 
 def _tokens(subject: _subject.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
-    """How many tokens the first block reads, of a library that does not say."""
+    """How many tokens (B, N, D) the first block reads, of a library that does not say; 0 if it reads something else."""
     model = subject.on_meta("sdpa", image_size, patch_size)
     with torch.device("meta"):
         images = _subject.images(1, image_size, torch.float32, _subject.channels(model))
     seen: list[int] = []
     for first in _subject.blocks(model)[:1]:
-        first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
         with subject.running(), torch.no_grad():
             model(images)
-    if not seen:
-        raise ValueError(f"{subject.name} has no list of blocks: it is no plain ViT")
-    return seen[0]
+    return seen[0] if seen else 0

@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor, nn
 
+from fastvit.study._subject import embeds_patches
+
 
 @dataclass(frozen=True)
 class Parameters:
     """How many of a model's parameters each part has. They add up to `total`: nothing is counted twice or left out.
 
     Attributes:
-        patch_embedding: the projection of patches.
+        patch_embedding: the projection of patches; of hierarchical models also convolutions that merge them.
         positions: embeddings of positions, and prefix tokens (CLS, registers, masks).
         attention, mlp: their linear layers, with biases.
         norms: norms and scales (LayerScale), wherever they are.
@@ -76,7 +78,7 @@ def _part(model: nn.Module, name: str) -> str:
     kind = type(owner).__name__.lower()
     if "norm" in kind or "layerscale" in kind:
         return "norms"
-    if isinstance(owner, nn.Conv2d):
+    if embeds_patches(owner):
         return "patch_embedding"
     of_layer = isinstance(owner, nn.Linear)
     for part, pattern in _NAMES:

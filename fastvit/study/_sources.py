@@ -21,7 +21,7 @@ from fastvit.layers import LayerNorm, RMSNorm
 from fastvit.reference_eva import Eva as ReferenceEva
 from fastvit.reference_eva import SwiGLU, SwiGLUPacked
 from fastvit.study import _baselines
-from fastvit.study._subject import Subject, told
+from fastvit.study._subject import Subject, embeds_patches, told
 
 _DEFAULTS = (("img_size", 224), ("patch_size", 16))  # of both constructors of the zoo
 # The reference's classes for those that the zoo names
@@ -29,20 +29,25 @@ _REFERENCE_NORMS = {LayerNorm: nn.LayerNorm, RMSNorm: reference.RMSNorm}
 _REFERENCE_MLPS = {"swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
 
-def find(name: str) -> Subject:
+class NoFusedForm(ValueError):
+    """A model in which fastvit's ops have no block to stand for."""
+
+
+def find(name: str, *, without_patches: bool = False) -> Subject:
     """The model that a name stands for: one of `fastvit.list_models()`, of timm's, a configuration file of transformers
     (`config.json`, or the folder that has it), or `module:function`, where function([image_size=, patch_size=]) returns
-    the model.
+    the model. without_patches: take models without a patch embedding too, such as a ResNet.
 
     Raises:
-        ValueError: an unknown name, with the nearest; a configuration or function that makes no model.
+        ValueError: an unknown name, with the nearest; a configuration or function that makes no model, or, unless
+            `without_patches`, none with a patch embedding.
         FileNotFoundError: no such file.
         ImportError: a module, or a library, that is not installed.
     """
     if name in zoo.CONFIGS:
         return _of_zoo(name)
     if ":" in name:
-        return _of_function(name)
+        return _of_function(name, without_patches)
     if name.endswith(".json") or "/" in name or Path(name).is_dir():
         return _of_configuration(name)
     names, note = list(zoo.CONFIGS), ""
@@ -53,7 +58,7 @@ def find(name: str) -> Subject:
             note = f" (timm is installed, but its import fails: {error})"
         else:
             if timm.is_model(name):
-                return _of_timm(name, timm)
+                return _of_timm(name, timm, without_patches)
             names += timm.list_models()
     near = difflib.get_close_matches(name, names)
     hint = f"; nearest: {', '.join(dict.fromkeys(near))}" if near else "; `fastvit models` lists them"
@@ -86,20 +91,21 @@ def reference_arguments(name: str) -> dict[str, Any]:
     return config
 
 
-def _of_timm(name: str, timm: Any) -> Subject:
-    height_width = timm.get_pretrained_cfg(name)
-    size = checked_pair("image_size", tuple(height_width.input_size[1:]) if height_width else 224)
+def _of_timm(name: str, timm: Any, without_patches: bool) -> Subject:
+    config = timm.get_pretrained_cfg(name)
+    size = checked_pair("image_size", tuple(config.input_size[1:]) if config else 224)
+    any_size = config is not None and not config.fixed_input_size  # convolutions: the constructor takes no size
 
     def make(provider: str, image_size: tuple[int, int] | None = None, **options: Any) -> nn.Module:
-        if image_size is not None:
+        if image_size is not None and not any_size:
             options["img_size"] = image_size
         with told(name):
             model: nn.Module = timm.create_model(name, **options)
         return _as(provider, model)
 
     with torch.device("meta"):
-        patch = _patch_size(timm.create_model(name), name)
-    return Subject(name, "timm", size, patch, make)
+        patch = _patch_size(timm.create_model(name), name, without_patches)
+    return Subject(name, "timm", size, patch or (1, 1), make, patch is not None)
 
 
 def _of_configuration(name: str) -> Subject:
@@ -131,7 +137,7 @@ def _of_configuration(name: str) -> Subject:
     return Subject(name, "transformers", size, patch, make)
 
 
-def _of_function(name: str) -> Subject:
+def _of_function(name: str, without_patches: bool) -> Subject:
     module_name, _, function_name = name.partition(":")
     with told(name):
         module = importlib.import_module(module_name)
@@ -153,10 +159,10 @@ def _of_function(name: str) -> Subject:
         return _as(provider, model)
 
     model = Subject(name, "function", (1, 1), (1, 1), make).on_meta("sdpa")
-    patch = _patch_size(model, name)
+    patch = _patch_size(model, name, without_patches)
     size = takes[spelling].default if spelling in takes else None
     size = size if size not in (None, inspect.Parameter.empty) else _image_size(model)
-    return Subject(name, "function", checked_pair("image_size", size), patch, make)
+    return Subject(name, "function", checked_pair("image_size", size), patch or (1, 1), make, patch is not None)
 
 
 def _as(provider: str, model: nn.Module) -> nn.Module:
@@ -169,17 +175,19 @@ def _as(provider: str, model: nn.Module) -> nn.Module:
         entries = integrations.accelerate(model).entries
         # a block of both side by side is no part of its own
         if not any(entry.fused and (entry.part or entry.kind == "ParallelScalingBlock") for entry in entries):
-            raise ValueError(f"fastvit.accelerate knows no block of {type(model).__name__}: it has no fused form")
+            raise NoFusedForm(f"fastvit.accelerate knows no block of {type(model).__name__}: it has no fused form")
     elif provider == "eager":
         _baselines.use_eager(model)
     return model
 
 
-def _patch_size(model: nn.Module, name: str) -> tuple[int, int]:
-    """Of the first convolution that strides as wide as its kernel."""
+def _patch_size(model: nn.Module, name: str, without_patches: bool) -> tuple[int, int] | None:
+    """Of the first convolution that strides as wide as its kernel; None if there is none and that is allowed."""
     for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size and module.stride[0] > 1:
+        if isinstance(module, nn.Conv2d) and embeds_patches(module):
             return module.stride[0], module.stride[1]
+    if without_patches:
+        return None
     raise ValueError(f"{name} has no patch embedding that strides as wide as its kernel: it is no plain ViT")
 
 

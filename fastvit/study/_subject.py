@@ -28,6 +28,8 @@ class Subject:
         name: as it was asked for.
         source: "fastvit", "timm", "transformers", or "function".
         image_size, patch_size: (height, width), where nobody asks for another.
+        has_patches: False for a model without a patch embedding, such as a ResNet, whose patch_size is (1, 1): it takes
+            images of any size.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Subject:
     image_size: tuple[int, int]
     patch_size: tuple[int, int]
     _make: Callable[..., nn.Module] = field(repr=False)
+    has_patches: bool = True
 
     def build(
         self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
@@ -53,7 +56,7 @@ class Subject:
         if provider not in PROVIDERS:
             raise ValueError(f"provider must be one of {PROVIDERS}, got {provider!r}")
         size, patch = self.sizes(image_size, patch_size)
-        if size != self.image_size:
+        if size != self.image_size and self.has_patches:
             options["image_size"] = size
         if patch != self.patch_size:
             options["patch_size"] = patch
@@ -103,6 +106,8 @@ class Subject:
         self, image_size: Pair | None = None, patch_size: Pair | None = None
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         """Image and patch size as (height, width); a ValueError where the patch does not divide the image."""
+        if patch_size is not None and not self.has_patches:
+            raise ValueError(f"patch_size must be None for {self.name}, which has no patches, got {patch_size}")
         size = self.image_size if image_size is None else checked_pair("image_size", image_size)
         patch = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
         if size[0] % patch[0] or size[1] % patch[1]:
@@ -139,6 +144,11 @@ def output_of(result: Any) -> Tensor:
 def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int = 3) -> Tensor:
     """(count, channels, height, width) on the default device, random normal, without a gradient."""
     return torch.randn(count, channels, *size).to(dtype)
+
+
+def embeds_patches(module: nn.Module) -> bool:
+    """Whether a module is a convolution that strides as wide as its kernel, as patch embeddings do."""
+    return isinstance(module, nn.Conv2d) and module.stride == module.kernel_size and module.stride[0] > 1
 
 
 def channels(model: nn.Module) -> int:
