@@ -127,5 +127,5 @@ def test_triton_is_required_only_where_it_has_wheels(platform: str, build: Build
 def test_every_extra_that_a_message_or_a_document_names_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     files = [ROOT / "README.md", ROOT / "benchmarks/README.md", *(ROOT / "fastvit").rglob("*.py")]
-    named = re.findall(r"""(?:fastvit|["']\.)\[([a-z,]+)\]""", "".join(path.read_text() for path in files))
+    named = re.findall(r"""(?:fastvit|["'`]\.)\[([a-z,]+)\]""", "".join(path.read_text() for path in files))
     assert {"study", "weights", "triton", "bench"} <= set(",".join(named).split(",")) <= set(extras)
