@@ -98,7 +98,7 @@ def attention_bwd(
     buffer."""
     if q.shape[1] == 1 and seed is None and mask is None:
         # softmax over one key is constant: its gradient has no rounding errors
-        dv = do.unflatten(2, (v.shape[2], -1)).sum(3, dtype=stat_dtype(q)).to(v.dtype)
+        dv = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1))).sum(3, dtype=stat_dtype(q)).to(v.dtype)
         return _written((q.new_zeros(q.shape), k.new_zeros(k.shape), dv), out)
     if not (_has_flash(seed, q, k, v) and do.stride(3) == 1):
         gradients = out or _room(q, k, v)
