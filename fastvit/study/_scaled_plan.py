@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from fastvit.study._allocations import Allocations, Call, Laid, as_on
+from fastvit.study._allocations import Allocations, Laid, as_on
 from fastvit.study._plan import Parts, Setting, run
 from fastvit.study._subject import Subject
 
@@ -80,6 +80,7 @@ class ScaledPlan:
         self.part = np.full(len(self.seen.blocks), len(groups))  # temporaries, which have no group
         for i, group in reversed(list(enumerate(groups.values()))):
             self.part[list(group)] = i
+        self.runs: dict[Any, _Run] = {}  # at several image and patch sizes the tokens are the same
         self.number = np.array([number for number, _ in self.seen.events])
         self.sign = np.array([1 if came else -1 for _, came in self.seen.events])
 
@@ -104,16 +105,20 @@ class ScaledPlan:
         for call in self.seen.calls if self.seen.gpu else ():
             key = call.op, call.leaves, call.nested
             if key not in runs:
-                runs[key] = _run_again(call, self.at, sizes)
-            again, (begin, end) = runs[key], call.events
-            own = np.arange(blocks, blocks + len(again.asked))
-            for mine, theirs in zip(again.outputs, call.outputs, strict=True):
-                own[mine], asked[theirs] = theirs, again.asked[mine]
+                leaves = tuple(_scaled(x, self.at, sizes) for x in call.leaves)
+                again = call.op, leaves, call.nested
+                if again not in self.runs:
+                    self.runs[again] = _run_again(*again)
+                runs[key] = self.runs[again]
+            found, (begin, end) = runs[key], call.events
+            own = np.arange(blocks, blocks + len(found.asked))
+            for mine, theirs in zip(found.outputs, call.outputs, strict=True):
+                own[mine], asked[theirs] = theirs, found.asked[mine]
             of_others = self.number[begin:end] < call.blocks[0]  # that went meanwhile
-            numbers += [self.number[done:begin], own[again.number], self.number[begin:end][of_others]]
-            signs += [self.sign[done:begin], again.sign, self.sign[begin:end][of_others]]
-            nbytes.append(again.asked)
-            blocks, done = blocks + len(again.asked), end
+            numbers += [self.number[done:begin], own[found.number], self.number[begin:end][of_others]]
+            signs += [self.sign[done:begin], found.sign, self.sign[begin:end][of_others]]
+            nbytes.append(found.asked)
+            blocks, done = blocks + len(found.asked), end
         numbers.append(self.number[done:])
         signs.append(self.sign[done:])
         return np.concatenate(numbers), np.concatenate(signs), np.concatenate(nbytes)
@@ -128,24 +133,28 @@ class _Run(NamedTuple):
     outputs: list[int]
 
 
-def _run_again(call: Call, at: Sizes, sizes: Sizes) -> _Run:
-    """At other sizes, on a GPU; on meta tensors, of which launchers make new ones faster than of fake ones."""
+def _scaled(x: Any, at: Sizes, sizes: Sizes) -> Any:
+    """An argument of an op at other sizes."""
+    if isinstance(x, Laid):
+        shape, stride = (tuple(_scaled(n, at, sizes) for n in extents) for extents in (x.shape, x.stride))
+        return Laid(shape, stride, x.dtype)
+    if type(x) is not int:
+        return x
+    constant, *powers = _powers(x, at)
+    return constant * math.prod(n**power for n, power in zip(sizes.grow(), powers, strict=True))
 
-    def scaled(n: int) -> int:
-        constant, *powers = _powers(n, at)
-        return constant * math.prod(n**power for n, power in zip(sizes.grow(), powers, strict=True))
+
+def _run_again(op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _Run:
+    """On a GPU; on meta tensors, of which launchers make new ones faster than of fake ones."""
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, Laid):
-            shape, stride = tuple(map(scaled, x.shape)), tuple(map(scaled, x.stride))
-            return torch.empty_strided(shape, stride, dtype=x.dtype, device="meta")
-        return scaled(x) if type(x) is int else x
+        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") if isinstance(x, Laid) else x
 
     seen = Allocations(gpu=True)
-    arguments = tree_unflatten([leaf(x) for x in call.leaves], call.nested)
+    arguments = tree_unflatten([leaf(x) for x in leaves], nested)
     first = max(seen.see(arguments)) + 1
     with as_on(gpu=True):
-        result = seen.look_into(call.op, arguments)
+        result = seen.look_into(op, arguments)
     outputs = [number - first for number in seen.see(result)]  # no op returns an argument
     events = [(number - first, 1 if came else -1) for number, came in seen.events if number >= first]
     number, sign = np.array(events, int).reshape(-1, 2).T
