@@ -355,10 +355,10 @@ def test_a_patch_embedding_of_another_size_falls_back(tiny, device) -> None:
 
 
 def test_layer_norms_that_round_otherwise_are_left_alone(device) -> None:
-    plain, bare, wide = nn.LayerNorm(32), nn.LayerNorm(32, elementwise_affine=False), nn.LayerNorm((4, 32))
-    model = nn.ModuleList([plain, bare, wide]).to(device)
+    plain, wide = nn.LayerNorm(32), nn.LayerNorm((4, 32))
+    model = nn.ModuleList([plain, wide]).to(device)
     report = fastvit.accelerate(model)
-    assert [e.status for e in report.entries] == ["as it was", "accelerated", "skipped", "skipped"]
+    assert [e.status for e in report.entries] == ["as it was", "accelerated", "skipped"]
     x = torch.randn(2, 4, 32, device=device)
     assert close(plain(x), nn.functional.layer_norm(x, (32,), plain.weight, plain.bias))
     with (
