@@ -51,9 +51,9 @@ def rotary(
     x = rotated_part(out, sin, rotated)
     wide = torch.promote_types(promoted_dtype(out, sin, cos), torch.float32)
     cos, sin = by_token(cos.to(wide)), by_token(signed(sin.to(wide), interleaved, transposed))
-    partners = swapped(x, interleaved)
-    if x.dtype is wide:
-        x.mul_(cos).addcmul_(partners, sin)
-    else:
-        x.copy_(x * cos + partners * sin)
+    turned = x.to(wide)  # of one dtype, since ATen's functions of two make copies; x itself, if it is wide
+    partners = swapped(turned, interleaved)
+    turned.mul_(cos).addcmul_(partners, sin)
+    if turned is not x:
+        x.copy_(turned)
     return out
