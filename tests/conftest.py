@@ -23,6 +23,7 @@ from fastvit.ops import use_backend
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
+    os.environ.pop("COLUMNS", None)  # xdist's 80; without xdist output that is captured has no width
 
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 

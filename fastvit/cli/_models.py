@@ -27,8 +27,8 @@ _EPILOG = """columns:
   saved       what autograd keeps of the batch for backward, in bfloat16, with
               fastvit's ops where the model has blocks for them
   bound       the least time of a forward in 16 bits that the GPU's datasheet
-              allows: the larger of FLOPs / rate of dense matmuls and least bytes
-              / bandwidth. It is a bound, no prediction: no kernel reaches it
+              allows: the larger of FLOPs / rate of dense matmuls and least
+              bytes / bandwidth. A bound, no prediction: no kernel reaches it
   top-1       best published accuracy on ImageNet-1k at this image size, and the
               weights that have it, by timm's tag, from timm's
               results/results-imagenet.csv of October 2025

@@ -61,7 +61,8 @@ def attention_fwd(
         added = None if mask is None else _added(mask, stat_dtype(q))
         factor, scale = _split(scale, q)
         scaled = q if factor == 1.0 else q * factor
-        o, lse = flash_attention(*(t.transpose(1, 2) for t in (scaled, k, v)), attn_mask=added, scale=scale)
+        qt, kt, vt = scaled.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        o, lse = flash_attention(qt, kt, vt, attn_mask=added, scale=scale)
         lse = torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse.contiguous()
         return o.transpose(1, 2).contiguous().detach(), lse  # no view, as in aten.linear
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -240,7 +241,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     weight, (b, H, rows): the first key's, or the largest where that tells too little."""
     p = scores.softmax(-1)
     score, weight = scores[..., 0].clone(), p[..., 0].clone()  # a view would keep all scores alive
-    if not bool((weight > _SMALL).all()):
+    if type(weight) is not Tensor or not bool((weight > _SMALL).all()):  # a fake tensor has no data to ask
         score, weight = scores.amax(-1), p.amax(-1)
         if mask is not None:
             hidden = score == -torch.inf
