@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from fastvit.kernels import _tuned
 from fastvit.ops._private import (
+    FakeTensor,
     add_batch_dim,
     are_functorch_transforms_active,
     clear_saved_tensors,
@@ -336,6 +337,12 @@ def arch(x: Tensor) -> str:
 def stat_dtype(x: Tensor) -> torch.dtype:
     """Of statistics, softmax and sums over x: float32, or float64 for float64."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether x has no data: a study of memory runs ops on it. Where an op works in parts that need the same memory,
+    one part is enough."""
+    return FakeTensor is not None and isinstance(x, FakeTensor)
 
 
 def float32_precision() -> str:

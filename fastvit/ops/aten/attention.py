@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from fastvit.ops._checks import is_added, lse_shape, unexpanded
-from fastvit.ops._library import stat_dtype
-from fastvit.ops._private import (
-    flash_attention,
-    flash_attention_backward,
-    fused_sdp_choice,
-    is_amx_tile_supported,
-    is_avx512_bf16_supported,
-    softmax_backward,
-)
+from fastvit.ops._library import is_fake, stat_dtype
+from fastvit.ops._private import flash_attention, flash_attention_backward, fused_sdp_choice, softmax_backward
 
 _FLASH = flash_attention is not None and flash_attention_backward is not None
 _BYTES = 1 << 20  # of scores held at once where ATen materialises them, which stay in the cache
@@ -30,19 +23,6 @@ _VECTOR = 16
 # Its backward pass makes P of a float32 LSE, which loses the logarithm of the sum where a mask makes all scores of a
 # row huge: at this size P is off by 2^-16, at 1e9 by a factor of N.
 _LSE = 256.0
-
-# Below, a weight's logarithm has lost digits: float32 weights are subnormal.
-_SMALL = 1e-30
-
-
-def _is_true(function: Any) -> bool:
-    return function is not None and bool(function())
-
-
-# With instructions for products of bfloat16 but without tiles, oneDNN's products outrun PyTorch's kernel up to some
-# length: at 577 tokens forward and backward pass take 0.86 of its time, at 1025 1.15.
-_BY_FORMULA = {torch.bfloat16} if _is_true(is_avx512_bf16_supported) and not _is_true(is_amx_tile_supported) else set()
-_SHORT = 768
 
 
 def _takes_shared_keys() -> bool:
@@ -77,7 +57,6 @@ def attention_fwd(
                 torch.stack((base, weight.reciprocal()), 2, out=of_lse)
             else:
                 torch.sub(base, weight.log(), out=of_lse)
-            p = p.to(qb.dtype)
             if words is None:
                 ob = p @ vb
             else:
@@ -160,8 +139,6 @@ def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch's CPU flash kernel takes these inputs; it reads by stride but wants unit stride within a head."""
     if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
         return False
-    if q.dtype in _BY_FORMULA and q.shape[1] <= _SHORT:
-        return False
     return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape == q.shape)
 
 
@@ -199,11 +176,13 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[_At, _At, list[slice]]]:
         return
     B, N, H, _ = q.shape
     shared = H // k.shape[2]
-    scores = _BYTES // _dtype(q).itemsize
+    scores = _BYTES // stat_dtype(q).itemsize
     parts = _even(N, scores // (shared * N))
     for samples in _even(B, scores // (H * N * N)):
         for heads in _even(k.shape[2], scores // (shared * N * N)):
             yield (samples, slice(heads.start * shared, heads.stop * shared)), (samples, heads), parts
+            if is_fake(q):  # one block needs the memory of all
+                return
 
 
 def _even(count: int, most: int) -> list[slice]:
@@ -211,14 +190,9 @@ def _even(count: int, most: int) -> list[slice]:
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
 
-def _dtype(q: Tensor) -> torch.dtype:
-    """The dtype to compute in."""
-    return q.dtype if q.is_cpu and q.dtype in _BY_FORMULA else stat_dtype(q)
-
-
 def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
     """(b, heads of q, N, d) of x (B, N, H, d)."""
-    part = x[at[0], :, at[1]].transpose(1, 2).to(_dtype(q))
+    part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
     return part if x.shape[2] == q.shape[2] else part.repeat_interleave(q.shape[2] // x.shape[2], 1)
 
 
@@ -233,21 +207,19 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, at: _At, rows: slice) -> 
     mask = _of_mask(mask, at, rows)
     if mask.dtype is torch.bool:
         return scores.masked_fill_(~mask, -torch.inf)
-    return scores.to(stat_dtype(scores)).add_(mask)
+    return scores.add_(mask)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(scores), zeros in rows all of minus infinity, which only a mask makes; and of each row a score with its
-    weight, (b, H, rows): the first key's, or the largest where that tells too little."""
+    """softmax(scores), zeros in rows all of minus infinity, which only a mask makes; and of each row the largest score
+    and its weight, (b, H, rows)."""
     p = scores.softmax(-1)
-    score, weight = scores[..., 0].clone(), p[..., 0].clone()  # a view would keep all scores alive
-    if type(weight) is not Tensor or not bool((weight > _SMALL).all()):  # a fake tensor has no data to ask
-        score, weight = scores.amax(-1), p.amax(-1)
-        if mask is not None:
-            hidden = score == -torch.inf
-            p.masked_fill_(hidden[..., None], 0.0)
-            score, weight = score.masked_fill(hidden, 0.0), weight.masked_fill(hidden, 0.0)
-    return p, score.to(stat_dtype(p)), weight.to(stat_dtype(p))
+    score, weight = scores.amax(-1), p.amax(-1)
+    if mask is not None:
+        hidden = score == -torch.inf
+        p.masked_fill_(hidden[..., None], 0.0)
+        score, weight = score.masked_fill_(hidden, 0.0), weight.masked_fill_(hidden, 0.0)
+    return p, score, weight
 
 
 def _backward(
@@ -267,7 +239,7 @@ def _backward(
         of_keys: tuple[Tensor, ...] = ()
         for rows in parts:
             kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
-            p = _softmax(_scores(qb, kb, mask, at, rows), mask)[0].to(qb.dtype)
+            p = _softmax(_scores(qb, kb, mask, at, rows), mask)[0]
             dp = dob[:, :, rows] @ vb.transpose(2, 3)
             dropped = p
             if kept is not None:
@@ -281,8 +253,6 @@ def _backward(
                 continue
             gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
             more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]
-            if len(parts) > 1:
-                more = more[0].to(stat_dtype(q)), more[1].to(stat_dtype(q))
             of_keys = (of_keys[0].add_(more[0]), of_keys[1].add_(more[1])) if of_keys else more
         for out, total in zip(gradients[1:], of_keys, strict=True):
             if k.shape != q.shape:
