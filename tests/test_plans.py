@@ -13,6 +13,8 @@ import pytest
 import torch
 from op_cases import SHAPES, function, made, results
 
+pytest.importorskip("triton", reason="triton is not installed")
+
 import fastvit
 from fastvit import ops
 from fastvit.kernels import _tuned

@@ -40,10 +40,10 @@ def test_it_knows_this_machine():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
 def test_the_path_of_every_op_and_why(monkeypatch):
     with ops.use_backend("auto"):
+        monkeypatch.setattr(_library, "HAVE_TRITON", True)
         monkeypatch.setattr(_library, "INTERPRET", False)
         assert found("mlp").value.startswith("ATen: no GPU")
         monkeypatch.setattr(_library, "INTERPRET", True)
-        monkeypatch.setattr(_library, "HAVE_TRITON", True)
         assert found("mlp").value.startswith("Triton's interpreter: TRITON_INTERPRET=1")
         assert found("mlp").status == "note"
     with ops.use_backend("aten"):

@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 
 import fastvit
-from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
-from fastvit.ops._launch import launch, launching
 
 B, N, D, HEADS = 1, 197, 768, 12
 _CALLS = 10  # a round
@@ -50,6 +48,9 @@ def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
 def single_launches(rounds: int) -> dict[str, dict[str, float]]:
     """Kernel -> its arguments, and microseconds of one launch: every kernel of a block's training step, at N and at a
     length that is not short."""
+    from benchmarks.codegen.stub_driver import stub_gpu  # here: both need triton, a table of the results does not
+    from fastvit.ops._launch import launch, launching
+
     found = {}
     with stub_gpu(records=False):
         calls: dict[str, Any] = {}
@@ -68,6 +69,9 @@ def single_launches(rounds: int) -> dict[str, dict[str, float]]:
 def block(rounds: int) -> dict[str, dict[str, float]]:
     """Step -> microseconds, kernels of fastvit, calls of the vendor's matmuls, sums and casts, microseconds of a
     stand-in."""
+    from benchmarks.codegen.stub_driver import stub_gpu
+    from fastvit.ops._launch import launching
+
     found = {}
     with stub_gpu(records=False), _vendor_stand_ins() as vendor:
         a = torch.empty(N, D, dtype=torch.bfloat16)
