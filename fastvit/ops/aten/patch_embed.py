@@ -91,15 +91,18 @@ def patch_embed_fwd(
 
 
 def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
-    D, dtype = weight.shape[0], weight.dtype
-    total = torch.zeros(D, weight[0].numel(), dtype=torch.promote_types(dtype, torch.float32), device=dout.device)
+    D, dtype, total = weight.shape[0], weight.dtype, None
     n = math.prod(patch_grid(weight, *image.shape[2:]))
     for pixels, dtokens in _chunks(image, dout[:, dout.shape[1] - n :]):
         rows, patches = dtokens.reshape(-1, D).to(dtype), _gather(pixels, weight, normalize)
-        if dtype is total.dtype:
+        if total is None:
+            total = rows.t() @ patches
+        elif dtype.itemsize > 2:
             total.addmm_(rows.t(), patches)
         else:
+            total = total.float()  # of several chunks' products the sum is float32
             total += rows.t() @ patches
+    assert total is not None
     return total.to(dtype).view(weight.shape)
 
 
