@@ -9,6 +9,7 @@ from op_cases import tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 
 from fastvit import ops
+from fastvit.ops.aten import layer_norm as aten_layer_norm
 
 registered = torch.ops.fastvit
 
@@ -97,6 +98,16 @@ def test_add_layer_norm_of_several_dtypes(row_scale, dtypes, backend, device):
         tensors[name] = tensors[name].detach().to(dtype).requires_grad_(name != "row_scale")
     tensors["row_scale"] = tensors["row_scale"] * 1.1 if row_scale else None
     assert_op_as_accurate(ops.add_layer_norm, formulas.rounded_add_layer_norm, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row_scale", [False, True], ids=["", "row_scale"])
+def test_gradient_of_layer_scale_in_chunks(row_scale, dtype, device, monkeypatch):
+    """Chunks of 7 rows, which divide neither the 13 rows of a sample nor all 65."""
+    monkeypatch.setattr(aten_layer_norm, "_CHUNK", 7 * 72)
+    shapes = summed(5, 13, 72) | {"layer_scale": (72,), "row_scale": (5,) if row_scale else None}
+    with ops.use_backend("aten"):
+        assert_op_as_accurate(ops.add_layer_norm, formulas.add_layer_norm, tensors_of(shapes, dtype, device))
 
 
 def test_add_layer_norm_uses_one_output(backend, device):

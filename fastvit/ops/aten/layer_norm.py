@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from fastvit.ops._checks import as_rows
-from fastvit.ops._epilogue import by_sample, scale_samples
+from fastvit.ops._epilogue import by_sample, rows_per_sample
 from fastvit.ops._library import stat_dtype
+
+_CHUNK = 1 << 19  # products for LayerScale's gradient that exist at a time: 2 MB, which stay in the cache
 
 _backward = torch.ops.aten.native_layer_norm_backward.default
 
@@ -83,7 +85,7 @@ def add_layer_norm_fwd(
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(residual.dtype, branch.dtype)
-    s = (residual.contiguous() + _scale_branch(branch.to(dtype), layer_scale, row_scale)).to(dtype)
+    s = _add_branch(residual.contiguous(), branch.to(dtype), layer_scale, row_scale).to(dtype)
     return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 
@@ -96,8 +98,7 @@ def add_layer_norm_bwd(
     dbranch = _scale_branch(ds, layer_scale, row_scale).to(branch.dtype, copy=not scaled)
     dlayer_scale = dweight.new_empty(0)
     if layer_scale is not None:
-        product = scale_samples(ds.to(stat_dtype(s)) * branch, row_scale)
-        dlayer_scale = as_rows(product).sum(0).to(layer_scale.dtype)
+        dlayer_scale = _dlayer_scale(ds, branch, row_scale).to(layer_scale.dtype)
     return ds, dbranch, dweight, dbias, dlayer_scale
 
 
@@ -129,10 +130,41 @@ def _parameter_dtype(x: Tensor) -> torch.dtype:
     return dtype if dtype is torch.float32 or x.is_cuda else stat_dtype(x)
 
 
+def _scale(layer_scale: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What multiplies a branch of that dtype: (D,), or with a row_scale as in `by_sample`; None without either."""
+    if row_scale is None:
+        return layer_scale
+    row_scale = row_scale.to(torch.promote_types(row_scale.dtype, dtype))  # of two scales, both may be narrower
+    return row_scale[:, None, None] if layer_scale is None else row_scale[:, None, None] * layer_scale
+
+
 def _scale_branch(branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
     """row_scale * layer_scale * branch in the promoted dtype; branch itself without them."""
-    if row_scale is None:
-        return branch if layer_scale is None else layer_scale * branch
-    row_scale = row_scale.to(torch.promote_types(row_scale.dtype, branch.dtype))  # of two scales, both may be narrower
-    scale = row_scale[:, None, None] if layer_scale is None else row_scale[:, None, None] * layer_scale
+    scale = _scale(layer_scale, row_scale, branch.dtype)
+    if scale is None or row_scale is None:
+        return branch if scale is None else scale * branch
     return (scale * by_sample(branch, row_scale)).view(branch.shape)
+
+
+def _add_branch(residual: Tensor, branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
+    """residual + row_scale * layer_scale * branch in the promoted dtype."""
+    scale = _scale(layer_scale, row_scale, branch.dtype)
+    if scale is None:
+        return residual + branch
+    if row_scale is None:
+        return torch.addcmul(residual, branch, scale)
+    return torch.addcmul(by_sample(residual, row_scale), by_sample(branch, row_scale), scale).view(residual.shape)
+
+
+def _dlayer_scale(ds: Tensor, branch: Tensor, row_scale: Tensor | None) -> Tensor:
+    """row_scale * ds * branch summed over rows, in the dtype of statistics: a chunk of rows at a time, because all
+    products together would be as large as ds, or twice as large where ds has 16 bits."""
+    dtype, rows = stat_dtype(ds), max(_CHUNK // ds.shape[-1], 1)
+    chunks = zip(as_rows(ds).split(rows), as_rows(branch).split(rows), strict=True)
+    products = (d * b if d.dtype is dtype else d.to(dtype).mul_(b) for d, b in chunks)
+    if row_scale is None:
+        sums = [p.sum(0) for p in products]
+    else:
+        factors = row_scale.to(dtype).repeat_interleave(rows_per_sample(ds, row_scale)).split(rows)
+        sums = [torch.mv(p.t(), f) for p, f in zip(products, factors, strict=True)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
