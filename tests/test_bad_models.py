@@ -155,7 +155,7 @@ MODULES: dict[Callable[..., nn.Module], list[Mistake]] = {
         (ValueError, "mlp_ratio must be a finite number with dim * mlp_ratio >= 1", {"mlp_ratio": 0.01}),
         (ValueError, "init_values must be a finite number", {"init_values": math.nan}),
         (ValueError, "drop_path must be in [0, 1], got 1.5", {"drop_path": 1.5}),
-        (ValueError, "qk_norm=True needs norm_layer, got None", {"qk_norm": True, "norm_layer": None}),
+        (TypeError, "norm_layer must be a class or one of", {"norm_layer": None}),
         (ValueError, "act_layer must be a class or one of", {"act_layer": "gelu_erf"}),
     ],
     partial(layers.Mlp, in_features=16): [

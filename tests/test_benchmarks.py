@@ -554,7 +554,7 @@ def test_the_benchmarks_are_collected_without_the_libraries_that_they_compare_wi
         "import sys, pytest; sys.modules |= dict.fromkeys(['timm', 'torchvision', 'transformers']); "
         "sys.exit(pytest.main(['benchmarks', '--benchmark-only', '--quick', '--collect-only', '-q']))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))}
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=provenance.ROOT, env=environment, capture_output=True, text=True
     )

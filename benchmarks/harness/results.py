@@ -116,7 +116,7 @@ def _folder(folder: Path) -> Iterator[str]:
 _OPS = [
     ("patch_embed", [("patch_embed", "B8 px224 patch16 D768")], "normalisation, convolution, positions, prefix tokens",
      "none but the image"),
-    ("attention_qkvpacked", [("attention", "B8 N1025 H12 d64")], "scores, softmax and values, without an N x N tensor",
+    ("attention_qkvpacked", [("attention", "B1 N1025 H12 d64")], "scores, softmax and values, without an N x N tensor",
      "4: qkv, out"),
     ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm or RMSNorm, linear", "1: x"),
     ("layer_norm_attention", [("layer_norm_attention", "B1 N197 D768 H12")],

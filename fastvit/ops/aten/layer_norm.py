@@ -85,7 +85,15 @@ def add_layer_norm_fwd(
     row_scale: Tensor | None, eps: float, rms: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype = torch.promote_types(residual.dtype, branch.dtype)
-    s = _add_branch(residual.contiguous(), branch.to(dtype), layer_scale, row_scale).to(dtype)
+    residual, branch, scale = residual.contiguous(), branch.to(dtype), _scale(layer_scale, row_scale, dtype)
+    if scale is None:
+        s = residual + branch
+    elif row_scale is None:
+        s = torch.addcmul(residual, branch, scale)
+    else:  # `detach`: no view, as in aten.linear
+        s = torch.addcmul(by_sample(residual, row_scale), by_sample(branch, row_scale), scale)
+        s = s.view(residual.shape).detach()
+    s = s.to(dtype)
     return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
 
 
@@ -144,16 +152,6 @@ def _scale_branch(branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor 
     if scale is None or row_scale is None:
         return branch if scale is None else scale * branch
     return (scale * by_sample(branch, row_scale)).view(branch.shape)
-
-
-def _add_branch(residual: Tensor, branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
-    """residual + row_scale * layer_scale * branch in the promoted dtype."""
-    scale = _scale(layer_scale, row_scale, branch.dtype)
-    if scale is None:
-        return residual + branch
-    if row_scale is None:
-        return torch.addcmul(residual, branch, scale)
-    return torch.addcmul(by_sample(residual, row_scale), by_sample(branch, row_scale), scale).view(residual.shape)
 
 
 def _dlayer_scale(ds: Tensor, branch: Tensor, row_scale: Tensor | None) -> Tensor:
