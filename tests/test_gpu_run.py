@@ -309,7 +309,7 @@ def test_the_page_is_that_of_the_result_files() -> None:
 def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
     readme = (provenance.ROOT / "README.md").read_text()
     assert readme == results.with_ops(readme)
-    assert "| `attention_qkvpacked`, B8 N1025 H12 d64 |" in readme
+    assert "| `attention_qkvpacked`, B1 N1025 H12 d64 |" in readme
     assert len(readme.splitlines()) <= 190, "read in one sitting"
     with pytest.raises(ValueError, match="no lines"):
         results.with_ops("a page without marks")
