@@ -87,19 +87,19 @@ def read(path: str | os.PathLike[str]) -> Any:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that an index of shards names, which are beside it."""
+    """Return the files that an index of shards names; they lie in its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         good = bool(names) and all(Path(name).name == name and Path(name).suffix in SUFFIXES for name in names)
     except (ValueError, LookupError, TypeError, AttributeError):
         good = False
     if not good:
-        raise CheckpointError(f"{index} is no index of shards: not a weight_map to names of files beside it")
+        raise CheckpointError(f"{index} is no index of shards: not a weight_map to names of files in its folder")
     return [index.with_name(name) for name in names]
 
 
 def _with_shards(path: Path, hub_id: str) -> Path:
-    """The same file of a repository; of an index with all of its shards, of the same commit."""
+    """Return path. If it is an index, first download the shards that are missing, from the same commit."""
     if path.name.endswith(INDEX):
         for shard in _shards(path):
             if not shard.exists():

@@ -20,7 +20,7 @@ def is_hub_id(weights: str) -> bool:
 
 
 def repository_of_tag(weights: Any, names: Container[str], suffixes: Container[str]) -> Any:
-    """The repository of one of these names with a tag of timm's behind it; what exists as a path, names a file with one
+    """The repository of one of these names followed by timm's tag; what exists as a path, names a file with one
     of these suffixes, or is no such name, as it is."""
     name, dot, tag = weights.partition(".") if isinstance(weights, str) else ("", "", "")
     if name not in names or not tag or dot + tag in suffixes or os.path.exists(weights):

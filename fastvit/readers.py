@@ -198,7 +198,7 @@ def _read_adapted(layer: Any) -> Layer:
 
 
 def read_norm(norm: Any) -> Norm:
-    """Of a class in NORM; its weight is None where the module has none."""
+    """Read a module of a class in NORM; the weight is None where the module has none."""
     if len(norm.normalized_shape) != 1:
         raise Unsupported("it normalises more than the last dimension")
     if norm.__dict__.get("_fast_norm"):

@@ -413,7 +413,7 @@ def test_record_survives_json() -> None:
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_agreement_is_that_of_the_worst_image(tokens: bool) -> None:
-    """Of low_precision.py. The nearest patch of another image is not one of the same image, however similar."""
+    """The nearest patch of another image is not one of the same image, however similar."""
     exact = torch.eye(4, dtype=torch.float64)[[0, 1, 2]]  # logits of three images
     if tokens:  # a CLS and two patches each: those of an image are more similar than those of two
         exact = exact[:, None] + torch.tensor([0.0, 0.5, 0.6], dtype=torch.float64)[:, None] * torch.eye(4).double()[3]

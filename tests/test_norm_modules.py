@@ -190,7 +190,7 @@ class DiTBlock(nn.Module):
 
 
 def test_modulated_norms_without_weight(device: torch.device) -> None:
-    """As DiT has them, also accelerated, under autocast, and compiled without a break."""
+    """Norms as in DiT, also accelerated, under autocast, and compiled without a break."""
     ours = DiTBlock(fastvit.LayerNorm, fastvit.Attention).to(device)
     theirs = DiTBlock(nn.LayerNorm, reference.Attention).to(device)
     theirs.load_state_dict(ours.state_dict())

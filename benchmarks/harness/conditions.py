@@ -1,4 +1,4 @@
-"""What the machine was like during a run: its load, and its limits at the start and at the end."""
+"""Record the state of the machine during a run: its load, and its limits at the start and at the end."""
 
 from __future__ import annotations
 

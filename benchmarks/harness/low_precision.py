@@ -149,7 +149,7 @@ def _run_session(session: Any, image: Tensor) -> Tensor:
 
 
 def agreement(got: Tensor, exact: Tensor) -> dict[str, float]:
-    """Of outputs for some images with those in float64: logits (B, classes), or tokens (B, N, D), CLS first.
+    """Compare outputs for some images with those in float64: logits (B, classes), or tokens (B, N, D), CLS first.
 
     cosine: the least of an image; error: the largest of an element, over the largest element of its image; top1: the
     share of images of the same class, or of patches whose nearest patch in another image is the same.

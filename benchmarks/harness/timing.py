@@ -112,7 +112,7 @@ def per_call(work: Callable[[], object], device: torch.device, *, seconds: float
 def per_call_in_turn(
     steps: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float = 0.1, rounds: int
 ) -> dict[str, list[float]]:
-    """As `per_call`, for several: a loop of each in every round, in random order."""
+    """Measure several functions like `per_call`: in every round a loop of each, in random order."""
 
     def loop(work: Callable[[], object], count: int) -> float:
         _wait(device)

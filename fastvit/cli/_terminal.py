@@ -76,7 +76,7 @@ def width() -> int:
 
 
 def console() -> Console:
-    """Of standard output: `width()` columns; colours only on a terminal, and none under NO_COLOR."""
+    """Return the console of standard output: `width()` columns; colours only on a terminal without NO_COLOR."""
     rich = wanted("rich.console", "rich")
     found: Console = rich.Console(width=width(), height=24, highlight=False, soft_wrap=False)
     return found

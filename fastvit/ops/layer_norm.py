@@ -149,7 +149,7 @@ def norm_backward(
 
 
 class LayerNormFunction(FusedHalf):
-    """For `run`, behind the name of the public function."""
+    """The autograd function of layer_norm and rms_norm for `run`. Its first input is the name of the public op."""
 
     @staticmethod
     def forward(name: str, *inputs: Any) -> Any:

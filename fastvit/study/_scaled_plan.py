@@ -134,7 +134,7 @@ class _Run(NamedTuple):
 
 
 def _scaled(x: Any, at: Sizes, sizes: Sizes) -> Any:
-    """An argument of an op at other sizes."""
+    """Return an argument of an op at other sizes."""
     if isinstance(x, Laid):
         shape, stride = (tuple(_scaled(n, at, sizes) for n in extents) for extents in (x.shape, x.stride))
         return Laid(shape, stride, x.dtype)
@@ -145,7 +145,7 @@ def _scaled(x: Any, at: Sizes, sizes: Sizes) -> Any:
 
 
 def _run_again(op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _Run:
-    """On a GPU; on meta tensors, of which launchers make new ones faster than of fake ones."""
+    """Run a fused op again as on a GPU. On meta tensors, which are faster to make than fake ones."""
 
     def leaf(x: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") if isinstance(x, Laid) else x

@@ -182,7 +182,7 @@ def _as(provider: str, model: nn.Module) -> nn.Module:
 
 
 def _patch_size(model: nn.Module, name: str, without_patches: bool) -> tuple[int, int] | None:
-    """Of the first convolution that strides as wide as its kernel; None if there is none and that is allowed."""
+    """Return the stride of the first convolution with a stride as wide as its kernel; None if that is allowed."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and embeds_patches(module):
             return module.stride[0], module.stride[1]

@@ -129,7 +129,7 @@ def _room(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _written(found: Sequence[Tensor], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What was found, contiguous; in `out`, where that is given."""
+    """Return the gradients contiguous, or copied into `out` where that is given."""
     for to, t in zip(out, found, strict=False):
         to.copy_(t)
     return out or tuple([t.contiguous().detach() for t in found])

@@ -139,7 +139,7 @@ def _parameter_dtype(x: Tensor) -> torch.dtype:
 
 
 def _scale(layer_scale: Tensor | None, row_scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What multiplies a branch of that dtype: (D,), or with a row_scale as in `by_sample`; None without either."""
+    """Return the factor of a branch: (D,), or with a row_scale shaped as in `by_sample`; None if both are None."""
     if row_scale is None:
         return layer_scale
     row_scale = row_scale.to(torch.promote_types(row_scale.dtype, dtype))  # of two scales, both may be narrower
