@@ -129,8 +129,8 @@ def bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any, out: tuple[Tensor, ...] = (),
     backend: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`attention_bwd`, whose arguments `rest` are those after the mask, and the mask's gradient. ATen computes the
-    weights once for both. out: where dq, dk and dv are written, if no dispatcher looks on."""
+    """Compute dq, dk, dv and the mask's gradient. ATen computes the weights once for all four. rest: the arguments of
+    `attention_bwd` after the mask. out: where dq, dk and dv are written; only without a dispatcher."""
     backend = backend or choose_backend(do, q, k, v, mask)
     if backend == "aten":
         arguments: Any = do, q, k, v, mask, *rest, *out
@@ -142,7 +142,7 @@ def bwd_with_mask(
 def qkvpacked_bwd_with_mask(
     do: Tensor, qkv: Tensor, mask: Tensor, *rest: Any, backend: Any = None
 ) -> tuple[Tensor, ...]:
-    """As `bwd_with_mask`, with one packed gradient of qkv."""
+    """Compute what `bwd_with_mask` does, with one packed gradient of qkv."""
     backend = backend or choose_backend(do, qkv, mask)
     if backend == "aten":
         dqkv = empty_like(qkv)

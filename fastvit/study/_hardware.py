@@ -59,6 +59,7 @@ def _gpu(name: str, gb_per_second: float, teraflops: float, gb: float, source: s
 
 # Where a datasheet gives matmuls with sparsity only, half of it. Of consumer GPUs the rate of sums in float32, which is
 # half of the one in float16. Where a vendor's documents differ, the higher figure: a bound has to hold.
+# T4, V100, A10, RTX A6000 and RTX 3090 were read in other listings, not yet in the documents named here.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
