@@ -48,12 +48,13 @@ def collect(
     except ValueError as error:
         return {"plan": None, "note": f"No memory is planned: {error}."}
     plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
+    runs: dict[Any, Any] = {}
     steps = list(itertools.product(providers, MODES, DTYPES))
     with progress(len(steps), "memory") as step:
         for provider, mode, dtype in steps:
             step(f"{provider}, {mode}, {dtype}")
             one, more = (
-                ScaledPlan(subject, provider, Setting(mode, dtype), traced, gpu=gpu)
+                ScaledPlan(subject, provider, Setting(mode, dtype), traced, gpu=gpu, runs=runs)
                 for traced in (at._replace(batch=1), at)
             )
             for s, p in itertools.product(sizes, patches):

@@ -9,6 +9,7 @@ is a view, wants a trace of its own."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import fields
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from fastvit.study._allocations import Allocations, Laid, as_on
+from fastvit.study._allocations import Allocations, Call, Laid, as_on
 from fastvit.study._plan import Parts, Setting, run
 from fastvit.study._subject import Subject
 
@@ -69,27 +70,39 @@ class ScaledPlan:
     Args:
         at: where it is traced.
         gpu: plan as on a GPU.
+        runs: the fused ops that have been run, as `self.runs` of another plan has them. Training and inference run
+            most ops on the same arguments.
     """
 
-    def __init__(self, subject: Subject, provider: str, setting: Setting, at: Sizes, *, gpu: bool) -> None:
+    def __init__(
+        self, subject: Subject, provider: str, setting: Setting, at: Sizes, *, gpu: bool,
+        runs: dict[Any, _Run] | None = None,
+    ) -> None:  # fmt: skip
         self.at, size = at, at.side * at.patch
         self.seen, self.begin, _, groups = run(
             subject, provider, (size, size), at.batch, setting, gpu=gpu, patch_size=(at.patch, at.patch)
         )
-        self.powers = np.array([_powers(b.asked, at) for b in self.seen.blocks]).T
+        self.powers = np.array([_powers(b.asked, at.grow()) for b in self.seen.blocks]).T
         self.part = np.full(len(self.seen.blocks), len(groups))  # temporaries, which have no group
         for i, group in reversed(list(enumerate(groups.values()))):
             self.part[list(group)] = i
-        self.runs: dict[Any, _Run] = {}  # at several image and patch sizes the tokens are the same
         self.number = np.array([number for number, _ in self.seen.events])
         self.sign = np.array([1 if came else -1 for _, came in self.seen.events])
+        self.calls: list[tuple[Call, int, np.ndarray]] = []  # with its number in `distinct`, events of others within
+        self.distinct: dict[tuple[Any, ...], int] = {}  # calls with other arguments; the blocks of a stack share them
+        for call in self.seen.calls if gpu else ():
+            key = call.op, call.leaves, call.nested
+            within = np.arange(*call.events)
+            of_others = within[self.number[within] < call.blocks[0]]  # blocks that went meanwhile
+            self.calls.append((call, self.distinct.setdefault(key, len(self.distinct)), of_others))
+        self.runs = {} if runs is None else runs  # at several image and patch sizes the tokens are the same
 
     def parts(self, image_size: int, patch: int, batch: int) -> Parts:
         """As `plan` has them. image_size, patch: pixels, one a multiple of the other."""
-        sizes = Sizes(batch, image_size // patch, self.at.prefix, patch)
+        grown = Sizes(batch, image_size // patch, self.at.prefix, patch).grow()
         constant, *powers = self.powers
-        asked = constant * np.prod([n**power for n, power in zip(sizes.grow(), powers, strict=True)], 0)
-        number, sign, asked = self._with_calls(asked, sizes)
+        asked = constant * np.prod([n**power for n, power in zip(grown, powers, strict=True)], 0)
+        number, sign, asked = self._with_calls(asked, grown)
         nbytes = self.seen.rounded(asked)
         held = np.cumsum(nbytes[number] * sign)
         until = self.begin + int(held[self.begin :].argmax()) + 1
@@ -97,31 +110,32 @@ class ScaledPlan:
         part = np.pad(self.part, (0, len(nbytes) - len(self.part)), constant_values=len(fields(Parts)) - 1)
         return Parts(*(int(nbytes[there & (part == p)].sum()) for p in range(len(fields(Parts)))))
 
-    def _with_calls(self, asked: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _with_calls(self, asked: np.ndarray, grown: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Blocks and signs of all events, and the bytes of all blocks, with those of the fused ops' at these sizes.
         On a CPU they allocate as PyTorch's functions do, whose powers tell all."""
         numbers, signs, nbytes, blocks, done = [], [], [asked], len(asked), 0
-        runs: dict[Any, _Run] = {}
-        for call in self.seen.calls if self.seen.gpu else ():
-            key = call.op, call.leaves, call.nested
-            if key not in runs:
-                leaves = tuple(_scaled(x, self.at, sizes) for x in call.leaves)
-                again = call.op, leaves, call.nested
-                if again not in self.runs:
-                    self.runs[again] = _run_again(*again)
-                runs[key] = self.runs[again]
-            found, (begin, end) = runs[key], call.events
+        with as_on(self.seen.gpu):
+            runs = [self._run_at(grown, *call) for call in self.distinct]
+        for call, which, of_others in self.calls:
+            found, (begin, end) = runs[which], call.events
             own = np.arange(blocks, blocks + len(found.asked))
             for mine, theirs in zip(found.outputs, call.outputs, strict=True):
                 own[mine], asked[theirs] = theirs, found.asked[mine]
-            of_others = self.number[begin:end] < call.blocks[0]  # that went meanwhile
-            numbers += [self.number[done:begin], own[found.number], self.number[begin:end][of_others]]
-            signs += [self.sign[done:begin], found.sign, self.sign[begin:end][of_others]]
+            numbers += [self.number[done:begin], own[found.number], self.number[of_others]]
+            signs += [self.sign[done:begin], found.sign, self.sign[of_others]]
             nbytes.append(found.asked)
             blocks, done = blocks + len(found.asked), end
         numbers.append(self.number[done:])
         signs.append(self.sign[done:])
         return np.concatenate(numbers), np.concatenate(signs), np.concatenate(nbytes)
+
+    def _run_at(self, grown: tuple[int, ...], op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _Run:
+        """The run of a fused op on the same arguments at other sizes."""
+        traced = self.at.grow()
+        call = op, tuple(_scaled(x, traced, grown) for x in leaves), nested
+        if call not in self.runs:
+            self.runs[call] = _run_again(*call)
+        return self.runs[call]
 
 
 class _Run(NamedTuple):
@@ -133,19 +147,19 @@ class _Run(NamedTuple):
     outputs: list[int]
 
 
-def _scaled(x: Any, at: Sizes, sizes: Sizes) -> Any:
-    """Return an argument of an op at other sizes."""
+def _scaled(x: Any, traced: tuple[int, ...], grown: tuple[int, ...]) -> Any:
+    """Return an argument of an op at other sizes. traced, grown: what extents grow with, where it was and there."""
     if isinstance(x, Laid):
-        shape, stride = (tuple(_scaled(n, at, sizes) for n in extents) for extents in (x.shape, x.stride))
+        shape, stride = (tuple(_scaled(n, traced, grown) for n in extents) for extents in (x.shape, x.stride))
         return Laid(shape, stride, x.dtype)
     if type(x) is not int:
         return x
-    constant, *powers = _powers(x, at)
-    return constant * math.prod(n**power for n, power in zip(sizes.grow(), powers, strict=True))
+    constant, *powers = _powers(x, traced)
+    return constant * math.prod(map(pow, grown, powers))
 
 
 def _run_again(op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _Run:
-    """Run a fused op again as on a GPU. On meta tensors, which are faster to make than fake ones."""
+    """Run a fused op again, within `as_on`. On meta tensors, which are faster to make than fake ones."""
 
     def leaf(x: Any) -> Any:
         return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device="meta") if isinstance(x, Laid) else x
@@ -153,18 +167,18 @@ def _run_again(op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _Run:
     seen = Allocations(gpu=True)
     arguments = tree_unflatten([leaf(x) for x in leaves], nested)
     first = max(seen.see(arguments)) + 1
-    with as_on(gpu=True):
-        result = seen.look_into(op, arguments)
+    result = seen.look_into(op, arguments)
     outputs = [number - first for number in seen.see(result)]  # no op returns an argument
     events = [(number - first, 1 if came else -1) for number, came in seen.events if number >= first]
     number, sign = np.array(events, int).reshape(-1, 2).T
     return _Run(number, sign, np.array([block.asked for block in seen.blocks[first:]], int), outputs)
 
 
-def _powers(n: int, at: Sizes) -> tuple[int, ...]:
+@functools.cache
+def _powers(n: int, grown: tuple[int, ...]) -> tuple[int, ...]:
     """Constant, and the powers of what grows."""
     found = []
-    for value in at.grow():
+    for value in grown:
         power = 0
         while value > 1 and n and n % value == 0:
             n //= value
