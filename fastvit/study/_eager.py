@@ -158,17 +158,15 @@ def end_of_branch(
 
 def patch_embed(
     image: Tensor, weight: Tensor, bias: Tensor, pos_embed: Tensor, prefix: Tensor, *,
-    mean: Sequence[float] | None = None, std: Sequence[float] | None = None, convolve: bool = False,
+    mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """(B, C, H, W) -> (B, P + n, D). mean, std: of an image of bytes. convolve: as models spell it, and slower."""
+    """(B, C, H, W) -> (B, P + n, D), by a linear layer, which is faster than the convolution that models have. mean,
+    std: of an image of bytes."""
     if mean is not None and std is not None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         m, s = (torch.tensor(values, dtype=wide, device=image.device)[:, None, None] for values in (mean, std))
         image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
     (B, C, height, width), (D, _, ph, pw) = image.shape, weight.shape
-    if convolve:
-        patches = F.conv2d(image, weight, bias, stride=(ph, pw)).flatten(2).transpose(1, 2)
-    else:
-        grid = image.reshape(B, C, height // ph, ph, width // pw, pw).permute(0, 2, 4, 1, 3, 5)
-        patches = F.linear(grid.reshape(B, -1, C * ph * pw), weight.reshape(D, -1), bias)
+    grid = image.reshape(B, C, height // ph, ph, width // pw, pw).permute(0, 2, 4, 1, 3, 5)
+    patches = F.linear(grid.reshape(B, -1, C * ph * pw), weight.reshape(D, -1), bias)
     return torch.cat([prefix.expand(B, -1, -1), patches + pos_embed], dim=1)

@@ -106,10 +106,9 @@ def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
         yield _case(name, "swiglu", D, _residual(name, activation="swiglu"), eager, shapes)
     side = 14 * PATCH
     embed: Shapes = {"weight": (D, 3, PATCH, PATCH), "bias": (D,), "pos_embed": (196, D), "prefix": (1, D)}
-    eager = _bound(_eager.patch_embed, convolve=True)  # what the models compute
-    yield _case("patch_embed", "", D, _of("patch_embed"), eager, {"image": (B, 3, side, side), **embed})
+    yield _case("patch_embed", "", D, _of("patch_embed"), _eager.patch_embed, {"image": (B, 3, side, side), **embed})
     of_pixels = {"pixels": (B, 3, side, side), **embed}
-    yield _case("patch_embed", "uint8", D, _pixels(_of("patch_embed")), _pixels(eager), of_pixels)
+    yield _case("patch_embed", "uint8", D, _pixels(_of("patch_embed")), _pixels(_eager.patch_embed), of_pixels)
 
 
 def _of_heads(B: int, N: int, H: int, d: int) -> Iterator[Case]:

@@ -217,7 +217,8 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     score, weight = scores.amax(-1), p.amax(-1)
     if mask is not None:
         hidden = score == -torch.inf
-        p.masked_fill_(hidden[..., None], 0.0)
+        if is_fake(p) or hidden.any():  # filling costs as much as softmax
+            p.masked_fill_(hidden[..., None], 0.0)
         score, weight = score.masked_fill_(hidden, 0.0), weight.masked_fill_(hidden, 0.0)
     return p, score, weight
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastvit.ops._checks import promoted_dtype
 from fastvit.ops._library import is_fake
 
-_CHUNK = 1 << 19  # pixels that exist as a matrix of patches at a time: 2 MB, which stays in the cache
+_CHUNK = 1 << 20  # pixels that exist as a matrix of patches at a time: 4 MB, which stays in the cache
 
 
 def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
@@ -73,16 +73,9 @@ def patch_embed_fwd(
         out.narrow(1, 0, P).copy_(prefix)
     body = out.narrow(1, P, out.shape[1] - P)
     bias = None if bias is None else bias.to(weight.dtype)
-    D = weight.shape[0]
-    K = weight.numel() // D
-    # measured on float32: a matrix of patches costs less than the convolution's own reordering, except for a narrow
-    # result of many images, where gathering it is a large part (ViT-S/16 and smaller)
-    convolve = normalize is None and D < 512 and K >= 256 and image.shape[0] > 1
-    for pixels, tokens in [(image, body)] if convolve else _chunks(image, body):
-        if convolve:
-            patches = F.conv2d(pixels.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
-        else:
-            patches = F.linear(_gather(pixels, weight, normalize), weight.reshape(D, K), bias).view_as(tokens)
+    matrix = weight.reshape(weight.shape[0], -1)
+    for pixels, tokens in _chunks(image, body):
+        patches = F.linear(_gather(pixels, weight, normalize), matrix, bias).view_as(tokens)
         if pos_embed is None:
             tokens.copy_(patches)
         else:
