@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
+from fastvit.ops._library import choose_backend
 from fastvit.study import _eager as eager
 from fastvit.study import _oracle
 from fastvit.study._oracle import error_ratio
@@ -43,6 +45,15 @@ def test_peak_sees_allocations_inside_ops_and_in_backward() -> None:
     step()
     peak = peak_bytes(step, CPU)
     assert 2 * scores <= peak <= 5 * scores  # probabilities, and at least their gradient, at one time
+
+
+def test_peak_is_of_the_path_that_runs_without_a_profiler() -> None:
+    """Under the dispatcher rotary positions are no longer written into the buffer that they are read from."""
+    paths: list[str] = []
+    peak_bytes(lambda: paths.append(choose_backend(torch.ones(1))), CPU)
+    with profile():
+        paths.append(choose_backend(torch.ones(1)))
+    assert paths[0] == choose_backend(torch.ones(1)) != paths[1] == "dispatcher"
 
 
 def test_running_peak_follows_the_order() -> None:

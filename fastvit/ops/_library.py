@@ -248,6 +248,18 @@ def is_observed() -> bool:
     )
 
 
+@contextlib.contextmanager
+def hidden_from_profilers() -> Iterator[None]:
+    """Within the context a profiler does not count as an observer: calls run, and allocate, as they do without one. The
+    profiler sees PyTorch's functions and their memory, and no fused op."""
+    global profiler_enabled
+    before, profiler_enabled = profiler_enabled, lambda: False
+    try:
+        yield
+    finally:
+        profiler_enabled = before
+
+
 def choose_backend(*args: Any) -> str:
     """What runs an op on these arguments, and every other op on what comes of them: "dispatcher", "triton" or "aten".
 

@@ -56,11 +56,12 @@ def _gradients(
     if wanted[1]:
         found.append(patch_embed_bwd_weight(dout, image, weight, normalize))
     if any(wanted[2:]):
-        # one pass over dout serves all three; plain sums are ATen's
-        sums = dout.sum(0, dtype=torch.promote_types(dout.dtype, torch.float32))
+        # one pass over dout serves all three; plain sums are ATen's. One image has none
+        wide = torch.promote_types(dout.dtype, torch.float32)
+        sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
         n = math.prod(aten.patch_grid(weight, height, width))
         prefix, patches = sums.split([sums.shape[0] - n, n])
-        summands = (lambda: patches.sum(0)), (lambda: patches), (lambda: prefix)
+        summands = (lambda: patches.sum(0, dtype=wide)), (lambda: patches), (lambda: prefix)
         found += [f().to(d) for f, d, w in zip(summands, dtypes[2:], wanted[2:], strict=True) if w]
     return tuple(found)
 

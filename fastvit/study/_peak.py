@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+from fastvit.ops._library import hidden_from_profilers
+
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """The most that `function` has allocated at one time, over what was allocated before: activations, temporaries,
@@ -37,7 +39,7 @@ def _cuda_peak(function: Callable[[], object], device: torch.device) -> int:
 def _cpu_peak(function: Callable[[], object]) -> int:
     """Every allocation and release of PyTorch's CPU allocator, in order. Scratch memory that a library such as oneDNN
     takes from the system by itself is not seen."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with hidden_from_profilers(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     del result
     assert recorded.profiler is not None

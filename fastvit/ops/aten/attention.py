@@ -80,7 +80,7 @@ def attention_bwd(
         # softmax over one key is constant: its gradient has no rounding errors
         dv = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1))).sum(3, dtype=stat_dtype(q)).to(v.dtype)
         return _written((q.new_zeros(q.shape), k.new_zeros(k.shape), dv), out)
-    if not (_has_flash(seed, q, k, v) and do.stride(3) == 1):
+    if not _has_flash_backward(do, seed, q, k, v):
         gradients = out or _room(q, k, v)
         _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients)
         return gradients
@@ -101,10 +101,15 @@ def attention_bwd(
     return gradients
 
 
-def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any) -> Tensor:
+def attention_qkvpacked_bwd(
+    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
+) -> Tensor:
+    q, k, v = qkv.unbind(2)
+    arguments: Any = (do, q, k, v, mask, o, lse, seed, *rest)
+    if _has_flash_backward(do, seed, q, k, v):  # which has gradients of its own: packed when its workspace is gone
+        return torch.stack(attention_bwd(*arguments), 2)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    arguments: Any = (do, *qkv.unbind(2), *rest, *dqkv.unbind(2))
-    attention_bwd(*arguments)
+    attention_bwd(*arguments, *dqkv.unbind(2))
     return dqkv
 
 
@@ -140,6 +145,10 @@ def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
     if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
         return False
     return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape == q.shape)
+
+
+def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return _has_flash(seed, q, k, v) and do.stride(3) == 1
 
 
 def _split(scale: float, q: Tensor) -> tuple[float, float]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -36,12 +34,14 @@ def new_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torc
     return torch.empty(dout.shape[0], weight.shape[1], height, width, dtype=dtype, device=dout.device)
 
 
-def _chunks(image: Tensor, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
+    """Some images at a time, and which these are."""
     images = max(_CHUNK // math.prod(image.shape[1:]), 1)
     if image.shape[0] <= images:
-        return iter([(image, tokens)])
-    chunks = zip(image.split(images), tokens.split(images), strict=True)
-    return islice(chunks, 1) if is_fake(image) else chunks  # one chunk needs the memory of all
+        return [(image, slice(None))]
+    parts = [slice(first, first + images) for first in range(0, image.shape[0], images)]
+    # one chunk needs the memory of all
+    return [(image[part], part) for part in (parts[:1] if is_fake(image) else parts)]
 
 
 def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
@@ -67,27 +67,31 @@ def patch_embed_fwd(
     image: Tensor, weight: Tensor, bias: Tensor | None,
     pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    out = new_tokens(image, weight, bias, pos_embed, prefix)
-    P = 0 if prefix is None else prefix.shape[0]
-    if prefix is not None:
-        out.narrow(1, 0, P).copy_(prefix)
-    body = out.narrow(1, P, out.shape[1] - P)
     bias = None if bias is None else bias.to(weight.dtype)
     matrix = weight.reshape(weight.shape[0], -1)
-    for pixels, tokens in _chunks(image, body):
-        patches = F.linear(_gather(pixels, weight, normalize), matrix, bias).view_as(tokens)
+    P = 0 if prefix is None else prefix.shape[0]
+    out = None
+    for pixels, part in _chunks(image):
+        patches = F.linear(_gather(pixels, weight, normalize), matrix, bias)
+        if out is None:  # when the first matrix of patches is gone
+            out = new_tokens(image, weight, bias, pos_embed, prefix)
+            if prefix is not None:
+                out[:, :P] = prefix
+        tokens = out[part, P:]
+        patches = patches.view(tokens.shape)
         if pos_embed is None:
             tokens.copy_(patches)
         else:
             torch.add(patches, pos_embed, out=tokens)
+    assert out is not None
     return out
 
 
 def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
     D, dtype, total = weight.shape[0], weight.dtype, None
     n = math.prod(patch_grid(weight, *image.shape[2:]))
-    for pixels, dtokens in _chunks(image, dout[:, dout.shape[1] - n :]):
-        rows, patches = dtokens.reshape(-1, D).to(dtype), _gather(pixels, weight, normalize)
+    for pixels, part in _chunks(image):
+        rows, patches = dout[part, dout.shape[1] - n :].reshape(-1, D).to(dtype), _gather(pixels, weight, normalize)
         if total is None:
             total = rows.t() @ patches
         elif dtype.itemsize > 2:
@@ -103,8 +107,8 @@ def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int,
     dimage = new_image(dout, weight, height, width, dtype)
     n = math.prod(patch_grid(weight, height, width))
     matrix = weight.reshape(weight.shape[0], -1)
-    for pixels, dtokens in _chunks(dimage, dout[:, dout.shape[1] - n :]):
+    for pixels, part in _chunks(dimage):
         patches = _as_patches(pixels, weight)
-        rows = dtokens.reshape(-1, weight.shape[0]).to(weight.dtype)
+        rows = dout[part, dout.shape[1] - n :].reshape(-1, weight.shape[0]).to(weight.dtype)
         patches.copy_((rows @ matrix).view(patches.shape))
     return dimage
