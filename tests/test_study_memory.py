@@ -42,6 +42,15 @@ def test_planned_is_measured(model, sizes, mode, device):
     assert_planned_is_measured(found)
 
 
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_rotary_positions_are_planned_in_place(mode, device, monkeypatch):
+    """As they run: a copy of q, k and v would be a third of what inference holds."""
+    name = "vit_small_patch16_dinov3"
+    monkeypatch.setitem(zoo.CONFIGS, name, {**zoo.CONFIGS[name], "depth": 2, "embed_dim": 128, "num_heads": 2})
+    options = {"mode": mode, "dtype": "float32", "device": device.type, "measured": True, "providers": ("fused",)}
+    assert_planned_is_measured(study.memory(name, image_sizes=(256,), batches=(8,), **options))
+
+
 @pytest.mark.parametrize("dtype", ["amp", "bfloat16"])
 def test_planned_is_measured_in_16_bits(dtype, device, monkeypatch):
     """At a size where 0.1 MB that a CPU's matrix product takes for itself do not count, nor the keys and values of one

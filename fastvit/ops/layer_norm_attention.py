@@ -134,7 +134,7 @@ def _backward_of_normed(
     q, k, v = qkv.unbind(2)
     normed = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
     # where nothing could tell, both ops write into the packed gradient, the second in the place of what it reads
-    packed = None if backend == "dispatcher" else empty_like(qkv)
+    packed = empty_like(qkv) if in_place(qkv, backend) else None
     out: Any = () if packed is None else packed.unbind(2)
     dmask = None
     if want_mask:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastvit.ops import _decompositions
+from fastvit.ops import _decompositions, _library
 from fastvit.ops._checks import check_float, check_head_dim, check_like
 from fastvit.ops._library import (
     FusedFunction,
@@ -45,9 +45,9 @@ rotary_op = register(
 
 
 def in_place(x: Tensor, backend: Any) -> tuple[Tensor, ...]:
-    """What goes behind rotary_op's arguments for the place of x, which is contiguous and nobody else's, where nothing
-    could tell."""
-    return () if backend == "dispatcher" else (x,)
+    """Return rotary_op's further argument, by which it writes into x: contiguous, and seen by the caller's node alone.
+    Empty where the dispatcher runs ops, which return new tensors."""
+    return () if backend == "dispatcher" and _library.runner is None else (x,)
 
 
 def _backward(

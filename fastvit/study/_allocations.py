@@ -7,6 +7,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,9 +54,9 @@ class Laid(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A fused op that was looked into: which, on what arguments (their leaves, with `Laid` for tensors, and how these
+    """A fused op that was run: which, on what arguments (their leaves, with `Laid` for tensors, and how these
     were nested), which events and blocks came within it, from the first to before the last, and the blocks of its
-    outputs."""
+    outputs that are new."""
 
     op: Any
     leaves: tuple[Any, ...]
@@ -67,8 +68,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Allocations(TorchDispatchMode):
-    """Within the context every storage that comes or goes is an event. Fused ops are looked into: what an op allocates
-    by itself is seen too.
+    """Within the context every storage that comes or goes is an event, what a fused op allocates by itself included.
 
     gpu: as on a GPU, where the ops' Triton launchers allocate; else as on a CPU, where PyTorch's functions do.
     """
@@ -82,20 +82,28 @@ class Allocations(TorchDispatchMode):
     _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
 
     _inside: bool = False
+    _contexts: list[AbstractContextManager[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
 
+    def __enter__(self) -> Allocations:
+        self._contexts.append(_library.run_by(self._run_op))
+        self._contexts[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._contexts.pop().__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # half of all calls, of fake tensors
             return args[0].fake_device
-        if (tokens := _TOKENS.get(func)) is not None:
-            self.tokens = self.tokens or tokens(*args)
+        self._count_tokens(func, args)
         if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
             return 0  # a seed, the only thing that an op reads; fakes have no values
-        if func in _library.IMPLEMENTATIONS:
-            out = self.look_into(func, args)
-        elif _changes_nothing(func, args):  # most of an optimizer's step
+        if _changes_nothing(func, args):  # most of an optimizer's step
             return args[0] if isinstance(args[0], Tensor) else None
         else:
             out = func(*args, **(kwargs or {}))
@@ -104,22 +112,25 @@ class Allocations(TorchDispatchMode):
             self.scores.add(out.numel())
         return out
 
-    def look_into(self, op: Any, args: tuple[Any, ...]) -> Any:
-        """What a fused op returns, with all that it allocates."""
+    def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
+        self._count_tokens(op, args)
         events, blocks = len(self.events), len(self.blocks)
         outermost, self._inside = not self._inside, True
         try:
-            with self:
-                out = _library.IMPLEMENTATIONS[op](*args, backend="triton" if self.gpu else "aten")
+            out = _library.IMPLEMENTATIONS[op](*args, backend="triton" if self.gpu else "aten")
         finally:
             self._inside = not outermost
-        outputs = tuple(self.see(out))
+        outputs = tuple(number for number in self.see(out) if number >= blocks)  # others are written in place
         if outermost:
             leaves, nested = tree_flatten(args)
             laid = (Laid(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
             came = (events, len(self.events)), (blocks, len(self.blocks))
             self.calls.append(Call(op, tuple(laid), nested, *came, outputs))
         return out
+
+    def _count_tokens(self, func: Any, args: tuple[Any, ...]) -> None:
+        if (tokens := _TOKENS.get(func)) is not None:
+            self.tokens = self.tokens or tokens(*args)
 
     def see(self, tensors: Any) -> list[int]:
         """The blocks of these tensors; those that are new have come."""

@@ -60,10 +60,19 @@ class _Steps(Allocations):
         outermost, first = not self._inside, len(self.blocks)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if outermost and (len(self.blocks) > first or func._schema.is_mutable):
-            name = func._schema.name.partition("::")[2]
-            name = name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")  # which stands in for a GPU
-            self.steps.append((name, range(first, len(self.blocks))))
+            self._add_step(func, first)
         return out
+
+    def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
+        first = len(self.blocks)
+        out = super()._run_op(op, args)
+        self._add_step(op, first)
+        return out
+
+    def _add_step(self, op: Any, first: int) -> None:
+        name = op._schema.name.partition("::")[2]
+        name = name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")  # which stands in for a GPU
+        self.steps.append((name, range(first, len(self.blocks))))
 
 
 def block(
