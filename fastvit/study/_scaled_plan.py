@@ -131,7 +131,7 @@ class ScaledPlan:
         return np.concatenate(numbers), np.concatenate(signs), np.concatenate(nbytes)
 
     def _run_at(self, grown: tuple[int, ...], op: Any, leaves: tuple[Any, ...], nested: TreeSpec) -> _Run:
-        """The run of a fused op on the same arguments at other sizes."""
+        """Return the run of a fused op on its arguments at other sizes, from `self.runs` if it is there."""
         traced = self.at.grow()
         call = op, tuple(_scaled(x, traced, grown) for x in leaves), nested
         if call not in self.runs:

@@ -35,7 +35,7 @@ def new_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torc
 
 
 def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
-    """Some images at a time, and which these are."""
+    """Split the batch: -> images whose patches fit into the cache, and their slice of the batch."""
     images = max(_CHUNK // math.prod(image.shape[1:]), 1)
     if image.shape[0] <= images:
         return [(image, slice(None))]
