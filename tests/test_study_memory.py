@@ -44,7 +44,7 @@ def test_planned_is_measured(model, sizes, mode, device):
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_rotary_positions_are_planned_in_place(mode, device, monkeypatch):
-    """A copy of q, k and v, which no real call makes, would be a sixth of what inference holds."""
+    """Calls that nothing observes copy no q, k and v, and nor does the plan."""
     name = "vit_small_patch16_dinov3"
     monkeypatch.setitem(zoo.CONFIGS, name, {**zoo.CONFIGS[name], "depth": 2, "embed_dim": 128, "num_heads": 2})
     options = {"mode": mode, "dtype": "float32", "device": device.type, "measured": True, "providers": ("fused",)}
