@@ -313,3 +313,17 @@ def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
     assert len(readme.splitlines()) <= 190, "read in one sitting"
     with pytest.raises(ValueError, match="no lines"):
         results.with_ops("a page without marks")
+
+
+def test_the_low_precision_of_the_readme_is_that_of_the_result_file() -> None:
+    rows = json.loads((provenance.ROOT / "benchmarks/results/cpu/low_precision.json").read_text())["models"]
+    ms, found = (
+        {(r["provider"], r["precision"]): r for r in next(rows[name] for name in rows if name.startswith(model))}
+        for model in ("ViT-B/16", "DINOv2")
+    )
+    named = ("eager", "bfloat16"), ("compile", "int8, torchao"), ("ONNX Runtime", "int8")
+    milliseconds = [f"{1e3 * ms[row]['time']['median']:.0f}" for row in (("eager", "float32"), *named)]
+    shares = [f"{100 * found[row]['top1']:.0f}" for row in named]
+    readme = " ".join((provenance.ROOT / "README.md").read_text().split())
+    assert "eager {} ms, bfloat16 {}, int8 {} (torchao, compiled) or {} (ONNX".format(*milliseconds) in readme
+    assert "finds {}, {} and {} % of nearest patches again".format(*shares) in readme

@@ -130,7 +130,7 @@ def bwd_with_mask(
     backend: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute dq, dk, dv and the mask's gradient. ATen computes the weights once for all four. rest: the arguments of
-    `attention_bwd` after the mask. out: where dq, dk and dv are written; only without a dispatcher."""
+    `attention_bwd` after the mask. out: where dq, dk and dv are written; see `rotary.in_place`."""
     backend = backend or choose_backend(do, q, k, v, mask)
     if backend == "aten":
         arguments: Any = do, q, k, v, mask, *rest, *out

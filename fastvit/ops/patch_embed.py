@@ -56,7 +56,7 @@ def _gradients(
     if wanted[1]:
         found.append(patch_embed_bwd_weight(dout, image, weight, normalize))
     if any(wanted[2:]):
-        # one pass over dout serves all three; plain sums are ATen's. One image has none
+        # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
         wide = torch.promote_types(dout.dtype, torch.float32)
         sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
         n = math.prod(aten.patch_grid(weight, height, width))

@@ -7,7 +7,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,20 +81,19 @@ class Allocations(TorchDispatchMode):
     _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
 
     _inside: bool = False
-    _contexts: list[AbstractContextManager[None]] = field(default_factory=list)
+    _context: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __enter__(self) -> Allocations:
-        self._contexts.append(_library.run_by(self._run_op))
-        self._contexts[-1].__enter__()
+        self._context.enter_context(_library.run_by(self._run_op))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._contexts.pop().__exit__(*error)
+        self._context.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # half of all calls, of fake tensors
@@ -105,9 +103,8 @@ class Allocations(TorchDispatchMode):
             return 0  # a seed, the only thing that an op reads; fakes have no values
         if _changes_nothing(func, args):  # most of an optimizer's step
             return args[0] if isinstance(args[0], Tensor) else None
-        else:
-            out = func(*args, **(kwargs or {}))
-            self.see(out)
+        out = func(*args, **(kwargs or {}))
+        self.see(out)
         if func in _SOFTMAX:
             self.scores.add(out.numel())
         return out
