@@ -76,6 +76,44 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
     assert old.value.endswith("older than sm_80, its ops run on ATen")
 
 
+@pytest.mark.parametrize(
+    ("built", "visible", "error", "capability", "expected"),
+    [
+        (None, None, None, None, "is a CPU build"),
+        (
+            "13.0",
+            None,
+            "Found no NVIDIA driver on your system.\nGo there",
+            None,
+            "Found no NVIDIA driver on your system.",
+        ),
+        ("13.0", None, "The NVIDIA driver on your system is too old", None, "is too old"),
+        ("13.0", "", None, None, "CUDA_VISIBLE_DEVICES= hides every GPU"),
+        ("13.0", "-1", None, None, "CUDA_VISIBLE_DEVICES=-1 hides every GPU"),
+        ("13.0", None, None, None, "torch is built for 13.0, and sees no GPU"),
+        ("13.0", None, None, (7, 5), "Tesla T4 is sm_75, and the kernels need sm_80 or newer"),
+        ("13.0", None, None, (9, 0), ""),
+    ],
+)
+def test_why_no_kernel_can_run_on_a_gpu(built, visible, error, capability, expected, monkeypatch):
+    def init():
+        if error:
+            raise RuntimeError(error)
+
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    why = _doctor.why_no_gpu()
+    assert why == expected or (expected and why.endswith(expected))
+
+
 def test_a_probe_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
     def _broken():
         yield _doctor.Finding("devices", "before", "fine")

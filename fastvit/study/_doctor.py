@@ -99,9 +99,7 @@ def _triton() -> Iterator[Finding]:
 def _devices() -> Iterator[Finding]:
     yield Finding("devices", "CPU", f"{_cpu()}, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        why = "torch is a CPU build" if built is None else f"torch is built for {built}, and sees no GPU"
-        yield Finding("devices", "GPU", f"none: {why}", NOTE)
+        yield Finding("devices", "GPU", f"none: {why_no_gpu()}", NOTE)
     else:
         runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         yield Finding("devices", "runtime", f"{runtime}, cuDNN {torch.backends.cudnn.version()}")
@@ -114,6 +112,25 @@ def _devices() -> Iterator[Finding]:
         yield Finding(
             "devices", "driver", words[0] if words else "nvidia-smi says nothing", OK if run.returncode == 0 else NOTE
         )
+
+
+def why_no_gpu() -> str:
+    """Return why no kernel can run on a GPU here, in one line; "" if one can."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a CPU build"
+    variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if torch.version.hip or major >= 8:
+            return ""
+        return f"{torch.cuda.get_device_name()} is sm_{major}{minor}, and the kernels need sm_80 or newer"
+    if os.environ.get(variable, "all").strip() in ("", "-1"):
+        return f"{variable}={os.environ[variable]} hides every GPU"
+    try:
+        torch.cuda.init()  # raises what is missing: no driver, one that is too old
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return f"torch is built for {torch.version.cuda or torch.version.hip}, and sees no GPU"
 
 
 def _gpu(index: int) -> Iterator[Finding]:
