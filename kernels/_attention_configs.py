@@ -230,3 +230,23 @@ def attention_bwd_mask(
     return AttentionBackwardConfig(
         block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, _stages(itemsize, arch)
     )
+
+
+@_tuned.cached
+def mask_share(tiles: int, sharing: int, multiprocessors: int) -> int:
+    """How many of the `sharing` heads that a tile of a mask's gradient is summed over one program adds up.
+
+    A multiprocessor has room for two programs. Where the tiles alone would not fill the GPU, several programs share a
+    tile: as many as make the rounds of programs shortest, at most four rounds. To write and read a partial sum counts
+    as one more head.
+    """
+    at_once = 2 * multiprocessors
+    if tiles >= at_once:
+        return sharing
+
+    def heads_in_turn(share: int) -> int:
+        programs = -(-sharing // share) * tiles
+        return -(-programs // at_once) * (share + 1)
+
+    most = min(4 * at_once // tiles, sharing)
+    return min((-(-sharing // splits) for splits in range(1, most + 1)), key=heads_in_turn)

@@ -41,7 +41,36 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
-def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+def _statistics(queries, softmax, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """LSE, delta and, with a mask that is added, the maximum [WIDTH] of queries that all exist.
+
+    They are loaded as [WIDTH, COLUMNS], the same numbers again and again, so that a thread loads one element: of fewer
+    elements than threads Triton 3.6 loads each by every thread whose scores need it, with up to 24 copies a thread.
+    """
+    column = tl.arange(0, COLUMNS)[None, :]
+    at = tl.where(column % 2 == 0, queries.lse_ptr, queries.delta_ptr)
+    if is_added(softmax.mask):
+        at = tl.where(column % 4 == 2, queries.top_ptr, at)
+    found = tl.load(at + tl.arange(0, WIDTH)[:, None])
+    if COLUMNS >= 16:
+        found = _halves(found)[0]
+    if COLUMNS >= 8:
+        found = _halves(found)[0]
+    left, right = _halves(found)
+    lse, delta = left.split()
+    return lse, delta, right.split()[0]
+
+
+@triton.jit
+def _halves(x):
+    """The left and the right half of the columns."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _dkdv_step(
+    dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
+):
     """dK + dS^T Q and dV + P~^T dO for WIDTH queries from index `start`. Keys beyond N need no mask: each has its own
     row of dK and dV, which is not stored."""
     index = tl.arange(0, WIDTH)
@@ -51,15 +80,11 @@ def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.conste
         none = 0.0 if is_added(softmax.mask) else float("inf")
         lse = tl.load(queries.lse_ptr + index, mask=index < left, other=none)
         delta = tl.load(queries.delta_ptr + index, mask=index < left, other=0.0)
-    else:
-        lse = tl.load(queries.lse_ptr + index)
-        delta = tl.load(queries.delta_ptr + index)
-    top = lse
-    if is_added(softmax.mask):
-        if MASKED:
+        top = lse
+        if is_added(softmax.mask):
             top = tl.load(queries.top_ptr + index, mask=index < left, other=float("inf"))
-        else:
-            top = tl.load(queries.top_ptr + index)
+    else:
+        lse, delta, top = _statistics(queries, softmax, WIDTH, COLUMNS)
     s = dot(k, q, head)  # [keys, queries]
     keys = tl.arange(0, s.shape[0])[:, None]
     s = masked(s, softmax, index[None, :], start, keys, at.first, at, True)
@@ -72,20 +97,20 @@ def _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, WIDTH: tl.conste
 
 
 @triton.jit
-def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles):
+def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles, COLUMNS: tl.constexpr):
     """dK and dV with those of all queries of one head added."""
     lse_ptr = statistics_of(statistics_ptr, at, softmax)
     delta_ptr = lse_ptr + at.N
     top_ptr = delta_ptr + at.N
     full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
     queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, delta_ptr + full, top_ptr + full)
-    dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, True)
+    dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, 0, True)
     if tiles.LOOP:
         if tiles.SURELY:
             tl.assume(full > 0)
         queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, delta_ptr, top_ptr)
         for start in range(0, full, tiles.BLOCK_M):
-            dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, False)
+            dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, COLUMNS, False)
             queries = QueryRows(
                 skip(queries.q, tiles.BLOCK_M),
                 skip(queries.do, tiles.BLOCK_M),
@@ -97,7 +122,7 @@ def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles):
 
 
 @triton.jit
-def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROUP: tl.constexpr):
+def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
     """dK and dV of BLOCK_N keys, which GROUP of H heads of queries share."""
     index = tl.arange(0, tiles.BLOCK_N)
     left = at.N - at.first
@@ -106,13 +131,13 @@ def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROU
     dk_total, dv_total = zeros(tiles.BLOCK_N, head), zeros(tiles.BLOCK_N, head)
     if GROUP == 1:
         dk_total, dv_total = _add_queries(
-            dk_total, dv_total, keys, values, q, do, statistics_ptr, at, softmax, head, tiles
+            dk_total, dv_total, keys, values, q, do, statistics_ptr, at, softmax, head, tiles, COLUMNS
         )
     else:
         for i in range(GROUP):
             of_q = of_head(at, at.head * GROUP + i, H)
             dk_total, dv_total = _add_queries(
-                dk_total, dv_total, keys, values, q, do, statistics_ptr, of_q, softmax, head, tiles
+                dk_total, dv_total, keys, values, q, do, statistics_ptr, of_q, softmax, head, tiles, COLUMNS
             )
     store(rows_of(dk, at, at.first), scaled(dk_total, softmax.scale, head), index, left, head)
     store(rows_of(dv, at, at.first), dv_total, index, left, head)
@@ -142,6 +167,7 @@ def attention_bwd_dkdv_kernel(
     UNIT: tl.constexpr, MASK_ROWS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: `place`, of BLOCK_N keys and H / GROUP heads. Tiles along the queries: LOOP is N > BLOCK_M."""
     at = place(N, H // GROUP, tokens, cu_seqlens_ptr, BLOCK_N)
@@ -170,4 +196,5 @@ def attention_bwd_dkdv_kernel(
         Tiles(BLOCK_M, BLOCK_N, LOOP, TAIL, 0, cu_seqlens_ptr is None),
         H,
         GROUP,
+        COLUMNS,
     )

@@ -1,8 +1,9 @@
 """Backward of softmax attention, the gradient of a mask that is added to the scores: dS, summed over the samples and
 the heads that share it. The equations and conventions are those of attention_bwd.py.
 
-A program owns a tile of the gradient and goes through the samples and heads that it belongs to in their order: no
-atomics, and no dS in memory but the sum.
+A program owns a tile of the gradient and adds up dS of some of the samples and heads that share it, in their order.
+Where one program a tile would leave most of a GPU idle, several share a tile, and column_sum.py adds their sums: no
+atomics, and no dS in memory but these.
 """
 
 import triton
@@ -11,67 +12,76 @@ import triton.language as tl
 from fastvit.kernels import _cost
 from fastvit.kernels._tiles import Head, Place, Tokens, dot, load, of_head, rows_of
 from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, masked
-from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, probabilities
+from fastvit.kernels.attention_bwd import dropout_factor, probabilities, statistics_of
 
 
 @triton.jit
-def _ds(x, lse_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _ds(q, k, v, do, statistics_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys are of the head of at_keys."""
-    queries = load_queries(x, lse_ptr, at, softmax, head, BLOCK_M)
-    keys = tl.arange(0, BLOCK_N)
-    left = at.N - first
-    k = load(rows_of(x.k, at_keys, first), keys, left, head, True)
-    v = load(rows_of(x.v, at_keys, first), keys, left, head, True)
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    s = masked(dot(queries.q, k, head), softmax, rows, at.first, keys[None, :], first, at, True)
-    p = probabilities(s, queries.top[:, None], queries.lse[:, None], keys[None, :], left, softmax, True, k[0].dtype)
-    dropped = dropout_factor(at.first + rows, (first + keys)[None, :], at, softmax)
-    return p * (dot(queries.do, v, head) * dropped - queries.delta[:, None])
+    rows, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    rows_left, left = at.N - at.first, at.N - first
+    queries = load(rows_of(q, at, at.first), rows, rows_left, head, True)
+    do = load(rows_of(do, at, at.first), rows, rows_left, head, True)
+    k = load(rows_of(k, at_keys, first), keys, left, head, True)
+    v = load(rows_of(v, at_keys, first), keys, left, head, True)
+    lse_ptr = statistics_of(statistics_ptr, at, softmax) + at.first + rows
+    lse = tl.load(lse_ptr, mask=rows < rows_left, other=0.0)
+    delta = tl.load(lse_ptr + at.N, mask=rows < rows_left, other=0.0)
+    top = tl.load(lse_ptr + 2 * at.N, mask=rows < rows_left, other=float("inf"))
+    s = masked(dot(queries, k, head), softmax, rows[:, None], at.first, keys[None, :], first, at, True)
+    p = probabilities(s, top[:, None], lse[:, None], keys[None, :], left, softmax, True, k[0].dtype)
+    dropped = dropout_factor((at.first + rows)[:, None], (first + keys)[None, :], at, softmax)
+    return p * (dot(do, v, head) * dropped - delta[:, None])
 
 
 @triton.jit
 def _dmask(
-    x, dmask_ptr, lse_ptr, N, H, samples, mask_heads, softmax, head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    q, k, v, do, statistics_ptr, dmask_ptr, N, H, samples, mask_heads, planes, share, softmax, head,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient."""
+    """A tile of the gradient, or of one of the partial sums."""
     rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    plane = tl.program_id(0) // (rows * columns)
+    out = tl.program_id(0) // (rows * columns)
     first_query = tl.program_id(0) // columns % rows * BLOCK_M
     first_key = tl.program_id(0) % columns * BLOCK_N
+    plane = out % planes
     sharing = H // mask_heads  # heads of a sample: 1 or all
+    start = out // planes * share
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(samples * sharing):
+    for i in range(start, tl.minimum(start + share, samples * sharing)):
         sample, of_sample = plane // mask_heads + i // sharing, plane % mask_heads + i % sharing
         in_batch = sample * H + of_sample
         before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
         at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
         at_keys = of_head(at, of_sample // GROUP, H // GROUP)
-        total += _ds(x, lse_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
+        total += _ds(q, k, v, do, statistics_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
     queries = tl.arange(0, BLOCK_M)[:, None]
     keys = tl.arange(0, BLOCK_N)[None, :]
     width = tl.cdiv(N, 16) * 16
-    tile = dmask_ptr + (plane.to(tl.int64) * N + first_query) * width + first_key
+    tile = dmask_ptr + (out.to(tl.int64) * N + first_query) * width + first_key
     inside = (queries < N - first_query) & (keys // 16 * 16 < N - first_key)  # as a mask's
     tl.store(tile + (queries * width + keys), total.to(dmask_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "samples", "mask_heads"], launch_metadata=_cost.of_attention(2))
+@triton.jit(
+    do_not_specialize=[*NOT_SPECIALIZED, "samples", "mask_heads", "planes", "share"],
+    launch_metadata=_cost.of_attention(2),
+)
 def attention_bwd_mask_kernel(
     # inputs
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    lse_ptr,  # [B, H, 2, N] f32
+    q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
+    statistics_ptr,  # [B, H, 3, N] f32, of attention_bwd_dq_kernel
     mask_ptr,  # [B, H, N, N] float by stride
     seed_ptr,  # [1] int64, or None: no dropout
     # output
-    dmask_ptr,  # [mask_batch, mask_heads, N, cdiv(N, 16) * 16]: rows with room as a mask's
-    # sizes: `samples` share a mask, B or 1; mask_heads is H or 1
-    N, H, samples, mask_heads,
+    dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N, 16) * 16]: rows with room as a mask's
+    # sizes: `samples` share a mask, B or 1; mask_heads is H or 1; planes are B / samples * mask_heads; `share` heads of
+    # those of a plane are a program's
+    N, H, samples, mask_heads, planes, share,
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
     stride_vb, stride_vn, stride_vh,
-    stride_ob, stride_on, stride_oh,
     stride_dob, stride_don, stride_doh,
     stride_maskb, stride_maskn, stride_maskh,  # in units of 16 elements
     scale: tl.float32,  # > 0
@@ -80,18 +90,15 @@ def attention_bwd_mask_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (mask_batch * mask_heads * cdiv(N, BLOCK_M) * cdiv(N, BLOCK_N),)."""
+    """Grid: tiles of BLOCK_M x BLOCK_N in dmask."""
     _dmask(
-        Inputs(
-            Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
-            Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
-            Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
-            Tokens(o_ptr, stride_ob, stride_on, stride_oh, UNIT),
-            Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
-        ),
+        Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
+        Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),
+        Tokens(v_ptr, stride_vb, stride_vn, stride_vh, UNIT),
+        Tokens(do_ptr, stride_dob, stride_don, stride_doh, UNIT),
+        statistics_ptr,
         dmask_ptr,
-        lse_ptr,
-        N, H, samples, mask_heads,
+        N, H, samples, mask_heads, planes, share,
         Softmax(scale, Mask(mask_ptr, stride_maskb, stride_maskn, stride_maskh, MASK_ROWS), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
         GROUP, BLOCK_M, BLOCK_N,

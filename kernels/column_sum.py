@@ -7,14 +7,16 @@ import triton.language as tl
 from fastvit.kernels import _cost
 
 
-@triton.jit(do_not_specialize=["P"], launch_metadata=_cost.of_rows("partial_ptr", "P"))
+@triton.jit(do_not_specialize=["P", "D"], launch_metadata=_cost.of_rows("partial_ptr", "P"))
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
     out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # [D], as many as there are tables, then None
-    P, D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+    P, D,
+    UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out_t[:] = sum of partial[t, p, :] over p, in a fixed order. Grid: tables x column blocks, flattened."""
+    """out_t[:] = sum of partial[t, p, :] over p, in a fixed order. Grid: tables x column blocks, flattened. UNIT: a
+    divisor of D, at most 16, so that the compiler knows how rows are aligned."""
+    D = D // UNIT * UNIT
     blocks = tl.cdiv(D, BLOCK_D)
     table = tl.program_id(0) // blocks
     cols = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -95,8 +95,9 @@ def _attention(draw, dtype):
     mask = _maybe(draw, _tensor(draw, *of, dtype=draw.choice((*DTYPES, torch.bool))))
     o, lse = OPS.attention_fwd(q, k, v, mask, seed, d**-0.5, p)
     OPS.attention_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
-    if mask is not None and mask.dtype is not torch.bool:
-        OPS.attention_mask_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
+    wants_mask = mask is not None and mask.dtype is not torch.bool
+    if wants_mask:
+        OPS.attention_bwd_with_mask(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
     if mask is None:
         ends = torch.tensor([0, N // 2, N], dtype=draw.choice((torch.int32, torch.int64)))
         images = q[0], k[0], v[0], ends
@@ -105,6 +106,8 @@ def _attention(draw, dtype):
     qkv = _tensor(draw, B, N, 3, H, d, dtype=dtype)
     o, lse = OPS.attention_qkvpacked_fwd(qkv, mask, seed, 1.0, p)
     OPS.attention_qkvpacked_bwd(do, qkv, mask, o, lse, seed, 1.0, p)
+    if wants_mask:
+        OPS.attention_qkvpacked_bwd_with_mask(do, qkv, mask, o, lse, seed, 1.0, p)
 
 
 def _linear(draw, dtype):

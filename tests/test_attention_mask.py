@@ -17,6 +17,7 @@ from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from test_attention import DTYPES
 
 from fastvit import ops
+from fastvit.ops import _library
 from fastvit.ops.aten import attention as aten
 
 registered = torch.ops.fastvit
@@ -92,6 +93,45 @@ def test_heads_that_share_keys(dtype, kv_heads, backend, device):
 
 def test_a_mask_and_shared_keys(backend, device):
     check(made(2, 18, 4, 16, 2, device=device), drawn(1, 4, 18, 18, kind=torch.float32, device=device))
+
+
+def test_programs_that_share_a_tile_of_the_gradient(backend, device):
+    """With the interpreter's 4 multiprocessors, a tile's last program has fewer samples, or heads, than its others."""
+    check(made(5, 37, 1, 16, device=device), drawn(37, 37, kind=torch.float32, device=device))
+    check(made(1, 37, 5, 16, device=device), drawn(1, 1, 1, 37, kind=torch.bfloat16, device=device))
+
+
+@pytest.mark.skipif(not _library.HAVE_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("images", "mask", "parts", "programs"),
+    [
+        ((128 * 64, 49, 3, 32), (1, 3), 88, 264),  # Swin-T, stage 1: windows of 128 images
+        ((256, 197, 12, 64), (1, 1), 33, 528),  # 17 parts would make 272 programs, of which 8 wait for the others
+        ((256, 197, 12, 64), (1, 12), 4, 768),  # three rounds of 64 samples; one part would take a round of 256
+        ((2, 197, 12, 64), (2, 1), 6, 192),  # two heads each; one each would make two rounds
+        ((8, 197, 12, 64), (8, 12), 1, 1536),  # nothing to add up
+        ((256, 1025, 16, 64), (1, 16), 1, 4624),
+    ],
+)
+def test_gradients_of_masks_fill_a_gpu(images, mask, parts, programs, monkeypatch):
+    """The grid on a GPU of 132 multiprocessors, each with room for two programs."""
+    from fastvit.ops import _launch
+    from fastvit.ops.launch import attention_mask
+
+    monkeypatch.setattr(_library, "without_gpu", 132)
+    launched = []
+    q = torch.empty(images, dtype=torch.bfloat16, device="meta")
+    B, N, H, _ = images
+    lse = torch.empty(B, H, 2, N, device="meta")
+    with _launch.launching(lambda kernel, programs, tensors, *_: launched.append((kernel.__name__, programs, tensors))):
+        bias = torch.empty(*mask, N, N, dtype=torch.bfloat16, device="meta")
+        *_, dmask = attention_mask.attention_bwd_with_mask(q, q, q, q, bias, q, lse, None, 0.125, 0.0)
+    assert (dmask.shape, dmask.dtype) == (bias.shape, bias.dtype)
+    (_, grid, tensors), *sums = launched[2:]
+    assert grid == programs
+    assert tensors[-1].shape == (parts, mask[0] * mask[1], N, -(-N // 16) * 16)
+    assert tensors[-1].dtype is (torch.bfloat16 if parts == 1 else torch.float32)
+    assert [name for name, *_ in sums] == ["column_sum_kernel"] * (parts > 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -78,7 +78,7 @@ _TILE = {  # what the programs that share an argument differ in
     "attention_bwd_dq_kernel": {**dict.fromkeys("kv", "query tile"), "mask": _OF_MASK},
     "attention_bwd_dkdv_kernel": {**dict.fromkeys(("q", "do", "statistics"), "key tile"), "mask": _OF_MASK},
     "attention_bwd_mask_kernel": {
-        **dict.fromkeys(("q", "o", "do", "lse"), "key tile"), **dict.fromkeys("kv", "query tile"),
+        **dict.fromkeys(("q", "do", "statistics"), "key tile"), **dict.fromkeys("kv", "query tile"),
         "mask": _OF_MASK, "seed": "program",
     },
     "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},

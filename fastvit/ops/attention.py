@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fastvit.ops import _decompositions
-from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like, empty_like, lse_shape
+from fastvit.ops._checks import check_dropout, check_float, check_head_dim, check_like, lse_shape
 from fastvit.ops._library import (
     FusedFunction,
     autocast_dtype,
-    choose_backend,
     differentiable_once,
     needs_autograd,
     register,
@@ -74,11 +73,19 @@ attention_qkvpacked_bwd = register(
     aten=aten.attention_qkvpacked_bwd, launch="attention", planned=True,
     fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape), flops=_bwd_flops,
 )  # fmt: skip
-attention_mask_bwd = register(
-    "attention_mask_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
-    " float scale, float dropout_p) -> Tensor",  # of a float mask with as many rows as there are queries
-    aten=aten.attention_mask_bwd, launch="attention", fake=lambda do, q, k, v, mask, *_: mask.new_empty(mask.shape),
-    flops=_fwd_flops,
+# The same with the gradient of a float mask: one kernel computes the statistics that the others read, and ATen computes
+# the weights once for all four.
+attention_bwd_with_mask = register(
+    "attention_bwd_with_mask(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
+    " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
+    aten=aten.attention_bwd_with_mask, launch="attention_mask", planned=True,
+    fake=lambda do, q, k, v, mask, *_: (*_bwd_fake(do, q, k, v), mask.new_empty(mask.shape)), flops=_bwd_flops,
+)  # fmt: skip
+attention_qkvpacked_bwd_with_mask = register(
+    "attention_qkvpacked_bwd_with_mask(Tensor do, Tensor qkv, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
+    " float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
+    aten=aten.attention_qkvpacked_bwd_with_mask, launch="attention_mask", planned=True,
+    fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)), flops=_bwd_flops,
 )  # fmt: skip
 
 
@@ -106,7 +113,7 @@ class _Attention(FusedFunction):
         arguments = do, *ctx.saved_tensors, ctx.scale, ctx.dropout_p
         if not ctx.needs_input_grad[3]:
             return *differentiable_once("attention", attention_bwd, *arguments), None, None, None, None
-        return *differentiable_once("attention", bwd_with_mask, *arguments), None, None, None
+        return *differentiable_once("attention", attention_bwd_with_mask, *arguments), None, None, None
 
 
 class _AttentionQkvPacked(_Attention):
@@ -122,40 +129,7 @@ class _AttentionQkvPacked(_Attention):
         name = "attention_qkvpacked"
         if not ctx.needs_input_grad[1]:
             return differentiable_once(name, attention_qkvpacked_bwd, *arguments), None, None, None, None
-        return *differentiable_once(name, qkvpacked_bwd_with_mask, *arguments), None, None, None
-
-
-def bwd_with_mask(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any, out: tuple[Tensor, ...] = (),
-    backend: Any = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute dq, dk, dv and the mask's gradient. ATen computes the weights once for all four. rest: the arguments of
-    `attention_bwd` after the mask. out: where dq, dk and dv are written; see `rotary.in_place`."""
-    backend = backend or choose_backend(do, q, k, v, mask)
-    if backend == "aten":
-        arguments: Any = do, q, k, v, mask, *rest, *out
-        return aten.attention_bwd_with_mask(*arguments)
-    dmask = _mask_gradient(do, q, k, v, mask, *rest)
-    return *attention_bwd(do, q, k, v, mask, *rest, *out, backend=backend), dmask
-
-
-def qkvpacked_bwd_with_mask(
-    do: Tensor, qkv: Tensor, mask: Tensor, *rest: Any, backend: Any = None
-) -> tuple[Tensor, ...]:
-    """Compute what `bwd_with_mask` does, with one packed gradient of qkv."""
-    backend = backend or choose_backend(do, qkv, mask)
-    if backend == "aten":
-        dqkv = empty_like(qkv)
-        arguments: Any = do, *qkv.unbind(2), mask, *rest, *dqkv.unbind(2)
-        return dqkv, aten.attention_bwd_with_mask(*arguments)[3]
-    dmask = _mask_gradient(do, *qkv.unbind(2), mask, *rest)
-    return attention_qkvpacked_bwd(do, qkv, mask, *rest, backend=backend), dmask
-
-
-def _mask_gradient(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> Tensor:
-    rows = mask.expand(-1, -1, q.shape[1], -1)  # autograd sums what was expanded
-    dmask: Tensor = attention_mask_bwd(do, q, k, v, rows, *rest)
-    return dmask
+        return *differentiable_once(name, attention_qkvpacked_bwd_with_mask, *arguments), None, None, None
 
 
 # ---- public functions ----

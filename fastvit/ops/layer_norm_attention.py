@@ -23,13 +23,13 @@ from fastvit.ops._library import FusedHalf, cast_to, choose_backend, consume_sav
 from fastvit.ops._plans import AFRESH, Plans, recall
 from fastvit.ops.attention import (
     attention_bwd,
+    attention_bwd_with_mask,
     attention_fwd,
     attention_qkvpacked_bwd,
+    attention_qkvpacked_bwd_with_mask,
     attention_qkvpacked_fwd,
-    bwd_with_mask,
     checked_mask,
     checked_scale,
-    qkvpacked_bwd_with_mask,
 )
 from fastvit.ops.dropout import draw_seeds
 from fastvit.ops.layer_norm import NO_NORM, Norm, NormTuple, checked_norm, layer_norm_fwd, norm_backward
@@ -103,7 +103,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         dqkv, dqk, dmask = _backward_of_normed(do, qkv, attention, of_qk, sin, cos, o, wants[9], backend)
     else:
         if wants[9]:
-            dqkv, dmask = qkvpacked_bwd_with_mask(do, qkv, *attention, backend=backend)
+            dqkv, dmask = attention_qkvpacked_bwd_with_mask(do, qkv, *attention, backend=backend)
         else:
             dqkv = attention_qkvpacked_bwd(do, qkv, *attention, backend=backend)
     del do, qkv, attended, attention
@@ -138,7 +138,7 @@ def _backward_of_normed(
     out: Any = () if packed is None else packed.unbind(2)
     dmask = None
     if want_mask:
-        dq, dk, dv, dmask = bwd_with_mask(do, *normed, v, *attention, out=out, backend=backend)
+        dq, dk, dv, dmask = attention_bwd_with_mask(do, *normed, v, *attention, *out, backend=backend)
     else:
         dq, dk, dv = attention_bwd(do, *normed, v, *attention, *out, backend=backend)
     del normed

@@ -113,20 +113,21 @@ def attention_qkvpacked_bwd(
     return dqkv
 
 
-def attention_mask_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float,
-) -> Tensor:  # fmt: skip
-    return _backward(do, q, k, v, mask, seed, scale, dropout_p, (), True)
-
-
 def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, *out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`attention_bwd` and `attention_mask_bwd` in one: -> dq, dk, dv, and the gradient of a float mask."""
+    """`attention_bwd`, and the gradient of a float mask: -> dq, dk, dv, dmask. The weights are computed once."""
     gradients = out or _room(q, k, v)
     return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients, True)
+
+
+def attention_qkvpacked_bwd_with_mask(
+    do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    arguments: Any = do, *qkv.unbind(2), mask, o, lse, seed, *rest, *dqkv.unbind(2)
+    return dqkv, attention_bwd_with_mask(*arguments)[3]
 
 
 def _room(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -236,7 +237,7 @@ def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
     dropout_p: float, gradients: Sequence[Tensor], want_mask: bool = False,
 ) -> Any:  # fmt: skip
-    """Writes dq, dk and dv, if there are any; -> the mask's gradient, if it is wanted."""
+    """Writes dq, dk and dv; -> the mask's gradient, if it is wanted."""
     dmask = None
     if mask is not None and want_mask:
         alone = mask.shape[:3] == (q.shape[0], q.shape[2], q.shape[1])
@@ -259,8 +260,6 @@ def _backward(
             if dmask is not None:
                 of_mask = _of_mask(dmask, at, rows)
                 of_mask += ds.sum_to_size(of_mask.shape)
-            if not gradients:
-                continue
             gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
             more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]
             of_keys = (of_keys[0].add_(more[0]), of_keys[1].add_(more[1])) if of_keys else more

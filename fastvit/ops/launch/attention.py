@@ -14,12 +14,11 @@ from fastvit.kernels._configs import register_limit
 from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd import attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
-from fastvit.kernels.attention_bwd_mask import attention_bwd_mask_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
 from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops import _library
 from fastvit.ops._checks import empty_like, is_added, lse_shape, unexpanded
-from fastvit.ops._launch import Constants, Launch, cdiv, launch
+from fastvit.ops._launch import Constants, Launch, cdiv
 from fastvit.ops._library import Unsupported, dot_precision
 from fastvit.ops._plans import AFRESH, Plans
 
@@ -118,8 +117,9 @@ def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, sequences: Sequences | None = None,
     *, plans: Plans = AFRESH,
-) -> None:  # fmt: skip
-    """Writes the gradients of attention's inputs into dq, dk, dv.
+) -> tuple[Any, ...]:  # fmt: skip
+    """Write the gradients of attention's inputs into dq, dk, dv; -> what a mask's gradient is computed from: do, q, k,
+    v and the mask as the kernels read them, and the statistics of `attention_bwd_dq_kernel`.
 
     do, q, k, v, o, dq, dk, dv: (B, N, H, d), k, v, dk and dv with as many heads or a divisor of that, one of float32,
     bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
@@ -134,7 +134,7 @@ def launch_backward(
         dq.copy_(nothing)
         dk.copy_(nothing)
         torch.add(do, nothing, out=dv)
-        return
+        return ()
     do, q, k, v = plans.readable(readable, do, q, k, v)
     if mask is not None:
         (mask,) = plans.readable(readable_mask, mask)
@@ -142,33 +142,12 @@ def launch_backward(
     first, second, shape = plans.plan(_backward_plans, strided, mask, seed, scale, dropout_p, sequences)
     if second is None:
         first(q, k, v, o, do, lse, seed, dq, dk, dv)
-        return
+        return ()
     cu_seqlens = None if sequences is None else sequences[0]
     statistics = q.new_empty(shape, dtype=torch.float32)
     first(q, k, v, o, do, lse, mask, cu_seqlens, seed, dq, statistics)
     second(q, k, v, do, statistics, mask, cu_seqlens, seed, dk, dv)
-
-
-def attention_mask_bwd(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float,
-) -> Tensor:  # fmt: skip
-    """-> the gradient of a float mask of as many rows as there are queries, contiguous"""
-    _check(q, scale)
-    B, N, H, _ = q.shape
-    dmask = mask.new_empty((*mask.shape[:3], cdiv(N, 16) * 16))
-    if q.numel() == 0:
-        return torch.zeros_like(mask)
-    do, q, k, v = readable(do), readable(q), readable(k), readable(v)
-    unit, strides = in_units(q.shape, *[t.stride() for t in (q, k, v, o, do)])
-    samples, mask_heads = B // mask.shape[0], mask.shape[1]
-    mask = readable_mask(mask)
-    mask_rows, of_mask = _mask_in_units(mask)
-    rows, columns, constants = _mask_config(_workload(N, q, k, seed, (unit, mask_rows), "mask"))
-    programs = dmask.shape[0] * mask_heads * cdiv(N, rows) * cdiv(N, columns)
-    numbers = N, H, samples, mask_heads, *strides, *of_mask, scale, dropout_p
-    launch(attention_bwd_mask_kernel, programs, (q, k, v, o, do, lse, mask, seed, dmask), numbers, constants)
-    return dmask[..., :N].contiguous()
+    return do, q, k, v, mask, statistics
 
 
 def _check(q: Tensor, scale: float) -> None:
@@ -225,7 +204,7 @@ def _forward_plan(
     sequences: Sequences | None,
 ) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
     """Of the kernel for short sequences or the general one, and LSE's shape."""
-    heads, strides, of_mask, workload = _described((q, k, v), mask, seed, scale, sequences)
+    heads, strides, of_mask, workload = described((q, k, v), mask, seed, scale, sequences)
     short, rows, constants = _forward_config(workload)
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
     N, (_, tokens, H, _) = workload[0], q.shape
@@ -239,7 +218,7 @@ def _backward_plans(
 ) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
     """Of the kernel that takes a whole head, or of those of dq and of dk and dv, and the shape of what the first of
     these leaves to the second. strided: q, k, v, o, do, dq, dk, dv."""
-    heads, strides, of_mask, workload = _described(strided, mask, seed, scale, sequences)
+    heads, strides, of_mask, workload = described(strided, mask, seed, scale, sequences)
     B, tokens, H, _ = strided[0].shape
     N = workload[0]
     if constants := _backward_short_config(workload):
@@ -255,7 +234,7 @@ def _backward_plans(
     return of_dq, of_dkdv, (B, H, 3 if is_added(mask) else 2, tokens)
 
 
-def _described(
+def described(
     strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, sequences: Sequences | None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], Workload]:
     """How many heads the grid has of all sequences together, 0 if nothing is to be done; the strides of q, k and the
@@ -295,7 +274,7 @@ def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[in
 @_tuned.cached
 def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
     """Whether the kernel for short sequences is the one, the queries that a program owns, and the constants."""
-    config, constants = _configured(_attention_configs.attention_fwd, workload)
+    config, constants = configured(_attention_configs.attention_fwd, workload)
     keys = config.chunks
     if config.algorithm == "short":
         tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
@@ -303,13 +282,13 @@ def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
     if workload[8] == "lengths":
         keys = config.block_n, 0
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
-    return False, config.block_m, _general(workload) | constants | tiles
+    return False, config.block_m, general(workload) | constants | tiles
 
 
 @_tuned.cached
 def _backward_short_config(workload: Workload) -> Constants | None:
     """The constants of the kernel that takes a whole head, or None where that is not the one."""
-    config, constants = _configured(_attention_configs.attention_bwd_short, workload)
+    config, constants = configured(_attention_configs.attention_bwd_short, workload)
     return None if config is None else constants | {"BLOCK_N": config.block_n}
 
 
@@ -317,30 +296,25 @@ def _backward_short_config(workload: Workload) -> Constants | None:
 def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
     """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
     choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
-    config, constants = _configured(choose, workload)
+    config, constants = configured(choose, workload)
     tail = config.tail
     if workload[8] == "lengths":
         tail = config.block_n if of == "dq" else config.block_m
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": tail}
+    if of == "dkdv":
+        tiles["COLUMNS"] = min(max(32 * config.num_warps // config.block_m, 4), 16)  # an element of statistics a thread
     return (
         config.block_m if of == "dq" else config.block_n,
-        _general(workload) | constants | tiles | register_limit(config.max_registers),
+        general(workload) | constants | tiles | register_limit(config.max_registers),
     )
 
 
-@_tuned.cached
-def _mask_config(workload: Workload) -> tuple[int, int, Constants]:
-    """The tile of the gradient that a program owns, and the constants."""
-    config, constants = _configured(_attention_configs.attention_bwd_mask, workload)
-    return config.block_m, config.block_n, _general(workload) | constants | {"BLOCK_N": config.block_n}
-
-
-def _general(workload: Workload) -> Constants:
+def general(workload: Workload) -> Constants:
     """What kernels for short sequences do not have."""
     return {"MASK_ROWS": workload[6][1], "GROUP": workload[7]}
 
 
-def _configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
+def configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
     """A config, and the constants that all kernels have; of no config none."""
     n, d, itemsize, has_dropout, arch, precision, (unit, _), _, kind = workload
     config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32", kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,5 +38,10 @@ def launch_with_sum(
 
 def _plan(tables: int, P: int, D: int, arch: str) -> Launch:
     cfg = _configs.column_sum(P, D, arch)
-    constants = {"BLOCK_P": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps}
+    constants = {
+        "UNIT": math.gcd(D, 16),
+        "BLOCK_P": cfg.block_rows,
+        "BLOCK_D": cfg.block_dim,
+        "num_warps": cfg.num_warps,
+    }
     return Launch(column_sum_kernel, tables * cdiv(D, cfg.block_dim), (P, D), constants)
