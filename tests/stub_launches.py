@@ -185,7 +185,7 @@ def the_same_binary_as_triton_and_the_same_arguments():
         def thrice(kernel, programs, tensors, numbers, constants):
             nonlocal direct, total
             gpu.launches.clear()
-            kernel[(programs,)](*tensors, *numbers, **constants)
+            kernel[(programs,)](*tensors, *numbers, **constants, **_launch.OPTIONS)
             by_triton = mock.patch.object(_launch, "_by_triton", side_effect=_launch._by_triton)
             with mock.patch.object(_launch, "_instead", None), by_triton as by_triton:
                 original(kernel, programs, tensors, numbers, constants)
@@ -291,6 +291,13 @@ def _norm(rows=4):
     """A call of one kernel."""
     x, w = torch.zeros(rows, 64), torch.zeros(64)
     return lambda: ops.layer_norm(x, w, w)
+
+
+def products_and_sums_are_fused_whatever_the_default():
+    fusion = mock.patch.dict("os.environ", TRITON_DEFAULT_FP_FUSION="0")
+    with stub_gpu() as gpu, torch.no_grad(), fusion:
+        _norm()()
+    assert gpu.compiled[0].metadata.enable_fp_fusion
 
 
 def hooks_see_every_launch():

@@ -30,6 +30,7 @@ from fastvit.ops._library import Unsupported
 
 # In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
 _DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+OPTIONS = {"enable_fp_fusion": True}  # of every launch. Triton 3.9 warns that 3.10 will not fuse by default
 _runtime = triton.knobs.runtime
 _MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
 
@@ -171,7 +172,7 @@ def _by_triton(
         if (reason := _refused.get(key)) is not None:
             raise Unsupported(reason)
         try:
-            compiled = kernel[(programs,)](*arguments, **constants)
+            compiled = kernel[(programs,)](*arguments, **constants, **OPTIONS)
         except (TritonError, RuntimeError) as error:
             if not isinstance(error, TritonError) and "PassManager" not in str(error):  # no error of the compiler
                 raise
