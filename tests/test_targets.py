@@ -287,6 +287,31 @@ def test_loops_are_found_with_what_lies_out_of_line() -> None:
     assert listing.whole.slots == 13
 
 
+def test_a_loop_that_is_left_by_a_call_is_inside_the_one_around_it() -> None:
+    """The outer loop's loads are the inner one's first: nothing waits for them but the inner loop."""
+    matmul = "/*0010*/ HMMA.16816.F32.BF16 R72, R28, R52, R72 ;"
+    listing = sass.parse(f"""
+.L_x_0:
+        {matmul}
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;
+        /*0030*/                   LDGDEPBAR ;
+.L_x_1:
+        /*0040*/                   DEPBAR.LE SB0, 0x1 ;
+        {matmul}
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;
+        /*0060*/                   LDGDEPBAR ;
+        /*0070*/               @P3 CALL.REL.NOINC `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   DEPBAR.LE SB0, 0x0 ;
+        /*00a0*/              @!P1 BRA `(.L_x_0) ;
+        /*00b0*/                   EXIT ;
+""")
+    assert [loop.slots for loop in listing.loops] == [11, 6]
+    assert [loop.slots for loop in listing.hot_loops] == [6]
+    assert listing.hot_loop.loads_in_flight == 1
+
+
 @pytest.mark.parametrize(("left", "expected"), [("0x0", True), ("0x1", False)])
 def test_serialised_wgmma_are_told_from_pipelined_ones(left: str, expected: bool) -> None:
     step = """

@@ -183,6 +183,9 @@ def _branch(i: Instruction) -> tuple[bool, str | None, bool]:
     if i.opcode.startswith(("s_cbranch", "s_branch")):
         return True, i.operands.split()[0], i.opcode.startswith("s_cbranch")
     base = i.opcode.split(".")[0]
+    if base == "CALL":  # for sm_80, ptxas leaves loops by one
+        target = _NV_TARGET.search(i.operands)
+        return True, target.group(1) if target else None, True
     if base in ("BRA", "JMP"):
         target = _NV_TARGET.search(i.operands)
         conditional = i.predicated or bool(re.match(r"!?U?P\d", i.operands)) or ".DIV" in i.opcode
