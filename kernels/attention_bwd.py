@@ -77,17 +77,25 @@ def exponential(x, T: tl.constexpr):
 
 @triton.jit
 def probabilities(s, top, lse, keys, limit, softmax, MASKED: tl.constexpr, T: tl.constexpr):
-    """P = exp(S - LSE) again of what `masked` returns, the counterpart of `scores` in attention.py; 0 at keys from
-    `limit` on if MASKED. top and lse as in `Queries`; they and keys broadcast against s, which may be transposed."""
+    """P = exp(S - LSE) again of what `masked` returns, the counterpart of `scores` in attention.py. top and lse as in
+    `Queries`; they and keys broadcast against s, which may be transposed.
+
+    MASKED: keys from `limit` on do not exist, and their rows of K and V are zeros. With a mask that is added their P is
+    0, else a number from 0 to 1, which is as good: it is multiplied with zeros, or is of a row that is not stored. To
+    compare an exponent with 0 takes one instruction a score and no register, to compare a key with N both.
+    """
     if is_added(softmax.mask):
         if T == tl.float32:
             p = tl.exp(s - top) * lse
         else:
             p = tl.exp2((s - top) * log2e() - lse)
+        if MASKED:
+            p = tl.where(keys < limit, p, 0.0)
     else:
-        p = exponential(s * (factor(softmax) * log_unit(T)) - lse, T)
-    if MASKED:
-        p = tl.where(keys < limit, p, 0.0)
+        exponent = s * (factor(softmax) * log_unit(T)) - lse
+        if MASKED:
+            exponent = tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        p = exponential(exponent, T)
     return p
 
 
