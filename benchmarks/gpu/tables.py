@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,17 +53,29 @@ TABLES = (  # in the order in which they build on each other: a choice between t
     Table("attention_bwd_short", "attention", ("backward",), suits=lambda sizes: sizes["N"] <= 256),
     # forward and backward, since fc1 and the gradient behind it share a choice
     Table("gemm", "mlp", ("both",), fixed={"use_triton_gemm": (1,)}),
+    Table("gemm", "linear", ("forward",), fixed={"use_triton_gemm": (1,)}, suits=lambda s: s["D"] == s["out"]),
     Table("use_triton_gemm", "linear", ("forward",), suits=lambda sizes: sizes["B"] != 64),
     Table("use_triton_gemm", "mlp", ("backward",), (2, 3)),  # fc1's bias and fc2's weight: what linear_dact is for
     Table("patch_embed", "patch_embed", ("forward", "backward"), (0, 1)),
 )
 
 
-def works(*, tiny: bool = False) -> Iterator[Work]:
-    """Everything there is to measure; tiny: for the interpreter, where all matmuls are Triton's."""
-    for table in TABLES:
+HEADLINE = ("gemm", "use_triton_gemm")  # tables that are measured before the rows of headline.py
+_WIDTHS = (768, 384)  # of the rows' models, the more wanted first
+
+
+def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:
+    """Everything there is to measure; tiny: for the interpreter, whose GEMMs with an epilogue are
+    all Triton's. headline: only what
+    the rows of headline.py ask for of the tables HEADLINE."""
+    for width, table in itertools.product(_WIDTHS if headline and not tiny else (0,), TABLES):
+        if (headline and table.name not in HEADLINE) or (tiny and table.name == "use_triton_gemm"):
+            continue
         for workload in workloads("rehearse" if tiny else "tune", ops=(table.op,)):
-            for step in table.steps if table.suits(workload.sizes) else ():
+            sizes = workload.sizes
+            if width and (sizes["N"] != 197 or min(sizes["D"], sizes.get("out", sizes["D"])) != width):
+                continue
+            for step in table.steps if table.suits(sizes) else ():
                 build = functools.partial(_build, workload, step, table.leaves)
                 yield Work(table.name, f"{workload} {step}", build, table.fixed)
 

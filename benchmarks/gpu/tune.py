@@ -192,6 +192,7 @@ class Tuner:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--table", action="append", choices=sorted(_tuned.FIELDS), help="default: all")
+    parser.add_argument("--headline", action="store_true", help="only what the rows of the first minutes ask for")
     parser.add_argument("--out", type=Path, default=_tuned.FOLDER, help="folder of tuned_<gpu>.json")
     parser.add_argument("--rehearse", action="store_true", help="two candidates at tiny shapes in the interpreter")
     chosen = parser.parse_args(arguments)
@@ -206,7 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     host_bound = 0
     with _library.use_backend("triton", strict=True):
         tuner = Tuner(device, timer_of(device), path, gpu, most=2 if chosen.rehearse else 99)
-        for work in works(tiny=chosen.rehearse):
+        for work in works(tiny=chosen.rehearse, headline=chosen.headline):
             if work.table not in (chosen.table or _tuned.FIELDS):
                 continue
             try:
@@ -215,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             except HostBound as reason:
                 host_bound += 1
                 print(f"{work.label}: not tuned, {reason}", flush=True)
-    print(f"{path}: {sum(map(len, tuner.data['tables'].values()))} choices differ from the shipped ones")
+    print(f"> {path.name}: {sum(map(len, tuner.data['tables'].values()))} choices differ from the shipped ones")
     return int(host_bound > 0)
 
 

@@ -133,14 +133,14 @@ def per_call_in_turn(
     return samples
 
 
-def orders(names: Iterable[str], rounds: int) -> list[list[str]]:
-    """For each round an order of the names, drawn at random, the same in every run.
+def orders(names: Iterable[str], rounds: int, seed: str = "") -> list[list[str]]:
+    """For each round an order of the names, drawn at random, the same in every run with the same seed.
 
     In a fixed order, or in one and its reverse by turns, the same function measured as two providers differed by up to
     6 %: what ran before leaves caches and free memory in a state of its own. A random order favours none, so that the
     sign of a round's difference is a fair coin wherever two providers are the same function.
     """
-    draw, names = random.Random(0), list(names)
+    draw, names = random.Random(seed), list(names)
     return [draw.sample(names, len(names)) for _ in range(rounds)]
 
 
