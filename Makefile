@@ -60,8 +60,9 @@ docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.ht
 	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
 		--output-directory out/docs $(PAGES) '!fastvit\.ops\..*'
 
-# A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps.
-GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not torch.cuda.is_available())" 2>/dev/null \
+# A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps. So it does
+# where its torch is built for GPUs and finds none, and says why.
+GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not (torch.version.cuda or torch.version.hip))" 2>/dev/null \
 	&& echo $(PYTHON) || echo $(BIN)/python)
 
 GPU_PYTHON_READY = test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)

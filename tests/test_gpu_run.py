@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu import first, needs, runner, sanitize
 from benchmarks.gpu import run as gpu
-from benchmarks.gpu import runner, sanitize
 from benchmarks.gpu.journal import Journal
 from benchmarks.gpu.run import execute
 from benchmarks.gpu.runner import Runner, Step
@@ -169,11 +170,43 @@ def test_steps_are_complete() -> None:
     assert [*dict.fromkeys(name[0] for name in names)] == ["compile", "tune", "tests", "sanitize", "bench", "page"]
 
 
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        gpu.main([])
-    assert "no GPU" in capsys.readouterr().err
+@pytest.mark.parametrize("program", [gpu.main, first.main])
+def test_a_run_that_cannot_begin_says_why(
+    program: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(needs, "why_no_gpu", lambda: "the driver is too old")
+    assert program([]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "needs a GPU: the driver is too old" in said[0]
+    assert said[1] == "fastvit doctor says more; --rehearse runs every step in miniature without one."
+    assert len(said) == 2
+    (tmp_path / "file").touch()
+    assert program(["--rehearse", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert "folder cannot be written: Not a directory; --out chooses another" in capsys.readouterr().err
+
+
+def test_all_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "why_no_gpu", lambda: "")
+    monkeypatch.setattr(needs, "missing_for_triton", lambda: "no C compiler")
+    said = needs.complaint("gpu", ("torch", "no_such_module", "nor_this"), rehearse=False).splitlines()
+    assert said[0].startswith("make gpu: missing no_such_module, nor_this: ")
+    assert said[0].endswith(" -m pip install no_such_module nor_this")
+    assert said[1] == "make gpu: no C compiler"
+    assert needs.complaint("gpu", ("torch",), rehearse=True) == "", "a rehearsal launches nothing"
+
+
+def test_the_time_left_is_that_of_steps_like_it(tmp_path: Path) -> None:
+    steps = [Step(f"{kind} {i}", (), 3600.0) for kind in ("tune", "bench") for i in range(3)]
+    journal = Journal(tmp_path, "gpu", code="code")
+    assert gpu.left(steps, journal, set()) == "at most 6 hours left"
+    Journal(tmp_path, "gpu", code="older code").add("step", "tune 0", "passed", seconds=100.0)
+    Journal(tmp_path, "another gpu", code="code").add("step", "tune 1", "passed", seconds=9000.0)
+    journal.add("step", "tune 1", "failed", seconds=1.0)
+    assert gpu.left(steps[:3], journal, set()) == "about 5 minutes left"
+    journal.add("step", "tune 2", "passed", seconds=700.0)
+    assert gpu.left(steps[:3], journal, {"tune 1"}) == "about 2 minutes left", "what 0 took itself; 2 is done"
+    assert gpu.left(steps[:3], journal, {"tune 0", "tune 1"}) == ""
 
 
 def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

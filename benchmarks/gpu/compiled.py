@@ -1,29 +1,66 @@
-"""Whole models under torch.compile: eager with SDPA, fused, and the former with fastvit's ops in its graph; compiled at
-once, timed when the file `go` is there.
+"""Whole models under torch.compile: eager with SDPA, fused, and the former with fastvit's ops in its graph.
 
-python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider fused --go FILE --until TIME
+    python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider fused --go FILE --until TIME
+
+Several such processes compile side by side. Each leaves a file next to `go` when it is ready, waits for `go`, and then
+times what it has compiled, one process after the other. A compilation that might not end before `--until` is not begun.
 """
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from benchmarks.gpu import summary
-from benchmarks.gpu.journal import words
+from benchmarks.gpu.journal import Journal, words
+from benchmarks.gpu.runner import CUT
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import Clock, Quantiles, measured, per_call
 from benchmarks.harness.workloads import Step, Workload, workloads
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
-RUNS = (*((model, provider) for model in MODELS for provider in ("sdpa", "fused")), (MODELS[1], "graph"))
+REHEARSED = "vit_cifar_small"
+BATCH = 32
+PROVIDERS = ("sdpa", "fused", "graph")
+LONGEST = 90.0  # seconds that a compilation is expected to take before the process has seen one
 _STYLES = ("reduce-overhead", "default")
+_MODES = ("training", "inference")  # the longer one first, so that it bounds what the next will take
+
+
+def runs(rehearse: bool) -> list[tuple[str, str]]:
+    """(model, provider), a process each."""
+    if rehearse:
+        return [(REHEARSED, provider) for provider in PROVIDERS]
+    return [*((model, provider) for model in MODELS for provider in ("sdpa", "fused")), (MODELS[1], "graph")]
+
+
+def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, str]]:
+    """By name, what a run of `runs` has to find out, in the order in which it is compiled."""
+    return {
+        f"model {_workload(model, rehearse)} {provider}, {style}, {summary.MODES[mode]}": {
+            "model": model, "provider": provider, "style": style, "mode": mode,
+        }
+        for style in (_STYLES[-1:] if rehearse else _STYLES)
+        for mode in _MODES
+    }  # fmt: skip
+
+
+def ready(go: Path, model: str, provider: str) -> Path:
+    """The file that says that a run has compiled what it could."""
+    return go.with_name(f"{provider} {model} is ready")
+
+
+def _workload(model: str, rehearse: bool) -> Workload:
+    models = workloads("quick" if rehearse else "headline", ops=("model",))
+    (found,) = [w for w in models if w.sizes["name"] == model and w.sizes["B"] == (1 if rehearse else BATCH)]
+    return found
 
 
 def warm(workload: Workload, provider: str, mode: str, device: torch.device, options: dict[str, Any]) -> Step:
@@ -37,46 +74,69 @@ def warm(workload: Workload, provider: str, mode: str, device: torch.device, opt
     return step
 
 
+def compile_all(journal: Journal, chosen: Any, device: torch.device) -> dict[str, tuple[Step, dict[str, Any]]]:
+    """Compile what is not done before; by name, the step and what is known of it. What fails and what is not begun goes
+    into the journal with the reason."""
+    found: dict[str, tuple[Step, dict[str, Any]]] = {}
+    longest = 0.0
+    for name, about in results(chosen.model, chosen.provider, chosen.rehearse).items():
+        if journal.done("compiled", name):
+            continue
+        start = time.time()
+        if (needed := longest or LONGEST) > chosen.until - start:
+            reason = f"not begun: {needed:.0f} s may be needed, and {max(chosen.until - start, 0):.0f} s were left"
+            journal.add("compiled", name, "cut", reason=reason, **about)
+            continue
+        options: dict[str, Any] = {"mode": about["style"]}
+        if chosen.rehearse:
+            options = {"inner" if chosen.provider == "graph" else "backend": "eager"}
+        workload = _workload(chosen.model, chosen.rehearse)
+        try:
+            step = warm(workload, chosen.provider, about["mode"], device, options)
+        except Exception as error:
+            journal.add("compiled", name, "failed", reason=words(error), compiling=[start, time.time()], **about)
+            continue
+        longest = max(longest, time.time() - start)
+        found[name] = step, {**about, "compiling": [start, time.time()]}
+        print(f"> {about['style']}, {about['mode']}: compiled in {time.time() - start:.0f} s", flush=True)
+    return found
+
+
+def take_turn(lock: Path) -> TextIO:
+    """Wait until no other process has the turn. It lasts as long as the file that this returns is open, so at most as
+    long as the process."""
+    file = lock.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = summary.arguments(__doc__)
-    parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--provider", choices=sorted({name for _, name in RUNS}), required=True)
+    parser.add_argument("--model", choices=(*MODELS, REHEARSED), required=True)
+    parser.add_argument("--provider", choices=PROVIDERS, required=True)
     parser.add_argument("--go", type=Path, required=True)
-    parser.add_argument("--until", type=float, required=True, help="seconds since 1970 after which nothing is compiled")
+    parser.add_argument("--until", type=float, required=True, help="seconds since 1970 by which all is compiled")
     chosen = parser.parse_args(arguments)
     device = summary.device_of(chosen)
     journal = summary.journal(chosen.out, device)
-    models = workloads("quick" if chosen.rehearse else "headline", ops=("model",))
-    (workload,) = [w for w in models if chosen.rehearse or (w.sizes["name"], w.sizes["B"]) == (chosen.model, 32)]
-    steps: dict[str, Step] = {}
-    clock, cut = Clock(device), []
-    for style in _STYLES[-1:] if chosen.rehearse else _STYLES:
-        for mode, title in summary.MODES.items():
-            name = f"model {workload} {chosen.provider}, {style}, {title}"
-            if journal.done("compiled", name):
-                continue
-            if time.time() > chosen.until:
-                cut.append(name)
-                continue
-            start = time.perf_counter()
-            options: dict[str, Any] = {"mode": style}
-            if chosen.rehearse:
-                options = {"inner" if chosen.provider == "graph" else "backend": "eager"}
-            try:
-                steps[name] = warm(workload, chosen.provider, mode, device, options)
-                print(f"{name}: compiled in {time.perf_counter() - start:.0f} s", flush=True)
-            except Exception as error:
-                cut.append(name)
-                journal.add("compiled", name, "failed", reason=words(error))
+    found = compile_all(journal, chosen, device)
+    ready(chosen.go, chosen.model, chosen.provider).touch()
     while not chosen.go.exists():
         time.sleep(0.05)
-    for name, step in steps.items():
+    turn = take_turn(chosen.go.with_name("turn"))  # until the process is gone, with all that it has on the GPU
+    clock = Clock(device)  # which measures the GPU's own clock
+    for name, (step, about) in found.items():
+        start = time.time()
         called = Quantiles.of(per_call(step, device))
         samples = measured([clock.time(step) for _ in range(20)])
         alone = asdict(Quantiles.of(samples)) if samples else None
-        journal.add("compiled", name, "passed", called=asdict(called), graph=alone)
-        print(f"> {name}: {1e6 * called.median:,.0f} us called", flush=True)
-    return int(bool(cut))
+        about["timed"] = [start, time.time()]
+        journal.add("compiled", name, "passed", called=asdict(called), graph=alone, **about)
+        print(f"> {about['style']}, {about['mode']}: {1e6 * called.median:,.0f} us called", flush=True)
+    missing = [r["status"] for name in results(chosen.model, chosen.provider, chosen.rehearse)
+               if not journal.done("compiled", name) and (r := journal.get("compiled", name))]  # fmt: skip
+    assert not turn.closed
+    return 0 if not missing else CUT if set(missing) == {"cut"} else 1
 
 
 if __name__ == "__main__":

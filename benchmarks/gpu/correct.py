@@ -58,6 +58,11 @@ def groups(rehearse: bool) -> list[str]:
     return sorted(found, key=lambda name: first.index(name) if name in first else len(first))
 
 
+def name_of(case: Workload, dtype: str) -> str:
+    """Of its result in the journal."""
+    return f"{case.op} {case} {dtype}"
+
+
 def group(case: Workload) -> str:
     if case.sizes.get("dropout_p"):
         return "dropout"
@@ -170,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         for dtype in dtypes(chosen.rehearse):
             which = {"case": f"{case.op} {case}", "dtype": dtype}
-            name = f"{case.op} {case} {dtype}"
+            name = name_of(case, dtype)
             journal.add("correct", name, BEGUN, **which)
             try:
                 ratios, reason = check(case, summary.DTYPES[dtype], device)

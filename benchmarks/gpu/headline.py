@@ -3,7 +3,9 @@
     python -m benchmarks.gpu.headline --out FOLDER --part first
 
 A provider has two figures: as called, in a steady loop, and of the GPU alone, from replays of a CUDA graph with a
-cleared cache. A row is written down when it begins and when it ends: one that ends the process is left out by the next.
+cleared cache. Both are of rounds in which the providers take turns in random order (`timing.orders`), as many as fit
+into the row's share of the time that is left. A row is written down when it begins and when it ends: one that ends the
+process is left out by the next.
 """
 
 from __future__ import annotations
@@ -12,26 +14,32 @@ import contextlib
 import gc
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu import summary
+from benchmarks.gpu import summary, verdict
 from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
 from benchmarks.harness.agreement import difference
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.timing import HOST_BOUND, Clock, Quantiles, measured, per_call, plan_rounds, warm
+from benchmarks.harness.timing import HOST_BOUND, Clock, Quantiles, measured, orders, per_call, plan_rounds, warm
 from benchmarks.harness.workloads import Workload, workloads
+from fastvit.kernels import _tuned
 
 PARTS = {
     "first": ("attention", "block", "model"),
     "second": ("layer_norm", "add_layer_norm", "layer_norm_mlp", "patch_embed"),
 }
+SHARE = 4  # of a row's time, one part in so many goes into timed rounds; the rest builds, warms up and compares
+LEAST, MOST = 0.4, 1.5  # seconds of timed rounds
+CALLED_ROUNDS = 5
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 DTYPE = torch.bfloat16
 Work = Callable[[], tuple[Tensor, ...]]
@@ -47,20 +55,39 @@ def rows(rehearse: bool, part: str = "") -> list[Workload]:
     return sorted(found, key=lambda workload: ops.index(workload.op))
 
 
+def named(rehearse: bool, part: str) -> list[tuple[Workload, str, str]]:
+    """(workload, mode, name) of every row of the part."""
+    return [(w, mode, f"{w.op} {w} {title}") for w in rows(rehearse, part) for mode, title in summary.MODES.items()]
+
+
 def left(journal: Journal, rehearse: bool, part: str, since: float) -> list[tuple[Workload, str, str]]:
     """Rows of the part, (workload, mode, name), that are not done and were not begun since then."""
-    wanted = [(w, mode, f"{w.op} {w} {title}") for w in rows(rehearse, part) for mode, title in summary.MODES.items()]
     known = {r["name"]: r for r in journal.records() if r["kind"] == "row"}
 
     def settled(name: str) -> bool:
         return name in known and (known[name]["status"] in DONE or known[name]["at"] >= since)
 
-    return [row for row in wanted if not settled(row[2])]
+    return [row for row in named(rehearse, part) if not settled(row[2])]
 
 
 @contextlib.contextmanager
 def _using(provider: str) -> Iterator[None]:
     with sdpa_kernel(_BACKENDS[provider]) if provider in _BACKENDS else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _taken(names: set[str]) -> Iterator[None]:
+    """Add the measured launch choices that are looked up within the context and found."""
+    plain = _tuned.choice
+
+    def choice(arch: str, table: str, *key: int) -> tuple[int, ...] | None:
+        if (found := plain(arch, table, *key)) is not None:
+            names.add(f"{table}[{','.join(map(str, map(int, key)))}]")
+        return found
+
+    with mock.patch.object(_tuned, "choice", choice):
+        _tuned.clear_caches()  # what was looked up before is looked up again
         yield
 
 
@@ -73,18 +100,23 @@ def _within(provider: str, step: Work) -> Work:
 
 
 class Row:
-    """One workload in one mode, all providers. seconds: of timed rounds."""
+    """One workload in one mode, all providers. seconds: of timed rounds of the GPU; calls get half as many."""
 
     def __init__(self, workload: Workload, mode: str, clock: Clock, seconds: float) -> None:
         self.workload, self.mode, self.clock, self.seconds = workload, mode, clock, seconds
+        self.name = (
+            f"{workload.op} {workload} {mode}"  # seeds the orders: rows of few rounds are not all in the same one
+        )
         self.figures: dict[str, dict[str, Any]] = {}
         self.results: dict[str, tuple[Tensor, ...]] = {}
+        self.tuned: set[str] = set()  # measured choices that fused's launches take, "table[key]"
 
     def measure(self) -> str:
         """What is wrong with fused's results; empty if nothing is. Raises what fused raises."""
         names = [name for name in summary.PROVIDERS if name not in _BACKENDS or "sdpa" in self.workload.providers]
         steps = {name: step for name in names if (step := self._begin(name)) is not None}
-        self._time(steps)
+        self._time_calls(steps)
+        self._time({name: _within(name, step) for name, step in steps.items()})
         return self._disagreement()
 
     def _disagreement(self) -> str:
@@ -97,15 +129,14 @@ class Row:
         return f"differs from {baseline} by {own:.2g} of the largest result, allowed {bound:.2g}" if own > bound else ""
 
     def _begin(self, name: str) -> Work | None:
-        """The provider's step, after it was measured as it is called; None if it cannot run here."""
+        """The provider's step, after it has run once; None if it cannot run here."""
         figures = self.figures[name] = {}
         device = self.clock.device
         try:
             step, _ = self.workload.step("sdpa" if name in _BACKENDS else name, self.mode, Draw(DTYPE, device))
-            with _using(name):
+            with _using(name), _taken(self.tuned):
                 self.results[name] = step()
-                figures["called"] = asdict(Quantiles.of(per_call(step, device, seconds=self.seconds / 10)))
-            return _within(name, step)
+            return step
         except RuntimeError as error:  # too little memory, no such kernel
             if name == "fused":
                 raise
@@ -114,8 +145,19 @@ class Row:
         _recover(device)  # now that the error holds no tensors any more
         return None
 
+    def _time_calls(self, steps: dict[str, Work]) -> None:
+        """As called. A provider's context is entered once a loop: it takes longer than a launch."""
+        samples: dict[str, list[float]] = {name: [] for name in steps}
+        seconds = self.seconds / 2 / CALLED_ROUNDS / max(len(steps), 1)
+        for names in orders(steps, CALLED_ROUNDS, self.name):
+            for name in names:
+                with _using(name):
+                    samples[name] += per_call(steps[name], self.clock.device, seconds=seconds, rounds=1)
+        for name, values in samples.items():
+            self.figures[name]["called"] = asdict(Quantiles.of(values))
+
     def _time(self, steps: dict[str, Work]) -> None:
-        """Rounds of all providers in turn, A B C A B C."""
+        """The GPU alone."""
         runs: dict[str, Callable[[], object]] = {**steps}
         if self.clock.device.type == "cuda":
             for name, replay in capture_all(steps).items():
@@ -128,9 +170,9 @@ class Row:
                 self.figures[name]["remark"] = "no graph on a CPU"
         seconds = sum(warm(run, self.clock) for run in runs.values())
         samples: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(plan_rounds(seconds, self.seconds, most=30)):
-            for name, run in runs.items():
-                samples[name].append(self.clock.time(run))
+        for names in orders(runs, plan_rounds(seconds, self.seconds), self.name):
+            for name in names:
+                samples[name].append(self.clock.time(runs[name]))
         for name, values in samples.items():
             if good := measured(values):
                 self.figures[name]["graph"] = asdict(Quantiles.of(good))
@@ -143,19 +185,28 @@ def measure(journal: Journal, clock: Clock, workload: Workload, mode: str, name:
     journal.add("row", name, BEGUN)
     gc.collect()
     gc.disable()  # for all alike
-    row = Row(workload, mode, clock, seconds)
+    row, start, wrong = Row(workload, mode, clock, seconds), time.time(), False
     try:
         reason = row.measure()
+        wrong = bool(reason)
     except Exception as error:
         reason = words(error)
     finally:
         gc.enable()
-    found = {"providers": row.figures, "reason": reason}
+    found = {
+        "op": workload.op, "mode": mode, "providers": row.figures, "reason": reason, "wrong": wrong,
+        "tuned": sorted(row.tuned), "timed": [start, time.time()],
+    }  # fmt: skip
     journal.add("row", name, "failed" if reason else "passed", **found)
     del row
     _recover(clock.device)
-    line = ", ".join(f"{value:.2f}x {key}" for key, value in summary.ratios(found, "graph").items())
+    line = ", ".join(f"{value:.2f}x {key}" for key, value in verdict.ratios(found, "graph").items())
     print(f"> {name}: {reason or line}", flush=True)
+
+
+def seconds_for(rows: int, until: float) -> float:
+    """Seconds of timed rounds for the next of so many rows, all of which are to be done by then (since 1970)."""
+    return min(max((until - time.time()) / max(rows, 1) / SHARE, LEAST), MOST)
 
 
 def _recover(device: torch.device) -> None:
@@ -169,11 +220,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = summary.arguments(__doc__)
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--since", type=float, default=0.0, help="rows that were begun after this are left alone")
+    parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970 by which to be done")
     chosen = parser.parse_args(arguments)
     device = summary.device_of(chosen)
     journal, clock = summary.journal(chosen.out, device), Clock(device)
-    for row in left(journal, chosen.rehearse, chosen.part, chosen.since):
-        measure(journal, clock, *row, 0.02 if chosen.rehearse else 0.6)
+    rows_left = left(journal, chosen.rehearse, chosen.part, chosen.since)
+    for i, row in enumerate(rows_left):
+        measure(journal, clock, *row, 0.02 if chosen.rehearse else seconds_for(len(rows_left) - i, chosen.until))
     return int(bool(left(journal, chosen.rehearse, chosen.part, math.inf)))
 
 

@@ -7,10 +7,12 @@ forked. What is compiled has the cache key of the launch itself: source, types, 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from benchmarks.codegen.launches import DTYPES, Launch, in_processes, recording
 from benchmarks.gpu import correct, headline, summary
 from benchmarks.gpu.journal import REHEARSAL
 from benchmarks.gpu.runner import SKIPPED
-from benchmarks.gpu.tables import candidates, works
+from benchmarks.gpu.tables import Work, candidates, works
 from benchmarks.gpu.tune import Entries, using
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
@@ -34,44 +36,67 @@ Machine = tuple[tuple[int, int], int, str]  # compute capability, multiprocessor
 REHEARSED: Machine = (9, 0), 132, REHEARSAL
 
 
-def first_minutes(rehearse: bool) -> list[Item]:
-    """In the order in which they are launched; of a rehearsal, which launches nothing, only the rows'."""
-    rows = [(w, "bf16") for w in headline.rows(rehearse)]
-    if rehearse:
-        return rows
-    checks = [(w, dtype) for w in correct.cases(rehearse) for dtype in correct.dtypes(rehearse)]
-    sanitized = [(w, dtype) for w in workloads("sanitize", ops=("attention",)) for dtype in ("bf16", "fp32")]
-    return checks + sanitized + rows
+def first_minutes(rehearse: bool, machine: Machine) -> list[Launch]:
+    """Every launch of the first minutes, the most wanted first: rows, what tuning of these tries, then checks by dtype.
+    Of a rehearsal, which launches nothing, only the rows'."""
+    with _recording(machine) as recorder:
+        _run(recorder, ((w, "bf16") for w in headline.rows(rehearse)))
+        if not rehearse:
+            _try_candidates(works(headline=True))
+            _try_in_block()
+            sanitized = workloads("sanitize", ops=("attention",))
+            for dtype in correct.dtypes(rehearse):
+                _run(recorder, ((w, dtype) for w in correct.cases(rehearse)))
+                _run(recorder, ((w, dtype) for w in sanitized if dtype != "fp16"))
+    return list(recorder.launches.values())
 
 
 def record(items: Iterable[Item], machine: Machine) -> list[Launch]:
     """Every launch of the items, forward alone, and forward and backward, each once."""
     with _recording(machine) as recorder:
-        for workload, dtype in items:
-            recorder.dtype = dtype
-            runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
-            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
-            runner.infer()
+        _run(recorder, items)
     return list(recorder.launches.values())
 
 
 def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
     """Every launch that tuning of these tables tries."""
-    wanted, device = set(tables), torch.device("meta")
+    wanted = set(tables)
     with _recording(machine) as recorder:
-        for work in works():
-            if work.table not in wanted:
-                continue
-            base: Entries = {(table, ()): choice for table, choice in work.fixed.items()}
-            with using(base):
-                run = work.build(device)
-            with using(base) as asked:
-                run()
-            for key in {key for _, table, key in asked if table == work.table}:
-                for choice in candidates(work.table, key):
-                    with using(base | {(work.table, key): choice}):
-                        run()
+        _try_candidates(work for work in works() if work.table in wanted)
     return list(recorder.launches.values())
+
+
+def _run(recorder: Any, items: Iterable[Item]) -> None:
+    for workload, dtype in items:
+        recorder.dtype = dtype
+        runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
+        runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+        runner.infer()
+
+
+def _try_candidates(several: Iterable[Work]) -> None:
+    """What tuning launches of these works."""
+    for work in several:
+        base: Entries = {(table, ()): choice for table, choice in work.fixed.items()}
+        with using(base):
+            run = work.build(torch.device("meta"))
+        with using(base) as asked:
+            run()
+        for key in {key for _, table, key in asked if table == work.table}:
+            for choice in candidates(work.table, key):
+                with using(base | {(work.table, key): choice}):
+                    run()
+
+
+def _try_in_block() -> None:
+    """What the rows launch with any choice that tuning before them may make: blocks have other epilogues than the
+    works by which tuning measures. One block has all of them, at every batch and width."""
+    block = next(w for w in headline.rows(False) if w.op == "block")
+    runner = block.runner("fused", Draw(headline.DTYPE, "meta"))
+    for choice in candidates("gemm", ()):
+        with using({("gemm", ()): choice, ("use_triton_gemm", ()): (1,)}):
+            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+            runner.infer()
 
 
 def _recording(machine: Machine) -> Any:
@@ -100,6 +125,17 @@ def _compile(launch: Launch) -> str:
     return ""
 
 
+def _machine() -> Machine:
+    """The GPU at hand; asked for in a process of its own, since one that has met CUDA should not be forked."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_ask).result()
+
+
+def _ask() -> Machine:
+    gpu = torch.cuda.get_device_properties(0)
+    return (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.name
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = summary.arguments(__doc__)
     parser.add_argument(
@@ -109,27 +145,26 @@ def main(arguments: list[str] | None = None) -> int:
     if torch.version.hip:
         print("SKIPPED: kernels are compiled beforehand for NVIDIA GPUs only")
         return SKIPPED
-    machine = REHEARSED
-    if not chosen.rehearse:
-        gpu = torch.cuda.get_device_properties(0)
-        machine = (gpu.major, gpu.minor), gpu.multi_processor_count, gpu.name
     start = time.perf_counter()
-    if chosen.tables:
-        launches = record_candidates(chosen.tables, machine)
-    else:
-        launches = record(first_minutes(chosen.rehearse), machine)
+    machine = REHEARSED if chosen.rehearse else _machine()
+    tables = chosen.tables
+    launches = record_candidates(tables, machine) if tables else first_minutes(chosen.rehearse, machine)
     print(f"> {len(launches)} kernels recorded in {time.perf_counter() - start:.1f} s", flush=True)
     failed = {}
-    for launch, reason in compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1))):
+    results = compile_all(launches, min(15, max(2, (os.cpu_count() or 2) - 1)))
+    for i, (launch, reason) in enumerate(results, 1):
+        if i % 100 == 0:
+            print(f"> {i} of {len(launches)} compiled in {time.perf_counter() - start:.1f} s", flush=True)
         if reason:
             failed[f"{launch.name} {launch.dtype}"] = reason[:200]
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
-    if not chosen.tables:  # of what tuning tries, some does not fit
+    if not tables:  # of what tuning tries, some does not fit
         journal = summary.journal(chosen.out, summary.device_of(chosen))
         status = "failed" if failed else "passed"
-        journal.add("compile", "kernels", status, kernels=len(launches), failed=failed)
-    return int(bool(failed) and not chosen.tables)
+        reason = f"{len(failed)} did not compile: {', '.join(failed)}" if failed else ""
+        journal.add("compile", "kernels", status, kernels=len(launches), failed=failed, reason=reason)
+    return int(bool(failed) and not tables)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The first seconds on a GPU: what machine it is, whether Triton can launch, one kernel, the machine's limits."""
+"""The first seconds on a GPU: what machine it is, one kernel, the machine's limits."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import sysconfig
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +14,6 @@ from benchmarks.harness.provenance import commit
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import Clock, measure_ceilings
 from fastvit import ops
-
-_SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the second where the first is Debian's own
-
-
-def missing_for_triton() -> str:
-    """What Triton needs to build its launchers and does not find here; empty if all is there."""
-    compilers = [os.environ.get("CC"), "gcc", "clang"]
-    if not any(shutil.which(name) for name in compilers if name):
-        return "no C compiler: Triton needs CC, gcc or clang for what launches its kernels"
-    headers = [Path(sysconfig.get_paths(scheme)["include"]) / "Python.h" for scheme in _SCHEMES]
-    if not any(header.exists() for header in headers):
-        return f"no {headers[0]}: Triton compiles what launches its kernels with it"
-    return ""
 
 
 def first_launches(device: torch.device) -> float:
@@ -52,16 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
         facts |= {"memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "cpus": os.cpu_count()}
     found.add("environment", "machine", "passed", commit=commit(), **facts)
     print(f"> {facts['own_device']}, torch {facts['torch']}, triton {facts['triton']}, {facts['path']}", flush=True)
-    if reason := missing_for_triton():
-        print(f"> {reason}", flush=True)
-    found.add("environment", "compiler", "failed" if reason else "passed", reason=reason)
     difference = first_launches(device)
     right = difference < 1e-4
     found.add("environment", "first launches", "passed" if right else "failed", difference=difference)
     print(f"> first launches: differ from torch by {difference:.2g}", flush=True)
     ceilings = measure_ceilings(Clock(device), torch.bfloat16)
     found.add("environment", "ceilings", "passed", **asdict(ceilings))
-    return int(bool(reason) or not right)
+    return int(not right)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 Every step is a process of its own with a time limit. In the results folder (benchmarks/results/<gpu>), results.jsonl
 keeps what became of them, and log.txt what they printed. A second call leaves out what has passed, unless code or
-device have changed. Exit status: 0 if all passed, else 1.
+device have changed. Exit status: 0 if all passed, 1 if not, 2 if the run could not begin.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import sanitize
-from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, results_folder
-from benchmarks.gpu.runner import Runner, Step
+from benchmarks.gpu import needs, sanitize
+from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, read, results_folder
+from benchmarks.gpu.runner import Runner, Step, duration
 from benchmarks.gpu.tables import TABLES
 from benchmarks.harness.provenance import ROOT, commit
 from benchmarks.harness.record import environment
@@ -34,6 +34,7 @@ LIMITS = {"compile": 600.0, "tune": 1200.0, "tests": 1800.0, "sanitize": 900.0, 
 TESTS_AT_ONCE = 14
 # Tests of what needs no GPU
 _WITHOUT_GPU = {"test_targets", "test_benchmarks", "test_traffic", "test_gpu_run", "test_gpu_first", "test_tune"}
+_PACKAGES = ("pytest", "pytest_benchmark", "triton")  # that steps import
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TUNED_FIRST = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short", "gemm")
 _TIMED_FIRST = ("attention", "block", "model", "mlp", "layer_norm", "patch_embed")
@@ -76,14 +77,39 @@ def _rank(first: tuple[str, ...], name: str) -> int:
     return first.index(name) if name in first else len(first)
 
 
+def at_once(kind: str) -> int:
+    """How many steps of a kind run side by side: tests, and all else one by one."""
+    return min(TESTS_AT_ONCE, max(1, (os.cpu_count() or 1) - 2)) if kind == "tests" else 1
+
+
+def left(steps: list[Step], journal: Journal, ended: set[str]) -> str:
+    """How long the steps that have not ended will take, in words: what each took the last time, on this device, or
+    what those of its kind took on average, with any code; of a kind that has not run yet the limits, as a bound."""
+    took: dict[str, list[float]] = {}
+    own: dict[str, float] = {}
+    for r in read(journal.path):
+        if (r["kind"], r["device"], r["status"]) == ("step", journal.device, "passed"):
+            took.setdefault(r["name"].split()[0], []).append(r["seconds"])
+            own[r["name"]] = r["seconds"]
+    total, known = 0.0, True
+    for step in steps:
+        if step.name in ended or journal.done("step", step.name):
+            continue
+        kind = step.name.split()[0]
+        several = took.get(kind)
+        known &= several is not None
+        seconds = own.get(step.name, sum(several) / len(several) if several else step.limit)
+        total += seconds / at_once(kind)
+    return f"{'about' if known else 'at most'} {duration(total)} left" if total else ""
+
+
 def execute(steps: list[Step], runner: Runner) -> int:
-    """Tests side by side, all else one by one."""
-    at_once = min(TESTS_AT_ONCE, max(1, (os.cpu_count() or 1) - 2))
+    """All steps, kind by kind."""
     statuses: dict[str, str] = {}
     try:
         for kind in dict.fromkeys(step.name.split()[0] for step in steps):
             some = [step for step in steps if step.name.split()[0] == kind]
-            statuses |= runner.run(some, workers=at_once if kind == "tests" else 1)
+            statuses |= runner.run(some, workers=at_once(kind))
     finally:
         runner.end()
     return int(any(status not in DONE for status in statuses.values()))
@@ -98,14 +124,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="results folder")
     chosen = parser.parse_args(arguments)
     gpu = torch.cuda.is_available() and not chosen.rehearse
-    if not (gpu or chosen.rehearse or chosen.list):
-        parser.error("no GPU; --rehearse runs the steps in miniature without one")
+    if not chosen.list and (reason := needs.complaint("gpu", _PACKAGES, rehearse=chosen.rehearse)):
+        print(reason, file=sys.stderr)
+        return 2
     device = torch.cuda.get_device_name() if gpu else REHEARSAL
     results = (chosen.out or results_folder(device)).resolve()
     steps = rehearsal_steps(results) if chosen.rehearse else gpu_steps(results)
     steps = [step for step in steps if step.name.startswith(tuple(chosen.steps))]
     if not steps:
         parser.error(f"no step begins with {' or '.join(map(repr, chosen.steps))}")
+    if reason := needs.not_writable(results):
+        print(reason, file=sys.stderr)
+        return 2
     journal = Journal(results, device)
     if chosen.list:
         for step in steps:
@@ -114,7 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print(json.dumps(environment(torch.device("cuda" if gpu else "cpu"), torch.bfloat16), indent=1))
     print(f"commit {commit()}, sources {journal.code}, results in {results}", flush=True)
-    status = execute(steps, Runner(journal, chosen.seconds))
+    runner = Runner(journal, chosen.seconds, left=lambda runner: left(steps, journal, runner.ended))
+    runner.say(left(steps, journal, set()) or "all has passed before")
+    status = execute(steps, runner)
     tuned = _tuned.FOLDER / _tuned.file_name(device)
     if tuned.exists():
         write_file(results / tuned.name, tuned.read_bytes())  # so that one folder has all that is to be kept

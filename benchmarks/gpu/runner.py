@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from benchmarks.gpu.journal import Journal
 from benchmarks.harness.provenance import ROOT
 
 SKIPPED = 77  # exit status of a step that the machine has no tool for
+CUT = 75  # of one that had no time to do all of it
 _OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of the process that calls, in tests
 
 
@@ -34,15 +35,19 @@ class Step:
 
 
 class Runner:
-    """seconds: after these no step goes on. variables: of the environment, for all steps."""
+    """seconds: after these no step goes on. variables: of the environment, for all steps. left: how long the rest will
+    take, in words; printed with every step that ends, of which `ended` has the names."""
 
     def __init__(
-        self, journal: Journal, seconds: float = math.inf, variables: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.journal, self.seconds, self._variables = journal, seconds, variables
+        self, journal: Journal, seconds: float = math.inf, variables: Mapping[str, str] = MappingProxyType({}),
+        left: Callable[[Runner], str] = lambda runner: "",
+    ) -> None:  # fmt: skip
+        self.journal, self.seconds, self._variables, self._left = journal, seconds, variables, left
+        self.ended: set[str] = set()
         self._start = time.monotonic()
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._cut: set[str] = set()
         self._log = (journal.folder / "log.txt").open("a")
 
     @property
@@ -69,28 +74,36 @@ class Runner:
                 self.end()
                 raise
 
-    def begin(self, steps: Sequence[Step], *, until: float = math.inf) -> list[Future[str]]:
-        """The same, all at once beside what else runs."""
+    def begin(self, steps: Sequence[Step], *, until: float = math.inf) -> dict[str, Future[str]]:
+        """Start the steps, all at once, and return while they run."""
         pool = ThreadPoolExecutor(max(len(steps), 1))
-        futures = [pool.submit(self._run, step, until, False) for step in steps]
+        futures = {step.name: pool.submit(self._run, step, until, False) for step in steps}
         pool.shutdown(wait=False)
         return futures
+
+    def cut(self, names: Iterable[str]) -> None:
+        """End these steps now, if they run."""
+        with self._lock:
+            for name in self._running.keys() & set(names):
+                self._cut.add(name)
+                _let_go(self._running[name])
 
     def end(self) -> None:
         """Ends all processes."""
         with self._lock:
-            for process in self._running:
+            for process in self._running.values():
                 _let_go(process)
 
     def _run(self, step: Step, until: float, again: bool) -> str:
         if not again and self.journal.done("step", step.name):
+            self.ended.add(step.name)
             self.say(f"{step.name}: done before")
             return "passed"
         limit = min(step.limit, until - self.elapsed, self.seconds - self.elapsed)
         if limit < 1:
-            self._ended(step, "cut", 0.0, ["no time was left"])
+            self._ended(step, "cut", time.time(), ["no time was left"])
             return "cut"
-        start, last, timed_out = time.monotonic(), deque[str](maxlen=3), threading.Event()
+        start, last, timed_out = time.time(), deque[str](maxlen=3), threading.Event()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         environment |= self._variables
         process = subprocess.Popen(
@@ -98,7 +111,7 @@ class Runner:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         with self._lock:
-            self._running.add(process)
+            self._running[step.name] = process
 
         def end() -> None:
             timed_out.set()
@@ -115,9 +128,10 @@ class Runner:
             timer.cancel()
             _let_go(process)
             with self._lock:
-                self._running.discard(process)
-        status = "timed out" if timed_out.is_set() else {0: "passed", SKIPPED: "skipped"}.get(code, "failed")
-        self._ended(step, status, time.monotonic() - start, [*last, *[f"exit status {code}"] * (status == "failed")])
+                del self._running[step.name]
+        status = {0: "passed", SKIPPED: "skipped", CUT: "cut"}.get(code, "failed")
+        status = "timed out" if timed_out.is_set() else "cut" if step.name in self._cut else status
+        self._ended(step, status, start, [*last, *[f"exit status {code}"] * (status == "failed")])
         return status
 
     def _read(self, step: Step, line: str, last: deque[str]) -> None:
@@ -128,10 +142,23 @@ class Runner:
         elif line:
             last.append(line)
 
-    def _ended(self, step: Step, status: str, seconds: float, last: list[str]) -> None:
-        self.journal.add("step", step.name, status, seconds=round(seconds, 1), last=last)
+    def _ended(self, step: Step, status: str, start: float, last: list[str]) -> None:
+        """start: seconds since 1970."""
+        seconds = time.time() - start
+        self.journal.add("step", step.name, status, ran=[start, start + seconds], seconds=round(seconds, 1), last=last)
+        self.ended.add(step.name)
+        left = f"; {words}" if (words := self._left(self)) else ""
         reasons = [f"\n    {line[:300]}" for line in last] if status != "passed" else []
-        self.say(f"{step.name}: {status} after {seconds:.1f} s{''.join(reasons)}")
+        self.say(f"{step.name}: {status} after {seconds:.1f} s{left}{''.join(reasons)}")
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in one unit, rounded: "40 seconds", "6 minutes", "3.5 hours"."""
+    if seconds < 100:
+        return f"{max(10 * round(seconds / 10), 10)} seconds"
+    if seconds < 6000:
+        return f"{round(seconds / 60)} minutes"
+    return f"{seconds / 3600:.1f} hours".replace(".0 ", " ")
 
 
 def _let_go(process: subprocess.Popen[str]) -> None:

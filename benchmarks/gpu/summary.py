@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.journal import BEGUN, DONE, REHEARSAL, Journal, Record
+from benchmarks.gpu import verdict
+from benchmarks.gpu.journal import BEGUN, REHEARSAL, Journal, Record
+from benchmarks.gpu.verdict import ratios, reason
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fused")
@@ -40,6 +42,10 @@ def markdown(records: list[Record]) -> str:
     machine = next((r for r in records if r["name"] == "machine"), {})
     lines = [
         f"# {machine.get('device', 'GPU')}, the first minutes",
+        "",
+        "```",
+        *verdict.lines(records),
+        "```",
         "",
         f"torch {machine.get('torch')}, triton {machine.get('triton')}, sources {machine.get('sources')}",
         "",
@@ -76,8 +82,8 @@ def _steps(records: list[Record]) -> list[str]:
 
 
 def _last(r: Record) -> str:
-    """The last words of a step that did not pass, or the reason."""
-    return "" if r["status"] == "passed" else (" ".join(r.get("last", ())) or r.get("reason", ""))[:200]
+    """Why a step did not pass."""
+    return "" if r["status"] == "passed" else reason(r)[:200]
 
 
 def _correct(records: list[Record]) -> list[str]:
@@ -94,7 +100,7 @@ def _verdict(r: Record) -> str:
     if r["status"] == BEGUN:
         return "**did not end**"
     if "ratios" not in r:
-        return f"**{r['status']}**: {r.get('reason', '')[:120]}".replace("|", "/")
+        return f"**{r['status']}**: {reason(r)[:120]}".replace("|", "/")
     figures = ", ".join("not finite" if value is None else f"{value:.2f}" for value in r["ratios"])
     return figures if r["status"] == "passed" else f"**{r.get('reason', 'wrong')}** {figures}"
 
@@ -107,23 +113,24 @@ def _rows(records: list[Record]) -> list[str]:
         figures = r.get("providers", {})
         graph = [_us(figures, name, "graph") for name in PROVIDERS]
         called = [_us(figures, name, "called") for name in PROVIDERS]
-        name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{_why(r)}**)"
-        rows.append([name, *graph, *called, ", ".join(f"{v:.2f}x {k}" for k, v in ratios(r, "graph").items())])
-    head = ["row", *(f"{name} us" for name in PROVIDERS), *(f"{name} us called" for name in PROVIDERS), "us / fused's"]
+        name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
+        over = ", ".join(f"{value:.2f}x {key}" for key, value in ratios(r, "graph").items())
+        rows.append([name, *graph, *called, over, str(len(r.get("tuned", ())) or "-")])
+    head = ["row", *(f"{name} us" for name in PROVIDERS), *(f"{name} us called" for name in PROVIDERS), "us / fused's",
+            "tuned"]  # fmt: skip
     notes = [
-        f"- {r['name']}, {name}: {reason}"
+        f"- {r['name']}, {name}: {words}"
         for r in records
         if r["kind"] == "row"
         for name, figures in r.get("providers", {}).items()
-        for reason in (figures.get("skipped"), figures.get("remark"))
-        if reason
+        for words in (figures.get("skipped"), figures.get("remark"))
+        if words
     ]
-    legend = ["us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop"]
+    legend = [
+        "us: of the GPU, by replays of a graph (* without one), cache cleared; called: host included, in a loop; "
+        "tuned: launch choices of fused that were measured on this GPU, - where all are as shipped"
+    ]
     return [*_table(head, rows), *legend * bool(rows), *notes]
-
-
-def _why(r: Record) -> str:
-    return "did not end" if r["status"] == BEGUN else str(r.get("reason", r["status"])).replace("|", "/")[:160]
 
 
 def _us(figures: Record, name: str, which: str) -> str:
@@ -134,16 +141,13 @@ def _us(figures: Record, name: str, which: str) -> str:
     return f"{time['median'] * 1e6:,.1f}" + "*" * (which == "graph" and bool(figures[name].get("remark")))
 
 
-def ratios(r: Record, which: str) -> dict[str, float]:
-    """Time of each other provider over fused's."""
-    times = {name: f[which]["median"] for name, f in r.get("providers", {}).items() if f.get(which)}
-    own = times.pop("fused", None)
-    return {name: value / own for name, value in times.items()} if own else {}
-
-
 def _compiled(records: list[Record]) -> list[str]:
     rows = [
-        [r["name"], *(f"{r[k]['median'] * 1e6:,.1f}" if r.get(k) else "-" for k in ("graph", "called")), r["status"]]
+        [
+            r["name"],
+            *(f"{r[k]['median'] * 1e6:,.1f}" if r.get(k) else "-" for k in ("graph", "called")),
+            f"{r['status']} {reason(r)}".strip().replace("|", "/"),
+        ]
         for r in records
         if r["kind"] == "compiled"
     ]
@@ -164,16 +168,12 @@ def short(records: list[Record]) -> list[str]:
         wrong = [r for r in cases if r["status"] != "passed"]
         worst = max((v for r in cases for v in r.get("ratios", ()) if v is not None), default=float("nan"))
         lines.append(f"{op}: {len(cases) - len(wrong)} of {len(cases)} correct, worst error ratio {worst:.2f}")
-        lines += [f"    WRONG {r['name']}: {_verdict(r)}"[:160] for r in wrong[:5]]
-    for r in records:
-        if r["kind"] == "step" and (r["status"] not in DONE or r["name"] == "sanitize"):
-            lines.append(f"{r['name']}: {r['status']} {_last(r)}")
     for r in records:
         if r["kind"] == "row" and r["status"] == "passed":
             pair = [", ".join(f"{k} {v:.2f}x" for k, v in ratios(r, which).items()) for which in ("graph", "called")]
             lines.append(f"{r['name']}: {_us(r['providers'], 'fused', 'graph')} us, {pair[0]}; as called {pair[1]}")
         elif r["kind"] == "row":
-            lines.append(f"{r['name']}: {_why(r)}")
+            lines.append(f"{r['name']}: {reason(r)}")
         elif r["kind"] == "compiled" and r.get("called"):
             lines.append(f"{r['name']}: {r['called']['median'] * 1e6:,.0f} us called")
     return lines

@@ -1,0 +1,51 @@
+"""What a run on a GPU needs, looked for before its first step."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from fastvit.study._doctor import why_no_gpu
+
+_PIP = {"pytest_benchmark": "pytest-benchmark"}  # where it differs from the module's name
+_SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the second where the first is Debian's own
+
+
+def complaint(target: str, packages: tuple[str, ...], *, rehearse: bool) -> str:
+    """Return in a line or two why the run cannot begin, or "". target: of the Makefile. packages: that steps import."""
+    if not rehearse and (reason := why_no_gpu()):
+        return (
+            f"make {target} needs a GPU: {reason}, in {sys.executable}.\n"
+            "fastvit doctor says more; --rehearse runs every step in miniature without one."
+        )
+    missing = [_PIP.get(name, name) for name in packages if importlib.util.find_spec(name) is None]
+    lines = [f"missing {', '.join(missing)}: {sys.executable} -m pip install {' '.join(missing)}"] * bool(missing)
+    if not rehearse and (reason := missing_for_triton()):
+        lines.append(reason)
+    return "\n".join(f"make {target}: {line}" for line in lines)
+
+
+def missing_for_triton() -> str:
+    """Return what Triton needs to build its launchers and does not find here, or ""."""
+    compilers = [os.environ.get("CC"), "gcc", "clang"]
+    if not any(shutil.which(name) for name in compilers if name):
+        return "no C compiler: Triton needs CC, gcc or clang for what launches its kernels"
+    headers = [Path(sysconfig.get_paths(scheme)["include"]) / "Python.h" for scheme in _SCHEMES]
+    if not any(header.exists() for header in headers):
+        return f"no {headers[0]}: Triton compiles what launches its kernels with it"
+    return ""
+
+
+def not_writable(folder: Path) -> str:
+    """Make the folder of the results; why nothing can be written there, or ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}; --out chooses another folder"

@@ -1,0 +1,103 @@
+"""The verdict on the first minutes, in a few lines: what is wrong, what is missing, how fast it is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+
+from benchmarks.gpu.journal import BEGUN, DONE, REHEARSAL, Record
+
+KINDS = ("correct", "row", "compiled")  # of results
+PASSES = {"inference": "forward", "training": "both passes"}
+_NAMED = 8  # results at most that are named
+
+
+def lines(records: list[Record]) -> list[str]:
+    """What is wrong first, then what failed, did not end or is missing, then times of others over fused's."""
+    results = [r for r in records if r["kind"] in KINDS]
+    wrong = [r for r in results if is_wrong(r)]
+    failed = [r for r in results if r["status"] in ("failed", BEGUN) and not is_wrong(r)]
+    there = {r["name"] for r in results if r["status"] != "cut"}
+    expected: dict[str, list[str]] = next((r["expected"] for r in records if r["kind"] == "plan"), {})
+    missing = [name for names in expected.values() for name in names if name not in there]
+    found = [f"{len(there)} results: {len(wrong)} wrong, {len(failed)} failed, {len(missing)} missing"]
+    if any(r.get("device") == REHEARSAL for r in records):
+        found.append("A rehearsal on a CPU: it shows that the steps run. Its times measure nothing.")
+    for word, several in (("WRONG", wrong), ("FAILED", failed)):
+        found += _named(word, [f"{r['name']}: {reason(r)}" for r in several])
+    found += _named("MISSING", missing)
+    for r in records:
+        if r["kind"] in ("environment", "compile", "step") and (r["status"] not in DONE or r["status"] == "skipped"):
+            found.append(f"{r['name']}: {r['status']} {reason(r)}"[:160])
+    return [*found, *_times(results), *_compiled(results)]
+
+
+def is_wrong(r: Record) -> bool:
+    """Whether it is a result that was compared, and missed its bound or changed from run to run."""
+    return r["status"] == "failed" and bool(r.get("wrong") or (r["kind"] == "correct" and "ratios" in r))
+
+
+def reason(r: Record) -> str:
+    """Why something did not pass, or a step's last words."""
+    return "did not end" if r["status"] == BEGUN else r.get("reason") or " ".join(r.get("last", ())[-2:])
+
+
+def ratios(r: Record, which: str) -> dict[str, float]:
+    """Time of each other provider over fused's; which: "graph" or "called"."""
+    times = {name: f[which]["median"] for name, f in r.get("providers", {}).items() if f.get(which)}
+    own = times.pop("fused", None)
+    return {name: value / own for name, value in times.items()} if own else {}
+
+
+def _named(word: str, names: list[str]) -> list[str]:
+    more = [f"{word}: and {len(names) - _NAMED} more"] * (len(names) > _NAMED)
+    return [f"{word}: {name}"[:160] for name in names[:_NAMED]] + more
+
+
+def _times(results: list[Record]) -> Iterator[str]:
+    """A line for each op and pass."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    without = 0
+    for r in results:
+        if r["kind"] == "row" and r["status"] == "passed":
+            if others := ratios(r, "graph"):
+                found.setdefault((r["op"], r["mode"]), []).append(others)
+            else:
+                without += 1
+    if without:
+        yield f"{without} rows have no time of the GPU alone: table.md says why"
+    if not found:
+        return
+    yield "GPU time of others over that of fused: median (least to most) over shapes;"
+    yield "above 1 fused is faster"
+    yield f"{'':<28} {'SDPA flash':<22} {'the fastest other':<21} shapes"
+    for (op, mode), rows in found.items():
+        flash, fastest = (_spread(r["flash"] for r in rows if "flash" in r), _spread(min(r.values()) for r in rows))
+        yield f"{op + ', ' + PASSES[mode]:<28} {flash:<22} {fastest:<21} {len(rows)}"
+
+
+def _compiled(results: list[Record]) -> Iterator[str]:
+    """Models under torch.compile: SDPA over those that are fused, style by style."""
+    times = {
+        (r["model"], r["style"], r["mode"], r["provider"]): r["graph"]["median"]
+        for r in results
+        if r["kind"] == "compiled" and r["status"] == "passed" and r.get("graph")
+    }
+    lines = []
+    for provider, words in (("fused", "fused modules"), ("graph", "fastvit.compile")):
+        for mode, title in PASSES.items():
+            pairs = [times[*of, mode, "sdpa"] / own for (*of, m, p), own in times.items()
+                     if (m, p) == (mode, provider) and (*of, mode, "sdpa") in times]  # fmt: skip
+            if pairs:
+                lines.append(f"{words + ', ' + title:<28} {_spread(pairs):<44} {len(pairs)}")
+    if lines:
+        yield "torch.compile, each model in its own process: time of SDPA over that of"
+        yield from lines
+
+
+def _spread(values: Iterable[float]) -> str:
+    several = list(values)
+    if not several:
+        return "-"
+    spread = f" ({min(several):.2f} to {max(several):.2f})" if len(several) > 1 else ""
+    return f"{statistics.median(several):.2f}{spread}"
