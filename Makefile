@@ -61,9 +61,12 @@ docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.ht
 		--output-directory out/docs $(PAGES) '!fastvit\.ops\..*'
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps. So it does
-# where its torch is built for GPUs and finds none, and says why.
-GPU_PYTHON = $(shell $(PYTHON) -c "import torch; raise SystemExit(not (torch.version.cuda or torch.version.hip))" 2>/dev/null \
-	&& echo $(PYTHON) || echo $(BIN)/python)
+# where its torch is built for GPUs and finds none, and says why. Asked once, without importing torch, which takes seconds.
+BUILT_FOR_GPUS := import importlib.util as util, runpy, sys; spec = util.find_spec("torch"); \
+	path = spec and spec.submodule_search_locations[0] + "/version.py"; \
+	version = runpy.run_path(path) if path else {}; sys.exit(not (version.get("cuda") or version.get("hip")))
+GPU_PYTHON = $(eval GPU_PYTHON := $(shell $(PYTHON) -c '$(BUILT_FOR_GPUS)' 2>/dev/null \
+	&& echo $(PYTHON) || echo $(BIN)/python))$(GPU_PYTHON)
 
 GPU_PYTHON_READY = test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
 

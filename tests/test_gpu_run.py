@@ -215,6 +215,16 @@ def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
     assert "no step begins with 'nonsense'" in capsys.readouterr().err
 
 
+def test_the_last_line_names_what_is_not_done(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "gpu", code="code")
+    for name, status in (("tune a", "passed"), ("tests b", "failed"), ("sanitize c", "skipped"), ("bench d", "passed")):
+        journal.add("step", name, status)
+    steps = [Step(name, ()) for name in ("tune a", "tests b", "sanitize c", "bench d", "page")]
+    assert gpu.summary(steps, journal).splitlines() == [
+        "5 steps: 2 passed, 1 failed, 1 skipped, 1 to do", "    tests b: failed", "    page: to do",
+    ]  # fmt: skip
+
+
 @needs_interpreter
 @pytest.mark.slow
 def test_rehearsal_runs_every_kind_of_step(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def run(folder: Path, rehearse: bool, seconds: float = SECONDS) -> int:
 
     runner = Runner(journal, seconds, VARIABLES, left)
     runner.say(f"{journal.device}, sources {journal.code}, results in {folder}")
-    runner.say(f"about {duration(plan.left(0.0))}, at most {duration(seconds)}")
+    begins = f"about {duration(plan.left(0.0))}, at most {duration(seconds)}" if todo else "all is done"
+    runner.say(begins)
 
     def begin(part: str) -> float:
         return plan.begin(part, runner.elapsed)

@@ -29,7 +29,16 @@ from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
 from benchmarks.harness.agreement import difference
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.timing import HOST_BOUND, Clock, Quantiles, measured, orders, per_call, plan_rounds, warm
+from benchmarks.harness.timing import (
+    HOST_BOUND,
+    Clock,
+    Quantiles,
+    measured,
+    orders,
+    per_call_in_turn,
+    plan_rounds,
+    warm,
+)
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
 
@@ -39,7 +48,7 @@ PARTS = {
 }
 SHARE = 4  # of a row's time, one part in so many goes into timed rounds; the rest builds, warms up and compares
 LEAST, MOST = 0.4, 1.5  # seconds of timed rounds
-CALLED_ROUNDS = 5
+CALLED_ROUNDS = 3
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 DTYPE = torch.bfloat16
 Work = Callable[[], tuple[Tensor, ...]]
@@ -146,14 +155,10 @@ class Row:
         return None
 
     def _time_calls(self, steps: dict[str, Work]) -> None:
-        """As called. A provider's context is entered once a loop: it takes longer than a launch."""
-        samples: dict[str, list[float]] = {name: [] for name in steps}
+        """As called. A provider's context is entered once a loop: that takes longer than a launch."""
         seconds = self.seconds / 2 / CALLED_ROUNDS / max(len(steps), 1)
-        for names in orders(steps, CALLED_ROUNDS, self.name):
-            for name in names:
-                with _using(name):
-                    samples[name] += per_call(steps[name], self.clock.device, seconds=seconds, rounds=1)
-        for name, values in samples.items():
+        options: dict[str, Any] = {"seconds": seconds, "rounds": CALLED_ROUNDS, "seed": self.name, "within": _using}
+        for name, values in per_call_in_turn(steps, self.clock.device, **options).items():
             self.figures[name]["called"] = asdict(Quantiles.of(values))
 
     def _time(self, steps: dict[str, Work]) -> None:

@@ -6,11 +6,11 @@ ends early gives its time to the next ones; one that reaches its limit is ended,
 | part    | ends by | what it does, and why so long |
 | ------- | ------- | ----------------------------- |
 | machine |      40 | torch is imported, one kernel launched, the limits measured; alone, because limits are timed |
-| kernels |     130 | 680 kernels at 1.3 s each on 15 processes are 59 s, and 25 s to start and to record them; rows, tuning and bfloat16 come first, so that a cut costs the checks of float16 and float32 a compilation each |
-| checks  |     245 | ops against float64 in 6 processes; beside them compute-sanitizer, and torch.compile in 5, at most 4 models each: nothing is timed yet, so that all may share GPU and cores |
-| models  |     285 | 20 compiled models are timed, one process after the other, at about 1.5 s; before the rows, because each process holds memory that the largest rows need |
-| tuning  |     335 | 42 choices of `gemm` and `use_triton_gemm` at the shapes of the rows, at about 1 s |
-| rows    |     470 | 32 rows of attention, block and models, at about 4 s |
+| kernels |     125 | 680 kernels at 1.3 s each on 15 processes are 59 s, and 25 s to start and to record them; rows, tuning and bfloat16 come first, so that a cut costs the checks of float16 and float32 a compilation each |
+| checks  |     240 | ops against float64 in 6 processes; beside them compute-sanitizer, and torch.compile in 5, at most 4 models each: nothing is timed yet, so that all may share GPU and cores |
+| models  |     280 | 20 compiled models are timed, one process after the other, at about 1.5 s, and 5 processes end, at 2 s; before the rows, because each process holds memory that the largest rows need |
+| tuning  |     338 | 42 choices of `gemm` and `use_triton_gemm` at the shapes of the rows, at 1 to 2 s; the wider model first |
+| rows    |     472 | 32 rows of attention, block and models, at about 4 s; those at batch 256 take up to 30 s |
 | more    |     535 | 20 rows of the other ops, at about 2 s; 9 minutes less what ending takes |
 
 From `models` on one process at a time uses the GPU. No compilation by torch.compile begins that would run into that
@@ -19,7 +19,7 @@ time, and one that does is ended there.
 
 from __future__ import annotations
 
-PARTS = {"machine": 40.0, "kernels": 130.0, "checks": 245.0, "models": 285.0, "tuning": 335.0, "rows": 470.0,
+PARTS = {"machine": 40.0, "kernels": 125.0, "checks": 240.0, "models": 280.0, "tuning": 338.0, "rows": 472.0,
          "more": 535.0}  # fmt: skip
 SECONDS = PARTS["more"]
 # Seconds that a rehearsal takes on two cores

@@ -16,6 +16,8 @@ import argparse
 import json
 import os
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from fastvit.kernels import _tuned
 
 # Of a step, by the first word of its name; seconds
 LIMITS = {"compile": 600.0, "tune": 1200.0, "tests": 1800.0, "sanitize": 900.0, "bench": 7200.0, "page": 60.0}
+REHEARSED = 120.0  # seconds, of a rehearsal's steps
 TESTS_AT_ONCE = 14
 # Tests of what needs no GPU
 _WITHOUT_GPU = {"test_targets", "test_benchmarks", "test_traffic", "test_gpu_run", "test_gpu_first", "test_tune"}
@@ -60,17 +63,26 @@ def gpu_steps(results: Path) -> list[Step]:
 def rehearsal_steps(results: Path) -> list[Step]:
     bench = ("benchmarks/bench_layer_norm.py", "--benchmark-only", "--quick", "--benchmark-json")
     tune = ("--rehearse", "--table", "attention_fwd", "--out", str(results / "tuned"))
-    return [
+    steps = [
         _step("tune attention_fwd", "-m", "benchmarks.gpu.tune", *tune),
         _step("tests test_library", *_PYTEST, "tests/test_library.py"),
         _step("sanitize memcheck dropout", "-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout"),
         _step("bench layer_norm", *_PYTEST, *bench, str(results / "layer_norm.json")),
         _step("page", "-m", "benchmarks.harness.results", str(results), "--to", str(results / "README.md")),
     ]
+    return [replace(step, limit=REHEARSED) for step in steps]
 
 
 def _step(name: str, *arguments: str) -> Step:
     return Step(name, arguments, LIMITS[name.split()[0]])
+
+
+def summary(steps: list[Step], journal: Journal) -> str:
+    """What became of the steps: how many of each status, and the names of those that are not done."""
+    statuses = {step.name: (journal.get("step", step.name) or {}).get("status", "to do") for step in steps}
+    counts = Counter(statuses.values()).most_common()
+    unfinished = [f"\n    {name}: {status}" for name, status in statuses.items() if status not in DONE]
+    return f"{len(steps)} steps: {', '.join(f'{n} {status}' for status, n in counts)}{''.join(unfinished)}"
 
 
 def _rank(first: tuple[str, ...], name: str) -> int:
@@ -150,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     tuned = _tuned.FOLDER / _tuned.file_name(device)
     if tuned.exists():
         write_file(results / tuned.name, tuned.read_bytes())  # so that one folder has all that is to be kept
+    print(f"{summary(steps, journal)}\nsee {results / 'log.txt'}", flush=True)
     return status
 
 

@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,26 +111,29 @@ def per_call(work: Callable[[], object], device: torch.device, *, seconds: float
 
 
 def per_call_in_turn(
-    steps: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float = 0.1, rounds: int
-) -> dict[str, list[float]]:
-    """Measure several functions like `per_call`: in every round a loop of each, in random order."""
+    steps: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float = 0.1, rounds: int,
+    seed: str = "", within: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
+) -> dict[str, list[float]]:  # fmt: skip
+    """Measure several functions like `per_call`: in every round a loop of each, in random order. seed: of the order.
+    within: the context of a loop of the function of that name; entering it is not timed."""
 
-    def loop(work: Callable[[], object], count: int) -> float:
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        _wait(device)
-        return (time.perf_counter() - start) / count
+    def loop(name: str, count: int) -> float:
+        with within(name):
+            _wait(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                steps[name]()
+            _wait(device)
+            return (time.perf_counter() - start) / count
 
     counts = {}
-    for name, work in steps.items():
-        loop(work, 1)
-        counts[name] = int(np.clip(seconds / max(loop(work, 2), 1e-9), 1, 2000))
+    for name in steps:
+        loop(name, 1)
+        counts[name] = int(np.clip(seconds / max(loop(name, 2), 1e-9), 1, 2000))
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    for names in orders(steps, rounds):
+    for names in orders(steps, rounds, seed):
         for name in names:
-            samples[name].append(loop(steps[name], counts[name]))
+            samples[name].append(loop(name, counts[name]))
     return samples
 
 
