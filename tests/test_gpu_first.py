@@ -354,7 +354,7 @@ def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed() -> No
     said = verdict.lines(records)
     assert said[:5] == [
         "7 results: 1 wrong, 1 failed, 1 missing",
-        "WRONG: mlp x: inaccurate",
+        "WRONG: mlp x: inaccurate 9.00, 1.00",
         "FAILED: d: OutOfMemoryError",
         "MISSING: e",
         "sanitize: skipped SKIPPED: no compute-sanitizer",

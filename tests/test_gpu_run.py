@@ -204,6 +204,7 @@ def test_the_time_left_is_that_of_steps_like_it(tmp_path: Path) -> None:
     Journal(tmp_path, "another gpu", code="code").add("step", "tune 1", "passed", seconds=9000.0)
     journal.add("step", "tune 1", "failed", seconds=1.0)
     assert gpu.left(steps[:3], journal, set()) == "about 5 minutes left"
+    assert gpu.left(steps[:3], journal, set(), most=120.0) == "at most 2 minutes left"
     journal.add("step", "tune 2", "passed", seconds=700.0)
     assert gpu.left(steps[:3], journal, {"tune 1"}) == "about 2 minutes left", "what 0 took itself; 2 is done"
     assert gpu.left(steps[:3], journal, {"tune 0", "tune 1"}) == ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -94,9 +95,10 @@ def at_once(kind: str) -> int:
     return min(TESTS_AT_ONCE, max(1, (os.cpu_count() or 1) - 2)) if kind == "tests" else 1
 
 
-def left(steps: list[Step], journal: Journal, ended: set[str]) -> str:
+def left(steps: list[Step], journal: Journal, ended: set[str], most: float = math.inf) -> str:
     """How long the steps that have not ended will take, in words: what each took the last time, on this device, or
-    what those of its kind took on average, with any code; of a kind that has not run yet the limits, as a bound."""
+    what those of its kind took on average, with any code; of a kind that has not run yet the limits, as a bound. most:
+    seconds until the run ends in any case."""
     took: dict[str, list[float]] = {}
     own: dict[str, float] = {}
     for r in read(journal.path):
@@ -112,7 +114,8 @@ def left(steps: list[Step], journal: Journal, ended: set[str]) -> str:
         known &= several is not None
         seconds = own.get(step.name, sum(several) / len(several) if several else step.limit)
         total += seconds / at_once(kind)
-    return f"{'about' if known else 'at most'} {duration(total)} left" if total else ""
+    bound = not known or total > most
+    return f"{'at most' if bound else 'about'} {duration(min(total, most))} left" if total else ""
 
 
 def execute(steps: list[Step], runner: Runner) -> int:
@@ -156,8 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print(json.dumps(environment(torch.device("cuda" if gpu else "cpu"), torch.bfloat16), indent=1))
     print(f"commit {commit()}, sources {journal.code}, results in {results}", flush=True)
-    runner = Runner(journal, chosen.seconds, left=lambda runner: left(steps, journal, runner.ended))
-    runner.say(left(steps, journal, set()) or "all has passed before")
+    runner = Runner(
+        journal, chosen.seconds, left=lambda runner: left(steps, journal, runner.ended, runner.seconds - runner.elapsed)
+    )
+    runner.say(left(steps, journal, set(), chosen.seconds) or "all has passed before")
     status = execute(steps, runner)
     tuned = _tuned.FOLDER / _tuned.file_name(device)
     if tuned.exists():

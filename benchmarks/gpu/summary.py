@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu import verdict
 from benchmarks.gpu.journal import BEGUN, REHEARSAL, Journal, Record
-from benchmarks.gpu.verdict import ratios, reason
+from benchmarks.gpu.verdict import figures, ratios, reason
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fused")
@@ -101,8 +101,7 @@ def _verdict(r: Record) -> str:
         return "**did not end**"
     if "ratios" not in r:
         return f"**{r['status']}**: {reason(r)[:120]}".replace("|", "/")
-    figures = ", ".join("not finite" if value is None else f"{value:.2f}" for value in r["ratios"])
-    return figures if r["status"] == "passed" else f"**{r.get('reason', 'wrong')}** {figures}"
+    return figures(r) if r["status"] == "passed" else f"**{reason(r)}** {figures(r)}"
 
 
 def _rows(records: list[Record]) -> list[str]:
@@ -110,9 +109,9 @@ def _rows(records: list[Record]) -> list[str]:
     for r in records:
         if r["kind"] != "row":
             continue
-        figures = r.get("providers", {})
-        graph = [_us(figures, name, "graph") for name in PROVIDERS]
-        called = [_us(figures, name, "called") for name in PROVIDERS]
+        of = r.get("providers", {})
+        graph = [_us(of, name, "graph") for name in PROVIDERS]
+        called = [_us(of, name, "called") for name in PROVIDERS]
         name = r["name"] if r["status"] == "passed" else f"{r['name']} (**{reason(r)[:160].replace('|', '/')}**)"
         over = ", ".join(f"{value:.2f}x {key}" for key, value in ratios(r, "graph").items())
         rows.append([name, *graph, *called, over, str(len(r.get("tuned", ())) or "-")])
@@ -122,8 +121,8 @@ def _rows(records: list[Record]) -> list[str]:
         f"- {r['name']}, {name}: {words}"
         for r in records
         if r["kind"] == "row"
-        for name, figures in r.get("providers", {}).items()
-        for words in (figures.get("skipped"), figures.get("remark"))
+        for name, of in r.get("providers", {}).items()
+        for words in (of.get("skipped"), of.get("remark"))
         if words
     ]
     legend = [
@@ -133,12 +132,12 @@ def _rows(records: list[Record]) -> list[str]:
     return [*_table(head, rows), *legend * bool(rows), *notes]
 
 
-def _us(figures: Record, name: str, which: str) -> str:
+def _us(providers: Record, name: str, which: str) -> str:
     """Microseconds; the GPU's as those of calls where there was no graph."""
-    time = figures.get(name, {}).get(which)
+    time = providers.get(name, {}).get(which)
     if time is None:
         return "-"
-    return f"{time['median'] * 1e6:,.1f}" + "*" * (which == "graph" and bool(figures[name].get("remark")))
+    return f"{time['median'] * 1e6:,.1f}" + "*" * (which == "graph" and bool(providers[name].get("remark")))
 
 
 def _compiled(records: list[Record]) -> list[str]:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.tune                                   # every table; goes on where it was stopped
     python -m benchmarks.gpu.tune --table attention_fwd
+    python -m benchmarks.gpu.tune --headline                        # what the rows of the first minutes ask for
 
 For every shape the shipped choice and the candidates run in turn, A B C A B C, by the clock of harness/timing.py:
 three rounds for all, then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more

@@ -24,7 +24,7 @@ def lines(records: list[Record]) -> list[str]:
     if any(r.get("device") == REHEARSAL for r in records):
         found.append("A rehearsal on a CPU: it shows that the steps run. Its times measure nothing.")
     for word, several in (("WRONG", wrong), ("FAILED", failed)):
-        found += _named(word, [f"{r['name']}: {reason(r)}" for r in several])
+        found += _named(word, [f"{r['name']}: {reason(r)} {figures(r)}".strip() for r in several])
     found += _named("MISSING", missing)
     for r in records:
         if r["kind"] in ("environment", "compile", "step") and (r["status"] not in DONE or r["status"] == "skipped"):
@@ -40,6 +40,11 @@ def is_wrong(r: Record) -> bool:
 def reason(r: Record) -> str:
     """Why something did not pass, or a step's last words."""
     return "did not end" if r["status"] == BEGUN else r.get("reason") or " ".join(r.get("last", ())[-2:])
+
+
+def figures(r: Record) -> str:
+    """The error ratios of a check: outputs, gradients; "" of all else."""
+    return ", ".join("not finite" if value is None else f"{value:.2f}" for value in r.get("ratios", ()))
 
 
 def ratios(r: Record, which: str) -> dict[str, float]:
