@@ -120,6 +120,16 @@ def test_the_deadline_of_a_run_cuts_its_later_steps(tmp_path: Path) -> None:
     assert runs(tmp_path, "late") == 0
 
 
+def test_what_a_person_stops_has_not_failed(tmp_path: Path) -> None:
+    held = start(tmp_path)
+    future = held.begin([Step("slow", ("-c", "print('> here', flush=True); import time; time.sleep(60)"))])["slow"]
+    while "here" not in (tmp_path / "results" / "log.txt").read_text():
+        time.sleep(0.02)
+    held.end()
+    assert future.result(20) == "cut"
+    assert statuses(tmp_path) == {"slow": "cut"}
+
+
 def test_steps_may_run_side_by_side(tmp_path: Path) -> None:
     """Each waits for the other."""
     code = (

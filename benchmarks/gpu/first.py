@@ -234,7 +234,11 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := needs.not_writable(folder):
         print(reason, file=sys.stderr)
         return 2
-    return run(folder, chosen.rehearse, chosen.seconds)
+    try:
+        return run(folder, chosen.rehearse, chosen.seconds)
+    except KeyboardInterrupt:
+        print(f"stopped; what was found is in {folder}, and the next call goes on with the rest", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -163,7 +163,11 @@ def main(arguments: list[str] | None = None) -> int:
         journal, chosen.seconds, left=lambda runner: left(steps, journal, runner.ended, runner.seconds - runner.elapsed)
     )
     runner.say(left(steps, journal, set(), chosen.seconds) or "all has passed before")
-    status = execute(steps, runner)
+    try:
+        status = execute(steps, runner)
+    except KeyboardInterrupt:
+        print("stopped; the next call goes on with the steps that are left", file=sys.stderr)
+        status = 130
     tuned = _tuned.FOLDER / _tuned.file_name(device)
     if tuned.exists():
         write_file(results / tuned.name, tuned.read_bytes())  # so that one folder has all that is to be kept

@@ -89,10 +89,8 @@ class Runner:
                 _let_go(self._running[name])
 
     def end(self) -> None:
-        """Ends all processes."""
-        with self._lock:
-            for process in self._running.values():
-                _let_go(process)
+        """End all steps that run."""
+        self.cut([*self._running])
 
     def _run(self, step: Step, until: float, again: bool) -> str:
         if not again and self.journal.done("step", step.name):
