@@ -1,5 +1,5 @@
 """Prints, as JSON, what the first minutes compile beforehand against what their rows and their tuning launch. For
-tests/test_gpu_first.py, in a process of its own: kernels are recorded, not interpreted."""
+tests/test_gpu_plan.py, in a process of its own: kernels are recorded, not interpreted."""
 
 import json
 from typing import Any

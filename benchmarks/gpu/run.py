@@ -37,7 +37,15 @@ LIMITS = {"compile": 600.0, "tune": 1200.0, "tests": 1800.0, "sanitize": 900.0, 
 REHEARSED = 120.0  # seconds, of a rehearsal's steps
 TESTS_AT_ONCE = 14
 # Tests of what needs no GPU
-_WITHOUT_GPU = {"test_targets", "test_benchmarks", "test_traffic", "test_gpu_run", "test_gpu_first", "test_tune"}
+_WITHOUT_GPU = {
+    "test_targets",
+    "test_benchmarks",
+    "test_traffic",
+    "test_gpu_run",
+    "test_gpu_first",
+    "test_gpu_plan",
+    "test_tune",
+}
 _PACKAGES = ("pytest", "pytest_benchmark", "triton")  # that steps import
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TUNED_FIRST = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short", "gemm")
