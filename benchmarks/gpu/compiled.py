@@ -105,7 +105,7 @@ def compile_all(journal: Journal, chosen: Any, device: torch.device) -> dict[str
 def take_turn(lock: Path) -> TextIO:
     """Wait until no other process has the turn. It lasts as long as the file that this returns is open, so at most as
     long as the process."""
-    file = lock.open("w")
+    file = lock.open("a")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
