@@ -28,8 +28,8 @@ from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import Record, environment
 from benchmarks.harness.schedule import Case, OutOfTime, Schedule, command, counted, selection, turns
-from benchmarks.harness.timing import Clock
 from benchmarks.harness.workloads import Workload, workloads
+from fastvit.tuning.clock import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 END_SECONDS = 5.0  # kept for the limits, which are measured again at the end

@@ -10,6 +10,7 @@ from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.gpu import precompile
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import workloads
+from fastvit.tuning.launches import compile_all
 
 CACHE = Path(os.environ["TRITON_CACHE_DIR"])
 
@@ -22,7 +23,7 @@ def main() -> None:
     some = [w for w in workloads("quick") if w.op in ("attention", "layer_norm", "mlp", "patch_embed")]
     items = [(w, "bf16") for w in some]
     launches = precompile.record(items, precompile.REHEARSED)
-    assert not any(reason for _, reason in precompile.compile_all(launches, 2))
+    assert not any(reason for _, reason in compile_all(launches, 2))
     before = entries()
     with stub_gpu(compiles=True) as gpu:
         for workload, _ in items:

@@ -29,7 +29,6 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.codegen.launches import recording
 from benchmarks.codegen.stub_driver import stub_gpu
 from benchmarks.gpu.tables import works
-from benchmarks.gpu.tune import using
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
@@ -37,6 +36,7 @@ from fastvit.ops import _launch, _library, _plans
 from fastvit.ops._launch import launching
 from fastvit.ops.launch.qk_norm import qk_norm_bwd as launch_qk_norm
 from fastvit.ops.launch.rotary import rotary as launch_rotary
+from fastvit.tuning.tuner import using
 
 OPS = torch.ops.fastvit
 KERNELS = {

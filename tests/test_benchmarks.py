@@ -26,12 +26,13 @@ from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import TELLING, OutOfTime, Schedule, selection, turns
 from benchmarks.harness.sdpa_backend import SdpaBackend
-from benchmarks.harness.timing import Ceilings, Clock, Quantiles, plan_rounds
+from benchmarks.harness.timing import Ceilings, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops, reference
 from fastvit.study._baselines import use_sdpa
 from fastvit.study._peak import saved_bytes
 from fastvit.study._plot import draw
+from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 CPU = torch.device("cpu")
 MB = 1 << 20
@@ -268,7 +269,7 @@ def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.Mon
     (workload,) = workloads("quick", ops=("layer_norm",))
     record = measure.measure(benchmark, session, workload, "inference")
     assert record.providers["eager"].time is None
-    assert record.providers["eager"].remark == timing.HOST_BOUND
+    assert record.providers["eager"].remark == HOST_BOUND
     assert record.providers["fused"].time == Quantiles.of([1.0, 2.0])
 
 

@@ -19,10 +19,10 @@ from benchmarks.gpu.journal import BEGUN, Journal, Record, read
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.providers import OPS
-from benchmarks.harness.timing import Clock
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
 from fastvit.ops import _library
+from fastvit.tuning.clock import Clock
 
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(not _library.HAVE_TRITON, reason="triton is not installed")

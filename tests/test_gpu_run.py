@@ -18,10 +18,11 @@ from benchmarks.gpu.run import execute
 from benchmarks.gpu.runner import Runner, Step
 from benchmarks.harness import plot, provenance, results
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.timing import Ceilings, Quantiles
+from benchmarks.harness.timing import Ceilings
 from benchmarks.harness.workloads import workloads
 from fastvit.kernels import _tuned
 from fastvit.ops import _library
+from fastvit.tuning.clock import Quantiles
 
 needs_interpreter = pytest.mark.skipif(
     not (_library.INTERPRET and _library.HAVE_TRITON), reason="runs in Triton's interpreter"

@@ -10,7 +10,9 @@ import pytest
 
 from benchmarks.harness import graphs, timing
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.timing import Clock, measured, per_call
+from benchmarks.harness.timing import measured, per_call
+from fastvit.tuning import clock
+from fastvit.tuning.clock import Clock
 
 CUDA: Any = SimpleNamespace(type="cuda")
 FLUSH = 90e-6
@@ -59,8 +61,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         Event=gpu.event, _sleep=lambda cycles: gpu.queue(cycles / gpu.cycles), synchronize=lambda device: gpu.wait()
     )
     flush = SimpleNamespace(zero_=lambda: gpu.queue(FLUSH))
-    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda, int8=None, empty=lambda *_, **__: flush))
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: gpu.host))
+    for module in (clock, timing):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=cuda, int8=None, empty=lambda *_, **__: flush))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.host))
     return gpu
 
 

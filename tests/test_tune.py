@@ -1,6 +1,7 @@
 """Tuned tables: how a choice is made, how the file is written, read and refused, and that kernels follow it."""
 
 import dataclasses
+import functools
 import json
 import types
 import warnings
@@ -19,8 +20,10 @@ if not (_library.INTERPRET and _library.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
 from benchmarks.gpu import tune
-from benchmarks.gpu.tables import Work, candidates, works
-from benchmarks.gpu.tune import Tuner, decide, difference, using
+from benchmarks.gpu.tables import works
+from fastvit.tuning import tuner as tuning
+from fastvit.tuning.candidates import candidates
+from fastvit.tuning.tuner import Timer, Tuner, Work, decide, difference, using
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"
 CPU = torch.device("cpu")
@@ -80,12 +83,12 @@ def attention_work() -> Work:
     return next(work for work in works(tiny=True) if work.table == "attention_fwd")
 
 
-def seconds_by_block_m(seconds: dict[int, float]) -> tune.Timer:
+def seconds_by_block_m(seconds: dict[int, float]) -> Timer:
     return lambda run: seconds[_attention_configs.attention_fwd(20, 16, 2, False, ARCH).block_m]
 
 
-def tuner(folder: Path, timer: tune.Timer) -> Tuner:
-    return Tuner(CPU, timer, folder / _tuned.file_name(GPU), GPU, most=2)
+def tuner(folder: Path, timer: Timer) -> Tuner:
+    return Tuner(CPU, timer, folder / _tuned.file_name(GPU), GPU, functools.partial(tune.measured, CPU), most=2)
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -99,7 +102,7 @@ def test_the_faster_choice_is_written_and_followed(tmp_path: Path, monkeypatch: 
     assert (data["gpu"], data["arch"]) == (GPU, ARCH)
     assert {"commit", "sources", "torch", "triton", "device", "when"} <= set(data["measured"])
     sample = data["samples"]["attention_fwd[20,16,2,0,0]"]
-    assert sample["shipped"] == {"median": 1.0, "q20": 1.0, "q80": 1.0, "least": 1.0, "rounds": tune.LAST_ROUNDS}
+    assert sample["shipped"] == {"median": 1.0, "q20": 1.0, "q80": 1.0, "least": 1.0, "rounds": tuning.LAST_ROUNDS}
     assert sample["tried"]["(1, 128, 128, 8, 2)"]["median"] == 0.5
     before = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
     load(monkeypatch, tmp_path, data)
@@ -187,7 +190,7 @@ def test_tuning_goes_on_unless_the_code_has_changed(
 def test_a_work_that_the_host_holds_up_is_not_tuned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune, "Clock", lambda device: types.SimpleNamespace(time=lambda run: float("nan")))
+    monkeypatch.setattr(tuning, "Clock", lambda device: types.SimpleNamespace(time=lambda run: float("nan")))
     assert tune.main(["--rehearse", "--table", "attention_fwd", "--out", str(tmp_path)]) == 1
     assert "not tuned, the GPU waited for the host" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.codegen import sass
 from benchmarks.codegen.accesses import Access, global_accesses, narrow, tile_bytes
+from fastvit.tuning.launches import gpu_target
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     raise RuntimeError("benchmarks.codegen.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")
@@ -32,7 +33,6 @@ class Target:
     gpu: GPUTarget
     shared_per_program: int
     shared_per_sm: int
-    sms: int
     registers_per_sm: int = 65536
     threads_per_sm: int = 2048
 
@@ -46,12 +46,12 @@ Specialisation = dict[tuple[int, ...], Any]  # by argument index, as Triton keys
 _KB = 1024
 _TENSOR_MEMORY = 512  # columns an SM has
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * _KB, 164 * _KB, 108),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * _KB, 228 * _KB, 132),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * _KB, 228 * _KB, 148),
-    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * _KB, 100 * _KB, 170, threads_per_sm=1536),
+    "sm_80": Target(gpu_target("sm_80"), 163 * _KB, 164 * _KB),
+    "sm_90": Target(gpu_target("sm_90"), 227 * _KB, 228 * _KB),
+    "sm_100": Target(gpu_target("sm_100"), 227 * _KB, 228 * _KB),
+    "sm_120": Target(gpu_target("sm_120"), 99 * _KB, 100 * _KB, threads_per_sm=1536),
     # registers: 4 SIMDs of 512 x 64 lanes, architectural and accumulation registers together
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * _KB, 64 * _KB, 304, registers_per_sm=4 * 512 * 64),
+    "gfx942": Target(gpu_target("gfx942"), 64 * _KB, 64 * _KB, registers_per_sm=4 * 512 * 64),
 }
 
 FIRST_TIER = ("sm_80", "sm_90")

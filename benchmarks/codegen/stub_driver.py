@@ -26,7 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from fastvit.ops import _launch, _library, _plans
+from fastvit.ops import _launch, _plans
+from fastvit.tuning.launches import in_library
 
 MULTIPROCESSORS = 132
 OPS = ("attention", "column_sum", "dropout", "layer_norm", "linear", "patch_embed")
@@ -91,18 +92,6 @@ class StubGpu:
         """In place of `triton.compile`."""
         self.compiled.append(StubKernel(self, source, target, options))
         return self.compiled[-1]
-
-
-@contextlib.contextmanager
-def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
-    """Within the context these are the functions of their names of `fastvit.ops._library`, wherever they are used."""
-    with contextlib.ExitStack() as stack:
-        for name, substitute in substitutes.items():
-            original = getattr(_library, name)
-            for module in [module for key, module in sys.modules.items() if key.startswith("fastvit.ops")]:
-                if getattr(module, name, None) is original:
-                    stack.enter_context(mock.patch.object(module, name, substitute))
-        yield
 
 
 @contextlib.contextmanager

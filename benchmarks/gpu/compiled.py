@@ -22,8 +22,9 @@ from benchmarks.gpu.journal import Journal, words
 from benchmarks.gpu.runner import CUT
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
-from benchmarks.harness.timing import Clock, Quantiles, measured, per_call
+from benchmarks.harness.timing import measured, per_call
 from benchmarks.harness.workloads import Step, Workload, workloads
+from fastvit.tuning.clock import Clock, Quantiles
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
 REHEARSED = "vit_cifar_small"

@@ -26,21 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import summary, verdict
 from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
-from benchmarks.harness.agreement import difference
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.timing import (
-    HOST_BOUND,
-    Clock,
-    Quantiles,
-    measured,
-    orders,
-    per_call_in_turn,
-    plan_rounds,
-    warm,
-)
+from benchmarks.harness.timing import measured, orders, per_call_in_turn, plan_rounds, warm
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
+from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
+from fastvit.tuning.tuner import difference
 
 PARTS = {
     "first": ("attention", "block", "model"),

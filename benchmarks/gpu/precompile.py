@@ -1,35 +1,32 @@
 """Compiles what is about to be launched, in many processes, into the cache in which Triton's launches look first.
 
-The launches are recorded on meta tensors (benchmarks/codegen/launches.py), so that this process needs no GPU and can be
-forked. What is compiled has the cache key of the launch itself: source, types, alignments, constants, options, target.
+The launches are recorded on meta tensors, so that this process needs no GPU and can be forked
+(fastvit/tuning/launches.py).
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
-from benchmarks.codegen.aot import TARGETS
-from benchmarks.codegen.launches import DTYPES, Launch, in_processes, recording
+from benchmarks.codegen.launches import DTYPES, Launch, recording
 from benchmarks.gpu import correct, headline, summary
 from benchmarks.gpu.journal import REHEARSAL
 from benchmarks.gpu.runner import SKIPPED
-from benchmarks.gpu.tables import Work, candidates, works
-from benchmarks.gpu.tune import Entries, using
+from benchmarks.gpu.tables import works
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
+from fastvit.tuning.candidates import candidates
+from fastvit.tuning.launches import compile_all
+from fastvit.tuning.tuner import Entries, Work, using
 
 Item = tuple[Workload, str]  # and a dtype: a name of codegen/launches.py
 Machine = tuple[tuple[int, int], int, str]  # compute capability, multiprocessors, name
@@ -103,26 +100,8 @@ def _recording(machine: Machine) -> Any:
     """For the GPU at hand, with what was measured on it: launch choices depend on both."""
     (major, minor), multiprocessors, name = machine
     arch = f"sm_{major}{minor}"
-    gpu = GPUTarget("cuda", 10 * major + minor, 32)
-    TARGETS[arch] = replace(TARGETS.get(arch, TARGETS["sm_90"]), gpu=gpu, sms=multiprocessors)
     _tuned.load(arch, name)
-    return recording(arch)
-
-
-def compile_all(launches: list[Launch], workers: int) -> Iterator[tuple[Launch, str]]:
-    """Each with the reason why it did not compile, or an empty string, in order."""
-    return in_processes(_compile, launches, workers)
-
-
-def _compile(launch: Launch) -> str:
-    source = triton.compiler.ASTSource(
-        launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
-    )
-    compiled = triton.compile(source, target=TARGETS[launch.target].gpu, options=dict(launch.options))
-    driver: Any = importlib.import_module("triton.backends.nvidia.driver")
-    if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
-        driver.CudaLauncher(compiled.src, compiled.metadata)  # before triton 3.7 there is one a signature, in C
-    return ""
+    return recording(arch, multiprocessors)
 
 
 def _machine() -> Machine:

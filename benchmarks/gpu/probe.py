@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from benchmarks.gpu import summary
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.record import environment
-from benchmarks.harness.timing import Clock, measure_ceilings
+from benchmarks.harness.timing import measure_ceilings
 from fastvit import ops
+from fastvit.tuning.clock import Clock
 
 
 def first_launches(device: torch.device) -> float:

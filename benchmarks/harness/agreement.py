@@ -16,16 +16,6 @@ from fastvit.study._oracle import DRAWS, GRADIENT, OUTPUT, Compared, pooled_rati
 FACTOR = {"inference": OUTPUT, "training": GRADIENT}
 
 
-def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest, over the tensors, of max |got - expected| / max |expected|; infinite where got is not finite."""
-    worst = 0.0
-    for a, b in zip(got, expected, strict=True):
-        if not a.isfinite().all():
-            return float("inf")
-        worst = max(worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)))
-    return worst
-
-
 def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
     """The outputs, or for training the gradients; dropout off, since providers draw different masks."""
     runner = workload.runner(provider, draw, check=True).train(False)

@@ -24,7 +24,7 @@ from benchmarks.harness.columns import make
 from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
-from benchmarks.harness.timing import Clock, Quantiles
+from fastvit.tuning.clock import Clock, Quantiles
 
 
 @dataclass(frozen=True)

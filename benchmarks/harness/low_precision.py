@@ -44,7 +44,7 @@ from benchmarks.harness.photographs import NAMES, photographs
 from benchmarks.harness.pretrained import state_dict
 from benchmarks.harness.provenance import commit, now, write_json
 from benchmarks.harness.record import environment
-from benchmarks.harness.timing import Quantiles
+from fastvit.tuning.clock import Quantiles
 
 SIZE = 224
 # For low precision: the speed of bfloat16 and int8 depends on them

@@ -22,10 +22,7 @@ from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.schedule import Schedule
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.timing import (
-    HOST_BOUND,
     Ceilings,
-    Clock,
-    Quantiles,
     measure_ceilings,
     measured,
     orders,
@@ -36,6 +33,7 @@ from benchmarks.harness.timing import (
 )
 from benchmarks.harness.workloads import Workload
 from fastvit.study._peak import peak_bytes, saved_bytes
+from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
 ROUNDS = 7  # the least: the range of seven ratios holds their median with 98 %, of five with 94 %

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.timing import Ceilings, Quantiles
+from benchmarks.harness.timing import Ceilings
 from fastvit.ops._library import wants_triton
+from fastvit.tuning.clock import Quantiles
 
 
 @dataclass

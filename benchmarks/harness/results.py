@@ -20,9 +20,10 @@ from typing import Any
 from benchmarks.harness import conditions, dispatch, families, graph_tables, launch, low_precision, plot, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
-from benchmarks.harness.timing import Ceilings, Quantiles
+from benchmarks.harness.timing import Ceilings
 from benchmarks.peers import compare as peers
 from fastvit._output import write_file
+from fastvit.tuning.clock import Quantiles
 
 RESULTS = ROOT / "benchmarks" / "results"
 _INTRODUCTION = f"""\

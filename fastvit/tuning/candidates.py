@@ -1,0 +1,74 @@
+"""The choices that tuning tries for each table, and which other choices hold meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Choice = tuple[int, ...]  # in the order of fastvit.kernels._tuned.FIELDS
+
+# Choices of other tables, at every key, while a table is measured: each so that its own kernel runs.
+_SPLIT = {"attention_bwd_short": (0, 64, 64, 4, 2)}
+FIXED: dict[str, Mapping[str, Choice]] = {
+    "attention_bwd_dq": _SPLIT,
+    "attention_bwd_dkdv": _SPLIT,
+    "gemm": {"use_triton_gemm": (1,)},
+}
+
+
+def _with_stages(*tiles: tuple[int, ...]) -> list[Choice]:
+    """(block_m, block_n, num_warps, num_stages, ...): a choice for each number of stages."""
+    return [(*tile[:3], stages) for tile in tiles for stages in tile[3:]]
+
+
+_ATTENTION = _with_stages(
+    (64, 64, 4, 2, 3, 4), (128, 64, 8, 2, 3, 4), (128, 128, 8, 2, 3, 4), (64, 128, 4, 2, 3), (128, 64, 4, 2, 3),
+    (128, 32, 8, 3), (64, 32, 4, 3),
+)  # fmt: skip
+_ATTENTION_DQ = _with_stages(
+    (128, 64, 8, 2, 3, 4), (128, 128, 8, 2, 3), (64, 64, 4, 2, 3, 4), (64, 128, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)
+)
+_ATTENTION_DKDV = _with_stages(
+    (64, 128, 8, 2, 3, 4), (32, 128, 8, 2, 3), (64, 64, 4, 2, 3, 4), (32, 128, 4, 3), (32, 64, 4, 2, 3)
+)
+_GEMM = [
+    (128, 128, 64, 8, 3, 128), (128, 128, 64, 8, 3, 0), (128, 128, 64, 8, 4, 0), (128, 128, 64, 4, 3, 0),
+    (128, 256, 64, 8, 3, 0), (128, 256, 64, 8, 4, 0), (256, 128, 64, 8, 3, 0), (64, 128, 64, 4, 4, 0),
+    (64, 64, 64, 4, 4, 0), (128, 64, 64, 4, 4, 0),
+]  # fmt: skip
+_PATCH: list[Choice] = [
+    (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (64, 64, 64, 4, 3), (64, 64, 32, 4, 4),
+    (128, 64, 64, 4, 3), (64, 128, 64, 4, 3), (128, 256, 64, 8, 3),
+]  # fmt: skip
+
+
+_LAYER_NORM: list[Choice] = [(rows, warps) for rows in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8, 16)]
+_COLUMN_SUM: list[Choice] = [
+    (16, 32, 4), (32, 32, 4), (32, 32, 8), (64, 32, 4), (64, 32, 8), (128, 16, 8), (32, 64, 4), (32, 128, 8)
+]  # fmt: skip
+_ACTIVATION = [(8, 256, 4), (4, 512, 4), (4, 256, 4), (8, 256, 8), (8, 128, 4), (16, 128, 4)]
+_SHORT_FWD = [(1, 64, 128, 4, 2), (1, 128, 128, 8, 2), (1, 64, 128, 8, 2)]
+_SHORT_BWD = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8), (256, 32, 8), (256, 64, 16)]
+
+
+def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
+    """What is tried besides the shipped choice. What does not compile or fit is found out by compiling."""
+    if table == "layer_norm":
+        width = max(1 << (key[0] - 1).bit_length(), 16)
+        backward = bool(key[1])
+        grids = ((2, 3), (3, 3), (2, 4), (3, 1)) if backward else ((8, 1), (4, 3))  # programs an SM, stages
+        most = 16 if backward else 32  # elements a thread
+        tiles = [(rows, warps) for rows, warps in _LAYER_NORM if 4 <= rows * width // (32 * warps) <= most]
+        return [(*tile, *grid) for tile in tiles for grid in grids]
+    if table == "activation_backward":
+        return [(m, n, steps, warps) for m, n, warps in _ACTIVATION for steps in (4, 8, 16)]
+    if table == "attention_fwd":
+        return [*_SHORT_FWD * (key[0] <= 288), *((0, *tile) for tile in _ATTENTION)]
+    if table == "attention_bwd_short":
+        return [(0, 64, 64, 4, 2), *((1, m, n, warps, 3) for m, n, warps in _SHORT_BWD if key[0] <= m <= 2 * key[0])]
+    if table == "gemm":
+        return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
+    fixed: dict[str, list[Choice]] = {
+        "column_sum": _COLUMN_SUM, "attention_bwd_dq": _ATTENTION_DQ, "attention_bwd_dkdv": _ATTENTION_DKDV,
+        "use_triton_gemm": [(0,), (1,)], "patch_embed": _PATCH,
+    }  # fmt: skip
+    return fixed[table]

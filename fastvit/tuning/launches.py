@@ -1,0 +1,179 @@
+"""Records which kernels ops launch, with which parameters, and compiles them in several processes, without a GPU.
+
+Ops run on meta tensors: no memory, no arithmetic. Registered ops are sent to the Triton launchers, and Triton's own
+binder turns each launch into types, alignments, constants and options for the target GPU; then, instead of compiling
+and launching, the launch is recorded. What is compiled from it has the cache key of the launch itself, so that Triton
+finds it in its cache when the kernel is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from fastvit.ops import _library
+
+T = TypeVar("T")
+L = TypeVar("L", bound="Launch")
+
+# The targets that kernels are compiled for, and the multiprocessors of the largest GPU of each
+MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
+
+
+def gpu_target(arch: str) -> GPUTarget:
+    """Return what Triton calls "sm_90", "gfx942" and the like."""
+    return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel as it is launched on one target."""
+
+    kernel: Any  # triton.JITFunction
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+    target: str
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        """By name: compile-time parameters, absent pointers, scalars equal to 1."""
+        return {self.kernel.arg_names[i]: value for (i,), value in self.constants.items()}
+
+
+class Recorder(DriverBase):
+    """Stands in for a GPU driver: names the target, so that Triton's launch code runs as it would there."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = target
+        self.launches: dict[str, Any] = {}
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return gpu_target(self.target)
+
+    def get_current_device(self) -> str:
+        return self.target
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched here")
+
+    get_active_torch_device = get_benchmarker = map_python_to_cpp_type
+
+    def launch(self, *fields: Any) -> Launch:
+        """Return the record of a launch, from the fields of `Launch`."""
+        return Launch(*fields)
+
+    def hook(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton's jit_cache_hook: called where a kernel would be compiled; True means: do not."""
+        options = json.loads(compile["specialization_data"])["options"]
+        options = {name: value for name, value in options.items() if not isinstance(value, list)}
+        launch = self.launch(
+            fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0], options, self.target
+        )
+        self.launches.setdefault(f"{fn.module}:{fn.name}:{key}", launch)
+        return True
+
+
+class _ToLaunchers(TorchDispatchMode):
+    """Sends registered ops on meta tensors to the implementation that real tensors get, not to the fake one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fastvit":
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
+    """Within the context these are the functions of their names of `fastvit.ops._library`, wherever they are used."""
+    with contextlib.ExitStack() as stack:
+        for name, substitute in substitutes.items():
+            original = getattr(_library, name)
+            for module in [module for key, module in sys.modules.items() if key.startswith("fastvit.ops")]:
+                if getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, substitute))
+        yield
+
+
+@contextlib.contextmanager
+def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterator[None]:
+    """Within the context no launch runs: each is kept, once, in `recorder.launches`. multiprocessors: of the GPU, if it
+    is not the largest of its target."""
+    target = recorder.target
+    count = MULTIPROCESSORS[target] if multiprocessors is None else multiprocessors
+    library = in_library(wants_triton=lambda x: True, arch=lambda x: target, multiprocessors=lambda index: count)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(library)
+        stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.hook))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", recorder))
+        stack.enter_context(_library.use_backend("auto", strict=True))
+        stack.enter_context(_ToLaunchers())
+        yield
+
+
+def compile_all(launches: Sequence[L], workers: int | None = None) -> Iterator[tuple[L, str]]:
+    """Compile the launches into Triton's cache. Yields each, in order, with the reason why it did not compile, or an
+    empty string."""
+    return in_processes(_compile, launches, workers)
+
+
+def _compile(launch: Launch) -> str:
+    source = triton.compiler.ASTSource(
+        launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
+    )
+    compiled = triton.compile(source, target=gpu_target(launch.target), options=dict(launch.options))
+    driver: Any = importlib.import_module("triton.backends.nvidia.driver")
+    if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
+        driver.CudaLauncher(compiled.src, compiled.metadata)  # before triton 3.7 there is one a signature, in C
+    return ""
+
+
+def in_processes(
+    function: Callable[[L], T], launches: Sequence[L], workers: int | None = None
+) -> Iterator[tuple[L, T | str]]:
+    """Each launch with function(launch), in order, or with the error that this raised, as a string. workers: processes;
+    None for one a core."""
+    global _pending
+    _pending = launches, function
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        yield from zip(launches, pool.map(_work_off, range(len(launches))), strict=True)
+
+
+_pending: tuple[Sequence[Launch], Callable[[Any], Any]]  # reaches the workers by fork: a kernel cannot be pickled
+
+
+def _work_off(index: int) -> Any:
+    launches, function = _pending
+    try:
+        return function(launches[index])
+    except Exception as error:  # of the compiler's C++ part: its reason is on stderr
+        return f"{type(error).__name__}: {error}"

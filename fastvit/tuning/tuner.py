@@ -1,0 +1,210 @@
+"""Measure launch choices on the GPU at hand, and write those that are faster into tuned_<gpu>.json.
+
+For every shape the shipped choice and the candidates run in turn, A B C A B C, by `clock.Clock`: three rounds for all,
+then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more than 2 % faster in the
+median of the rounds' ratios and its results agree with the shipped one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastvit._output import write_file
+from fastvit.kernels import _tuned
+from fastvit.ops import _library
+from fastvit.tuning.candidates import Choice, candidates
+from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
+
+MARGIN = 1.02
+TOLERANCE = 0.05  # of the largest result; bfloat16 sums in another order differ by about 0.01
+FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 25, 3
+
+Run = Callable[[], tuple[Tensor, ...]]
+Key = tuple[int, ...]
+Entries = dict[tuple[str, Key], Choice]
+Samples = dict[Choice | None, list[float]]  # seconds; None: as shipped
+Timer = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op at one shape. `build(device)` gives the call to time, whose launches ask for choices of `table`."""
+
+    table: str
+    label: str
+    build: Callable[[torch.device], Run]
+    fixed: Mapping[str, Choice] = field(default_factory=dict)  # choices of other tables, at every key
+
+
+class HostBound(RuntimeError):
+    """A work whose time on the GPU cannot be told from its host's."""
+
+
+def timer_of(device: torch.device) -> Timer:
+    clock = Clock(device)
+
+    def timer(run: Callable[[], object]) -> float:
+        seconds = clock.time(run)
+        if math.isnan(seconds):
+            raise HostBound(HOST_BOUND)
+        return seconds
+
+    return timer
+
+
+def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest, over the tensors, of max |got - expected| / max |expected|; infinite where got is not finite."""
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if not a.isfinite().all():
+            return float("inf")
+        worst = max(worst, float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp_min(1e-30)))
+    return worst
+
+
+def decide(shipped: Sequence[float], tried: Mapping[Choice, Sequence[float]]) -> Choice | None:
+    """The choice that replaces the shipped one, or None. Sample i of all was taken in round i."""
+    if len(shipped) < 3:
+        raise ValueError(f"three or more rounds decide, got {len(shipped)}")
+    gains = {choice: float(np.median(np.asarray(shipped) / np.asarray(values))) for choice, values in tried.items()}
+    best = max(gains, key=lambda choice: gains[choice], default=None)
+    return best if best is not None and gains[best] > MARGIN else None
+
+
+@contextlib.contextmanager
+def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
+    """Launches take these choices, one without a key at every key, and no other measured ones. Yields what they ask
+    for: (arch, table, key)."""
+    asked: set[tuple[str, str, Key]] = set()
+
+    def choice(arch: str, table: str, *key: int) -> Choice | None:
+        integers = tuple(map(int, key))
+        asked.add((arch, table, integers))
+        return entries.get((table, integers), entries.get((table, ())))
+
+    with mock.patch.object(_tuned, "choice", choice):
+        _tuned.clear_caches()
+        try:
+            yield asked
+        finally:
+            _tuned.clear_caches()
+
+
+class Tuner:
+    """Measures works and writes the table at `path` after each key.
+
+    measured: returns where and with what is measured, "sources" among it: what was measured with other ones before is
+        measured again.
+    most: candidates of each key.
+    """
+
+    def __init__(
+        self, device: torch.device, timer: Timer, path: Path, gpu: str, measured: Callable[[], dict[str, Any]],
+        *, most: int = 99,
+    ) -> None:  # fmt: skip
+        self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
+        self.arch = _library.arch(torch.empty(0, device=device))
+        where = measured()
+        self.data: dict[str, Any] = {
+            "format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where, "tables": {}, "samples": {}
+        }  # fmt: skip
+        if path.exists():  # results of the same code on the same GPU count; those of other code are measured again
+            before = json.loads(path.read_text())
+            _tuned.parse(before, self.arch, gpu)
+            if before["measured"]["sources"] == where["sources"]:
+                self.data["tables"], self.data["samples"] = before["tables"], before["samples"]
+
+    @property
+    def entries(self) -> Entries:
+        return {
+            (table, tuple(map(int, key.split(",")))): tuple(fields[name] for name in _tuned.FIELDS[table])
+            for table, found in self.data["tables"].items()
+            for key, fields in found.items()
+        }
+
+    def tune(self, work: Work) -> list[str]:
+        """Measures what is missing of the work's keys; a line for each."""
+        base: Entries = {(table, ()): choice for table, choice in work.fixed.items()}
+        with using(base):
+            run = work.build(self.device)
+        with using(base) as asked:
+            run()
+        if any(arch != self.arch for arch, table, _ in asked if table == work.table):
+            raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
+        keys = sorted(key for _, table, key in asked if table == work.table)
+        if not keys:
+            raise RuntimeError(f"{work.label}: no launch asked for a choice of {work.table}")
+        return [
+            self._tune(work, run, key, base) for key in keys if self._name(work.table, key) not in self.data["samples"]
+        ]
+
+    @staticmethod
+    def _name(table: str, key: Key) -> str:
+        return f"{table}[{','.join(map(str, key))}]"
+
+    def _tune(self, work: Work, run: Callable[[], tuple[Tensor, ...]], key: Key, fixed: Entries) -> str:
+        base = {**self.entries, **fixed}
+        base.pop((work.table, key), None)
+
+        def rounds(choices: list[Choice | None], count: int) -> Samples:
+            samples: Samples = {choice: [] for choice in choices}
+            for _, choice in itertools.product(range(count), choices):
+                with using(base | ({} if choice is None else {(work.table, key): choice})):
+                    samples[choice].append(self.timer(run))
+            return samples
+
+        rejected: dict[Choice, str] = {}
+        with using(base):
+            expected = run()
+        tried: list[Choice] = []
+        for choice in candidates(work.table, key)[: self.most]:
+            try:
+                _tuned.check(work.table, key, dict(zip(_tuned.FIELDS[work.table], choice, strict=True)))
+                with using(base | {(work.table, key): choice}):
+                    got = run()
+                if (error := difference(got, expected)) > TOLERANCE:
+                    raise ArithmeticError(f"differs from the shipped choice's result by {error:.3g}")
+                tried.append(choice)
+            except Exception as error:  # does not compile, or does not fit: reported with the result
+                rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        samples = rounds([None, *tried], FIRST_ROUNDS)
+        finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
+        final = rounds([None, *finalists], LAST_ROUNDS)
+        chosen = decide(final[None], {choice: final[choice] for choice in finalists})
+        self._record(work, key, samples | final, rejected, chosen)
+        gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
+        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
+        shipped = float(np.median(final[None])) * 1e6
+        counts = f"{len(tried)} tried, {len(rejected)} unfit"
+        return f"{self._name(work.table, key)} {work.label}: shipped {shipped:.1f} us; {verdict}; {counts}"
+
+    def _record(
+        self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None
+    ) -> None:
+        found = self.data["tables"].setdefault(work.table, {})
+        found.pop(text := ",".join(map(str, key)), None)
+        if chosen is not None:
+            found[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
+        self.data["samples"][self._name(work.table, key)] = {
+            "work": work.label,
+            "shipped": asdict(Quantiles.of(samples[None])),
+            "tried": {str(choice): asdict(Quantiles.of(v)) for choice, v in samples.items() if choice is not None},
+            "unfit": {str(choice): reason for choice, reason in rejected.items()},
+            "chosen": chosen,
+        }
+        self.data["measured"] |= self.measured()  # clocks and power of now
+        _tuned.parse(self.data, self.arch, self.data["gpu"])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(self.path, json.dumps(self.data, indent=1) + "\n")
