@@ -131,8 +131,8 @@ def attention_fwd(
     )
     if short:
         tile = 64, 128, 4, 2
-    tuned = _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
-    if tuned and not kind:
+    tuned = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
+    if tuned:
         short, *tile = bool(tuned[0]), *tuned[1:]
     block_m, block_n, num_warps, num_stages = tile
     parts = _parts(head_dim, instructions)

@@ -1,4 +1,5 @@
-"""Launch choices measured on one model of GPU: tuned_<gpu>.json beside this file, from benchmarks/gpu/tune.py.
+"""Launch choices measured on one model of GPU, in files tuned_<gpu>.json: shipped ones next to this file, from
+benchmarks/gpu/tune.py, and the user's in a folder that the caller names, from `fastvit tune`.
 
     {"format": 1, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
      {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}}}, ...}
@@ -9,12 +10,13 @@ a file can make a kernel slow or impossible to launch, never wrong.
 """
 
 import functools
+import hashlib
 import json
 import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 FORMAT = 1
 FOLDER = Path(__file__).parent
@@ -48,7 +50,7 @@ LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at
 
 _Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
 _tables: dict[str, _Tables] = {}  # by arch
-_read: set[Path] = set()
+_met: set[tuple[str, str]] = set()  # arch and name of the GPUs whose files have been read
 _caches: list[Callable[[], None]] = []
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -85,24 +87,77 @@ def choice(arch: str, table: str, *key: int) -> tuple[int, ...] | None:
     return tables.get((table, *key)) if tables else None
 
 
-def load(arch: str, gpu: str, folder: Path = FOLDER) -> None:
-    """Takes over the GPU's file, if there is one. A damaged one is ignored with a warning. Of two models of one arch
-    in a process the first one's stays."""
-    path = folder / file_name(gpu)
-    if arch in _tables or path in _read or not path.exists():
+class Table(NamedTuple):
+    """A GPU's file as it was read."""
+
+    path: Path
+    choices: _Tables  # none of a file that is ignored
+    ignored: str  # why, or ""
+
+
+def load(arch: str, gpu: str, user: Path | None = None) -> None:
+    """Take over the GPU's shipped choices, then those in the user's folder, which go before them one by one. Ignored
+    files are warned of, once. Of two models of one arch in a process the first one's choices stay.
+
+    Args:
+        arch: "sm_90" and the like.
+        gpu: its name.
+        user: the folder; it need not be there.
+    """
+    if arch in _tables or (arch, gpu) in _met:
         return
-    _read.add(path)
-    try:
-        _tables[arch] = parse(json.loads(path.read_text()), arch, gpu)
-    except (OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"{path.name} is ignored, its kernels run as shipped: {error}", stacklevel=2)
+    _met.add((arch, gpu))
+    found: _Tables = {}
+    for table in (shipped(arch, gpu), users(arch, gpu, user)):
+        if table is not None and table.ignored:
+            warnings.warn(f"{table.path} is ignored: {table.ignored}", stacklevel=2)
+        elif table is not None:
+            found |= table.choices
+    if found:
+        _tables[arch] = found
     clear_caches()
+
+
+def shipped(arch: str, gpu: str) -> Table | None:
+    """Return the table of this GPU that came with the package, or None."""
+    return _read(arch, gpu, FOLDER)
+
+
+def users(arch: str, gpu: str, folder: Path | None) -> Table | None:
+    """Return the user's table of this GPU, or None without one. What was measured with other kernels is ignored."""
+    return None if folder is None else _read(arch, gpu, folder, sources())
+
+
+def _read(arch: str, gpu: str, folder: Path, expected: str | None = None) -> Table | None:
+    path = folder / file_name(gpu)
+    try:
+        text = path.read_bytes()
+    except OSError:  # there is none, or the folder may not be read
+        return None
+    try:
+        data = json.loads(text)
+        choices = parse(data, arch, gpu)
+        if expected is not None and data.get("measured", {}).get("sources") != expected:
+            return Table(path, {}, "it was measured with other kernels than these; `fastvit tune` measures again")
+    except (ValueError, RecursionError, AttributeError) as error:
+        return Table(path, {}, str(error))
+    return Table(path, choices, "")
+
+
+@functools.cache
+def sources() -> str:
+    """Return a digest of the kernels and their launch configurations. A choice says which was fastest of this code,
+    and releases that leave the code as it is leave choices valid."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def forget() -> None:
     """As if no file had been read."""
     _tables.clear()
-    _read.clear()
+    _met.clear()
     clear_caches()
 
 

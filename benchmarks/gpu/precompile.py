@@ -24,9 +24,10 @@ from benchmarks.gpu.tables import works
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
+from fastvit.ops import _library
 from fastvit.tuning.candidates import candidates
 from fastvit.tuning.launches import compile_all
-from fastvit.tuning.tuner import Entries, Work, using
+from fastvit.tuning.tuner import run_candidates, using
 
 Item = tuple[Workload, str]  # and a dtype: a name of codegen/launches.py
 Machine = tuple[tuple[int, int], int, str]  # compute capability, multiprocessors, name
@@ -39,7 +40,8 @@ def first_minutes(rehearse: bool, machine: Machine) -> list[Launch]:
     with _recording(machine) as recorder:
         _run(recorder, ((w, "bf16") for w in headline.rows(rehearse)))
         if not rehearse:
-            _try_candidates(works(headline=True))
+            for work in works(headline=True):
+                run_candidates(work)
             _try_in_block()
             sanitized = workloads("sanitize", ops=("attention",))
             for dtype in correct.dtypes(rehearse):
@@ -59,7 +61,9 @@ def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
     """Every launch that tuning of these tables tries."""
     wanted = set(tables)
     with _recording(machine) as recorder:
-        _try_candidates(work for work in works() if work.table in wanted)
+        for work in works():
+            if work.table in wanted:
+                run_candidates(work)
     return list(recorder.launches.values())
 
 
@@ -69,20 +73,6 @@ def _run(recorder: Any, items: Iterable[Item]) -> None:
         runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
         runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
         runner.infer()
-
-
-def _try_candidates(several: Iterable[Work]) -> None:
-    """What tuning launches of these works."""
-    for work in several:
-        base: Entries = {(table, ()): choice for table, choice in work.fixed.items()}
-        with using(base):
-            run = work.build(torch.device("meta"))
-        with using(base) as asked:
-            run()
-        for key in {key for _, table, key in asked if table == work.table}:
-            for choice in candidates(work.table, key):
-                with using(base | {(work.table, key): choice}):
-                    run()
 
 
 def _try_in_block() -> None:
@@ -100,7 +90,7 @@ def _recording(machine: Machine) -> Any:
     """For the GPU at hand, with what was measured on it: launch choices depend on both."""
     (major, minor), multiprocessors, name = machine
     arch = f"sm_{major}{minor}"
-    _tuned.load(arch, name)
+    _tuned.load(arch, name, _library.cache_folder())
     return recording(arch, multiprocessors)
 
 
@@ -134,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     for i, (launch, reason) in enumerate(results, 1):
         if i % 100 == 0:
             print(f"> {i} of {len(launches)} compiled in {time.perf_counter() - start:.1f} s", flush=True)
-        if reason:
+        if isinstance(reason, str):
             failed[f"{launch.name} {launch.dtype}"] = reason[:200]
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)

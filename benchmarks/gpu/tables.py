@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
-from fastvit.tuning.candidates import FIXED
 from fastvit.tuning.tuner import Run, Work
 
 
@@ -63,7 +62,7 @@ def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:
                 continue
             for step in table.steps if table.suits(sizes) else ():
                 build = functools.partial(_build, workload, step, table.leaves)
-                yield Work(table.name, f"{workload} {step}", build, FIXED.get(table.name, {}))
+                yield Work(table.name, f"{workload} {step}", build)
 
 
 def _build(workload: Workload, step: str, leaves: tuple[int, ...], device: torch.device) -> Run:

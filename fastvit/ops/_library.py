@@ -9,6 +9,9 @@ per call by the first tensor's device and by
     FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning (default: 0)
 
 or by `use_backend`, which goes before them. Both variables are read in every call: a change of `os.environ` counts.
+
+    FASTVIT_CACHE_DIR the folder of launch choices that `fastvit tune` measured (default: `cache_folder`), read when the
+                      first op meets a GPU
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +52,11 @@ from fastvit.ops._private import (
 )
 
 BACKENDS = ("auto", "triton", "aten")
-VARIABLES = {"FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0"}  # and what stands for a variable that is not set
+VARIABLES = {  # and what stands for a variable that is not set
+    "FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0",
+    "FASTVIT_CACHE_DIR": "fastvit in $XDG_CACHE_HOME or ~/.cache",
+}  # fmt: skip
+_SETTINGS = ("FASTVIT_BACKEND", "FASTVIT_STRICT")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -67,14 +75,14 @@ Settings = tuple[str, bool]  # backend, strict
 
 # os.environ's own dict, where there is one: 20 ns for a variable that is not set, where os.environ takes 800
 _environ: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in VARIABLES)
+_BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in _SETTINGS)
 _chosen: Settings | None = None  # by use_backend
 
 
 @functools.lru_cache(maxsize=8)
 def _parsed(*_raw: Any) -> Settings:
     """What the environment says, by its raw values."""
-    backend, strict = (os.environ.get(name) or default for name, default in VARIABLES.items())
+    backend, strict = (os.environ.get(name) or VARIABLES[name] for name in _SETTINGS)
     if backend not in BACKENDS:
         raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {backend!r}")
     if strict not in ("0", "1"):
@@ -88,6 +96,16 @@ def settings() -> Settings:
 
 
 settings()  # a wrong value is an error at import
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of the user's files: $FASTVIT_CACHE_DIR, else fastvit in $XDG_CACHE_HOME, else in ~/.cache. It
+    need not be there. None for a user without a home."""
+    chosen, cache = (os.environ.get(name) for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"))
+    try:
+        return Path(chosen).expanduser() if chosen else Path(cache or "~/.cache").expanduser() / "fastvit"
+    except RuntimeError:
+        return None
 
 
 @contextlib.contextmanager
@@ -334,7 +352,7 @@ def _cuda_arch(index: int) -> str:
         arch = str(properties.gcnArchName).split(":")[0]
     else:
         arch = f"sm_{properties.major}{properties.minor}"
-    _tuned.load(arch, properties.name)
+    _tuned.load(arch, properties.name, cache_folder())
     return arch
 
 

@@ -13,7 +13,9 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -31,8 +33,10 @@ from fastvit.ops import _library
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
 
-# The targets that kernels are compiled for, and the multiprocessors of the largest GPU of each
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
+# Targets, and the multiprocessors of a common GPU of each: A100, A40, L40S, H100, B200, RTX 5090, MI300X
+MULTIPROCESSORS = {
+    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304,
+}  # fmt: skip
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -139,21 +143,24 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
         yield
 
 
-def compile_all(launches: Sequence[L], workers: int | None = None) -> Iterator[tuple[L, str]]:
-    """Compile the launches into Triton's cache. Yields each, in order, with the reason why it did not compile, or an
-    empty string."""
-    return in_processes(_compile, launches, workers)
-
-
-def _compile(launch: Launch) -> str:
+def compiled(launch: Launch) -> bool:
+    """Compile a launch into Triton's cache. Returns whether it had to be compiled: False if the cache had it."""
     source = triton.compiler.ASTSource(
         launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
     )
-    compiled = triton.compile(source, target=gpu_target(launch.target), options=dict(launch.options))
+    hits: list[bool] = []
+    with mock.patch.object(triton.knobs.compilation, "listener", lambda **seen: hits.append(seen["cache_hit"])):
+        kernel = triton.compile(source, target=gpu_target(launch.target), options=dict(launch.options))
     driver: Any = importlib.import_module("triton.backends.nvidia.driver")
     if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
-        driver.CudaLauncher(compiled.src, compiled.metadata)  # before triton 3.7 there is one a signature, in C
-    return ""
+        driver.CudaLauncher(kernel.src, kernel.metadata)  # before triton 3.7 there is one a signature, in C
+    return not all(hits)
+
+
+def compile_all(launches: Sequence[L], workers: int | None = None) -> Iterator[tuple[L, bool | str]]:
+    """Compile the launches into Triton's cache. Yields each, in order, with what `compiled` returns, or with the reason
+    why it did not compile, as a string."""
+    return in_processes(compiled, launches, workers)
 
 
 def in_processes(
@@ -164,8 +171,14 @@ def in_processes(
     global _pending
     _pending = launches, function
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        yield from zip(launches, pool.map(_work_off, range(len(launches))), strict=True)
+    pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside a thread that shows progress
+            results = pool.map(_work_off, range(len(launches)))
+        yield from zip(launches, results, strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # where the caller stops early, after Ctrl-C for one
 
 
 _pending: tuple[Sequence[Launch], Callable[[Any], Any]]  # reaches the workers by fork: a kernel cannot be pickled

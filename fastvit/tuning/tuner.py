@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,12 +24,12 @@ from torch import Tensor
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
 from fastvit.ops import _library
-from fastvit.tuning.candidates import Choice, candidates
+from fastvit.tuning.candidates import FIXED, Choice, candidates
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 MARGIN = 1.02
 TOLERANCE = 0.05  # of the largest result; bfloat16 sums in another order differ by about 0.01
-FIRST_ROUNDS, LAST_ROUNDS, FINALISTS = 3, 25, 3
+ROUNDS, FINALISTS = (3, 25), 3
 
 Run = Callable[[], tuple[Tensor, ...]]
 Key = tuple[int, ...]
@@ -45,7 +45,6 @@ class Work:
     table: str
     label: str
     build: Callable[[torch.device], Run]
-    fixed: Mapping[str, Choice] = field(default_factory=dict)  # choices of other tables, at every key
 
 
 class HostBound(RuntimeError):
@@ -102,19 +101,83 @@ def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
             _tuned.clear_caches()
 
 
-class Tuner:
-    """Measures works and writes the table at `path` after each key.
+def base_entries(table: str, entries: Entries) -> Entries:
+    """The entries while `table` is measured: those of the tables that FIXED names for it are fixed at every key."""
+    fixed = FIXED.get(table, {})
+    return {k: choice for k, choice in entries.items() if k[0] not in fixed} | {(t, ()): c for t, c in fixed.items()}
 
-    measured: returns where and with what is measured, "sources" among it: what was measured with other ones before is
-        measured again.
-    most: candidates of each key.
+
+def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[tuple[str, Key]]:
+    """What a call asks for in one table, with these entries: (arch, key), sorted."""
+    with using(base_entries(table, entries)) as asked:
+        run()
+    return sorted((arch, key) for arch, name, key in asked if name == table)
+
+
+def run_candidates(work: Work, entries: Entries | None = None, most: int = 99) -> None:
+    """Run the work on meta tensors once with every choice that tuning tries, to record what it launches. A choice that
+    cannot be launched is left to the tuner, which says so."""
+    base = base_entries(work.table, entries or {})
+    with using(base):
+        run = work.build(torch.device("meta"))
+    for _, key in keys_of(run, work.table, entries or {}):
+        for choice in candidates(work.table, key)[:most]:
+            with using(base | {(work.table, key): choice}), contextlib.suppress(_library.Unsupported):
+                run()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One key of a table, measured.
+
+    Attributes:
+        work: the label of what was timed.
+        shipped: seconds of the shipped choice, the median of its last rounds.
+        chosen: the choice that replaces it, or None.
+        seconds: of the chosen one, or of the shipped one.
+        gain: the median of the rounds' ratios, shipped over chosen.
+        tried, unfit: candidates that were timed, and those that do not compile, fit or agree.
+    """
+
+    table: str
+    key: Key
+    work: str
+    shipped: float
+    chosen: Choice | None
+    seconds: float
+    gain: float
+    tried: int
+    unfit: int
+
+    def __str__(self) -> str:
+        verdict = f"{self.chosen}, {self.gain:.3f}x" if self.chosen else "as shipped"
+        name, shipped = name_of(self.table, self.key), self.shipped * 1e6
+        return f"{name} {self.work}: shipped {shipped:.1f} us; {verdict}; {self.tried} tried, {self.unfit} unfit"
+
+
+def name_of(table: str, key: Key) -> str:
+    """Such as "attention_fwd[197,64,2,0,0]"."""
+    return f"{table}[{','.join(map(str, key))}]"
+
+
+class Tuner:
+    """Measures works and writes the table at `path` after each key. What the file has already is kept and not measured
+    again, if it was measured with the same "sources".
+
+    Args:
+        measured: returns where and with what is measured, "sources" among it.
+        shipped: the choices to improve on, where they are not those of the configs' own rules.
+        most: candidates of each key. rounds: how often all are timed, then the best ones, three times at least.
+        prepare: called with a work and the choices in use before its candidates run.
     """
 
     def __init__(
         self, device: torch.device, timer: Timer, path: Path, gpu: str, measured: Callable[[], dict[str, Any]],
-        *, most: int = 99,
+        *, shipped: Entries | None = None, most: int = 99, rounds: tuple[int, int] = ROUNDS,
+        prepare: Callable[[Work, Entries], None] = lambda work, entries: None,
     ) -> None:  # fmt: skip
         self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
+        self.shipped, self.rounds, self.prepare = shipped or {}, rounds, prepare
         self.arch = _library.arch(torch.empty(0, device=device))
         where = measured()
         self.data: dict[str, Any] = {
@@ -127,36 +190,42 @@ class Tuner:
                 self.data["tables"], self.data["samples"] = before["tables"], before["samples"]
 
     @property
-    def entries(self) -> Entries:
+    def chosen(self) -> Entries:
+        """The choices of the file."""
         return {
             (table, tuple(map(int, key.split(",")))): tuple(fields[name] for name in _tuned.FIELDS[table])
             for table, found in self.data["tables"].items()
             for key, fields in found.items()
         }
 
-    def tune(self, work: Work) -> list[str]:
-        """Measures what is missing of the work's keys; a line for each."""
-        base: Entries = {(table, ()): choice for table, choice in work.fixed.items()}
-        with using(base):
+    @property
+    def entries(self) -> Entries:
+        """The choices in use: those of the file over the shipped ones."""
+        return self.shipped | self.chosen
+
+    def has(self, table: str, key: Key) -> bool:
+        """Whether a key is measured already."""
+        return name_of(table, key) in self.data["samples"]
+
+    def tune(self, work: Work) -> list[Result]:
+        """Measure what is missing of the work's keys."""
+        with using(base_entries(work.table, {})):
             run = work.build(self.device)
-        with using(base) as asked:
-            run()
-        if any(arch != self.arch for arch, table, _ in asked if table == work.table):
+        keys = keys_of(run, work.table, {})
+        if any(arch != self.arch for arch, _ in keys):
             raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
-        keys = sorted(key for _, table, key in asked if table == work.table)
         if not keys:
             raise RuntimeError(f"{work.label}: no launch asked for a choice of {work.table}")
-        return [
-            self._tune(work, run, key, base) for key in keys if self._name(work.table, key) not in self.data["samples"]
-        ]
+        missing = [key for _, key in keys if not self.has(work.table, key)]
+        if missing:
+            self.prepare(work, self.entries)
+        return [self._tune(work, run, key) for key in missing]
 
-    @staticmethod
-    def _name(table: str, key: Key) -> str:
-        return f"{table}[{','.join(map(str, key))}]"
-
-    def _tune(self, work: Work, run: Callable[[], tuple[Tensor, ...]], key: Key, fixed: Entries) -> str:
-        base = {**self.entries, **fixed}
+    def _tune(self, work: Work, run: Run, key: Key) -> Result:
+        base = base_entries(work.table, self.entries)
         base.pop((work.table, key), None)
+        if (work.table, key) in self.shipped:
+            base[work.table, key] = self.shipped[work.table, key]
 
         def rounds(choices: list[Choice | None], count: int) -> Samples:
             samples: Samples = {choice: [] for choice in choices}
@@ -167,7 +236,7 @@ class Tuner:
 
         rejected: dict[Choice, str] = {}
         with using(base):
-            expected = run()
+            expected = tuple(t.clone() for t in run())  # a call may write into the same memory each time
         tried: list[Choice] = []
         for choice in candidates(work.table, key)[: self.most]:
             try:
@@ -179,16 +248,14 @@ class Tuner:
                 tried.append(choice)
             except Exception as error:  # does not compile, or does not fit: reported with the result
                 rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        samples = rounds([None, *tried], FIRST_ROUNDS)
+        samples = rounds([None, *tried], self.rounds[0])
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
-        final = rounds([None, *finalists], LAST_ROUNDS)
+        final = rounds([None, *finalists], self.rounds[1])
         chosen = decide(final[None], {choice: final[choice] for choice in finalists})
         self._record(work, key, samples | final, rejected, chosen)
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
-        verdict = f"{chosen}, {gain:.3f}x" if chosen else "as shipped"
-        shipped = float(np.median(final[None])) * 1e6
-        counts = f"{len(tried)} tried, {len(rejected)} unfit"
-        return f"{self._name(work.table, key)} {work.label}: shipped {shipped:.1f} us; {verdict}; {counts}"
+        shipped, seconds = (float(np.median(final[choice])) for choice in (None, chosen))
+        return Result(work.table, key, work.label, shipped, chosen, seconds, gain, len(tried), len(rejected))
 
     def _record(
         self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None
@@ -197,7 +264,7 @@ class Tuner:
         found.pop(text := ",".join(map(str, key)), None)
         if chosen is not None:
             found[text] = dict(zip(_tuned.FIELDS[work.table], chosen, strict=True))
-        self.data["samples"][self._name(work.table, key)] = {
+        self.data["samples"][name_of(work.table, key)] = {
             "work": work.label,
             "shipped": asdict(Quantiles.of(samples[None])),
             "tried": {str(choice): asdict(Quantiles.of(v)) for choice, v in samples.items() if choice is not None},

@@ -1,0 +1,91 @@
+"""Measures how long Triton compiles a model's kernels from an empty cache, one after the other, without a GPU.
+
+    python -m benchmarks.codegen.compile_time                   # ViT-B/16, batch 32, bfloat16, on sm_90 and sm_80
+    PYTHONPATH=FOLDER python -m benchmarks.codegen.compile_time # with the triton in FOLDER
+
+It is what the first call of a model pays on a machine with a GPU: a step launches kernels in this order, and each has
+to be compiled before it is launched. `fastvit warmup` compiles the same kernels in several processes. The results of
+one version of triton replace those of the same version in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness.provenance import ROOT, commit, now, write_json
+from benchmarks.harness.record import environment
+
+OUT = ROOT / "benchmarks" / "results" / "cpu" / "compile_time.json"
+TARGETS, MODES = ("sm_90", "sm_80"), ("infer", "train")
+
+
+def measure(model: str, batch: int, dtype: str, target: str, mode: str) -> dict[str, Any]:
+    """Compile the kernels of one step into an empty cache. Returns the seconds of each kernel, in their order."""
+    import triton
+
+    from fastvit.study._sources import find
+    from fastvit.tuning.calls import calls_of, record
+    from fastvit.tuning.launches import Recorder, compiled
+
+    subject = find(model)
+    recorder = Recorder(target)
+    record(calls_of(subject, subject.image_size, batch, dtype, [mode]), recorder)
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        kernels = []
+        for launch in recorder.launches.values():
+            start = time.perf_counter()
+            compiled(launch)
+            kernels.append({"kernel": launch.name, "seconds": time.perf_counter() - start})
+    return {"target": target, "mode": mode, "kernels": kernels, "seconds": sum(k["seconds"] for k in kernels)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "amp"))
+    parser.add_argument("--target", nargs="+", default=TARGETS, help=f"default: {' '.join(TARGETS)}")
+    parser.add_argument("--mode", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--out", type=Path, default=OUT, help="the file that keeps the results")
+    chosen = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        parser.error("nothing is compiled with TRITON_INTERPRET=1")
+    import triton
+
+    model = {"model": chosen.model, "batch": chosen.batch, "dtype": chosen.dtype}
+    where = environment(torch.device("cpu"), torch.bfloat16)
+    where = {name: where[name] for name in ("device", "torch", "fastvit", "python")}
+    where |= {"triton": triton.__version__, "commit": commit(), "when": now()}
+    cases = []
+    context = multiprocessing.get_context("spawn")  # as a program that has just started
+    for target in chosen.target:
+        for mode in chosen.mode:
+            with context.Pool(1) as pool:
+                case = pool.apply(measure, (*model.values(), target, mode))
+            slowest = max(case["kernels"], key=lambda kernel: kernel["seconds"])
+            print(
+                f"triton {triton.__version__}  {target}  {mode:5}  {len(case['kernels']):2} kernels"
+                f"  {case['seconds']:5.1f} s  slowest {slowest['kernel']} {slowest['seconds']:.1f} s",
+                flush=True,
+            )
+            cases.append(case)
+    before = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
+    results = before["results"] if before.get("model") == model else {}
+    results[triton.__version__] = {"environment": where, "cases": cases}
+    write_json(chosen.out, {"model": model, "results": dict(sorted(results.items()))})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

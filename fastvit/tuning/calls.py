@@ -1,0 +1,138 @@
+"""The fused ops that a model's step calls: recorded on fake tensors, and called again on tensors that look alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from fastvit.ops import _library
+from fastvit.ops._library import Unsupported
+from fastvit.study._allocations import Laid
+from fastvit.study._plan import Setting
+from fastvit.study._plan import run as run_on_fakes
+from fastvit.study._subject import Subject
+from fastvit.tuning.launches import Recorder, in_library, recording
+
+MODES = ("infer", "train")
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A registered op and what it is called with: shapes, strides and dtypes for tensors, all else as it is.
+
+    Attributes:
+        op: the overload, such as `torch.ops.fastvit.attention_fwd.default`.
+        leaves: of its arguments, `Laid` for tensors.
+        nested: how the leaves make the arguments.
+        counts: how often a step of each mode makes this call.
+    """
+
+    op: Any
+    leaves: tuple[Any, ...]
+    nested: TreeSpec
+    counts: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Such as "attention_fwd"."""
+        return str(self.op._schema.name.partition("::")[2])
+
+    def arguments(self, device: torch.device) -> list[Any]:
+        """Tensors that look like the recorded ones: random, or without data on the meta device."""
+        names = [argument.name for argument in self.op._schema.arguments]
+        made = (_drawn(leaf, device) if isinstance(leaf, Laid) else leaf for leaf in self.leaves)
+        arguments = list(tree_unflatten(list(made), self.nested))
+        if device.type != "meta":
+            for i, name in enumerate(names[: len(arguments)]):
+                arguments[i] = _suited(name, arguments[i], arguments)
+        return arguments
+
+    def run(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Launch the op's Triton kernels on these arguments. Returns the tensors that it returns.
+
+        Raises:
+            Unsupported: what Triton cannot take.
+        """
+        with torch.no_grad():
+            out = _library.IMPLEMENTATIONS[self.op](*arguments, backend="triton")
+        return tuple(t for t in ((out,) if isinstance(out, Tensor) else out) if isinstance(t, Tensor))
+
+
+def calls_of(
+    subject: Subject, image_size: tuple[int, int], batch: int, dtype: str, modes: Sequence[str]
+) -> list[OpCall]:
+    """Every fused op that a step of the model calls, each way of calling it once, in the order of the first calls.
+
+    The model, accelerated if it is another library's, runs forward and for "train" backward on fake tensors.
+
+    Args:
+        subject: of `fastvit.study._sources.find`.
+        image_size: height and width in pixels.
+        batch: images.
+        dtype: of parameters and images, a key of `fastvit.study._plan.DTYPES`.
+        modes: of MODES.
+
+    Raises:
+        ValueError: a size that the model refuses, or a model in which no fused op runs.
+    """
+    found: dict[OpCall, OpCall] = {}
+    for mode in modes:
+        setting = Setting(mode, dtype, optimizer="none")
+        for seen in run_on_fakes(subject, "fused", image_size, batch, setting, gpu=True).seen.calls:
+            call = OpCall(seen.op, seen.leaves, seen.nested)
+            found.setdefault(call, call).counts[mode] += 1
+    if not found:
+        raise ValueError(f"{subject.name} runs none of fastvit's ops")
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def on_meta(arch: str, multiprocessors: int) -> Iterator[None]:
+    """Within the context `OpCall.run` on meta tensors asks for the choices of a GPU, and launches nothing."""
+    from fastvit.ops._launch import nothing_launched
+
+    library = in_library(
+        wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: multiprocessors
+    )
+    with library, nothing_launched(multiprocessors), _library.use_backend("auto", strict=True):
+        yield
+
+
+def record(calls: Iterable[OpCall], recorder: Recorder, multiprocessors: int | None = None) -> None:
+    """Put what the calls launch into the recorder, each kernel once, in the order in which a step launches them. What
+    Triton cannot take launches nothing."""
+    with recording(recorder, multiprocessors):
+        for call in calls:
+            with contextlib.suppress(Unsupported):
+                call.run(call.arguments(torch.device("meta")))
+
+
+def _drawn(laid: Laid, device: torch.device) -> Tensor:
+    """A tensor of this shape, these strides and dtype: normal, whole numbers from 0 to 255, or true and false."""
+    if device.type == "meta":
+        return torch.empty_strided(laid.shape, laid.stride, dtype=laid.dtype, device=device)
+    span = 1 + sum((n - 1) * s for n, s in zip(laid.shape, laid.stride, strict=True))
+    memory = torch.randn(span if 0 not in laid.shape else 0, device=device)
+    if not laid.dtype.is_floating_point:
+        memory = memory > 0 if laid.dtype is torch.bool else (64 * memory + 128).clamp(0, 255)
+    return memory.to(laid.dtype).as_strided(laid.shape, laid.stride)
+
+
+def _suited(name: str, value: Any, arguments: Sequence[Any]) -> Any:
+    """The argument, or one that the op can compute with: statistics are positive, so that nothing overflows, and
+    sequences begin and end within the tokens."""
+    if not isinstance(value, Tensor):
+        return value
+    if name in ("lse", "rstd"):
+        return value.abs_().add_(1.0)
+    if name == "cu_seqlens":
+        ends = torch.linspace(0, arguments[0].shape[0], value.numel(), device=value.device)
+        return value.copy_(ends.to(value.dtype))
+    return value

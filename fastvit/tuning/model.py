@@ -1,0 +1,176 @@
+"""Tunes what a model launches: its op calls are timed, and their launch tables measured, the largest share first."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastvit.kernels import _tuned
+from fastvit.ops import _library
+from fastvit.ops._library import Unsupported
+from fastvit.study._doctor import why_no_gpu
+from fastvit.tuning.calls import OpCall, on_meta
+from fastvit.tuning.candidates import candidates
+from fastvit.tuning.names import key_in_words
+from fastvit.tuning.tuner import Entries, HostBound, Result, Tuner, Work, keys_of, run_candidates, using
+
+_CALL_ROUNDS, _STEP_ROUNDS = 3, 9
+_META = torch.device("meta")
+
+
+class Machine(NamedTuple):
+    """What launch choices depend on of a GPU.
+
+    Attributes:
+        gpu: its name.
+        arch: "sm_90" and the like.
+        multiprocessors: how many it has.
+    """
+
+    gpu: str
+    arch: str
+    multiprocessors: int
+
+
+def gpu_at_hand() -> Machine:
+    """Return the current GPU.
+
+    Raises:
+        ValueError: no kernel can run on a GPU here; says why.
+    """
+    if why := why_no_gpu():
+        raise ValueError(f"no GPU: {why}")
+    if not _library.HAVE_TRITON:
+        raise ValueError("triton is not installed: pip install 'fastvit[triton]'")
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    arch = _library.arch(torch.empty(0, device=torch.device("cuda", index)))
+    return Machine(properties.name, arch, properties.multi_processor_count)
+
+
+class Skipped(NamedTuple):
+    """A kernel that was not measured, and why."""
+
+    label: str
+    reason: str
+
+
+class Step(NamedTuple):
+    """Seconds of all fused ops of a step, before and after tuning, and how many of its calls were timed."""
+
+    before: float
+    after: float
+    calls: int
+
+
+class ModelTuning:
+    """The tuning of one model's calls.
+
+    Args:
+        calls: of `calls.calls_of`.
+        tuner: measures, and keeps the table.
+        multiprocessors: of the GPU.
+    """
+
+    def __init__(self, calls: list[OpCall], tuner: Tuner, multiprocessors: int) -> None:
+        self.tuner, self.multiprocessors = tuner, multiprocessors
+        self.calls, self.seconds = calls, dict[int, float]()  # of a call, by its number
+
+    def time_calls(self, step: Callable[[str], None] = lambda now: None) -> None:
+        """Time every call with the choices in use. Calls that Triton cannot take are left out."""
+        for i, call in enumerate(self.calls):
+            step(call.name)
+            with contextlib.suppress(HostBound, Unsupported):
+                (self.seconds[i],) = self._timed(call, [self.tuner.entries], _CALL_ROUNDS)
+
+    def _timed(self, call: OpCall, choices: list[Entries], count: int) -> list[float]:
+        """The median seconds of a call with each of several sets of choices, in turn."""
+        run = partial(call.run, call.arguments(self.tuner.device))
+        for entries in choices:
+            with using(entries):
+                run()  # compiles
+        samples: list[list[float]] = [[] for _ in choices]
+        for _ in range(count):
+            for entries, found in zip(choices, samples, strict=True):
+                with using(entries):
+                    found.append(self.tuner.timer(run))
+        return [float(np.median(found)) for found in samples]
+
+    def works(self) -> list[Work]:
+        """What there is to measure, each key of a table once: by the call that takes the most time of a step among
+        those that ask for it. In the order of that time; of one call, the tables in the order in which they build on
+        each other."""
+        found: dict[tuple[str, tuple[int, ...]], Work] = {}
+        share = {i: seconds * sum(self.calls[i].counts.values()) for i, seconds in self.seconds.items()}
+        with on_meta(self.tuner.arch, self.multiprocessors):
+            for i in sorted(share, key=lambda i: -share[i]):
+                for table in _tuned.FIELDS:
+                    for key in self._keys(self.calls[i], table):
+                        if candidates(table, key) and not self.tuner.has(table, key):
+                            work = Work(table, key_in_words(table, key), partial(_build, self.calls[i]))
+                            found.setdefault((table, key), work)
+        return list(found.values())
+
+    def _keys(self, call: OpCall, table: str) -> list[tuple[int, ...]]:
+        """Keys of a table that a call asks for. Within `on_meta`."""
+        try:
+            return [key for _, key in keys_of(_build(call, _META), table, self.tuner.entries)]
+        except Unsupported:  # with the choice that is fixed for this table
+            return []
+
+    def tune(
+        self, works: list[Work], until: float = math.inf, step: Callable[[str], None] = lambda now: None
+    ) -> Iterator[Result | Skipped]:
+        """Measure the works in their order. until: of `time.monotonic`, when the rest is left out."""
+        for work in works:
+            if time.monotonic() >= until:
+                yield Skipped(work.label, "out of time")
+                continue
+            step(work.label)
+            try:
+                yield from self.tuner.tune(work)
+            except (HostBound, Unsupported) as reason:
+                yield Skipped(work.label, str(reason))
+
+    def step(self, mode: str) -> Step:
+        """Add up the ops of a step with the shipped choices and with those that are in use now. Only calls whose
+        choices differ are timed again."""
+        before = after = 0.0
+        shipped, tuned = self.tuner.shipped, self.tuner.entries
+        changed = {key for key in tuned if tuned[key] != shipped.get(key)}
+        calls = [i for i in self.seconds if self.calls[i].counts[mode]]
+        for i in calls:
+            pair = [self.seconds[i]] * 2
+            with on_meta(self.tuner.arch, self.multiprocessors), using(tuned) as asked:
+                _build(self.calls[i], _META)()
+            if any((table, key) in changed for _, table, key in asked):
+                with contextlib.suppress(HostBound):
+                    pair = self._timed(self.calls[i], [shipped, tuned], _STEP_ROUNDS)
+            before += pair[0] * self.calls[i].counts[mode]
+            after += pair[1] * self.calls[i].counts[mode]
+        return Step(before, after, sum(self.calls[i].counts[mode] for i in calls))
+
+
+def _build(call: OpCall, device: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
+    return partial(call.run, call.arguments(device))
+
+
+def compile_candidates(machine: Machine, workers: int | None = None) -> Callable[[Work, Entries], None]:
+    """Return what compiles all candidates of a work in several processes, for `Tuner.prepare`."""
+    from fastvit.tuning.launches import Recorder, compile_all, recording
+
+    def prepare(work: Work, entries: Entries) -> None:
+        recorder = Recorder(machine.arch)
+        with recording(recorder, machine.multiprocessors):
+            run_candidates(work, entries)
+        for _ in compile_all(list(recorder.launches.values()), workers):
+            pass  # what does not compile is found unfit
+
+    return prepare

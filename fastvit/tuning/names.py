@@ -1,0 +1,49 @@
+"""Keys and choices of launch tables in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastvit.kernels import _tuned
+
+_HEADS = {
+    "attention_fwd": "attention forward", "attention_bwd_dq": "attention backward dq",
+    "attention_bwd_dkdv": "attention backward dk, dv", "attention_bwd_short": "attention backward",
+}  # fmt: skip
+
+
+def key_in_words(table: str, key: Sequence[int]) -> str:
+    """Such as "attention forward N=197 d=64" for ("attention_fwd", (197, 64, 2, 0, 0)). M: rows, in steps of two."""
+    of = dict(zip(_tuned.KEY[table], key, strict=True))
+    float32 = ", float32" if of.get("itemsize", 2) > 2 else ""
+    if table in _HEADS:
+        options = ", dropout" * bool(of["has_dropout"]) + (", tf32" if of["tf32"] else float32)
+        return f"{_HEADS[table]} N={of['n']} d={of['head_dim']}{options}"
+    if table == "layer_norm":
+        return f"norm {'backward' if of['backward'] else 'forward'} D={of['dim']}"
+    if table == "column_sum":
+        return f"sum of rows D={of['dim']} M<{1 << of['rows']}"
+    if table == "activation_backward":
+        return f"activation backward D={of['n']}{float32}"
+    if table == "patch_embed":
+        if of["split"]:
+            return f"patch embedding backward {of['m']}x{of['n']} M<{1 << of['k']}{float32}"
+        return f"patch embedding {of['k']}->{of['n']} M<{1 << of['m']}{float32}"
+    name = "linear" if table == "gemm" else "linear, which library"
+    direction = " backward" if of.get("backward") else ""
+    return f"{name}{direction} {of['k']}->{of['n']} M<{1 << of['rows']}{float32}"
+
+
+def choice_in_words(table: str, choice: Sequence[int]) -> str:
+    """Such as "128x64, 8 warps, 3 stages"."""
+    of = dict(zip(_tuned.FIELDS[table], choice, strict=True))
+    if table == "use_triton_gemm":
+        return "Triton" if of["use"] else "cuBLAS"
+    if table == "attention_bwd_short" and not of["short"]:
+        return "two kernels"
+    parts = ["all keys at once" if of.get("short") else ""]
+    parts.append("x".join(str(value) for name, value in of.items() if name.startswith("block_")))
+    words = {"num_warps": "warps", "num_stages": "stages", "group_m": "tiles a group", "steps": "steps"}
+    words |= {"programs_per_sm": "programs an SM", "max_registers": "registers"}
+    parts += [f"{of[name]} {word}" for name, word in words.items() if of.get(name)]
+    return ", ".join(filter(None, parts))
