@@ -65,6 +65,25 @@ def of_relative_positions(image_size: int = 32) -> nn.Module:
     return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5, use_rel_pos_bias=True)
 
 
+def of_a_bias(image_size: int = 32) -> nn.Module:
+    """A ViT of timm whose blocks add a learnt bias to the scores of each head."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit: Any = of_timm(image_size)
+            n = 1 + (image_size // 8) ** 2
+            self.bias = nn.Parameter(torch.zeros(1, 3, n, n))
+
+        def forward(self, images: Tensor) -> Any:
+            x = self.vit._pos_embed(self.vit.patch_embed(images))
+            for block in self.vit.blocks:
+                x = block(x, attn_mask=self.bias)
+            return self.vit.forward_head(self.vit.norm(x))
+
+    return Biased()
+
+
 def of_no_library(image_size: int = 32) -> nn.Module:
     """Patches, and an encoder of PyTorch's own."""
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)

@@ -63,13 +63,21 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (40e9, 80e9))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(_tuned, "FOLDER", tmp_path)
-    device, table = _doctor._gpu(0)
+    monkeypatch.setenv("FASTVIT_CACHE_DIR", str(tmp_path / "user"))
+    device, table, users = _doctor._gpu(0)
     assert device.value == "NVIDIA Toy, sm_90, 80.0 GB, 40.0 GB free, 132 multiprocessors"
     assert (device.status, table.value) == ("ok", "none for NVIDIA Toy: kernels run as shipped")
+    assert users.value == "none; `fastvit tune` measures one"
     tables = {"use_triton_gemm": {"8,64,64,2,0": {"use": 1}}}
     data = {"format": _tuned.FORMAT, "gpu": "NVIDIA Toy", "arch": "sm_90", "tables": tables}
-    (tmp_path / "tuned_nvidia_toy.json").write_text(json.dumps(data))
-    assert list(_doctor._gpu(0))[1].value == "tuned_nvidia_toy.json, 1 choices"
+    path = tmp_path / "tuned_nvidia_toy.json"
+    path.write_text(json.dumps(data))
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / path.name).write_text(json.dumps(data | {"measured": {"sources": "of other kernels"}}))
+    _, table, users = _doctor._gpu(0)
+    assert (table.status, table.value) == ("ok", f"{path}, 1 choices")
+    assert users.status == "note"
+    assert users.value.startswith(f"{tmp_path / 'user' / path.name} is ignored: it was measured with other kernels")
     properties.major, properties.minor = 7, 5
     old = next(_doctor._gpu(0))
     assert old.status == "note"

@@ -18,6 +18,7 @@ VERBS = {
     "attention": "attention maps and rollout over a picture",
     "explore": "one page to explore a model: patches, tokens, memory, attention",
     "verify": "hold the fused ops against float64 on this device",
+    "tune": "measure launch choices for a model on this GPU, and keep them",
     "warmup": "compile a model's kernels before its first step",
     "doctor": "this machine: device, versions, and which path each op takes",
     "bench": "the benchmarks in their quickest form, in a checkout",

@@ -15,7 +15,6 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "amp")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=_terminal.count, default=32, metavar="B", help="images")
     parser.add_argument("--image-size", type=_terminal.size, metavar="PX", help="224 or 224x448 (default: the model's)")
     parser.add_argument(
         "--dtype",
@@ -30,7 +29,7 @@ def modes(args: argparse.Namespace) -> tuple[str, ...]:
     return ("infer", "train") if args.mode == "both" else (args.mode,)
 
 
-def calls(subject: Subject, args: argparse.Namespace) -> list[OpCall]:
+def calls(subject: Subject, args: argparse.Namespace, batch: int) -> list[OpCall]:
     """The fused ops of the step that was asked for. Leaves PyTorch's precision of float32 matmuls as it needs it."""
     import torch
 
@@ -43,11 +42,12 @@ def calls(subject: Subject, args: argparse.Namespace) -> list[OpCall]:
     size, _ = subject.sizes(args.image_size)
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     dtype = "fp32" if args.dtype == "tf32" else args.dtype
-    return calls_of(subject, size, args.batch, dtype, modes(args))
+    return calls_of(subject, size, batch, dtype, modes(args))
 
 
-def described(subject: Subject, args: argparse.Namespace) -> str:
-    """Such as "vit_base_patch16_224, 32 images of 224 px, bf16"."""
+def described(subject: Subject, args: argparse.Namespace, *batches: int) -> str:
+    """Such as "vit_base_patch16_224, batch 32, 224 px, bf16"."""
     from fastvit.study._subject import pixels
 
-    return f"{subject.name}, {args.batch} images of {pixels(subject.sizes(args.image_size)[0])} px, {args.dtype}"
+    size, _ = subject.sizes(args.image_size)
+    return f"{subject.name}, batch {', '.join(map(str, batches))}, {pixels(size)} px, {args.dtype}"

@@ -6,7 +6,6 @@ import getpass
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -135,6 +135,7 @@ def why_no_gpu() -> str:
 
 def _gpu(index: int) -> Iterator[Finding]:
     from fastvit.kernels import _tuned
+    from fastvit.ops import _library
 
     of = torch.cuda.get_device_properties(index)
     arch = str(of.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{of.major}{of.minor}"
@@ -143,12 +144,18 @@ def _gpu(index: int) -> Iterator[Finding]:
     old = not torch.version.hip and of.major < 8
     why = ": older than sm_80, its ops run on ATen" if old else ""
     yield Finding("devices", f"cuda:{index}", f"{of.name}, {arch}, {size}{why}", NOTE if old else OK)
-    path = _tuned.FOLDER / _tuned.file_name(of.name)
-    if not path.exists():
-        yield Finding("devices", "tuned table", f"none for {of.name}: kernels run as shipped")
-        return
-    count = len(_tuned.parse(json.loads(path.read_text()), arch, of.name))
-    yield Finding("devices", "tuned table", f"{path.name}, {count} choices")
+    yield _table("tuned table", _tuned.shipped(arch, of.name), f"none for {of.name}: kernels run as shipped")
+    users = _tuned.users(arch, of.name, _library.cache_folder())
+    yield _table("your table", users, "none; `fastvit tune` measures one")
+
+
+def _table(name: str, table: Any, without: str) -> Finding:
+    """A table of launch choices, or that there is none."""
+    if table is None:
+        return Finding("devices", name, without)
+    if table.ignored:
+        return Finding("devices", name, f"{table.path} is ignored: {table.ignored}", NOTE)
+    return Finding("devices", name, f"{table.path}, {len(table.choices)} choices")
 
 
 def _compilers() -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from fastvit.ops import _library
+from fastvit.ops._launch import launching
 from fastvit.ops._library import Unsupported
 from fastvit.study._allocations import Laid
 from fastvit.study._plan import Setting
@@ -96,12 +97,10 @@ def calls_of(
 @contextlib.contextmanager
 def on_meta(arch: str, multiprocessors: int) -> Iterator[None]:
     """Within the context `OpCall.run` on meta tensors asks for the choices of a GPU, and launches nothing."""
-    from fastvit.ops._launch import nothing_launched
-
     library = in_library(
         wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: multiprocessors
     )
-    with library, nothing_launched(multiprocessors), _library.use_backend("auto", strict=True):
+    with library, launching(lambda *_: None), _library.use_backend("auto", strict=True):
         yield
 
 

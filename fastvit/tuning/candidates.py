@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fastvit.kernels._tuned import LONGEST_SHORT
+
 Choice = tuple[int, ...]  # in the order of fastvit.kernels._tuned.FIELDS
 
 # Choices of other tables, at every key, while a table is measured: each so that its own kernel runs.
@@ -11,6 +13,7 @@ _SPLIT = {"attention_bwd_short": (0, 64, 64, 4, 2)}
 FIXED: dict[str, Mapping[str, Choice]] = {
     "attention_bwd_dq": _SPLIT,
     "attention_bwd_dkdv": _SPLIT,
+    "activation_backward": {"use_triton_gemm": (0,)},
     "gemm": {"use_triton_gemm": (1,)},
 }
 
@@ -63,12 +66,12 @@ def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
         return [(m, n, steps, warps) for m, n, warps in _ACTIVATION for steps in (4, 8, 16)]
     if table == "attention_fwd":
         return [*_SHORT_FWD * (key[0] <= 288), *((0, *tile) for tile in _ATTENTION)]
-    if table == "attention_bwd_short":
+    if table == "attention_bwd_short" and key[0] <= LONGEST_SHORT:
         return [(0, 64, 64, 4, 2), *((1, m, n, warps, 3) for m, n, warps in _SHORT_BWD if key[0] <= m <= 2 * key[0])]
     if table == "gemm":
         return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
     fixed: dict[str, list[Choice]] = {
         "column_sum": _COLUMN_SUM, "attention_bwd_dq": _ATTENTION_DQ, "attention_bwd_dkdv": _ATTENTION_DKDV,
-        "use_triton_gemm": [(0,), (1,)], "patch_embed": _PATCH,
+        "use_triton_gemm": [(0,), (1,)], "patch_embed": _PATCH, "attention_bwd_short": [],
     }  # fmt: skip
     return fixed[table]

@@ -7,19 +7,23 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from fastvit.kernels import _tuned
 from fastvit.ops import _library
 from fastvit.ops._library import Unsupported
 from fastvit.study._doctor import why_no_gpu
-from fastvit.tuning.calls import OpCall, on_meta
+from fastvit.study._subject import Subject
+from fastvit.tuning.calls import OpCall, on_meta, record
 from fastvit.tuning.candidates import candidates
+from fastvit.tuning.launches import Recorder, compile_all, recording
 from fastvit.tuning.names import key_in_words
 from fastvit.tuning.tuner import Entries, HostBound, Result, Tuner, Work, keys_of, run_candidates, using
+from fastvit.vit import VisionTransformer
 
 _CALL_ROUNDS, _STEP_ROUNDS = 3, 9
 _META = torch.device("meta")
@@ -32,11 +36,25 @@ class Machine(NamedTuple):
         gpu: its name.
         arch: "sm_90" and the like.
         multiprocessors: how many it has.
+        device: where torch has it.
     """
 
     gpu: str
     arch: str
     multiprocessors: int
+    device: torch.device
+
+
+REHEARSAL = Machine("interpreter", "sm_90", 4, torch.device("cpu"))
+
+
+def tiny_model() -> Subject:
+    """Return a ViT of one block, for rehearsals."""
+
+    def make(provider: str, **options: Any) -> nn.Module:
+        return VisionTransformer(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=0)
+
+    return Subject("a tiny ViT", "fastvit", (16, 16), (8, 8), make)
 
 
 def gpu_at_hand() -> Machine:
@@ -49,17 +67,22 @@ def gpu_at_hand() -> Machine:
         raise ValueError(f"no GPU: {why}")
     if not _library.HAVE_TRITON:
         raise ValueError("triton is not installed: pip install 'fastvit[triton]'")
-    index = torch.cuda.current_device()
-    properties = torch.cuda.get_device_properties(index)
-    arch = _library.arch(torch.empty(0, device=torch.device("cuda", index)))
-    return Machine(properties.name, arch, properties.multi_processor_count)
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    arch = _library.arch(torch.empty(0, device=device))
+    return Machine(properties.name, arch, properties.multi_processor_count, device)
 
 
 class Skipped(NamedTuple):
-    """A kernel that was not measured, and why."""
+    """A choice that was not measured, and why.
+
+    Attributes:
+        late: for want of time.
+    """
 
     label: str
     reason: str
+    late: bool = False
 
 
 class Step(NamedTuple):
@@ -82,6 +105,7 @@ class ModelTuning:
     def __init__(self, calls: list[OpCall], tuner: Tuner, multiprocessors: int) -> None:
         self.tuner, self.multiprocessors = tuner, multiprocessors
         self.calls, self.seconds = calls, dict[int, float]()  # of a call, by its number
+        self._pairs: dict[int, list[float]] = {}  # the same with shipped and with tuned choices
 
     def time_calls(self, step: Callable[[str], None] = lambda now: None) -> None:
         """Time every call with the choices in use. Calls that Triton cannot take are left out."""
@@ -131,7 +155,7 @@ class ModelTuning:
         """Measure the works in their order. until: of `time.monotonic`, when the rest is left out."""
         for work in works:
             if time.monotonic() >= until:
-                yield Skipped(work.label, "out of time")
+                yield Skipped(work.label, "out of time", late=True)
                 continue
             step(work.label)
             try:
@@ -142,35 +166,45 @@ class ModelTuning:
     def step(self, mode: str) -> Step:
         """Add up the ops of a step with the shipped choices and with those that are in use now. Only calls whose
         choices differ are timed again."""
-        before = after = 0.0
-        shipped, tuned = self.tuner.shipped, self.tuner.entries
-        changed = {key for key in tuned if tuned[key] != shipped.get(key)}
         calls = [i for i in self.seconds if self.calls[i].counts[mode]]
-        for i in calls:
-            pair = [self.seconds[i]] * 2
+        pairs = [(self._pair(i), self.calls[i].counts[mode]) for i in calls]
+        before, after = (sum(pair[which] * count for pair, count in pairs) for which in (0, 1))
+        return Step(before, after, sum(count for _, count in pairs))
+
+    def _pair(self, i: int) -> list[float]:
+        """Seconds of a call with the shipped choices and with those in use."""
+        shipped, tuned = self.tuner.shipped, self.tuner.entries
+        if i not in self._pairs:
+            self._pairs[i] = [self.seconds[i]] * 2
             with on_meta(self.tuner.arch, self.multiprocessors), using(tuned) as asked:
                 _build(self.calls[i], _META)()
-            if any((table, key) in changed for _, table, key in asked):
+            if any(tuned.get((table, key)) != shipped.get((table, key)) for _, table, key in asked):
                 with contextlib.suppress(HostBound):
-                    pair = self._timed(self.calls[i], [shipped, tuned], _STEP_ROUNDS)
-            before += pair[0] * self.calls[i].counts[mode]
-            after += pair[1] * self.calls[i].counts[mode]
-        return Step(before, after, sum(self.calls[i].counts[mode] for i in calls))
+                    self._pairs[i] = self._timed(self.calls[i], [shipped, tuned], _STEP_ROUNDS)
+        return self._pairs[i]
 
 
 def _build(call: OpCall, device: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
     return partial(call.run, call.arguments(device))
 
 
-def compile_candidates(machine: Machine, workers: int | None = None) -> Callable[[Work, Entries], None]:
+def compile_calls(calls: list[OpCall], machine: Machine, entries: Entries) -> None:
+    """Compile what the calls launch with these choices, in several processes."""
+    recorder = Recorder(machine.arch)
+    with using(entries):
+        record(calls, recorder, machine.multiprocessors)
+    for _ in compile_all(list(recorder.launches.values())):
+        pass  # what does not compile says so when it is launched
+
+
+def compile_candidates(machine: Machine) -> Callable[[Work, Entries], None]:
     """Return what compiles all candidates of a work in several processes, for `Tuner.prepare`."""
-    from fastvit.tuning.launches import Recorder, compile_all, recording
 
     def prepare(work: Work, entries: Entries) -> None:
         recorder = Recorder(machine.arch)
         with recording(recorder, machine.multiprocessors):
             run_candidates(work, entries)
-        for _ in compile_all(list(recorder.launches.values()), workers):
+        for _ in compile_all(list(recorder.launches.values())):
             pass  # what does not compile is found unfit
 
     return prepare

@@ -155,6 +155,12 @@ class Result:
         return f"{name} {self.work}: shipped {shipped:.1f} us; {verdict}; {self.tried} tried, {self.unfit} unfit"
 
 
+def entries_of(table: _tuned.Table | None) -> Entries:
+    """The choices of a file as it was read; none without one."""
+    choices = {} if table is None else table.choices
+    return {(str(name), tuple(map(int, key))): choice for (name, *key), choice in choices.items()}
+
+
 def name_of(table: str, key: Key) -> str:
     """Such as "attention_fwd[197,64,2,0,0]"."""
     return f"{table}[{','.join(map(str, key))}]"

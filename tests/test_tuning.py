@@ -1,0 +1,576 @@
+"""`fastvit tune` and `fastvit warmup`: a model's calls, what is measured in which order, the user's table."""
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from study_models import SMALL, known
+
+from fastvit import ops
+from fastvit.cli import main
+from fastvit.kernels import _attention_configs, _tuned
+from fastvit.ops import _library
+from fastvit.study import _sources
+
+if not (_library.INTERPRET and _library.HAVE_TRITON):
+    pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
+
+from fastvit.ops._launch import launching
+from fastvit.tuning import candidates, launches, model, tuner
+from fastvit.tuning.calls import MODES, OpCall, calls_of, on_meta
+from fastvit.tuning.model import Machine, ModelTuning, Skipped
+from fastvit.tuning.names import choice_in_words, key_in_words
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+ARCH, GPU = "sm_90", "Test GPU 80GB"
+FILE = _tuned.file_name(GPU)
+SHORT = {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}
+ONLINE = SHORT | {"short": 0, "block_n": 64}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_tuned() -> Iterator[None]:
+    _tuned.forget()
+    yield
+    _tuned.forget()
+
+
+@functools.cache
+def calls(name: str, dtype: str = "bf16", size: int = 32, modes: tuple[str, ...] = MODES) -> list[OpCall]:
+    with known():
+        return calls_of(_sources.find(name), (size, size), 2, dtype, modes)
+
+
+def counted(name: str, mode: str, **options: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for call in calls(name, **options):
+        found[call.name] += call.counts[mode]
+    return +found
+
+
+# ---- the calls of a model ----
+
+
+def test_the_calls_of_a_model_of_the_zoo() -> None:
+    """Two blocks: two norms, attention, two linear layers after it and in the MLP; and the norm after them."""
+    one = {"patch_embed_fwd": 1, "layer_norm_fwd": 5, "attention_qkvpacked_fwd": 2}
+    assert counted(SMALL, "infer") == one | {"linear_fwd": 6}
+    backward = {"layer_norm_bwd": 1, "layer_norm_bwd_recompute": 4, "attention_qkvpacked_bwd": 2, "linear_dact": 2}
+    forward = one | {"linear_fwd": 4, "linear_act_fwd": 2}
+    assert counted(SMALL, "train") == forward | backward | {"patch_embed_bwd_weight": 1}
+
+
+def test_equal_calls_are_one() -> None:
+    found = [call for call in calls(SMALL) if call.name == "attention_qkvpacked_fwd"]
+    assert [call.counts for call in found] == [{"infer": 2, "train": 2}]
+    assert len(set(calls(SMALL))) == len(calls(SMALL))
+
+
+def test_the_calls_of_an_accelerated_model() -> None:
+    """Under autocast: float32 parameters, 16-bit attention."""
+    assert counted("study_models:of_timm", "infer", dtype="amp")["attention_qkvpacked_fwd"] == 2
+    attention = next(c for c in calls("study_models:of_timm", dtype="amp") if c.name == "attention_qkvpacked_fwd")
+    assert attention.leaves[0].dtype is torch.bfloat16
+
+
+def test_the_calls_of_a_model_with_rotary_positions() -> None:
+    name = "eva02_tiny_patch14_224"
+    assert counted(name, "train", size=28)["rotary"] == 24, "forward and backward"
+    assert counted(name, "train", size=28)["gated_dact"] == 12
+
+
+def test_a_masked_call_has_no_choice_to_measure() -> None:
+    """Kernels with masks take no measured choice."""
+    masked = [c for c in calls("study_models:of_a_bias") if "attention" in c.name]
+    names = {"attention_qkvpacked_fwd", "attention_qkvpacked_bwd", "attention_mask_bwd"}
+    assert {call.name for call in masked} == names
+    with on_meta(ARCH, 132):
+        for call in masked:
+            run = functools.partial(call.run, call.arguments(torch.device("meta")))
+            assert not any(tuner.keys_of(run, table, {}) for table in _tuned.FIELDS)
+
+
+@pytest.mark.parametrize("name", [SMALL, "study_models:of_a_bias"])
+def test_drawn_arguments_look_like_the_recorded_ones(name: str) -> None:
+    """In shape, strides and dtype, and nothing that an op computes of them overflows."""
+    for call in calls(name):
+        arguments = call.arguments(CPU)
+        again = torch.utils._pytree.tree_leaves(arguments)
+        for drawn, leaf in zip(again, call.leaves, strict=True):
+            if isinstance(drawn, torch.Tensor):
+                assert (drawn.shape, drawn.stride(), drawn.dtype) == (leaf.shape, leaf.stride, leaf.dtype)
+        with ops.use_backend("aten"), torch.no_grad():
+            out = _library.IMPLEMENTATIONS[call.op](*arguments, backend="aten")
+        out = (out,) if isinstance(out, torch.Tensor) else out
+        assert all(t.isfinite().all() for t in out if isinstance(t, torch.Tensor)), call.name
+
+
+def test_a_model_without_fused_ops_is_refused() -> None:
+    subject = SimpleNamespace(name="a model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "fastvit.tuning.calls.run_on_fakes", lambda *_, **__: SimpleNamespace(seen=SimpleNamespace(calls=[]))
+        )
+        with pytest.raises(ValueError, match="a model runs none of fastvit's ops"):
+            calls_of(subject, (32, 32), 1, "bf16", ["infer"])  # type: ignore[arg-type]
+
+
+# ---- what is measured, and in which order ----
+
+
+def stand_in(seconds: dict[str, float], **options: Any) -> ModelTuning:
+    """The tuning of SMALL on a GPU that takes so long for a call, by its name."""
+    of = SimpleNamespace(arch=ARCH, device=CPU, shipped={}, entries={}, has=lambda table, key: False, **options)
+    tuning = ModelTuning(calls(SMALL), of, 132)  # type: ignore[arg-type]
+    tuning.seconds = {i: seconds.get(call.name, 1e-6) for i, call in enumerate(tuning.calls)}
+    return tuning
+
+
+def test_the_largest_share_of_the_step_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "INTERPRET", False)  # where all matmuls are Triton's
+    works = stand_in({"attention_qkvpacked_bwd": 1.0, "patch_embed_fwd": 1.9, "linear_dact": 0.4}).works()
+    tables = [work.table for work in works]
+    assert tables[0] == "patch_embed", "1.9 s in each of two steps"
+    assert tables[1:4] == ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short"], "1 s twice, in training"
+    at = {table: tables.index(table) for table in tables}
+    assert at["activation_backward"] < at["gemm"] < at["use_triton_gemm"], "a choice between kernels comes after theirs"
+    assert len({(work.table, work.label) for work in works}) == len(works)
+
+
+def test_every_table_that_a_model_asks_for_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of kernels that the shipped choices do not launch, as the two of attention's backward on sm_90."""
+    monkeypatch.setattr(_library, "INTERPRET", False)
+    assert {work.table for work in stand_in({}).works()} == set(_tuned.FIELDS)
+
+
+def test_a_call_is_measured_by_the_op_that_takes_most() -> None:
+    tuning = stand_in({"layer_norm_bwd": 2.0})
+    (norm,) = (work for work in tuning.works() if (work.table, work.label) == ("layer_norm", "norm backward D=48"))
+    assert norm.build.args[0].name == "layer_norm_bwd"  # type: ignore[attr-defined]
+
+
+def test_what_is_left_when_the_time_is_up_is_not_measured() -> None:
+    tuning = stand_in({}, tune=lambda work: pytest.fail("measured"))
+    works = tuning.works()
+    found = list(tuning.tune(works, until=-math.inf))
+    assert [result.label for result in found] == [work.label for work in works]  # type: ignore[union-attr]
+    assert all(isinstance(result, Skipped) and result.late for result in found)
+
+
+def test_one_that_cannot_be_timed_does_not_stop_the_others() -> None:
+    def tune(work: tuner.Work) -> list[str]:
+        if work.table == "gemm":
+            raise tuner.HostBound("the GPU waited")
+        return [work.table]
+
+    tuning = stand_in({}, tune=tune)
+    works = tuning.works()
+    found = list(tuning.tune(works))
+    assert len(found) == len(works)
+    assert {r.reason for r in found if isinstance(r, Skipped)} == {"the GPU waited"}
+
+
+def test_only_calls_with_other_choices_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (attention,) = (c for c in calls(SMALL) if c.name == "attention_qkvpacked_fwd")
+    tuning = stand_in({call.name: 1.0 for call in calls(SMALL)})
+    tuning.tuner.entries[("attention_fwd", (65, 16, 2, 0, 0))] = (0, 64, 64, 4, 2)
+    timed = []
+
+    def two(call: OpCall, choices: Any, rounds: int) -> list[float]:
+        timed.append(call)
+        return [1.0, 0.25]
+
+    monkeypatch.setattr(tuning, "_timed", two)
+    infer, train = tuning.step("infer"), tuning.step("train")
+    assert timed == [attention], "once for both steps"
+    assert infer == (14.0, 14.0 - 2 * 0.75, 14)
+    assert train.before - train.after == pytest.approx(2 * 0.75)
+
+
+def test_the_baseline_is_the_shipped_table(tmp_path: Path) -> None:
+    """A choice has to beat the one that would run without the user's table."""
+    key = ("attention_fwd", (20, 16, 2, 0, 0))
+    shipped = {key: (0, 64, 64, 4, 2)}
+    use = lambda: (torch.ones(1) * bool(_tuned.choice(ARCH, key[0], *key[1])),)  # noqa: E731
+    of = lambda choice: 1.0 if choice == shipped[key] else 2.0  # noqa: E731
+    one = tuner.Tuner(
+        CPU, lambda run: of(_tuned.choice(ARCH, key[0], *key[1])), tmp_path / FILE, GPU, lambda: {"sources": ""},
+        shipped=shipped, most=2,
+    )  # fmt: skip
+    (result,) = one.tune(tuner.Work(key[0], "a call", lambda device: use))
+    assert (result.shipped, result.chosen) == (1.0, None)
+    assert one.entries == shipped
+
+
+def test_results_in_memory_that_is_written_again_are_compared(tmp_path: Path) -> None:
+    """Some ops write into a tensor that they are given: the candidate's result must not be compared with itself."""
+    out = torch.ones(1)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return (out.fill_(1.0 if _tuned.choice(ARCH, "attention_fwd", 20, 16, 2, 0, 0) is None else 2.0),)
+
+    one = tuner.Tuner(CPU, lambda run: 1.0, tmp_path / FILE, GPU, lambda: {"sources": ""}, most=1)
+    (result,) = one.tune(tuner.Work("attention_fwd", "a call", lambda device: run))
+    assert (result.tried, result.unfit) == (0, 1)
+
+
+def test_long_sequences_have_no_kernel_for_short_ones_to_try() -> None:
+    assert candidates.candidates("attention_bwd_short", (1025, 64, 2, 0, 0)) == []
+
+
+def test_compilation_ends_with_its_caller(tmp_path: Path) -> None:
+    """Ctrl-C leaves no kernels to compile in the background."""
+    done = iter(launches.in_processes(lambda n: (tmp_path / str(n)).touch(), range(2000), 1))  # type: ignore
+    next(done)
+    done.close()  # type: ignore[attr-defined]
+    assert len(list(tmp_path.iterdir())) < 2000
+
+
+# ---- the user's table ----
+
+
+def write(folder: Path, fields: dict[str, int], key: str = "197,64,2,0,0", **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    document = {
+        "format": 1, "gpu": GPU, "arch": ARCH, "measured": {"sources": _tuned.sources(), "triton": "3.7.1"},
+        "tables": {"attention_fwd": {key: fields}},
+    } | changes  # fmt: skip
+    (folder / FILE).write_text(json.dumps(document))
+    return folder / FILE
+
+
+def algorithm(n: int) -> str:
+    return _attention_configs.attention_fwd(n, 64, 2, False, ARCH).algorithm
+
+
+def test_the_users_choices_go_before_the_shipped_ones_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = {"197,64,2,0,0": ONLINE, "50,64,2,0,0": ONLINE}
+    monkeypatch.setattr(_tuned, "FOLDER", write(tmp_path / "shipped", {}, tables={"attention_fwd": shipped}).parent)
+    write(tmp_path / "user", SHORT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tuned.load(ARCH, GPU, tmp_path / "user")
+    assert (algorithm(197), algorithm(50), algorithm(100)) == ("short", "online", "short")
+    _tuned.forget()
+    _tuned.load(ARCH, GPU, None)
+    assert algorithm(197) == "online"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"measured": {"sources": "other kernels"}}, "measured with other kernels than these; `fastvit tune` measures"),
+    ({"measured": {}}, "measured with other kernels"),
+    ({"measured": []}, "no attribute"),
+    ({"gpu": "Another"}, "made on 'Another'"),
+    ({"tables": []}, "tables is no object"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), BAD)
+def test_a_damaged_or_stale_table_is_ignored_with_one_warning(changes: Any, why: str, tmp_path: Path) -> None:
+    path = write(tmp_path, ONLINE, **changes)
+    with pytest.warns(UserWarning, match=why) as caught:
+        [_tuned.load(ARCH, GPU, tmp_path) for _ in range(2)]
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert algorithm(197) == "short"
+
+
+def test_a_folder_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "file").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tuned.load(ARCH, GPU, tmp_path / "file" / "below")
+        monkeypatch.setattr(Path, "read_bytes", refused)
+        _tuned.forget()
+        _tuned.load(ARCH, GPU, tmp_path)
+    assert not (tmp_path / "file" / "below").exists()
+
+
+def test_the_digest_is_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any change of them makes a user's table stale; a table next to them is no source."""
+    _tuned.sources.cache_clear()
+    (tmp_path / "kernel.py").write_text("a = 1")
+    monkeypatch.setattr(_tuned, "__file__", str(tmp_path / "_tuned.py"))
+    found = set()
+    for name, text in (("kernel.py", "a = 1"), ("kernel.py", "a = 2"), ("other.py", ""), ("tuned_x.json", "{}")):
+        (tmp_path / name).write_text(text)
+        found.add(_tuned.sources())
+        _tuned.sources.cache_clear()
+    assert len(found) == 3
+
+
+FOLDERS: list[tuple[dict[str, str], str]] = [
+    ({"FASTVIT_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"), ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
+    ({}, "/home/me/.cache/fastvit"), ({"FASTVIT_CACHE_DIR": "~/x"}, "/home/me/x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "folder"), FOLDERS)
+def test_the_folder_of_the_users_tables(environment: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/home/me"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert _library.cache_folder() == Path(folder)
+
+
+def test_keys_and_choices_in_words() -> None:
+    assert key_in_words("attention_fwd", (197, 64, 2, 0, 0)) == "attention forward N=197 d=64"
+    assert key_in_words("gemm", (13, 3072, 768, 2)) == "linear 768->3072 M<8192"
+    assert key_in_words("layer_norm", (768, 1)) == "norm backward D=768"
+    assert choice_in_words("attention_fwd", (0, 128, 64, 8, 3)) == "128x64, 8 warps, 3 stages"
+    assert choice_in_words("use_triton_gemm", (0,)) == "cuBLAS"
+    assert choice_in_words("attention_bwd_short", (0, 64, 64, 4, 2)) == "two kernels"
+    for table, fields in _tuned.FIELDS.items():
+        assert key_in_words(table, (16,) * len(_tuned.KEY[table]))
+        assert choice_in_words(table, (16,) * len(fields))
+
+
+# ---- the commands ----
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU that launches nothing, on which attention is faster with 128 rows, and all else takes a second. Returns the
+    path of the user's table."""
+    monkeypatch.setenv("FASTVIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(model, "gpu_at_hand", lambda: Machine(GPU, ARCH, 132, CPU))
+    monkeypatch.setattr(model, "compile_calls", lambda *_: None)
+    monkeypatch.setattr(model, "compile_candidates", lambda machine: lambda work, entries: None)
+    monkeypatch.setattr(tuner, "timer_of", lambda device: lambda run: 1.0 if block_m() == 64 else 0.5)
+    monkeypatch.setattr(_sources, "find", lambda name: model.tiny_model())
+    plain = OpCall.run
+
+    def run(call: OpCall, arguments: Any) -> tuple[torch.Tensor, ...]:
+        with launching(lambda *_: None):
+            plain(call, arguments)
+        return (torch.ones(1),)
+
+    monkeypatch.setattr(OpCall, "run", run)
+    return tmp_path / "cache" / FILE
+
+
+def block_m() -> int:
+    return _attention_configs.attention_fwd(5, 16, 2, False, ARCH).block_m
+
+
+TUNE = ["tune", "a_model", "--batch", "2", "--mode", "infer"]
+
+
+def test_tuning_a_model(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TUNE) == 0
+    out = capsys.readouterr().out
+    assert "attention forward N=5 d=16: 1000000.0 -> 500000.0 us, all keys at once, 128x128, 8 warps, 2 stages" in out
+    assert "norm forward D=32: 1000000.0 us, as shipped" in out
+    assert f"choices that differ from the shipped ones: 1, in {gpu}" in out
+    # attention's entry makes every call as fast, of which only attention's own is timed again
+    assert "8 fused ops of a forward pass: 8000.00 -> 7500.00 ms" in out
+    assert list(_tuned.users(ARCH, GPU, gpu.parent).choices) == [("attention_fwd", 5, 16, 2, 0, 0)]  # type: ignore
+    written = gpu.read_text()
+    assert main(TUNE) == 0
+    assert ", 0 choices to measure" in capsys.readouterr().out
+    assert gpu.read_text() == written
+
+
+def test_another_model_adds_to_the_table(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TUNE, "--dtype", "fp16"]) == 0
+    before = json.loads(gpu.read_text())["samples"]
+    assert main([*TUNE, "--mode", "train"]) == 0
+    assert json.loads(gpu.read_text())["samples"].items() > before.items()
+
+
+def test_without_a_model_the_default_is_named(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--mode", "infer", "--minutes", "1e-9"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "no MODEL is given: vit_base_patch16_224\n"
+    assert "choices not measured yet: " in said.out
+    assert not gpu.exists()
+
+
+def test_an_interruption_keeps_what_is_measured(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, count = tuner.Tuner.tune, iter(range(99))
+
+    def tune(self: tuner.Tuner, work: tuner.Work) -> list[tuner.Result]:
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return plain(self, work)
+
+    monkeypatch.setattr(tuner.Tuner, "tune", tune)
+    assert main(TUNE) == 130
+    assert len(json.loads(gpu.read_text())["samples"]) == 2
+    out = capsys.readouterr().out
+    assert "the same command goes on with them" in out
+    assert str(gpu) in out
+
+
+def test_a_stale_table_is_replaced(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.parent.mkdir()
+    write(gpu.parent, ONLINE, measured={"sources": "other kernels"})
+    assert main(TUNE) == 0
+    assert f"{gpu} is replaced: it was measured with other kernels" in capsys.readouterr().err
+    assert set(json.loads(gpu.read_text())["tables"]["attention_fwd"]) == {"5,16,2,0,0"}
+
+
+def test_tables_are_shown_and_forgotten(
+    gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--show"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{GPU}, sm_90", "shipped: none", "yours: none; `fastvit tune` measures one"
+    ]  # fmt: skip
+    shipped = write(
+        tmp_path / "shipped", {}, tables={"attention_fwd": dict.fromkeys(("5,16,2,0,0", "7,16,2,0,0"), ONLINE)}
+    )
+    monkeypatch.setattr(_tuned, "FOLDER", shipped.parent)
+    assert main(TUNE) == 0
+    capsys.readouterr()
+    assert main(["tune", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert f"shipped: {shipped}, 2 choices" in out
+    assert f"yours: {gpu}, 1 choices" in out
+    own = "attention forward N=5 d=16: all keys at once, 128x128, 8 warps, 2 stages, 500000.0 us; shipped: "
+    assert f"{own}64x64, 4 warps, 2 stages, 1000000.0 us\n" in out
+    assert "attention forward N=7 d=16: 64x64, 4 warps, 2 stages (shipped)\n" in out
+    write(gpu.parent, ONLINE, measured={})
+    assert main(["tune", "--show"]) == 0
+    assert f"yours: {gpu} is ignored: it was measured with other kernels" in capsys.readouterr().out
+    assert main(["tune", "--forget"]) == 0
+    assert capsys.readouterr().out == f"deleted {gpu}\n"
+    assert not gpu.exists()
+    assert main(["tune", "--forget"]) == 0
+    assert capsys.readouterr().out == f"there is no table for {GPU}: {gpu}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
+@pytest.mark.parametrize("words", [["tune"], ["tune", "--show"], ["tune", "--forget"], ["warmup", SMALL]])
+def test_without_a_gpu_a_line_says_so(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with known():
+        assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastvit: no GPU: ")
+    assert ("--rehearse" if words[0] == "tune" else "--target") in line
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["tune", "--out", "x"], "--out is for --rehearse"),
+    (["warmup", SMALL, "--multiprocessors", "3"], "--multiprocessors is for --target"),
+    (["warmup", SMALL, "--target", "sm_70"], "--target must be one of sm_80, "),
+    (["warmup", "no_model", "--target", "sm_80"], "'no_model' is not a known model"),
+    (["warmup", SMALL, "--target", "sm_80", "--image-size", "33"], "not a multiple of the patch size"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), WRONG)
+def test_mistakes_are_one_line(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with known():
+        assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+@pytest.mark.parametrize("words", ["-1", "0", "nan", "inf", "soon"])
+def test_minutes_are_positive(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--minutes", words])
+    assert "must be a positive number of minutes" in capsys.readouterr().err
+
+
+def test_warmup_compiles_for_every_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fails is named, and the status is 1."""
+    seen = []
+
+    def record(found: Any, recorder: Any, multiprocessors: int) -> None:
+        seen.append(([call.leaves[0].shape[0] for call in found if call.name == "patch_embed_fwd"], multiprocessors))
+        recorder.launches = {n: SimpleNamespace(name=f"{n}_kernel") for n in "abc"}
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("fastvit.tuning.calls.record", record)
+    monkeypatch.setattr(
+        launches, "compile_all", lambda all, processes: zip(all, (True, False, "ptxas says no"), strict=True)
+    )
+    with known():
+        words = ["warmup", SMALL, "--target", "sm_90", "--batch", "1,8", "--multiprocessors", "114", "--mode", "infer"]
+        assert main([*words, "--processes", "2"]) == 1
+    assert seen == [([1, 8], 114)]
+    said = capsys.readouterr()
+    assert said.err == "fastvit: c_kernel does not compile: ptxas says no\n"
+    assert f"{SMALL}, batch 1, 8, 32 px, bf16, infer, for sm_90:" in said.out
+    assert "3 kernels, 1 of them compiled before, in " in said.out
+
+
+def program(*words: str, **environment: str) -> str:
+    """What a process prints that does not interpret kernels."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER")}
+    inherited["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"
+    run = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=inherited | environment
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_a_rehearsal_takes_every_step(tmp_path: Path) -> None:
+    out = program("-m", "fastvit", "tune", "--rehearse", "--out", str(tmp_path))
+    assert "a tiny ViT, batch 2, 16 px, fp32: 13 ops, 13 choices to measure" in out
+    assert out.count(" tried, ") + out.count(" -> ") >= 15
+    assert "fused ops of a training step" in out
+    data = json.loads((tmp_path / "tuned_interpreter.json").read_text())
+    assert len(data["samples"]) == 13
+    assert data["measured"]["sources"] == _tuned.sources()
+
+
+@pytest.mark.slow
+def test_what_warmup_compiles_is_what_a_step_launches(tmp_path: Path) -> None:
+    """Of models of the zoo, of timm under autocast, with a mask, and with rotary positions, forward and backward."""
+    out = program(str(ROOT / "tests" / "warmed.py"), TRITON_CACHE_DIR=str(tmp_path))
+    launched = [line.split()[1:] for line in out.splitlines() if line.startswith("launched ")]
+    assert len(launched) == 4
+    assert all(int(kernels) > 8 and added == "0" for _, kernels, added in launched), out
+    assert out.count("compiled before") == 8
+    for again in out.split("launched ")[1:]:
+        kernels, before = again.splitlines()[2].split(" of them compiled before")[0].split(" kernels, ")
+        assert kernels == before, "a second call compiles nothing"
+
+
+@pytest.mark.slow
+def test_compile_time_is_measured_from_an_empty_cache(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"model": {}, "results": {"1.0": {}}}))
+    words = ["-m", "benchmarks.codegen.compile_time", "--out", str(path), "--target", "sm_90", "--mode", "infer"]
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    for _ in range(2):
+        program(*words, "--model", "vit_tiny_patch16_224", "--batch", "2", **cache)
+    data = json.loads(path.read_text())
+    ((version, found),) = data["results"].items()
+    assert found["environment"]["triton"] == version
+    (case,) = found["cases"]
+    assert case["target"] == "sm_90"
+    assert len(case["kernels"]) >= 5
+    assert all(kernel["seconds"] > 0.02 for kernel in case["kernels"]), "compiled, not found"
+    assert not (tmp_path / "cache").exists()
