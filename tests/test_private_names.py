@@ -137,5 +137,5 @@ def test_no_other_private_name_is_used():
     studies = {f.name for f in (PACKAGE / "study").rglob("*.py")}
     used = {(f, n) for f, n in used if f not in studies or not (n in instruments or n.startswith("torch.ops.aten."))}
     tuning = {("launches.py", "torch.utils._python_dispatch: _python_dispatch"), ("launches.py", "torch._C")}
-    tuning |= {("clock.py", "torch.cuda._sleep")}
+    tuning |= {("clock.py", "torch.cuda._sleep"), ("calls.py", "torch.utils._pytree: _pytree")}
     assert used - compiler - tuning == {("_library.py", "forward_ad._current_level")}

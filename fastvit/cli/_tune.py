@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--out is for --rehearse; $FASTVIT_CACHE_DIR chooses the folder of measured tables")
     if args.rehearse:
         return _rehearse(args)
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise ValueError("with TRITON_INTERPRET=1 no kernel runs on a GPU; --rehearse runs all steps without one")
     from fastvit.ops import _library
     from fastvit.tuning.model import gpu_at_hand
 
     try:
-        machine = gpu_at_hand()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a table that is ignored: what follows says so
+            machine = gpu_at_hand()
     except ValueError as error:
         raise ValueError(f"{error}; `fastvit tune --rehearse` runs all steps without one") from None
     folder = _library.cache_folder()
@@ -162,11 +167,12 @@ def _tune(
 
     tuning = ModelTuning(calls, tuner, multiprocessors)
     with _terminal.progress(len(calls), "timing") as step:
-        tuning.time_calls(step)
+        skipped = tuning.time_calls(step)
     works = tuning.works()
-    print(
-        f"{_step.described(subject, args, args.batch)}: {len(calls)} ops, {len(works)} choices to measure", flush=True
-    )
+    what = _step.described(subject, args, args.batch)
+    print(f"{what}: {len(calls)} ops, {len(works)} choices to measure", flush=True)
+    for op in skipped:
+        print(_line(op), flush=True)
     done, late, lines = 0, 0, list[str]()
     bar = sys.stdout.isatty() and sys.stderr.isatty()  # lines would break into it
     try:

@@ -74,7 +74,7 @@ def gpu_at_hand() -> Machine:
 
 
 class Skipped(NamedTuple):
-    """A choice that was not measured, and why.
+    """A call or a choice that was not measured, and why.
 
     Attributes:
         late: for want of time.
@@ -107,12 +107,16 @@ class ModelTuning:
         self.calls, self.seconds = calls, dict[int, float]()  # of a call, by its number
         self._pairs: dict[int, list[float]] = {}  # the same with shipped and with tuned choices
 
-    def time_calls(self, step: Callable[[str], None] = lambda now: None) -> None:
-        """Time every call with the choices in use. Calls that Triton cannot take are left out."""
+    def time_calls(self, step: Callable[[str], None] = lambda now: None) -> list[Skipped]:
+        """Time every call with the choices in use. Returns those that cannot be timed, and so are not tuned."""
+        skipped = []
         for i, call in enumerate(self.calls):
             step(call.name)
-            with contextlib.suppress(HostBound, Unsupported):
+            try:
                 (self.seconds[i],) = self._timed(call, [self.tuner.entries], _CALL_ROUNDS)
+            except (HostBound, Unsupported) as reason:
+                skipped.append(Skipped(call.name, str(reason)))
+        return skipped
 
     def _timed(self, call: OpCall, choices: list[Entries], count: int) -> list[float]:
         """The median seconds of a call with each of several sets of choices, in turn."""
