@@ -173,6 +173,7 @@ def test_in_the_interpreter_nothing_is_compiled_or_measured(capsys: pytest.Captu
 
 WRONG: list[tuple[list[str], str]] = [
     (["tune", "--out", "x"], "--out is for --rehearse"),
+    (["tune", SMALL, "--rehearse"], "has a tiny model of its own: leave out"),
     (["warmup", SMALL, "--multiprocessors", "3"], "--multiprocessors is for --target"),
     (["warmup", SMALL, "--target", "sm_70"], "--target must be one of sm_80, "),
     (["warmup", "no_model", "--target", "sm_80"], "'no_model' is not a known model"),

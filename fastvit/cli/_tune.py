@@ -125,6 +125,8 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
 
 
 def _rehearse(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        raise ValueError(f"--rehearse has a tiny model of its own: leave out {args.model}")
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from fastvit.kernels import _tuned
     from fastvit.ops import _library
@@ -241,9 +243,9 @@ def _show(machine: Machine, folder: Path) -> int:
         sample = samples.get(name_of(name, key), {}) if (name, key) in own else None
         if sample is None:
             line += " (shipped)"
-        elif str(choice) in sample.get("tried", {}):
-            before, after = sample["shipped"]["median"] * 1e6, sample["tried"][str(choice)]["median"] * 1e6
-            line += f", {after:.1f} us; shipped: {of_shipped}, {before:.1f} us"
+        elif "gain" in sample:
+            before = sample["shipped"]["median"] * 1e6
+            line += f", {before / sample['gain']:.1f} us; shipped: {of_shipped}, {before:.1f} us"
         print(line)
     return 0
 

@@ -134,8 +134,7 @@ class Result:
         work: the label of what was timed.
         shipped: seconds of the shipped choice, the median of its last rounds.
         chosen: the choice that replaces it, or None.
-        seconds: of the chosen one, or of the shipped one.
-        gain: the median of the rounds' ratios, shipped over chosen.
+        gain: the median of the rounds' ratios, shipped over chosen; 1 without one.
         tried, unfit: candidates that were timed, and those that do not compile, fit or agree.
     """
 
@@ -144,10 +143,14 @@ class Result:
     work: str
     shipped: float
     chosen: Choice | None
-    seconds: float
     gain: float
     tried: int
     unfit: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the choice in use from now on, by the rounds' ratios."""
+        return self.shipped / self.gain
 
     def __str__(self) -> str:
         verdict = f"{self.chosen}, {self.gain:.3f}x" if self.chosen else "as shipped"
@@ -258,13 +261,13 @@ class Tuner:
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
         final = rounds([None, *finalists], self.rounds[1])
         chosen = decide(final[None], {choice: final[choice] for choice in finalists})
-        self._record(work, key, samples | final, rejected, chosen)
         gain = float(np.median(np.asarray(final[None]) / np.asarray(final[chosen])))
-        shipped, seconds = (float(np.median(final[choice])) for choice in (None, chosen))
-        return Result(work.table, key, work.label, shipped, chosen, seconds, gain, len(tried), len(rejected))
+        self._record(work, key, samples | final, rejected, chosen, gain)
+        shipped = float(np.median(final[None]))
+        return Result(work.table, key, work.label, shipped, chosen, gain, len(tried), len(rejected))
 
     def _record(
-        self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None
+        self, work: Work, key: Key, samples: Samples, rejected: dict[Choice, str], chosen: Choice | None, gain: float
     ) -> None:
         found = self.data["tables"].setdefault(work.table, {})
         found.pop(text := ",".join(map(str, key)), None)
@@ -276,6 +279,7 @@ class Tuner:
             "tried": {str(choice): asdict(Quantiles.of(v)) for choice, v in samples.items() if choice is not None},
             "unfit": {str(choice): reason for choice, reason in rejected.items()},
             "chosen": chosen,
+            "gain": gain,
         }
         self.data["measured"] |= self.measured()  # clocks and power of now
         _tuned.parse(self.data, self.arch, self.data["gpu"])
