@@ -83,11 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
             with context.Pool(1) as pool:
                 case = pool.apply(measure, (*model.values(), target, mode))
             slowest = max(case["kernels"], key=lambda kernel: kernel["seconds"])
-            print(
-                f"triton {triton.__version__}  {target}  {mode:5}  {len(case['kernels']):2} kernels"
-                f"  {case['seconds']:5.1f} s, {case['cpu_seconds']:5.1f} s of a core  slowest {slowest['kernel']} {slowest['seconds']:.1f} s",
-                flush=True,
-            )
+            seconds = f"{case['seconds']:5.1f} s, {case['cpu_seconds']:5.1f} s of a core"
+            longest = f"slowest {slowest['kernel']} {slowest['seconds']:.1f} s"
+            head = f"triton {triton.__version__}  {target}  {mode:5}"
+            print(f"{head}  {len(case['kernels']):2} kernels  {seconds}  {longest}", flush=True)
             cases.append(case)
     before = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
     results = before["results"] if before.get("model") == model else {}
