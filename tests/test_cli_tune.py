@@ -92,7 +92,7 @@ def test_without_a_model_the_default_is_named(gpu: Path, capsys: pytest.CaptureF
     assert main(["tune", "--mode", "infer", "--minutes", "1e-9"]) == 0
     said = capsys.readouterr()
     assert said.err == "no MODEL is given: vit_base_patch16_224\n"
-    assert "choices not measured yet: " in said.out
+    assert "choices not measured: " in said.out
     assert not gpu.exists()
 
 
@@ -197,6 +197,16 @@ def test_minutes_are_positive(words: str, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["tune", "--minutes", words])
     assert "must be a positive number of minutes" in capsys.readouterr().err
+
+
+def test_a_model_without_kernels_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("fastvit.tuning.calls.record", lambda *_: None)
+    with known():
+        assert main(["warmup", SMALL, "--target", "sm_90"]) == 2
+    assert "Triton takes none of its ops" in capsys.readouterr().err
 
 
 def test_warmup_compiles_for_every_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

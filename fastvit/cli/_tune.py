@@ -193,7 +193,7 @@ def _tune(
         if bar:
             print("\n".join(lines), flush=True)
         if late:
-            print(f"choices not measured yet: {late}; the same command goes on with them", flush=True)
+            print(f"choices not measured: {late}" + "; the same command goes on with them" * kept, flush=True)
         if kept and tuner.path.exists():
             print(f"choices that differ from the shipped ones: {len(tuner.chosen)}, in {tuner.path}", flush=True)
     for mode in _step.modes(args):

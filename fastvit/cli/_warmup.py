@@ -56,14 +56,16 @@ def run(args: argparse.Namespace) -> int:
     subject = find(args.model)
     calls = {call: call for batch in args.batch for call in _step.calls(subject, args, batch)}
     from fastvit.tuning.calls import record
-    from fastvit.tuning.launches import Recorder, compile_all
+    from fastvit.tuning.launches import Recorder, compile_all, cores
 
     target, multiprocessors = _target(args)
     recorder = Recorder(target)
     record(calls, recorder, multiprocessors)
     launches = list(recorder.launches.values())
+    if not launches:
+        raise ValueError(f"{_step.described(subject, args, *args.batch)}: Triton takes none of its ops")
     start, made, failed = time.perf_counter(), 0, 0
-    processes = min(args.processes or os.cpu_count() or 1, len(launches))
+    processes = min(args.processes or cores(), len(launches))
     with _terminal.progress(len(launches), "compiling") as progress:
         for launch, compiled in compile_all(launches, processes):
             progress(launch.name.removesuffix("_kernel"))

@@ -163,15 +163,21 @@ def compile_all(launches: Sequence[L], workers: int | None = None) -> Iterator[t
     return in_processes(compiled, launches, workers)
 
 
+def cores() -> int:
+    """Return how many processes compile at a time: one a core that this process may run on, at most 32."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return min(len(allowed), 32)
+
+
 def in_processes(
     function: Callable[[L], T], launches: Sequence[L], workers: int | None = None
 ) -> Iterator[tuple[L, T | str]]:
     """Each launch with function(launch), in order, or with the error that this raised, as a string. workers: processes;
-    None for one a core."""
+    None for `cores`."""
     global _pending
     _pending = launches, function
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(workers or cores(), context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside a thread that shows progress
