@@ -59,6 +59,26 @@ def _cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
+def render(path: Path) -> list[str]:
+    """Return the table of a result file."""
+    data = json.loads(path.read_text())
+    model, results = data["model"], data["results"]
+    where = next(iter(results.values()))["environment"]
+    lines = [
+        f"{model['model']}, batch {model['batch']}, {model['dtype']}: Triton's kernels of a step, compiled one after",
+        f"the other from an empty cache, without a GPU; {where['device']}, torch {where['torch']}",
+        "",
+        f"{'triton':8}{'target':8}{'step':7}{'kernels':>7}{'seconds':>9}{'of a core':>11}  slowest kernel",
+    ]
+    for version, found in results.items():
+        for case in found["cases"]:
+            slowest = max(case["kernels"], key=lambda kernel: kernel["seconds"])
+            row = f"{version:8}{case['target']:8}{case['mode']:7}{len(case['kernels']):7}{case['seconds']:9.1f}"
+            row += f"{case['cpu_seconds']:11.1f}  {slowest['kernel'].removesuffix('_kernel')} {slowest['seconds']:.1f}"
+            lines.append(row)
+    return lines
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="vit_base_patch16_224")
@@ -82,16 +102,14 @@ def main(arguments: list[str] | None = None) -> int:
         for mode in chosen.mode:
             with context.Pool(1) as pool:
                 case = pool.apply(measure, (*model.values(), target, mode))
-            slowest = max(case["kernels"], key=lambda kernel: kernel["seconds"])
-            seconds = f"{case['seconds']:5.1f} s, {case['cpu_seconds']:5.1f} s of a core"
-            longest = f"slowest {slowest['kernel']} {slowest['seconds']:.1f} s"
-            head = f"triton {triton.__version__}  {target}  {mode:5}"
-            print(f"{head}  {len(case['kernels']):2} kernels  {seconds}  {longest}", flush=True)
+            kernels = f"{len(case['kernels'])} kernels, {case['seconds']:.1f} s"
+            print(f"triton {triton.__version__}, {target}, {mode}: {kernels}", flush=True)
             cases.append(case)
     before = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
     results = before["results"] if before.get("model") == model else {}
     results[triton.__version__] = {"environment": where, "cases": cases}
     write_json(chosen.out, {"model": model, "results": dict(sorted(results.items()))})
+    print("\n".join(["", *render(chosen.out)]))
     return 0
 
 

@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from benchmarks.codegen import compile_time
 from benchmarks.harness import conditions, dispatch, families, graph_tables, launch, low_precision, plot, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.record import Provider, Record
@@ -94,6 +95,7 @@ def _folder(folder: Path) -> Iterator[str]:
     special = {
         "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
         "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
+        "compile_time": compile_time.render,
     }  # fmt: skip
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):

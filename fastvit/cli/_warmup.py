@@ -15,7 +15,7 @@ $TRITON_CACHE_DIR, or ~/.triton/cache. No GPU is needed with --target, as for a
 container image; copy the cache along with it.
 
 The cache is hit if these agree:
-  versions    of fastvit and triton
+  versions    of fastvit and triton, and Triton's environment variables
   GPU         its architecture (--target sm_90)
   the step    dtype, image size, and whether it trains
   batch size  nearly: tiles of matmuls and of patch embedding are chosen by the
