@@ -210,7 +210,7 @@ def test_a_model_without_kernels_is_no_success(
 
 
 def test_warmup_compiles_for_every_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What fails is named, and the status is 1."""
+    """A kernel that fails is named, and the status is 1."""
     seen = []
 
     def record(found: Any, recorder: Any, multiprocessors: int) -> None:
@@ -233,7 +233,7 @@ def test_warmup_compiles_for_every_batch(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def program(*words: str, **environment: str) -> str:
-    """What a process prints that does not interpret kernels."""
+    """Return what a process prints that does not interpret kernels."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER")}
     inherited["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"
     run = subprocess.run(
@@ -256,7 +256,7 @@ def test_a_rehearsal_takes_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_warmup_compiles_is_what_a_step_launches(tmp_path: Path) -> None:
-    """Of models of the zoo, of timm under autocast, with a mask, and with rotary positions, forward and backward. So is
+    """Models of the zoo, of timm under autocast, with a mask, and with rotary positions, forward and backward. So is
     what tuning compiles beforehand."""
     out = program(str(ROOT / "tests" / "warmed.py"), TRITON_CACHE_DIR=str(tmp_path))
     launched = [line.split()[1:] for line in out.splitlines() if line.startswith("launched ")]

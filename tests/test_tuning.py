@@ -333,6 +333,8 @@ def test_the_folder_of_the_users_tables(environment: Any, folder: str, monkeypat
 def test_keys_and_choices_in_words() -> None:
     assert key_in_words("attention_fwd", (197, 64, 2, 0, 0)) == "attention forward N=197 d=64"
     assert key_in_words("gemm", (13, 3072, 768, 2)) == "linear 768->3072 M<8192"
+    which = key_in_words("use_triton_gemm", (13, 3072, 768, 2, 1))
+    assert which == "linear backward 768->3072 M<8192, Triton or cuBLAS"
     assert key_in_words("layer_norm", (768, 1)) == "norm backward D=768"
     assert choice_in_words("attention_fwd", (0, 128, 64, 8, 3)) == "128x64, 8 warps, 3 stages"
     assert choice_in_words("use_triton_gemm", (0,)) == "cuBLAS"

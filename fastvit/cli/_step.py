@@ -1,4 +1,4 @@
-"""What `tune` and `warmup` share: which step of which model."""
+"""Options and helpers of `tune` and `warmup`: which step of which model."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def _tune(
         late = len(works) - done
         raise
     finally:
-        if bar:
+        if bar and lines:
             print("\n".join(lines), flush=True)
         if late:
             print(f"choices not measured: {late}" + "; the same command goes on with them" * kept, flush=True)

@@ -1,4 +1,4 @@
-"""The fused ops that a model's step calls: recorded on fake tensors, and called again on tensors that look alike."""
+"""The fused ops that a model's step calls: recorded on fake tensors, and run again on tensors of the same layouts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OpCall:
         return str(self.op._schema.name.partition("::")[2])
 
     def arguments(self, device: torch.device) -> list[Any]:
-        """Tensors that look like the recorded ones: random, or without data on the meta device."""
+        """Return the arguments, with tensors of the recorded layouts: random, or without data on the meta device."""
         names = [argument.name for argument in self.op._schema.arguments]
         made = (_drawn(leaf, device) if isinstance(leaf, Laid) else leaf for leaf in self.leaves)
         arguments = list(tree_unflatten(list(made), self.nested))

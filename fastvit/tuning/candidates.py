@@ -54,7 +54,7 @@ _SHORT_BWD = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8)
 
 
 def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
-    """What is tried besides the shipped choice. What does not compile or fit is found out by compiling."""
+    """Return the choices to try next to the shipped one. Some may not compile or fit: compiling them tells."""
     if table == "layer_norm":
         width = max(1 << (key[0] - 1).bit_length(), 16)
         backward = bool(key[1])

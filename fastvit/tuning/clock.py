@@ -83,7 +83,7 @@ HOST_BOUND = "the GPU waited for the host: no time of the GPU"
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of samples in seconds."""
+    """Quantiles of samples in seconds."""
 
     median: float
     q20: float

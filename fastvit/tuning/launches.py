@@ -180,7 +180,7 @@ def in_processes(
     pool = ProcessPoolExecutor(workers or cores(), context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside a thread that shows progress
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks next to a thread that shows progress
             results = pool.map(_work_off, range(len(launches)))
         yield from zip(launches, results, strict=True)
     finally:

@@ -30,7 +30,7 @@ _META = torch.device("meta")
 
 
 class Machine(NamedTuple):
-    """What launch choices depend on of a GPU.
+    """A GPU, as far as launch choices depend on it.
 
     Attributes:
         gpu: its name.
@@ -77,7 +77,7 @@ class Skipped(NamedTuple):
     """A call or a choice that was not measured, and why.
 
     Attributes:
-        late: for want of time.
+        late: because the time was up.
     """
 
     label: str
@@ -132,7 +132,7 @@ class ModelTuning:
         return [float(np.median(found)) for found in samples]
 
     def works(self) -> list[Work]:
-        """What there is to measure, each key of a table once: by the call that takes the most time of a step among
+        """Return the works to measure, each key of a table once: by the call that takes the most time of a step among
         those that ask for it. In the order of that time; of one call, the tables in the order in which they build on
         each other."""
         found: dict[tuple[str, tuple[int, ...]], Work] = {}

@@ -13,7 +13,7 @@ _HEADS = {
 
 
 def key_in_words(table: str, key: Sequence[int]) -> str:
-    """Such as "attention forward N=197 d=64" for ("attention_fwd", (197, 64, 2, 0, 0)). M: rows, in steps of two."""
+    """Such as "attention forward N=197 d=64" for ("attention_fwd", (197, 64, 2, 0, 0)). M: rows, in powers of two."""
     of = dict(zip(_tuned.KEY[table], key, strict=True))
     float32 = ", float32" if of.get("itemsize", 2) > 2 else ""
     if table in _HEADS:
@@ -29,9 +29,8 @@ def key_in_words(table: str, key: Sequence[int]) -> str:
         if of["split"]:
             return f"patch embedding backward {of['m']}x{of['n']} M<{1 << of['k']}{float32}"
         return f"patch embedding {of['k']}->{of['n']} M<{1 << of['m']}{float32}"
-    name = "linear" if table == "gemm" else "linear, which library"
-    direction = " backward" if of.get("backward") else ""
-    return f"{name}{direction} {of['k']}->{of['n']} M<{1 << of['rows']}{float32}"
+    direction, which = " backward" * bool(of.get("backward")), ", Triton or cuBLAS" * (table == "use_triton_gemm")
+    return f"linear{direction} {of['k']}->{of['n']} M<{1 << of['rows']}{float32}{which}"
 
 
 def choice_in_words(table: str, choice: Sequence[int]) -> str:

@@ -108,7 +108,7 @@ def base_entries(table: str, entries: Entries) -> Entries:
 
 
 def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[tuple[str, Key]]:
-    """What a call asks for in one table, with these entries: (arch, key), sorted."""
+    """Return the keys that a call asks for in one table, with these entries: (arch, key), sorted."""
     with using(base_entries(table, entries)) as asked:
         run()
     return sorted((arch, key) for arch, name, key in asked if name == table)
@@ -149,7 +149,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Of the choice in use from now on, by the rounds' ratios."""
+        """Seconds of the choice in use from now on, by the rounds' ratios."""
         return self.shipped / self.gain
 
     def __str__(self) -> str:
