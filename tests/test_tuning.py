@@ -85,7 +85,7 @@ def test_the_calls_of_a_model_with_rotary_positions() -> None:
 def test_a_masked_call_has_no_choice_to_measure() -> None:
     """Kernels with masks take no measured choice."""
     masked = [c for c in calls("study_models:of_a_bias") if "attention" in c.name]
-    names = {"attention_qkvpacked_fwd", "attention_qkvpacked_bwd", "attention_mask_bwd"}
+    names = {"attention_qkvpacked_fwd", "attention_qkvpacked_bwd_with_mask"}
     assert {call.name for call in masked} == names
     with on_meta(ARCH, 132):
         for call in masked:

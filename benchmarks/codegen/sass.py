@@ -69,6 +69,11 @@ class Region:
         """Slots by the mnemonics' first part, the most frequent first."""
         return dict(Counter(i.opcode.split(".")[0] for i in self.instructions).most_common())
 
+    @property
+    def spilled(self) -> int:
+        """Slots of loads and stores of local memory, where ptxas keeps registers that it has spilled."""
+        return sum(i.opcode.startswith(("LDL", "STL")) for i in self.instructions)
+
     @cached_property
     def macs_per_thread(self) -> float:
         return sum(i.macs for i in self.instructions)
