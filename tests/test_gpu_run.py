@@ -382,3 +382,12 @@ def test_the_low_precision_of_the_readme_is_that_of_the_result_file() -> None:
     readme = " ".join((provenance.ROOT / "README.md").read_text().split())
     assert "eager {} ms, bfloat16 {}, int8 {} (torchao, compiled) or {} (ONNX".format(*milliseconds) in readme
     assert "finds {}, {} and {} % of nearest patches again".format(*shares) in readme
+
+
+def test_the_compile_time_of_the_readme_is_that_of_the_result_file() -> None:
+    found = json.loads((provenance.ROOT / "benchmarks/results/cpu/compile_time.json").read_text())["results"]
+    cases = [case for of in found.values() for case in of["cases"] if case["mode"] == "train"]
+    (kernels,) = {len(case["kernels"]) for case in cases}
+    least, most = (f(case["seconds"] for case in cases) for f in (min, max))
+    said = f"training ViT-B/16: {kernels} in {least:.0f} to {most:.0f} s of one core"
+    assert said in (provenance.ROOT / "README.md").read_text()

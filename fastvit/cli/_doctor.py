@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if finding.topic != topic:
             topic = finding.topic
             print(topic)
-        head = f"{_MARK[finding.status]} {finding.name:<16} "
+        head = f"{_MARK[finding.status]} {finding.name:<17} "
         text = textwrap.fill(
             finding.value, _terminal.width(), initial_indent=head, subsequent_indent=" " * len(head),
             break_long_words=False, break_on_hyphens=False,
