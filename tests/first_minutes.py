@@ -2,16 +2,16 @@
 tests/test_gpu_plan.py, in a process of its own: kernels are recorded, not interpreted."""
 
 import json
-from typing import Any
 
 import torch
 
 from benchmarks.codegen.launches import Launch
 from benchmarks.gpu import headline, precompile
-from benchmarks.gpu.tables import HEADLINE, candidates, works
-from benchmarks.gpu.tune import using
+from benchmarks.gpu.tables import HEADLINE, works
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
+from fastvit.tuning.candidates import candidates
+from fastvit.tuning.tuner import base_entries, keys_of, using
 
 Keys = set[tuple[str, tuple[int, ...]]]
 
@@ -37,17 +37,14 @@ def measured() -> Keys:
     found: Keys = set()
     with precompile._recording(precompile.REHEARSED):
         for work in works(headline=True):
-            base: Any = {(table, ()): choice for table, choice in work.fixed.items()}
-            with using(base):
+            with using(base_entries(work.table, {})):
                 call = work.build(torch.device("meta"))
-            with using(base) as asked:
-                call()
-            found |= {(table, of) for _, table, of in asked if table == work.table}
+            found |= {(work.table, of) for _, of in keys_of(call, work.table, {})}
     return found
 
 
 def with_any_choice() -> set[str]:
-    """What blocks and a model launch, whatever tuning has chosen."""
+    """Launch blocks and a model with every choice that tuning may make."""
     some = [w for w in headline.rows(False) if w.op in ("block", "layer_norm_mlp")]
     some.append(next(w for w in headline.rows(False) if w.op == "model"))
     with precompile._recording(precompile.REHEARSED) as recorder:
