@@ -53,6 +53,8 @@ class OpCall:
         if device.type != "meta":
             for i, name in enumerate(names[: len(arguments)]):
                 arguments[i] = _suited(name, arguments[i], arguments)
+            if "lse" in names:
+                _attend(self.name, dict(zip(names, arguments, strict=False)))
         return arguments
 
     def run(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -125,13 +127,24 @@ def _drawn(laid: Laid, device: torch.device) -> Tensor:
 
 
 def _suited(name: str, value: Any, arguments: Sequence[Any]) -> Any:
-    """The argument, or one that the op can compute with: statistics are positive, so that nothing overflows, and
-    sequences begin and end within the tokens."""
+    """The argument, or one that the op can compute with: rstd is positive, so that nothing overflows, and sequences
+    begin and end within the tokens."""
     if not isinstance(value, Tensor):
         return value
-    if name in ("lse", "rstd"):
+    if name == "rstd":
         return value.abs_().add_(1.0)
     if name == "cu_seqlens":
         ends = torch.linspace(0, arguments[0].shape[0], value.numel(), device=value.device)
         return value.copy_(ends.to(value.dtype))
     return value
+
+
+def _attend(backward: str, given: dict[str, Any]) -> None:
+    """Fill o and lse of a backward pass of attention with what the forward pass makes of the same q, k and v. With an
+    lse below a score, its probability would exceed 1, which kernels bound in some tiles only: choices would disagree.
+    given: the arguments of `backward`, by name."""
+    forward = getattr(torch.ops.fastvit, backward.removesuffix("_with_mask").removesuffix("bwd") + "fwd").default
+    with torch.no_grad():
+        o, lse = forward(*(given[argument.name] for argument in forward._schema.arguments))
+    given["o"].copy_(o)
+    given["lse"].copy_(lse)
