@@ -218,9 +218,9 @@ class Tuner:
 
     def tune(self, work: Work) -> list[Result]:
         """Measure what is missing of the work's keys."""
-        with using(base_entries(work.table, {})):
+        with using(base_entries(work.table, self.entries)):
             run = work.build(self.device)
-        keys = keys_of(run, work.table, {})
+        keys = keys_of(run, work.table, self.entries)  # sums have as many rows as the kernel before them has programs
         if any(arch != self.arch for arch, _ in keys):
             raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
         if not keys:
