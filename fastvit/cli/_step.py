@@ -25,6 +25,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("train", "infer", "both"), default="both", help="whose kernels")
 
 
+def check_triton() -> None:
+    """Raise ImportError, which says how to install triton, where it is missing."""
+    from fastvit.ops import _library
+
+    if not _library.HAVE_TRITON:
+        raise ImportError("this wants triton, which is not installed: pip install 'fastvit[triton]'")
+
+
 def modes(args: argparse.Namespace) -> tuple[str, ...]:
     return ("infer", "train") if args.mode == "both" else (args.mode,)
 
@@ -33,10 +41,6 @@ def calls(subject: Subject, args: argparse.Namespace, batch: int) -> list[OpCall
     """The fused ops of the step that was asked for. Leaves PyTorch's precision of float32 matmuls as it needs it."""
     import torch
 
-    from fastvit.ops import _library
-
-    if not _library.HAVE_TRITON:
-        raise ImportError("this wants triton, which is not installed: pip install 'fastvit[triton]'")
     from fastvit.tuning.calls import calls_of
 
     size, _ = subject.sizes(args.image_size)

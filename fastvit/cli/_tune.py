@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--out is for --rehearse; $FASTVIT_CACHE_DIR chooses the folder of measured tables")
     if args.rehearse:
         return _rehearse(args)
+    _step.check_triton()
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 no kernel runs on a GPU; --rehearse runs all steps without one")
     from fastvit.ops import _library
@@ -108,12 +109,17 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
         print(f"no MODEL is given: {_DEFAULT}", file=sys.stderr)
     subject = find(args.model or _DEFAULT)
     calls = _step.calls(subject, args, args.batch)
+    try:  # before anything takes time
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}; FASTVIT_CACHE_DIR names another") from None
     path = folder / _tuned.file_name(machine.gpu)
     before = _tuned.users(machine.arch, machine.gpu, folder)
     if before is not None and before.ignored:
         print(f"{path} is replaced: {before.ignored}", file=sys.stderr)
         path.unlink()
-    folder.mkdir(parents=True, exist_ok=True)  # before anything takes time
     tuner = Tuner(
         machine.device, timer_of(machine.device), path, machine.gpu, _measured,
         shipped=entries_of(_tuned.shipped(machine.arch, machine.gpu)), prepare=compile_candidates(machine),
@@ -131,6 +137,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     from fastvit.kernels import _tuned
     from fastvit.ops import _library
 
+    _step.check_triton()
     if not _library.INTERPRET:
         raise ValueError("--rehearse wants a process of its own: triton is imported already")
     args.batch, args.image_size, args.dtype = 2, None, "fp32"  # bfloat16 is wrong in the interpreter

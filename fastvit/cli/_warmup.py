@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--multiprocessors is for --target: the GPU at hand says how many it has")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise ValueError("with TRITON_INTERPRET=1 nothing is compiled")
+    _step.check_triton()
     from fastvit.study._sources import find
 
     subject = find(args.model)

@@ -172,12 +172,13 @@ def cores() -> int:
 def in_processes(
     function: Callable[[L], T], launches: Sequence[L], workers: int | None = None
 ) -> Iterator[tuple[L, T | str]]:
-    """Each launch with function(launch), in order, or with the error that this raised, as a string. workers: processes;
-    None for `cores`."""
+    """Each launch with function(launch), in order, or with the error that this raised, as a string. workers: processes
+    at most; None for `cores`."""
     global _pending
     _pending = launches, function
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers or cores(), context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    workers = max(min(workers or cores(), len(launches)), 1)  # all are forked with the first launch
+    pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks next to a thread that shows progress
