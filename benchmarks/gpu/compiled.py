@@ -8,7 +8,6 @@ times what it has compiled, one process after the other. A compilation that migh
 
 from __future__ import annotations
 
-import fcntl
 import sys
 import time
 from dataclasses import asdict
@@ -106,6 +105,8 @@ def compile_all(journal: Journal, chosen: Any, device: torch.device) -> dict[str
 def take_turn(lock: Path) -> TextIO:
     """Wait until no other process has the turn. It lasts as long as the file that this returns is open, so at most as
     long as the process."""
+    import fcntl  # not on Windows, where this file is imported all the same
+
     file = lock.open("a")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
