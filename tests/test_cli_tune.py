@@ -122,6 +122,20 @@ def test_a_stale_table_is_replaced(gpu: Path, capsys: pytest.CaptureFixture[str]
     assert set(json.loads(gpu.read_text())["tables"]["attention_fwd"]) == {"5,16,2,0,0"}
 
 
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_measured(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    path = write(gpu.parent, ONLINE, measured={"sources": "other kernels"})
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    assert main(TUNE) == 2
+    said = capsys.readouterr()
+    assert said.err == f"fastvit: {gpu.parent} cannot be written: Permission denied; FASTVIT_CACHE_DIR names another\n"
+    assert path.exists()
+
+
 def test_tables_are_shown_and_forgotten(
     gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +177,17 @@ def test_without_a_gpu_a_line_says_so(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("fastvit: no GPU: ")
     assert ("--rehearse" if words[0] == "tune" else "--target") in line
+
+
+@pytest.mark.parametrize("words", [["tune"], ["tune", "--rehearse"], ["warmup", SMALL, "--target", "sm_90"]])
+def test_without_triton_a_line_says_how_to_install_it(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(_library, "HAVE_TRITON", False)
+    monkeypatch.setattr(model, "tiny_model", lambda: pytest.fail("went on"))
+    assert main(words) == 2
+    assert "pip install 'fastvit[triton]'" in capsys.readouterr().err
 
 
 def test_in_the_interpreter_nothing_is_compiled_or_measured(capsys: pytest.CaptureFixture[str]) -> None:

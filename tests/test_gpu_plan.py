@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import runpy
 import selectors
 import subprocess
 import sys
@@ -73,6 +74,12 @@ def test_no_compilation_begins_that_would_run_into_the_timing(
     assert {r["reason"] for r in cut} == {f"not begun: {needed} s were left"}
 
 
+def test_it_is_imported_where_there_is_no_fcntl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows, where the tests of all else of it run."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    runpy.run_path(compiled.__file__, run_name="a copy")
+
+
 def test_a_process_that_dies_gives_its_turn_away(tmp_path: Path) -> None:
     take = (
         "import pathlib, sys, time; from benchmarks.gpu.compiled import take_turn\n"
@@ -98,7 +105,7 @@ def test_a_process_that_dies_gives_its_turn_away(tmp_path: Path) -> None:
 
 
 def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes one is ready, and is timed after the other has been ended."""
+    """One of two processes is ready, and is timed after the other has been ended."""
     code = (
         "import pathlib, sys, time; go = pathlib.Path(sys.argv[1])\n"
         "if sys.argv[2] == 'sdpa':\n"

@@ -109,6 +109,16 @@ def test_drawn_arguments_look_like_the_recorded_ones(name: str) -> None:
         assert all(t.isfinite().all() for t in out if isinstance(t, torch.Tensor)), call.name
 
 
+def test_no_probability_of_a_drawn_backward_pass_exceeds_one() -> None:
+    """Kernels bound it in their last tile: with other data choices whose tiles differ would have other results."""
+    (call,) = (call for call in calls(SMALL) if call.name == "attention_qkvpacked_bwd")
+    names = [argument.name for argument in call.op._schema.arguments]
+    given = dict(zip(names, call.arguments(CPU), strict=True))
+    q, k, _ = given["qkv"].float().transpose(1, 3).unbind(2)
+    scores = given["scale"] * q @ k.transpose(2, 3)
+    assert (scores.amax(-1) <= given["lse"] + 1e-3).all()
+
+
 def test_a_model_without_fused_ops_is_refused() -> None:
     subject = SimpleNamespace(name="a model")
     with pytest.MonkeyPatch.context() as patch:
@@ -217,6 +227,19 @@ def test_the_baseline_is_the_shipped_table(tmp_path: Path) -> None:
     (result,) = one.tune(tuner.Work(key[0], "a call", lambda device: use))
     assert (result.shipped, result.chosen) == (1.0, None)
     assert one.entries == shipped
+
+
+def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path: Path) -> None:
+    """The number of programs of another table's choice is the number of rows to add up."""
+
+    def run() -> tuple[torch.Tensor, ...]:
+        _tuned.choice(ARCH, "column_sum", 9 if _tuned.choice(ARCH, "layer_norm", 768, 1) is None else 10, 768)
+        return (torch.ones(1),)
+
+    norm = {("layer_norm", (768, 1)): (4, 4, 4, 1)}
+    one = tuner.Tuner(CPU, lambda run: 1.0, tmp_path / FILE, GPU, lambda: {"sources": ""}, shipped=norm, most=1)
+    (result,) = one.tune(tuner.Work("column_sum", "a call", lambda device: run))
+    assert result.key == (10, 768)
 
 
 def test_results_in_memory_that_is_written_again_are_compared(tmp_path: Path) -> None:
