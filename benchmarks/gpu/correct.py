@@ -59,7 +59,7 @@ def groups(rehearse: bool) -> list[str]:
 
 
 def name_of(case: Workload, dtype: str) -> str:
-    """Of its result in the journal."""
+    """Return the name of its result in the journal."""
     return f"{case.op} {case} {dtype}"
 
 

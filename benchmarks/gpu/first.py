@@ -113,7 +113,7 @@ def _todo(journal: Journal, checks: list[Step], tuning: Step, rehearse: bool) ->
 
 
 def _workers(runner: Runner) -> int:
-    """Of the checks: as many as memory and cores allow, and one for the sanitizer."""
+    """Return how many checks run at a time: as many as memory and cores allow, and one for the sanitizer."""
     machine = runner.journal.get("environment", "machine") or {}
     memory = machine.get("memory_bytes", 0) - COMPILING * len(compiled.runs(False))
     return 1 + max(2, min(6, int(memory / CHECKING), (os.cpu_count() or 1) // 2))

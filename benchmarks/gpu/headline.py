@@ -105,9 +105,7 @@ class Row:
 
     def __init__(self, workload: Workload, mode: str, clock: Clock, seconds: float) -> None:
         self.workload, self.mode, self.clock, self.seconds = workload, mode, clock, seconds
-        self.name = (
-            f"{workload.op} {workload} {mode}"  # seeds the orders: rows of few rounds are not all in the same one
-        )
+        self.name = f"{workload.op} {workload} {mode}"  # seeds the orders: rows of few rounds are not all in the same
         self.figures: dict[str, dict[str, Any]] = {}
         self.results: dict[str, tuple[Tensor, ...]] = {}
         self.tuned: set[str] = set()  # measured choices that fused's launches take, "table[key]"
@@ -147,7 +145,7 @@ class Row:
         return None
 
     def _time_calls(self, steps: dict[str, Work]) -> None:
-        """As called. A provider's context is entered once a loop: that takes longer than a launch."""
+        """Time calls. A provider's context is entered once a loop: that takes longer than a launch."""
         seconds = self.seconds / 2 / CALLED_ROUNDS / max(len(steps), 1)
         options: dict[str, Any] = {"seconds": seconds, "rounds": CALLED_ROUNDS, "seed": self.name, "within": _using}
         for name, values in per_call_in_turn(steps, self.clock.device, **options).items():

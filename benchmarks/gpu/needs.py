@@ -1,4 +1,4 @@
-"""What a run on a GPU needs, looked for before its first step."""
+"""Checks, before the first step, that what a run on a GPU needs is there."""
 
 from __future__ import annotations
 

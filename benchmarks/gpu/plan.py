@@ -8,7 +8,7 @@ The 1.3 s of a kernel are measured; the other times of single things are estimat
 | ------- | ------- | ----------------------------- |
 | machine |      40 | torch is imported, one kernel launched, the limits measured; alone, because limits are timed |
 | kernels |     125 | 680 kernels at 1.3 s each on 15 processes are 59 s, and 25 s to start and to record them; rows, tuning and bfloat16 come first, so that a cut costs the checks of float16 and float32 a compilation each |
-| checks  |     240 | ops against float64 in 6 processes; beside them compute-sanitizer, and torch.compile in 5, at most 4 models each: nothing is timed yet, so that all may share GPU and cores |
+| checks  |     240 | ops against float64 in 6 processes; next to them compute-sanitizer, and torch.compile in 5, at most 4 models each: nothing is timed yet, so that all may share GPU and cores |
 | models  |     280 | 20 compiled models are timed, one process after the other, at about 1.5 s, and 5 processes end, at 2 s; before the rows, because each process holds memory that the largest rows need |
 | tuning  |     338 | 42 choices of `gemm` and `use_triton_gemm` at the shapes of the rows, at 1 to 2 s; the wider model first |
 | rows    |     472 | 32 rows of attention, block and models, at about 4 s; those at batch 256 take up to 30 s |

@@ -76,8 +76,8 @@ def _run(recorder: Any, items: Iterable[Item]) -> None:
 
 
 def _try_in_block() -> None:
-    """What the rows launch with any choice that tuning before them may make: blocks have other epilogues than the
-    works by which tuning measures. One block has all of them, at every batch and width."""
+    """Record what the rows launch with any choice that tuning before them may make: blocks have other epilogues than
+    the works that tuning measures. One block has all of them, at every batch and width."""
     block = next(w for w in headline.rows(False) if w.op == "block")
     runner = block.runner("fused", Draw(headline.DTYPE, "meta"))
     for choice in candidates("gemm", ()):

@@ -87,7 +87,7 @@ def _step(name: str, *arguments: str) -> Step:
 
 
 def summary(steps: list[Step], journal: Journal) -> str:
-    """What became of the steps: how many of each status, and the names of those that are not done."""
+    """Return how many steps there are of each status, and the names of those that are not done."""
     statuses = {step.name: (journal.get("step", step.name) or {}).get("status", "to do") for step in steps}
     counts = Counter(statuses.values()).most_common()
     unfinished = [f"\n    {name}: {status}" for name, status in statuses.items() if status not in DONE]

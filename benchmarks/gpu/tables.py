@@ -36,7 +36,7 @@ TABLES = (  # in the order in which they build on each other: a choice between t
     Table("attention_bwd_dq", "attention", ("backward",)),
     Table("attention_bwd_dkdv", "attention", ("backward",)),
     Table("attention_bwd_short", "attention", ("backward",), suits=lambda sizes: sizes["N"] <= 256),
-    # forward and backward, since fc1 and the gradient behind it share a choice
+    # forward and backward, since fc1 and the gradient after it share a choice
     Table("gemm", "mlp", ("both",)),
     Table("gemm", "linear", ("forward",), suits=lambda s: s["D"] == s["out"]),
     Table("use_triton_gemm", "linear", ("forward",), suits=lambda sizes: sizes["B"] != 64),
@@ -50,9 +50,8 @@ _WIDTHS = (768, 384)  # of the rows' models, the more wanted first
 
 
 def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:
-    """Everything there is to measure; tiny: for the interpreter, whose GEMMs with an epilogue are
-    all Triton's. headline: only what
-    the rows of headline.py ask for of the tables HEADLINE."""
+    """Everything there is to measure; tiny: for the interpreter, whose GEMMs with an epilogue are all Triton's.
+    headline: only what the rows of headline.py ask for of the tables HEADLINE."""
     for width, table in itertools.product(_WIDTHS if headline and not tiny else (0,), TABLES):
         if (headline and table.name not in HEADLINE) or (tiny and table.name == "use_triton_gemm"):
             continue

@@ -13,7 +13,7 @@ _NAMED = 8  # results at most that are named
 
 
 def lines(records: list[Record]) -> list[str]:
-    """What is wrong first, then what failed, did not end or is missing, then times of others over fused's."""
+    """Return what is wrong first, then what failed, did not end or is missing, then times of others over fused's."""
     results = [r for r in records if r["kind"] in KINDS]
     wrong = [r for r in results if is_wrong(r)]
     failed = [r for r in results if r["status"] in ("failed", BEGUN) and not is_wrong(r)]
