@@ -50,7 +50,7 @@ LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at
 
 _Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
 _tables: dict[str, _Tables] = {}  # by arch
-_met: set[tuple[str, str]] = set()  # arch and name of the GPUs whose files have been read
+_met: set[str] = set()  # archs of which a GPU's files have been read
 _caches: list[Callable[[], None]] = []
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -97,16 +97,16 @@ class Table(NamedTuple):
 
 def load(arch: str, gpu: str, user: Path | None = None) -> None:
     """Take over the GPU's shipped choices, then those in the user's folder, which go before them one by one. Ignored
-    files are warned of, once. Of two models of one arch in a process the first one's choices stay.
+    files are warned of, once. Of two models of one arch in a process the first one's choices stay, or that it has none.
 
     Args:
         arch: "sm_90" and the like.
         gpu: its name.
         user: the folder; it need not be there.
     """
-    if arch in _tables or (arch, gpu) in _met:
+    if arch in _met:
         return
-    _met.add((arch, gpu))
+    _met.add(arch)
     found: _Tables = {}
     for table in (shipped(arch, gpu), users(arch, gpu, user)):
         if table is not None and table.ignored:

@@ -293,6 +293,14 @@ def test_the_users_choices_go_before_the_shipped_ones_one_by_one(
     assert algorithm(197) == "online"
 
 
+def test_a_second_model_of_an_arch_changes_no_choice_of_the_first(tmp_path: Path) -> None:
+    """The first one has no table, and its launches stay the same throughout a run."""
+    write(tmp_path, ONLINE)
+    _tuned.load(ARCH, "A GPU without a table", tmp_path)
+    _tuned.load(ARCH, GPU, tmp_path)
+    assert algorithm(197) == "short"
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"measured": {"sources": "other kernels"}}, "measured with other kernels than these; `fastvit tune` measures"),
     ({"measured": {}}, "measured with other kernels"),
