@@ -39,6 +39,11 @@ class LayerNormConfig(RowConfig):
     programs_per_sm: int
     num_stages: int
 
+    @property
+    def registers(self) -> int:
+        """How many a thread can have while the grid's programs share the 65,536 of an SM."""
+        return 65536 // (32 * self.num_warps * self.programs_per_sm)
+
 
 def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> LayerNormConfig:
     """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte

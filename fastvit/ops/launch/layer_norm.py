@@ -113,7 +113,7 @@ def _forward_plan(
 ) -> tuple[Launch, tuple[int, ...]]:
     """The launch for x (..., D), which is read as these rows, or is the sum of these and the branch; and the shape of
     the statistics."""
-    M, D, programs, constants = _programs(x, row_scale, backward=False)
+    M, D, programs, constants = _programs(x, row_scale, backward=False, alone=branch is None)
     numbers = M, D, rows_per_sample(x, row_scale), row_stride(rows), row_stride(branch), eps
     return Launch(layer_norm_fwd_kernel, programs, numbers, constants), (*x.shape[:-1], 1)
 
@@ -128,23 +128,28 @@ def _backward_plan(
     return Launch(layer_norm_bwd_kernel, programs, numbers, constants), (tables, programs, D)
 
 
-def _programs(x: Tensor, row_scale: Tensor | None, *, backward: bool) -> tuple[int, int, int, Constants]:
-    """How many rows x (..., D) has, D, how many programs of a kernel take them, and its constants."""
+def _programs(
+    x: Tensor, row_scale: Tensor | None, *, backward: bool, alone: bool = False
+) -> tuple[int, int, int, Constants]:
+    """How many rows x (..., D) has, D, how many programs of a kernel take them, and its constants. alone: there is no
+    branch to add."""
     D = x.shape[-1]
     if x.dtype is torch.float64:
         raise Unsupported("float64")
     if D > _configs.MAX_ROW:
         raise Unsupported(f"rows of more than {_configs.MAX_ROW} elements")
     M = x.numel() // D
-    per_sm, constants = _plan(D, backward, _library.arch(x), row_scale is not None)
+    per_sm, constants = _plan(D, backward, _library.arch(x), row_scale is not None, alone)
     programs = min(cdiv(M, constants["BLOCK_M"]), per_sm * _library.multiprocessors(x.device.index))
     return M, D, programs, constants
 
 
 @_tuned.cached
-def _plan(D: int, backward: bool, arch: str, has_row_scale: bool) -> tuple[int, Constants]:
+def _plan(D: int, backward: bool, arch: str, has_row_scale: bool, alone: bool) -> tuple[int, Constants]:
     cfg = _configs.layer_norm(D, backward=backward, arch=arch)
+    # with a limit that every program of the grid leaves it, ptxas does not spill to fit one program more
+    limit = cfg.registers if alone and cfg.registers >= 64 and arch in _configs.FIRST_TIER else None
     return cfg.programs_per_sm, {
         "HAS_ROW_SCALE": has_row_scale, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,
-        "STAGES": cfg.num_stages, "num_warps": cfg.num_warps,
+        "STAGES": cfg.num_stages, "num_warps": cfg.num_warps, **_configs.register_limit(limit),
     }  # fmt: skip
