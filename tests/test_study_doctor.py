@@ -137,7 +137,7 @@ def test_a_probe_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("2.8.1", "trouble"), ("2.9.0+cu128", "ok"), ("2.14.0a0+git", "ok"), ("2.15.0", "note")]
+    ("version", "status"), [("2.8.1", "trouble"), ("2.9.0+cu128", "ok"), ("2.15.0a0+git", "ok"), ("2.16.0", "note")]
 )
 def test_versions_of_torch(version, status, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)

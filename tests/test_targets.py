@@ -3,7 +3,8 @@
 By default the workloads that touch each kernel once, in bfloat16; FASTVIT_TARGETS=all (`make targets`) takes, by tier:
 
 - **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. No
-  spills, no narrow accesses, wgmma on Hopper, and the goals for issue slots.
+  spills, no narrow accesses, wgmma on Hopper, and the goals for issue slots. From triton 3.9 on, which takes more
+  registers and instructions, a loop may spill a little and the goals have leeway.
 - **second**, sm_100, sm_120 and gfx942, float32 and TF32: it compiles, fits the shared memory, uses tensor cores as
   asked, and spills at most 64 bytes. One workload of each kind of kernel and class of head dimension (one part; two:
   64 + 8, 64 + 32; 128; 256), since a spill or an overflow follows from the tile, which is chosen by class. float16

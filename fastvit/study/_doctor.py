@@ -25,7 +25,7 @@ _PACKAGES = {  # of the extras and of other libraries: what they are for
     "rich": "tables of this command", "matplotlib": "pictures of studies", "Pillow": "pictures read from files",
     "pytest-benchmark": "fastvit bench",
 }  # fmt: skip
-_LEAST_TORCH, _NEWEST_TORCH = (2, 9), (2, 14)  # versions that were tried
+_LEAST_TORCH, _NEWEST_TORCH = (2, 9), (2, 15)  # versions that were tried
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _versions() -> Iterator[Finding]:
     if version < _LEAST_TORCH:
         yield Finding("versions", "torch", f"{torch.__version__}: older than 2.9, which fastvit wants", TROUBLE)
     elif version > _NEWEST_TORCH:
-        yield Finding("versions", "torch", f"{torch.__version__}: newer than 2.14, the newest that was tried", NOTE)
+        yield Finding("versions", "torch", f"{torch.__version__}: newer than 2.15, the newest that was tried", NOTE)
     else:
         yield Finding("versions", "torch", torch.__version__)
     from fastvit.ops import _library, _private
@@ -92,7 +92,7 @@ def _triton() -> Iterator[Finding]:
     elif _launch._DIRECT:
         yield Finding("versions", "launches", "direct: a kernel that was seen before is called without Triton's binder")
     else:
-        why = f"by Triton's own binder, slower by some 15 us each: {version} was not compared with 3.6 to 3.8"
+        why = f"by Triton's own binder, slower by some 15 us each: {version} was not compared with 3.6 to 3.9"
         yield Finding("versions", "launches", why, NOTE)
 
 
