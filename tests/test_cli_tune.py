@@ -1,7 +1,9 @@
 """The commands `fastvit tune` and `fastvit warmup`."""
 
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,12 +24,17 @@ from fastvit.study import _sources
 if not (_library.INTERPRET and _library.HAVE_TRITON):
     pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
 
+from fastvit.ops import launch
 from fastvit.ops._launch import launching
 from fastvit.tuning import launches, model, tuner
 from fastvit.tuning.calls import OpCall
 from fastvit.tuning.model import Machine
 
 ROOT = Path(__file__).parents[1]
+for _module in pkgutil.iter_modules(
+    launch.__path__
+):  # kernels are the interpreter's, if it is on when they are imported
+    importlib.import_module(f"{launch.__name__}.{_module.name}")
 
 
 @pytest.fixture(autouse=True)

@@ -101,6 +101,7 @@ _AGAIN = {  # what makes one program load an element again
     ("patch_embed_fwd_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("patch_embed_bwd_weight_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("attention_bwd_dkdv_kernel", "mask"): "a row of all queries, by each query tile of a program",
+    ("attention_bwd_dkdv_kernel", "statistics"): "by several threads of a tile, so that each loads one number",
     ("attention_bwd_mask_kernel", "mask"): "by each sample and head that share it",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
     ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
