@@ -31,27 +31,25 @@ from fastvit.kernels.attention_bwd import dropout_factor, probabilities, statist
 
 
 class QueryRows(NamedTuple):
-    """Where a tile of queries lies, and the statistics of its first row; top_ptr: read with a mask that is added."""
+    """Where a tile of queries lies, and the LSE of its first row; delta lies N further on, and then the maximum."""
 
     q: Rows
     do: Rows
     lse_ptr: tl.tensor
-    delta_ptr: tl.tensor
-    top_ptr: tl.tensor
 
 
 @triton.jit
-def _statistics(queries, softmax, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _statistics(lse_ptr, N, softmax, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """LSE, delta and, with a mask that is added, the maximum [WIDTH] of queries that all exist.
 
     They are loaded as [WIDTH, COLUMNS], the same numbers again and again, so that a thread loads one element: of fewer
     elements than threads Triton 3.6 loads each by every thread whose scores need it, with up to 24 copies a thread.
     """
     column = tl.arange(0, COLUMNS)[None, :]
-    at = tl.where(column % 2 == 0, queries.lse_ptr, queries.delta_ptr)
+    which = column % 2
     if is_added(softmax.mask):
-        at = tl.where(column % 4 == 2, queries.top_ptr, at)
-    found = tl.load(at + tl.arange(0, WIDTH)[:, None])
+        which = tl.where(column % 4 == 2, 2, which)
+    found = tl.load(lse_ptr + (which * N + tl.arange(0, WIDTH)[:, None]))
     if COLUMNS >= 16:
         found = _halves(found)[0]
     if COLUMNS >= 8:
@@ -79,12 +77,12 @@ def _dkdv_step(
     if MASKED:
         none = 0.0 if is_added(softmax.mask) else float("inf")
         lse = tl.load(queries.lse_ptr + index, mask=index < left, other=none)
-        delta = tl.load(queries.delta_ptr + index, mask=index < left, other=0.0)
+        delta = tl.load(queries.lse_ptr + at.N + index, mask=index < left, other=0.0)
         top = lse
         if is_added(softmax.mask):
-            top = tl.load(queries.top_ptr + index, mask=index < left, other=float("inf"))
+            top = tl.load(queries.lse_ptr + 2 * at.N + index, mask=index < left, other=float("inf"))
     else:
-        lse, delta, top = _statistics(queries, softmax, WIDTH, COLUMNS)
+        lse, delta, top = _statistics(queries.lse_ptr, at.N, softmax, WIDTH, COLUMNS)
     s = dot(k, q, head)  # [keys, queries]
     keys = tl.arange(0, s.shape[0])[:, None]
     s = masked(s, softmax, index[None, :], start, keys, at.first, at, True)
@@ -100,23 +98,19 @@ def _dkdv_step(
 def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles, COLUMNS: tl.constexpr):
     """dK and dV with those of all queries of one head added."""
     lse_ptr = statistics_of(statistics_ptr, at, softmax)
-    delta_ptr = lse_ptr + at.N
-    top_ptr = delta_ptr + at.N
     full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
-    queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full, delta_ptr + full, top_ptr + full)
+    queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full)
     dk, dv = _dkdv_step(dk, dv, k, v, queries, full, at, softmax, head, tiles.TAIL_0, 0, True)
     if tiles.LOOP:
         if tiles.SURELY:
             tl.assume(full > 0)
-        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr, delta_ptr, top_ptr)
+        queries = QueryRows(rows_of(q, at, 0), rows_of(do, at, 0), lse_ptr)
         for start in range(0, full, tiles.BLOCK_M):
             dk, dv = _dkdv_step(dk, dv, k, v, queries, start, at, softmax, head, tiles.BLOCK_M, COLUMNS, False)
             queries = QueryRows(
                 skip(queries.q, tiles.BLOCK_M),
                 skip(queries.do, tiles.BLOCK_M),
                 queries.lse_ptr + tiles.BLOCK_M,
-                queries.delta_ptr + tiles.BLOCK_M,
-                queries.top_ptr + tiles.BLOCK_M,
             )
     return dk, dv
 

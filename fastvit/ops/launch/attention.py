@@ -301,9 +301,8 @@ def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
     if workload[8] == "lengths":
         tail = config.block_n if of == "dq" else config.block_m
     tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": tail}
-    if of == "dkdv":  # an element of the statistics a thread, or two, by which wide heads with a mask spill nothing
-        threads = 32 * config.num_warps * (2 if workload[8] == "mask" and workload[1] > 64 else 1)
-        tiles["COLUMNS"] = min(max(threads // config.block_m, 4), 16)
+    if of == "dkdv":
+        tiles["COLUMNS"] = min(max(32 * config.num_warps // config.block_m, 4), 16)  # an element of statistics a thread
     return (
         config.block_m if of == "dq" else config.block_n,
         general(workload) | constants | tiles | register_limit(config.max_registers),
