@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 
@@ -40,6 +41,16 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def not_writable(folder: Path) -> str:
+    """Make the folder. Returns why no file can be written there, or ""."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
 
 
 def printable(text: str) -> str:

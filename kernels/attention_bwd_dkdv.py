@@ -42,8 +42,8 @@ class QueryRows(NamedTuple):
 def _statistics(lse_ptr, N, softmax, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """LSE, delta and, with a mask that is added, the maximum [WIDTH] of queries that all exist.
 
-    They are loaded as [WIDTH, COLUMNS], the same numbers again and again, so that a thread loads one element: of fewer
-    elements than threads Triton 3.6 loads each by every thread whose scores need it, with up to 24 copies a thread.
+    They are loaded as [WIDTH, COLUMNS], each number several times, so that every thread loads one element. Where there
+    are fewer elements than threads, Triton 3.6 gives a load the layout of the scores: 24 copies a thread and tile.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     which = column % 2

@@ -98,3 +98,11 @@ def _seeded_and_poisoned() -> Iterator[None]:
     with use_backend("auto" if HAVE_GPU else "aten", strict=False):
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def nothing_tuned() -> Iterator[None]:
+    """No measured launch choice is in use, before the test and after it."""
+    _tuned.forget()
+    yield
+    _tuned.forget()

@@ -6,7 +6,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +36,7 @@ for _module in pkgutil.iter_modules(
     importlib.import_module(f"{launch.__name__}.{_module.name}")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_tuned() -> Iterator[None]:
-    _tuned.forget()
-    yield
-    _tuned.forget()
+pytestmark = pytest.mark.usefixtures("nothing_tuned")
 
 
 @pytest.fixture

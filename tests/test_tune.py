@@ -5,7 +5,7 @@ import functools
 import json
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,7 @@ CPU = torch.device("cpu")
 KEY = (20, 16, 2, 0, 0)  # of attention_fwd
 
 
-@pytest.fixture(autouse=True)
-def _nothing_tuned() -> Iterator[None]:
-    _tuned.forget()
-    yield
-    _tuned.forget()
+pytestmark = pytest.mark.usefixtures("nothing_tuned")
 
 
 def document(tables: Any, **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +30,7 @@ from fastvit.tuning.names import choice_in_words, key_in_words
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_tuned() -> Iterator[None]:
-    _tuned.forget()
-    yield
-    _tuned.forget()
+pytestmark = pytest.mark.usefixtures("nothing_tuned")
 
 
 @functools.cache
@@ -349,7 +344,7 @@ def test_the_digest_is_of_the_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
 
 FOLDERS: list[tuple[dict[str, str], str]] = [
     ({"FASTVIT_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"), ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
-    ({}, "/home/me/.cache/fastvit"), ({"FASTVIT_CACHE_DIR": "~/x"}, "/home/me/x"),
+    ({}, "/a/home/.cache/fastvit"), ({"FASTVIT_CACHE_DIR": "~/x"}, "/a/home/x"),
 ]  # fmt: skip
 
 
@@ -357,7 +352,7 @@ FOLDERS: list[tuple[dict[str, str], str]] = [
 def test_the_folder_of_the_users_tables(environment: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in ({"HOME": "/home/me"} | environment).items():
+    for name, value in ({"HOME": "/a/home"} | environment).items():
         monkeypatch.setenv(name, value)
     assert _library.cache_folder() == Path(folder)
 

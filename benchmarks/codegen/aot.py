@@ -57,8 +57,8 @@ TARGETS = {
 FIRST_TIER = ("sm_80", "sm_90")
 SPILLS_ALLOWED = 64  # bytes a thread, in the second tier
 # Triton 3.9 takes more registers: on sm_90 for the addresses of each wgmma's operands, on sm_80 for fragments that it
-# keeps in shared memory no longer. Every tile without a spill takes more slots there than the one with it (NOTES.md).
-# So a loop of the first tier may have one instruction of ten for what is spilled; before 3.9 nothing is.
+# no longer keeps in shared memory. Of the tiles that were tried, those without spills take more slots than those with
+# them (NOTES.md). So a loop of the first tier may have one instruction of ten for spills; before 3.9 nothing spills.
 NEWER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 

@@ -28,7 +28,7 @@ from benchmarks.gpu.journal import DONE, REHEARSAL, Journal, read, results_folde
 from benchmarks.gpu.plan import SECONDS, Plan
 from benchmarks.gpu.runner import Runner, Step, duration
 from benchmarks.harness.provenance import write_text
-from fastvit._output import write_file
+from fastvit._output import not_writable, write_file
 from fastvit.kernels import _tuned
 
 CHECKING, COMPILING = 8e9, 6e9  # bytes of the GPU's memory that a process of checks, of torch.compile may need
@@ -231,8 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     device = REHEARSAL if chosen.rehearse else torch.cuda.get_device_name()
     folder = (chosen.out or results_folder(device) / "first").resolve()
-    if reason := needs.not_writable(folder):
-        print(reason, file=sys.stderr)
+    if reason := not_writable(folder):
+        print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
     try:
         return run(folder, chosen.rehearse, chosen.seconds)

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 
 from fastvit.study._doctor import why_no_gpu
@@ -39,13 +38,3 @@ def missing_for_triton() -> str:
     if not any(header.exists() for header in headers):
         return f"no {headers[0]}: Triton compiles what launches its kernels with it"
     return ""
-
-
-def not_writable(folder: Path) -> str:
-    """Make the folder of the results; why nothing can be written there, or ""."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return ""
-    except OSError as error:
-        return f"{folder} cannot be written: {error.strerror}; --out chooses another folder"

@@ -29,7 +29,7 @@ from benchmarks.gpu.runner import Runner, Step, duration
 from benchmarks.gpu.tables import TABLES
 from benchmarks.harness.provenance import ROOT, commit
 from benchmarks.harness.record import environment
-from fastvit._output import write_file
+from fastvit._output import not_writable, write_file
 from fastvit.kernels import _tuned
 
 # Of a step, by the first word of its name; seconds
@@ -156,8 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
     steps = [step for step in steps if step.name.startswith(tuple(chosen.steps))]
     if not steps:
         parser.error(f"no step begins with {' or '.join(map(repr, chosen.steps))}")
-    if reason := needs.not_writable(results):
-        print(reason, file=sys.stderr)
+    if reason := not_writable(results):
+        print(f"{reason}; --out chooses another folder", file=sys.stderr)
         return 2
     journal = Journal(results, device)
     if chosen.list:

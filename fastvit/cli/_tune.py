@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastvit._output import not_writable
 from fastvit.cli import _step, _terminal
 
 if TYPE_CHECKING:
@@ -109,12 +110,8 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
         print(f"no MODEL is given: {_DEFAULT}", file=sys.stderr)
     subject = find(args.model or _DEFAULT)
     calls = _step.calls(subject, args, args.batch)
-    try:  # before anything takes time
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error.strerror}; FASTVIT_CACHE_DIR names another") from None
+    if reason := not_writable(folder):  # before anything takes time
+        raise ValueError(f"{reason}; FASTVIT_CACHE_DIR names another")
     path = folder / _tuned.file_name(machine.gpu)
     before = _tuned.users(machine.arch, machine.gpu, folder)
     if before is not None and before.ignored:
