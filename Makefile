@@ -27,11 +27,11 @@ versions: $(INSTALLED)  ## accelerated models of other versions of transformers,
 	set -e; for version in $(TRANSFORMERS); do \
 		test -d out/transformers-$$version || $(BIN)/python -m pip install --quiet --target out/transformers-$$version \
 			transformers==$$version $$(grep ^numpy constraints.txt); \
-		PYTHONPATH=out/transformers-$$version $(PYTEST) tests/test_integrations.py -k transformers $(ARGS); \
+		PYTHONPATH=out/transformers-$$version $(PYTEST) tests/integrations/test_integrations.py -k transformers $(ARGS); \
 	done
 
 models: $(INSTALLED)  ## every vision model of transformers, timm and torchvision through fastvit.compile: an hour of a core
-	FASTVIT_MODELS=all $(PYTEST) tests/test_graph_models.py $(ARGS)
+	FASTVIT_MODELS=all $(PYTEST) tests/graph/test_graph_models.py $(ARGS)
 
 peers: $(INSTALLED)  ## timm's and transformers' own tests, with and without fastvit; ARGS="--suite timm -k fx"
 	$(BIN)/python -m benchmarks.peers $(ARGS)
@@ -40,14 +40,14 @@ bench: $(INSTALLED)  ## every benchmark, with the table of ratios at the end
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
 
 targets: $(INSTALLED)  ## compile every kernel for every target, by tier, without a GPU
-	FASTVIT_TARGETS=all $(BIN)/pytest tests/test_targets.py $(ARGS)
+	FASTVIT_TARGETS=all $(BIN)/pytest tests/kernels/test_targets.py $(ARGS)
 
 report: $(INSTALLED)  ## registers, shared memory and instruction counts of every kernel
 	$(BIN)/python -m benchmarks.codegen.report $(ARGS)
 
 results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the result files
-	$(BIN)/python -m benchmarks.harness.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
-	$(BIN)/python -m benchmarks.harness.results
+	$(BIN)/python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
+	$(BIN)/python -m benchmarks.report.results
 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from fastvit import export, ops, reference, study
     from fastvit.graph import compile
     from fastvit.integrations import accelerate, accelerated, restore
-    from fastvit.layers import Attention, Block, DropPath, LayerNorm, LayerScale, Mlp, PatchEmbed, RMSNorm
+    from fastvit.layers import DropPath, LayerNorm, LayerScale, PatchEmbed, RMSNorm
+    from fastvit.modules.attention import Attention
+    from fastvit.modules.block import Block
+    from fastvit.modules.mlp import Mlp
     from fastvit.vit import VisionTransformer
     from fastvit.zoo import create_model, list_models
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit._arguments import (
+from fastvit.eva_layers import EvaBlock, EvaBlockPostNorm
+from fastvit.modules.arguments import (
     Pair,
     by_name,
     check_choice,
@@ -16,8 +17,7 @@ from fastvit._arguments import (
     check_number,
     check_rates,
 )
-from fastvit._norms import NORM_LAYERS, NormLayer
-from fastvit.eva_layers import EvaBlock, EvaBlockPostNorm
+from fastvit.modules.norms import NORM_LAYERS, NormLayer
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
 from fastvit.vit import VisionTransformer
 

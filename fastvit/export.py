@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastvit.ops._library import DECOMPOSITIONS
+from fastvit.ops.runtime.registry import DECOMPOSITIONS
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit._arguments import check_choice, check_flags, checked_indices
-from fastvit._patch_dropout import PatchDropout
+from fastvit.modules.arguments import check_choice, check_flags, checked_indices
+from fastvit.modules.patch_dropout import PatchDropout
 
 __all__ = ["Trunk"]
 

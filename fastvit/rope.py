@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit._arguments import (
+from fastvit.modules.arguments import (
     Device,
     Dtype,
     check_choice,

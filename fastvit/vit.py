@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastvit import layers
-from fastvit._arguments import (
+from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.modules.arguments import (
     Device,
     Dtype,
     Pair,
@@ -26,15 +26,17 @@ from fastvit._arguments import (
     check_rates,
     checked_pair,
 )
-from fastvit._head import Head
-from fastvit._modules import read_or_none, submodules
-from fastvit._norms import NORM_LAYERS, NormLayer
-from fastvit._parallel_block import check_left_out
-from fastvit._patch_dropout import PatchDropout
-from fastvit._patch_embed import PatchEmbed, join_tokens
-from fastvit._pooling import AttentionPoolLatent, check_pool, check_pool_size
-from fastvit._positions import resample_abs_pos_embed
-from fastvit.layers import Attention, Block, Mlp, ParallelScalingBlock, ResPostBlock
+from fastvit.modules.attention import Attention
+from fastvit.modules.block import ATTN_LAYERS, MLP_LAYERS, Block, ResPostBlock
+from fastvit.modules.head import Head
+from fastvit.modules.mlp import Mlp
+from fastvit.modules.norms import NORM_LAYERS, NormLayer
+from fastvit.modules.parallel import ParallelScalingBlock, check_left_out
+from fastvit.modules.parts import ACT_LAYERS, ActLayer, LayerFactory
+from fastvit.modules.patch_dropout import PatchDropout
+from fastvit.modules.patch_embed import PatchEmbed, join_tokens
+from fastvit.modules.pooling import AttentionPoolLatent, check_pool, check_pool_size
+from fastvit.modules.positions import resample_abs_pos_embed
 
 EMBED_LAYERS = {"patch_embed": PatchEmbed}
 BLOCKS = {"block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock}
@@ -96,8 +98,8 @@ class VisionTransformer(Head):
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "", fix_init: bool = False,
         scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
         embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | NormLayer | None = None,
-        mlp_layer: str | layers.Layer = Mlp, attn_layer: str | layers.Layer = Attention,
-        norm_layer: str | NormLayer = "layernorm", act_layer: str | layers.ActLayer = "gelu",
+        mlp_layer: str | LayerFactory = Mlp, attn_layer: str | LayerFactory = Attention,
+        norm_layer: str | NormLayer = "layernorm", act_layer: str | ActLayer = "gelu",
         block_fn: str | Callable[..., nn.Module] = "block",
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None, qk_norm: bool = False,
@@ -126,10 +128,10 @@ class VisionTransformer(Head):
             fc_norm = global_pool in ("avg", "avgmax", "max")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
-        act = by_name("act_layer", act_layer, layers.ACT_LAYERS)
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
         block = by_name("block_fn", block_fn, BLOCKS)
-        mlp = by_name("mlp_layer", mlp_layer, layers.MLP_LAYERS)
-        attention = by_name("attn_layer", attn_layer, layers.ATTN_LAYERS)
+        mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
+        attention = by_name("attn_layer", attn_layer, ATTN_LAYERS)
         kind = block.func if isinstance(block, partial) else block
         parallel = isinstance(kind, type) and issubclass(kind, ParallelScalingBlock)
         if parallel:

@@ -12,7 +12,7 @@ def scaled_normal_tail(x):
     log2 Phi(-16 u) is nearly a parabola, so it is written as c - y(u)^2, corrected by one more step: seven FMAs whose
     relative error is 3.5e-4 down to x = -13, where x * Phi(x) leaves the normal numbers of bfloat16. That is 1/11 ulp
     of it and 3/4 ulp of float16; a polynomial of as many FMAs has 5.1e-4. Fitted to 0 <= |x| <= 13.05 by relative error
-    (tests/test_math.py). Beyond, it falls to 0 as it should.
+    (tests/kernels/test_math.py). Beyond, it falls to 0 as it should.
     """
     u = tl.clamp(tl.abs(x) * 0.0625, 0.0, 1.0)  # one instruction, and it keeps u * 0 finite for infinite x
     y = 2.21885222 * u - 8.38918568
@@ -31,7 +31,7 @@ def mills_ratio(x):
 
     A cubic in t = 1 / sqrt(x^2 + p |x| + q), which falls off as the ratio does. The error is at most 1.5e-4, of the
     ratio and of (ratio - |x|), to which GELU's derivative is proportional for x < 0: it is fitted to both by relative
-    error, for |x| <= 13.1 (tests/test_math.py).
+    error, for |x| <= 13.1 (tests/kernels/test_math.py).
     """
     a = tl.abs(x)
     t = tl.rsqrt((a + 3.90076780) * a + 4.82381964)

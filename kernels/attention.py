@@ -19,7 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._math import keep_mask
 from fastvit.kernels._tiles import (
     Head,
@@ -251,7 +251,7 @@ def _attend(q, k, v, o, lse_ptr, at, at_keys, softmax, head, tiles):
     finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(2))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(2))
 def attention_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._tiles import (
     Head,
     Rows,
@@ -27,7 +27,7 @@ from fastvit.kernels._tiles import (
     zeros,
 )
 from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, is_added, masked
-from fastvit.kernels.attention_bwd import dropout_factor, probabilities, statistics_of
+from fastvit.kernels.attention_bwd_dq import dropout_factor, probabilities, statistics_of
 
 
 class QueryRows(NamedTuple):
@@ -137,7 +137,7 @@ def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROU
     store(rows_of(dv, at, at.first), dv_total, index, left, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(4))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(4))
 def attention_bwd_dkdv_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads

@@ -9,10 +9,10 @@ atomics, and no dS in memory but these.
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._tiles import Head, Place, Tokens, dot, load, of_head, rows_of
 from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, masked
-from fastvit.kernels.attention_bwd import dropout_factor, probabilities, statistics_of
+from fastvit.kernels.attention_bwd_dq import dropout_factor, probabilities, statistics_of
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _dmask(
 
 @triton.jit(
     do_not_specialize=[*NOT_SPECIALIZED, "samples", "mask_heads", "planes", "share"],
-    launch_metadata=_cost.of_attention(2),
+    launch_metadata=_profiling.of_attention(2),
 )
 def attention_bwd_mask_kernel(
     # inputs

@@ -7,10 +7,10 @@ pass by in tiles, and each tile's dK and dV are complete when it leaves. Every t
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
 from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax
-from fastvit.kernels.attention_bwd import Inputs, dropout_factor, load_queries, probabilities
+from fastvit.kernels.attention_bwd_dq import Inputs, dropout_factor, load_queries, probabilities
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _gradients(x, dq, dk, dv, lse_ptr, at, softmax, head, BLOCK_M: tl.constexpr,
     store(rows_of(dq, at, 0), scaled(total, softmax.scale, head), tl.arange(0, BLOCK_M), at.N, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(5))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(5))
 def attention_bwd_short_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride

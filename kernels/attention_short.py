@@ -8,7 +8,7 @@ few scores are padding, and only the last chunk is masked.
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._tiles import Head, Tokens, load, place, rows_of, zeros
 from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, add_values, finish, log2e, scores
 
@@ -57,7 +57,7 @@ def _attend(
     finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_cost.of_attention(2))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(2))
 def attention_short_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride

@@ -4,10 +4,10 @@ program, this one adds them up in a fixed order, so the result is bitwise reprod
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 
 
-@triton.jit(do_not_specialize=["P", "D"], launch_metadata=_cost.of_rows("partial_ptr", "P"))
+@triton.jit(do_not_specialize=["P", "D"], launch_metadata=_profiling.of_rows("partial_ptr", "P"))
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
     out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # [D], as many as there are tables, then None

@@ -9,11 +9,11 @@ call of Philox gives four numbers, which serve four elements of a row. Determini
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._math import survives
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("x_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("x_ptr"))
 def dropout_kernel(
     # inputs
     x_ptr,  # [M, D] T

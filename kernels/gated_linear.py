@@ -14,7 +14,7 @@ order: bitwise reproducible, no atomics.
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._math import activate, activate_with_grad, columns_part
 from fastvit.kernels.linear import _addresses, _cols_of, _load_columns, _matmul_tile, _program_tile, _rows_of, _store
 
@@ -60,7 +60,7 @@ def _gate_with_grad(dh, gate, value, ACTIVATION: tl.constexpr, EXACT: tl.constex
     return a * value, dh * value * grad, dh * a
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_matmul("x_ptr", matmuls=2))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("x_ptr", matmuls=2))
 def gated_fwd_kernel(
     # inputs
     x_ptr, gate_ptr, value_ptr,  # [M, K], [N, K] and [N, K] T
@@ -98,7 +98,7 @@ def gated_fwd_kernel(
         _store(h_ptr, h, tile_m, cols, mask, N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_matmul("dy_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("dy_ptr"))
 def gated_dact_kernel(
     # inputs
     dy_ptr, w_ptr, pre_ptr,  # [M, K], [K, N] and [M, 2 * N] T
@@ -135,7 +135,7 @@ def gated_dact_kernel(
         tl.store(partial + N, tl.sum(dvalue, 0)[None, :], mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("pre_ptr", columns="N"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("pre_ptr", columns="N"))
 def gated_act_kernel(
     # inputs
     dh_ptr,  # [M, N] T, or None for h alone

@@ -17,7 +17,7 @@ D and the strides are constants: the compiler knows the alignment of any width, 
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE: tl.co
     return row_scale
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("s_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("s_ptr"))
 def layer_norm_fwd_kernel(
     # inputs; s is x or, with a branch, the residual
     s_ptr,  # [M, D] T
@@ -106,7 +106,7 @@ def layer_norm_fwd_kernel(
         tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("s_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("s_ptr"))
 def layer_norm_bwd_kernel(
     # inputs
     dy_ptr,  # [M, D]

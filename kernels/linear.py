@@ -12,7 +12,7 @@ kernel in a fixed order: bitwise reproducible, no atomics.
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._math import activate, activate_with_grad, columns_part
 
 
@@ -82,7 +82,7 @@ def _store(ptr, value, tile_m, cols, mask, N):
     tl.store(_addresses(ptr, tile_m, cols, N, value.shape[0]), value.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_matmul("x_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("x_ptr"))
 def linear_fwd_kernel(
     # inputs
     x_ptr, w_ptr,  # [M, K] and [N, K] T
@@ -130,7 +130,7 @@ def linear_fwd_kernel(
         _store(out_ptr, y, tile_m, cols, mask, N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_matmul("dy_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("dy_ptr"))
 def linear_dact_kernel(
     # inputs
     dy_ptr, w_ptr, pre_ptr,  # [M, K], [K, N] and [M, N] T
@@ -163,7 +163,7 @@ def linear_dact_kernel(
         tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_cost.of_rows("pre_ptr", columns="N"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("pre_ptr", columns="N"))
 def act_bwd_kernel(
     # inputs
     dy_ptr, pre_ptr,  # [M, N]

@@ -14,7 +14,7 @@ runs of neighbouring patches together.
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._math import columns_part
 
 
@@ -103,7 +103,7 @@ def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, c
         tl.store(out, prefix.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_cost.of_patches("weight_ptr"))
+@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.of_patches("weight_ptr"))
 def patch_embed_fwd_kernel(
     # inputs
     image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous

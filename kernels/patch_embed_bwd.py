@@ -9,12 +9,12 @@ is split over rows into float32 partials, which are then added up in a fixed ord
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
+from fastvit.kernels import _profiling
 from fastvit.kernels._math import columns_part
 from fastvit.kernels.patch_embed import load_pixels, patch_origin, pixel_offset, reciprocal_of, token_of
 
 
-@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_cost.of_patches("dout_ptr"))
+@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.of_patches("dout_ptr"))
 def patch_embed_bwd_weight_kernel(
     # inputs
     dout_ptr,  # [M, D] T, M = B * N
@@ -70,7 +70,7 @@ def _store_pixels(
     tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_cost.of_patches("weight_ptr"))
+@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.of_patches("weight_ptr"))
 def patch_embed_bwd_image_kernel(
     # inputs
     dout_ptr,  # [M, D], M = B * N

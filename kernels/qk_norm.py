@@ -15,8 +15,8 @@ reproducible, no atomics.
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
-from fastvit.kernels._pairs import load_pairs, load_tables, part, rotate, rows, share, store_pairs
+from fastvit.kernels import _profiling
+from fastvit.kernels._rotation import load_pairs, load_tables, part, rotate, rows, share, store_pairs
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _normalised(x1, x2, mask, eps, HEAD_DIM: tl.constexpr, RMS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["N", "P", "H", "steps", "tables", *[f"stride_{x}{i}" for x in "xt" for i in "bnh"]],
-    launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
+    launch_metadata=_profiling.of_rows("q_ptr", rows="N", columns="H"),
 )
 def qk_norm_fwd_kernel(
     # inputs
@@ -100,7 +100,7 @@ def qk_norm_fwd_kernel(
 
 @triton.jit(
     do_not_specialize=["N", "P", "H", "steps", "tables", *[f"stride_{x}{i}" for x in "xydt" for i in "bnh"]],
-    launch_metadata=_cost.of_rows("q_ptr", rows="N", columns="H"),
+    launch_metadata=_profiling.of_rows("q_ptr", rows="N", columns="H"),
 )
 def qk_norm_bwd_kernel(
     # inputs; tensors of q have the strides of k's

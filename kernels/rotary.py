@@ -10,15 +10,15 @@ behind the rotated ones (v's, of a packed qkv) are copied, or, where out is x, l
 import triton
 import triton.language as tl
 
-from fastvit.kernels import _cost
-from fastvit.kernels._pairs import load_pairs, load_tables, part, rotate, rows, share, store_pairs
+from fastvit.kernels import _profiling
+from fastvit.kernels._rotation import load_pairs, load_tables, part, rotate, rows, share, store_pairs
 
 _STRIDES = [f"stride_{x}{i}" for x in "xto" for i in "bnh"]
 
 
 @triton.jit(
     do_not_specialize=["N", "P", "first_token", "heads", "rotated", "steps", "tables", *_STRIDES],
-    launch_metadata=_cost.of_rows("x_ptr", rows="N", columns="heads"),
+    launch_metadata=_profiling.of_rows("x_ptr", rows="N", columns="heads"),
 )
 def rotary_kernel(
     # inputs

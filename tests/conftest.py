@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # `from oracle import ...`
+sys.path.insert(0, str(Path(__file__).with_name("helpers")))  # `from oracle import ...`
 
-from fastvit.integrations import _plan
+from fastvit.integrations import forward
 from fastvit.kernels import _tuned
 from fastvit.ops import use_backend
 
@@ -93,7 +93,7 @@ def _seeded_and_poisoned() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    _plan._warned.clear()  # every test is warned of its own
+    forward._warned.clear()  # every test is warned of its own
     _tuned.clear_caches()  # of plans that follow from configs: a test may have put another in their place
     with use_backend("auto" if HAVE_GPU else "aten", strict=False):
         yield

@@ -34,7 +34,7 @@ def measure(model: str, batch: int, dtype: str, target: str, mode: str) -> dict[
     """Compile the kernels of one step into an empty cache. Returns the seconds of each kernel, in their order."""
     import triton
 
-    from fastvit.study._sources import find
+    from fastvit.study.sources.find import find
     from fastvit.tuning.calls import calls_of, record
     from fastvit.tuning.launches import Recorder, compiled
 

@@ -26,11 +26,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from fastvit.ops import _launch, _plans
+from fastvit.ops.runtime import launch, plans
+from fastvit.ops.runtime.registry import LAUNCH_MODULES
 from fastvit.tuning.launches import in_library
 
 MULTIPROCESSORS = 132
-OPS = ("attention", "column_sum", "dropout", "layer_norm", "linear", "patch_embed")
 
 
 class Launched(NamedTuple):
@@ -101,8 +101,8 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles:
     which `binaries` are kept and nothing else."""
     gpu = StubGpu(target or GPUTarget("cuda", 90, 32), records)
     arch = f"sm_{gpu.target.arch}" if gpu.target.backend == "cuda" else str(gpu.target.arch)
-    for op in OPS:
-        importlib.import_module(f"fastvit.ops.launch.{op}")
+    for name in LAUNCH_MODULES:
+        importlib.import_module(name)
     modules = [module for name, module in sys.modules.items() if name.startswith("fastvit.ops")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(
@@ -111,9 +111,9 @@ def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles:
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", gpu))
         if not compiles:
             stack.enter_context(mock.patch.object(triton.compiler, "compile", gpu.compile))
-        stack.enter_context(_plans.forgotten())
+        stack.enter_context(plans.forgotten())
         for name in ("_compiled", "_refused"):
-            stack.enter_context(mock.patch.object(_launch, name, {}))
+            stack.enter_context(mock.patch.object(launch, name, {}))
         kernels = {id(value): value for module in modules for value in vars(module).values()}
         for kernel in kernels.values():
             if isinstance(kernel, JITFunction):

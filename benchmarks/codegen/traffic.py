@@ -31,7 +31,7 @@ from benchmarks.harness.columns import make
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _configs, _tuned
-from fastvit.ops import _library
+from fastvit.ops.runtime import devices, dispatch
 
 SMS = 132  # of the GPU whose launch configurations are counted, an H100
 
@@ -41,8 +41,8 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
     """The launchers see the part's multiprocessors, and configs of GEMMs are those of the real number of rows."""
     gemm = _configs.gemm
     with (
-        _library.use_backend("triton", strict=True),
-        mock.patch.object(_library, "multiprocessors", return_value=round(SMS / parts)),
+        dispatch.use_backend("triton", strict=True),
+        mock.patch.object(devices, "multiprocessors", return_value=round(SMS / parts)),
         mock.patch.object(_configs, "gemm", lambda m, *rest: gemm(m * parts, *rest)),
     ):
         _tuned.clear_caches()

@@ -24,9 +24,9 @@ from benchmarks.harness.agreement import FACTOR
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
-from fastvit.ops.dropout import draw_seeds, dropout_op
-from fastvit.study import _eager as eager
-from fastvit.study._oracle import Compared, poisoned, pooled_ratios
+from fastvit.ops.dropout.op import draw_seeds, dropout_op
+from fastvit.study.accuracy import formulas as eager
+from fastvit.study.accuracy.rule import Compared, poisoned, pooled_ratios
 
 SEED = 7
 _TOGETHER = {

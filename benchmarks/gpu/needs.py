@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from fastvit.study._doctor import why_no_gpu
+from fastvit.study.machine import why_no_gpu
 
 _PIP = {"pytest_benchmark": "pytest-benchmark"}  # where it differs from the module's name
 _SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the second where the first is Debian's own

@@ -24,7 +24,7 @@ from benchmarks.gpu.tables import works
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
-from fastvit.ops import _library
+from fastvit.ops.runtime import dispatch
 from fastvit.tuning.candidates import candidates
 from fastvit.tuning.launches import compile_all
 from fastvit.tuning.tuner import run_candidates, using
@@ -90,7 +90,7 @@ def _recording(machine: Machine) -> Any:
     """For the GPU at hand, with what was measured on it: launch choices depend on both."""
     (major, minor), multiprocessors, name = machine
     arch = f"sm_{major}{minor}"
-    _tuned.load(arch, name, _library.cache_folder())
+    _tuned.load(arch, name, dispatch.cache_folder())
     return recording(arch, multiprocessors)
 
 

@@ -66,7 +66,7 @@ def gpu_steps(results: Path) -> list[Step]:
     for op in sorted(benches, key=lambda name: (_rank(_TIMED_FIRST, name), name)):
         options = "--benchmark-only", "--benchmark-json", str(results / f"{op}.json")
         steps.append(_step(f"bench {op}", *_PYTEST, f"benchmarks/{benches[op]}", *options))
-    return [*steps, _step("page", "-m", "benchmarks.harness.results")]
+    return [*steps, _step("page", "-m", "benchmarks.report.results")]
 
 
 def rehearsal_steps(results: Path) -> list[Step]:
@@ -74,10 +74,10 @@ def rehearsal_steps(results: Path) -> list[Step]:
     tune = ("--rehearse", "--table", "attention_fwd", "--out", str(results / "tuned"))
     steps = [
         _step("tune attention_fwd", "-m", "benchmarks.gpu.tune", *tune),
-        _step("tests test_library", *_PYTEST, "tests/test_library.py"),
+        _step("tests test_library", *_PYTEST, "tests/runtime/test_library.py"),
         _step("sanitize memcheck dropout", "-m", "benchmarks.gpu.sanitize", "--rehearse", "--op", "dropout"),
         _step("bench layer_norm", *_PYTEST, *bench, str(results / "layer_norm.json")),
-        _step("page", "-m", "benchmarks.harness.results", str(results), "--to", str(results / "README.md")),
+        _step("page", "-m", "benchmarks.report.results", str(results), "--to", str(results / "README.md")),
     ]
     return [replace(step, limit=REHEARSED) for step in steps]
 

@@ -1,5 +1,5 @@
-"""Numerical agreement, asserted before anything is timed: by the rule of `fastvit.study._oracle`, of which the ratio is
-kept; 1.0 reads "as accurate as eager"."""
+"""Numerical agreement, asserted before anything is timed: by the rule of `fastvit.study.accuracy.rule`. Its
+ratio is kept; 1.0 reads "as accurate as eager"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
-from fastvit.study._oracle import DRAWS, GRADIENT, OUTPUT, Compared, pooled_ratios
+from fastvit.study.accuracy.rule import DRAWS, GRADIENT, OUTPUT, Compared, pooled_ratios
 
 FACTOR = {"inference": OUTPUT, "training": GRADIENT}
 

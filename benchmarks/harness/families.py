@@ -3,7 +3,7 @@
     python -m benchmarks.harness.families benchmarks/results/cpu/families.json
 
 runs every architecture whole at its own image size, untouched and accelerated, writes the agreement and what is fused,
-and `python -m benchmarks.harness.results` makes a table of it.
+and `python -m benchmarks.report.results` makes a table of it.
 """
 
 from __future__ import annotations

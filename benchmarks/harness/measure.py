@@ -32,7 +32,7 @@ from benchmarks.harness.timing import (
     warm,
 )
 from benchmarks.harness.workloads import Workload
-from fastvit.study._peak import peak_bytes, saved_bytes
+from fastvit.study.memory.peak import peak_bytes, saved_bytes
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of

@@ -18,12 +18,12 @@ from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16, output
 from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
-from fastvit._zoo_eva import CONFIGS as EVAS
 from fastvit.eva import Eva
-from fastvit.reference_eva import Eva as ReferenceEva
-from fastvit.study import _eager as eager
-from fastvit.study._baselines import use_sdpa
-from fastvit.study._sources import reference_arguments
+from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit.study.accuracy import formulas as eager
+from fastvit.study.sources.baselines import use_sdpa
+from fastvit.study.sources.find import reference_arguments
+from fastvit.zoo.eva import CONFIGS as EVAS
 
 PROVIDERS = ("eager", "sdpa", "compile", "graph", "fused")
 COMPILED = ("compile", "graph")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.timing import Ceilings
-from fastvit.ops._library import wants_triton
+from fastvit.ops.runtime.dispatch import wants_triton
 from fastvit.tuning.clock import Quantiles
 
 

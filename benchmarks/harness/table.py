@@ -11,7 +11,7 @@ from benchmarks.harness.columns import WIDTH, make
 from benchmarks.harness.providers import OPS, PROVIDERS
 from benchmarks.harness.record import Provider, Record
 from benchmarks.harness.timing import Ceilings
-from fastvit.study._peak import LONG, growth_exponent
+from fastvit.study.memory.peak import LONG, growth_exponent
 
 MODE = {"inference": "fwd", "training": "fwd+bwd"}
 LEGEND = """\

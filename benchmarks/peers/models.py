@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 import fastvit
-from benchmarks.harness import small_transformers
+from benchmarks.coverage import small_transformers
 from benchmarks.harness.libraries import load
 from benchmarks.harness.provenance import sources, write_json
-from fastvit._modules import qualified_name
-from fastvit.integrations import transformers as known
+from fastvit.blocks.submodules import qualified_name
+from fastvit.integrations.transformers import layers as known
 
 FOLDERS = ("fastvit", "kernels", "benchmarks/peers")  # what outcomes depend on
 SMALL = 5e6  # parameters of a model of transformers

@@ -1,7 +1,7 @@
 """`ModelTesterMixin` of transformers for small models of the classes that fastvit knows; collected by pytest.
 
 The sdist of transformers has the mixin but neither the tests of each model, which say how a small one is made, nor two
-other mixins that it imports: models are made by harness/small_transformers.py, and the two are empty.
+other mixins that it imports: models are made by coverage/small_transformers.py, and the two are empty.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-import fastvit.integrations.transformers
-from benchmarks.harness import small_transformers
+import fastvit.integrations.transformers.layers
+from benchmarks.coverage import small_transformers
 from benchmarks.harness.libraries import load
 from benchmarks.peers import plugin
 from benchmarks.peers.models import small

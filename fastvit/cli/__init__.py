@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fastvit.cli import _terminal
+from fastvit.cli import terminal
 
 # verb -> the line that describes it; the file of a verb has `configure(parser)` and `run(args)`, its exit status
 VERBS = {
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # where module:function is looked for first, as by `python -m`
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in argv if word in VERBS), None)
-    parser = _terminal.Parser("fastvit", "See what a Vision Transformer costs, and what it looks at.", _EXAMPLE)
+    parser = terminal.Parser("fastvit", "See what a Vision Transformer costs, and what it looks at.", _EXAMPLE)
     parser.add_argument("--version", action=_Version)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    return _terminal.guarded(lambda: importlib.import_module(f"fastvit.cli._{args.verb}").run(args), args.traceback)
+    return terminal.guarded(lambda: importlib.import_module(f"fastvit.cli._{args.verb}").run(args), args.traceback)
 
 
 class _Version(argparse.Action):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fastvit.graph._report import Entry, Report
+from fastvit.graph.report import Entry, Report
 
 __all__ = ["Entry", "Report", "backend", "compile"]
 
@@ -43,7 +43,7 @@ def compile(
     Returns:
         What `torch.compile` returns: the model, compiled for each new kind of input when it is first called with it.
     """
-    from fastvit.graph._backend import Backend
+    from fastvit.graph.dynamo import Backend
 
     return torch.compile(model, backend=Backend(inner, print if report is True else report or None), **options)
 
@@ -60,6 +60,6 @@ def backend(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[
     Returns:
         The compiled graph, a function of the inputs.
     """
-    from fastvit.graph._backend import Backend
+    from fastvit.graph.dynamo import Backend
 
     return Backend()(gm, inputs, **options)

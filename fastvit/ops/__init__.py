@@ -1,17 +1,17 @@
 """The fused ops as functions, and the choice of what runs them."""
 
-from fastvit.ops._library import use_backend
-from fastvit.ops.attention import attention, attention_qkvpacked
-from fastvit.ops.attention_varlen import attention_varlen
-from fastvit.ops.dropout import dropout
-from fastvit.ops.layer_norm import Norm, add_layer_norm, layer_norm, rms_norm
-from fastvit.ops.layer_norm_attention import layer_norm_attention
-from fastvit.ops.layer_norm_linear import layer_norm_linear
-from fastvit.ops.linear import linear
-from fastvit.ops.mlp import layer_norm_mlp, mlp
-from fastvit.ops.patch_embed import patch_embed
-from fastvit.ops.qk_norm import qk_norm
-from fastvit.ops.rotary import Rotary, rotary, rotary_qkvpacked
+from fastvit.ops.attention.op import attention, attention_qkvpacked
+from fastvit.ops.attention.varlen import attention_varlen
+from fastvit.ops.block.attention import layer_norm_attention
+from fastvit.ops.block.mlp import layer_norm_mlp, mlp
+from fastvit.ops.block.norm_linear import layer_norm_linear
+from fastvit.ops.dropout.op import dropout
+from fastvit.ops.layer_norm.op import Norm, add_layer_norm, layer_norm, rms_norm
+from fastvit.ops.linear.op import linear
+from fastvit.ops.patch_embed.op import patch_embed
+from fastvit.ops.qk_norm.op import qk_norm
+from fastvit.ops.rotary.op import Rotary, rotary, rotary_qkvpacked
+from fastvit.ops.runtime.dispatch import use_backend
 
 __all__ = [
     "Norm",

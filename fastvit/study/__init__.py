@@ -1,16 +1,16 @@
 """What a ViT costs and what it looks at: plain functions that return dataclasses. The command
 `fastvit` is over them."""
 
-from fastvit.study._attention import AttentionMaps, TokenWeights, attention_maps, attention_rollout
-from fastvit.study._block import BlockCost, BlockOp, block
-from fastvit.study._doctor import Finding, doctor
-from fastvit.study._explore import Exploration, PatchEmbedding, explore, patch_embedding
-from fastvit.study._hardware import gpus
-from fastvit.study._memory import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
-from fastvit.study._models import ModelCost, models
-from fastvit.study._pictures import Picture, read_picture
-from fastvit.study._plan import Parts, Setting
-from fastvit.study._verify import Verdict, verify
+from fastvit.study.accuracy.verification import Verdict, verify
+from fastvit.study.attention.maps import AttentionMaps, TokenWeights, attention_maps, attention_rollout
+from fastvit.study.explore.exploration import Exploration, PatchEmbedding, explore, patch_embedding
+from fastvit.study.machine import Finding, doctor
+from fastvit.study.memory.block import BlockCost, BlockOp, block
+from fastvit.study.memory.growth import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
+from fastvit.study.memory.plan import Parts, Setting
+from fastvit.study.models.costs import ModelCost, models
+from fastvit.study.models.hardware import gpus
+from fastvit.study.pictures import Picture, read_picture
 
 __all__ = [
     "AttentionMaps",

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from fastvit.ops import _library
-from fastvit.ops._launch import launching
-from fastvit.ops._library import Unsupported
-from fastvit.study._allocations import Laid
-from fastvit.study._plan import Setting
-from fastvit.study._plan import run as run_on_fakes
-from fastvit.study._subject import Subject
+from fastvit.ops.runtime import dispatch, registry
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime.launch import launching
+from fastvit.study.memory.allocations import Laid
+from fastvit.study.memory.plan import Setting
+from fastvit.study.memory.plan import run as run_on_fakes
+from fastvit.study.sources.model_source import Subject
 from fastvit.tuning.launches import Recorder, in_library, recording
 
 MODES = ("infer", "train")
@@ -64,7 +64,7 @@ class OpCall:
             Unsupported: what Triton cannot take.
         """
         with torch.no_grad():
-            out = _library.IMPLEMENTATIONS[self.op](*arguments, backend="triton")
+            out = registry.IMPLEMENTATIONS[self.op](*arguments, backend="triton")
         return tuple(t for t in ((out,) if isinstance(out, Tensor) else out) if isinstance(t, Tensor))
 
 
@@ -76,10 +76,10 @@ def calls_of(
     The model, accelerated if it is another library's, runs forward and for "train" backward on fake tensors.
 
     Args:
-        subject: of `fastvit.study._sources.find`.
+        subject: of `fastvit.study.sources.find.find`.
         image_size: height and width in pixels.
         batch: images.
-        dtype: of parameters and images, a key of `fastvit.study._plan.DTYPES`.
+        dtype: of parameters and images, a key of `fastvit.study.memory.plan.DTYPES`.
         modes: of MODES.
 
     Raises:
@@ -102,7 +102,7 @@ def on_meta(arch: str, multiprocessors: int) -> Iterator[None]:
     library = in_library(
         wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: multiprocessors
     )
-    with library, launching(lambda *_: None), _library.use_backend("auto", strict=True):
+    with library, launching(lambda *_: None), dispatch.use_backend("auto", strict=True):
         yield
 
 
@@ -111,7 +111,7 @@ def record(calls: Iterable[OpCall], recorder: Recorder, multiprocessors: int | N
     Triton cannot take launches nothing."""
     with recording(recorder, multiprocessors):
         for call in calls:
-            with contextlib.suppress(Unsupported):
+            with contextlib.suppress(KernelUnsupported):
                 call.run(call.arguments(torch.device("meta")))
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from fastvit.ops import _library
+from fastvit.ops.runtime import devices, dispatch
 
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
@@ -117,10 +117,10 @@ class _ToLaunchers(TorchDispatchMode):
 
 @contextlib.contextmanager
 def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
-    """Within the context these are the functions of their names of `fastvit.ops._library`, wherever they are used."""
+    """Replace functions of `runtime/dispatch.py` and `runtime/devices.py` by name, wherever they are used."""
     with contextlib.ExitStack() as stack:
         for name, substitute in substitutes.items():
-            original = getattr(_library, name)
+            original = getattr(dispatch if hasattr(dispatch, name) else devices, name)
             for module in [module for key, module in sys.modules.items() if key.startswith("fastvit.ops")]:
                 if getattr(module, name, None) is original:
                     stack.enter_context(mock.patch.object(module, name, substitute))
@@ -138,7 +138,7 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
         stack.enter_context(library)
         stack.enter_context(mock.patch.object(triton.knobs.runtime, "jit_cache_hook", recorder.hook))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", recorder))
-        stack.enter_context(_library.use_backend("auto", strict=True))
+        stack.enter_context(dispatch.use_backend("auto", strict=True))
         stack.enter_context(_ToLaunchers())
         yield
 

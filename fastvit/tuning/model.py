@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fastvit.kernels import _tuned
-from fastvit.ops import _library
-from fastvit.ops._library import Unsupported
-from fastvit.study._doctor import why_no_gpu
-from fastvit.study._subject import Subject
+from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.study.machine import why_no_gpu
+from fastvit.study.sources.model_source import Subject
 from fastvit.tuning.calls import OpCall, on_meta, record
 from fastvit.tuning.candidates import candidates
 from fastvit.tuning.launches import Recorder, compile_all, recording
@@ -65,11 +65,11 @@ def gpu_at_hand() -> Machine:
     """
     if why := why_no_gpu():
         raise ValueError(f"no GPU: {why}")
-    if not _library.HAVE_TRITON:
+    if not dispatch.HAVE_TRITON:
         raise ValueError("triton is not installed: pip install 'fastvit[triton]'")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
-    arch = _library.arch(torch.empty(0, device=device))
+    arch = devices.arch(torch.empty(0, device=device))
     return Machine(properties.name, arch, properties.multi_processor_count, device)
 
 
@@ -114,7 +114,7 @@ class ModelTuning:
             step(call.name)
             try:
                 (self.seconds[i],) = self._timed(call, [self.tuner.entries], _CALL_ROUNDS)
-            except (HostBound, Unsupported) as reason:
+            except (HostBound, KernelUnsupported) as reason:
                 skipped.append(Skipped(call.name, str(reason)))
         return skipped
 
@@ -150,7 +150,7 @@ class ModelTuning:
         """Keys of a table that a call asks for. Within `on_meta`."""
         try:
             return [key for _, key in keys_of(_build(call, _META), table, self.tuner.entries)]
-        except Unsupported:  # with the choice that is fixed for this table
+        except KernelUnsupported:  # with the choice that is fixed for this table
             return []
 
     def tune(
@@ -164,7 +164,7 @@ class ModelTuning:
             step(work.label)
             try:
                 yield from self.tuner.tune(work)
-            except (HostBound, Unsupported) as reason:
+            except (HostBound, KernelUnsupported) as reason:
                 yield Skipped(work.label, str(reason))
 
     def step(self, mode: str) -> Step:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
-from fastvit.ops import _library
+from fastvit.ops.runtime import devices, dispatch
 from fastvit.tuning.candidates import FIXED, Choice, candidates
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
@@ -122,7 +122,7 @@ def run_candidates(work: Work, entries: Entries | None = None, most: int = 99) -
         run = work.build(torch.device("meta"))
     for _, key in keys_of(run, work.table, entries or {}):
         for choice in candidates(work.table, key)[:most]:
-            with using(base | {(work.table, key): choice}), contextlib.suppress(_library.Unsupported):
+            with using(base | {(work.table, key): choice}), contextlib.suppress(dispatch.KernelUnsupported):
                 run()
 
 
@@ -187,7 +187,7 @@ class Tuner:
     ) -> None:  # fmt: skip
         self.device, self.timer, self.path, self.measured, self.most = device, timer, path, measured, most
         self.shipped, self.rounds, self.prepare = shipped or {}, rounds, prepare
-        self.arch = _library.arch(torch.empty(0, device=device))
+        self.arch = devices.arch(torch.empty(0, device=device))
         where = measured()
         self.data: dict[str, Any] = {
             "format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where, "tables": {}, "samples": {}

@@ -1,0 +1,1 @@
+"""Sweeps over other libraries' models."""

@@ -1,0 +1,269 @@
+"""Every vision model of transformers, timm and torchvision through `fastvit.compile`, small and with random weights.
+
+    python -m benchmarks.coverage.graph_models benchmarks/results/cpu/graphs.json
+
+checks each against eager mode and float64 (coverage/graph_checks.py), notes what is fused in its graphs and what is
+left, and saves as it goes: started again, it goes on. `python -m benchmarks.report.results` makes a table of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastvit
+from benchmarks.coverage import small_timm, small_transformers
+from benchmarks.coverage.graph_checks import Model, infer
+from benchmarks.harness.libraries import load, randomize
+from benchmarks.harness.provenance import write_json
+from benchmarks.harness.record import environment
+
+LIMIT = 600  # seconds for a model, of which most take three
+LIBRARIES = ("transformers", "timm", "torchvision")
+Made = tuple[nn.Module, dict[str, Tensor]]
+Sites = dict[str, dict[str, dict[str, int]]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """make: a model and its inputs; ways of making it, of which the first that runs is taken."""
+
+    library: str
+    name: str
+    family: str
+    make: tuple[Callable[[], Made], ...]
+
+    def __str__(self) -> str:
+        return f"{self.library}/{self.name}"
+
+
+@dataclass
+class Row:
+    """status: "right"; "wrong"; "fails", compiled; "Dynamo", which fails or is wrong by itself; "eager", which does not
+    run untouched; "slow", which takes longer than LIMIT seconds; "running", which ended the process. sites: by kind
+    {"fused": {op: n}, "left": {reason: n}}, of the graphs of inference, and of those of training where they differ.
+    share: the largest error, of the allowed one; eager_runs: how many say what that is."""
+
+    library: str
+    name: str
+    family: str
+    status: str = "running"
+    detail: str = ""
+    same_as: str = ""
+    graphs: int = 0
+    breaks: int = 0
+    sites: Sites = field(default_factory=dict)
+    sites_in_training: Sites = field(default_factory=dict)
+    share: float = 0.0
+    eager_runs: int = 1
+    seconds: float = 0.0
+
+
+def candidates(library: str) -> Iterator[Candidate]:
+    if library == "transformers":
+        for name, kind in small_transformers.classes():
+            yield Candidate(library, name, kind.__module__.split(".")[2], _transformers(kind))
+    elif library == "timm":
+        yield from (Candidate(library, name, family, _timm(family, name)) for family, name in small_timm.names())
+    else:
+        yield from (candidate(library, name) for name in small_timm.torchvision_names())
+
+
+def candidate(library: str, name: str) -> Candidate:
+    """One; where the library exports it without a look at all others."""
+    if library == "transformers":
+        kind = getattr(load(library), name, None) or dict(small_transformers.classes())[name]
+        return Candidate(library, name, "", _transformers(kind))
+    if library == "timm":
+        return Candidate(library, name, "", _timm("", name))
+    return Candidate(library, name, name.partition("_")[0], _torchvision(name))
+
+
+def _transformers(kind: Any) -> tuple[Callable[[], Made], ...]:
+    def make(narrow: bool) -> Made:
+        model = small_transformers.build(kind, narrow=narrow)
+        return model, small_transformers.inputs(model)
+
+    return (lambda: make(True)), (lambda: make(False))
+
+
+def _timm(family: str, name: str) -> tuple[Callable[[], Made], ...]:
+    return (lambda: (small_timm.build(family, name), small_timm.inputs(name)),)
+
+
+def _torchvision(name: str) -> tuple[Callable[[], Made], ...]:
+    return (lambda: (small_timm.build_torchvision(name), small_timm.torchvision_inputs(name)),)
+
+
+def made(candidate: Candidate) -> Made:
+    """With random weights, after one run of it."""
+    errors: list[Exception] = []
+    for make in candidate.make:
+        try:
+            torch.manual_seed(0)
+            model, inputs = make()
+            randomize(model)
+            infer(model.eval(), inputs)
+            return model, inputs
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def compiled(model: nn.Module, report: Callable[[Any], None]) -> Callable[..., Any]:
+    """By `fastvit.compile`; what it leaves, PyTorch runs op by op."""
+    return fastvit.compile(model, inner="aot_eager", report=report)
+
+
+def sites(reports: list[Any]) -> Sites:
+    found: Sites = {}
+    for entry in (entry for report in reports for entry in report.entries):
+        kind = found.setdefault(entry.kind, {"fused": {}, "left": {}})["fused" if entry.fused else "left"]
+        kind[entry.detail] = kind.get(entry.detail, 0) + 1
+    return found
+
+
+def run(candidate: Candidate, limit: int = LIMIT) -> Row:
+    """Whatever happens, as a row. limit: in seconds, 0 for none."""
+    row, start = Row(candidate.library, candidate.name, candidate.family), time.perf_counter()
+
+    def too_long(*_: Any) -> None:
+        row.status = "slow"
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(limit)
+    try:
+        _run(candidate, row)
+    except TimeoutError:
+        row.status, row.detail = "slow", ""
+    finally:
+        signal.alarm(0)
+    row.seconds = time.perf_counter() - start
+    return row
+
+
+def _run(candidate: Candidate, row: Row) -> None:
+    try:
+        model, inputs = made(candidate)
+        subject = Model(model, inputs)
+    except Exception as error:
+        if row.status == "slow":
+            raise TimeoutError from None
+        row.status, row.detail = "eager", _short(error)
+    else:
+        _check(subject, row)
+
+
+def _check(subject: Model, row: Row) -> None:
+    reports: list[list[Any]] = []
+
+    def compile(model: nn.Module) -> Callable[..., Any]:
+        reports.append([])
+        return compiled(model, reports[-1].append)
+
+    torch._dynamo.utils.counters.clear()
+    try:
+        row.share, row.status = subject.check(compile), "right"
+    except Exception as error:
+        if row.status == "slow":  # whatever Dynamo made of it
+            raise TimeoutError from None
+        row.status, row.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
+    row.eager_runs = len(subject.eager)
+    counters = torch._dynamo.utils.counters
+    row.graphs = len(reports[0]) if reports and reports[0] else counters["stats"]["unique_graphs"]
+    row.breaks = sum(counters["graph_break"].values())
+    inference, training = ([*map(sites, reports), {}, {}])[:2]
+    row.sites, row.sites_in_training = inference, training if training != inference else {}
+    if row.status != "right":
+        try:
+            subject.check(lambda model: torch.compile(model, backend="aot_eager"))
+        except Exception as error:
+            if row.status == "slow":
+                raise TimeoutError from None
+            row.status, row.detail = "Dynamo", _short(error)
+
+
+def _short(error: Exception) -> str:
+    """One line of it, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)[:200]} ({Path(where.filename).name}:{where.lineno})"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("path", type=Path, help="of the results, to begin or to go on with")
+    parser.add_argument("--library", choices=LIBRARIES, help="default: all")
+    parser.add_argument("--only", help="models whose name has this in it, also when the results have them")
+    chosen = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # its words on every graph break
+    rows: dict[str, Any] = json.loads(chosen.path.read_text())["rows"] if chosen.path.exists() else {}
+    same: dict[str, str] = {row["fingerprint"]: name for name, row in rows.items() if row.get("fingerprint")}
+    for library in [chosen.library] if chosen.library else LIBRARIES:
+        if library == "transformers":
+            load("transformers").logging.set_verbosity_error()
+        for candidate in candidates(library):
+            name = str(candidate)
+            if chosen.only not in candidate.name if chosen.only else _settled(rows.get(name)):
+                continue
+            again = "twice" if name in rows and rows[name]["status"] == "running" else ""
+            rows[name] = asdict(Row(library, candidate.name, candidate.family, detail=again))
+            if library != "timm" or not _same(candidate, name, rows, same):
+                save(chosen.path, rows)
+                rows[name] |= asdict(run(candidate))
+                print(line(rows[name]), flush=True)
+            save(chosen.path, rows)
+
+
+def _settled(row: Mapping[str, Any] | None) -> bool:
+    """One that was running when the process ended is run once more."""
+    return row is not None and (row["status"] != "running" or row["detail"] == "twice")
+
+
+def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str, str]) -> bool:
+    """Whether a small model like it has been run; `rows` say so."""
+    try:
+        key = small_timm.fingerprint(candidate.make[0]()[0])
+    except Exception:
+        return False  # run() says why
+    if same.setdefault(key, name) == name:
+        rows[name]["fingerprint"] = key
+        return False
+    rows[name] |= {key: value for key, value in rows[same[key]].items() if key not in ("name", "family", "fingerprint")}
+    rows[name]["same_as"] = rows[same[key]]["name"]
+    print(f"{name}: as {rows[name]['same_as']}", flush=True)
+    return True
+
+
+def line(row: Mapping[str, Any]) -> str:
+    counts = ", ".join(
+        f"{kind} {sum(found['fused'].values())}/{sum(sum(part.values()) for part in found.values())}"
+        for kind, found in row["sites"].items()
+    )
+    tail = f": {row['detail']}" if row["detail"] else f" {row['share']:.2f}"
+    numbers = f"{row['graphs']} graphs, {row['breaks']} breaks, {row['seconds']:.1f} s"
+    return f"{row['library']}/{row['name']}: {'; '.join(filter(None, (counts, numbers)))}, {row['status']}{tail}"
+
+
+def save(path: Path, rows: Mapping[str, Any]) -> None:
+    where = environment(torch.device("cpu"), torch.float32)
+    where["libraries"] = {name: load(name).__version__ for name in LIBRARIES}
+    write_json(path, {"environment": where, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Vision classes of transformers that the rules of coverage/small_transformers.py do not reach: options and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Normal = Callable[..., Tensor]
+GRID = torch.tensor([[1, 4, 4], [1, 4, 4]])  # two images of 4 x 4 patches
+
+_EOMT = {"num_blocks": 1}
+_SEGGPT = {
+    "merge_index": 0, "num_hidden_layers": 5, "intermediate_hidden_state_indices": [1, 2, 3, 4],
+    "image_size": [64, 32], "pretrain_image_size": 32, "decoder_hidden_size": 24,
+}  # fmt: skip
+_LOFTR = {"hidden_size": 64}
+_LW_DETR = {"projector_scale_factors": [1.0]}
+_SEGMENTATION = {"d_model": 128, "encoder_attention_heads": 8, "decoder_attention_heads": 8}
+_HEAD = {
+    "upsample_out_channels": [32],
+    "conv_out_channels": [32],
+    "use_pixel_shuffle": False,
+    "scale_conv_out_channels": [16],
+    "scale_final_hidden_sizes": [16, 16],
+}
+_SAM = {
+    "vision_config": {
+        "hidden_size": 96, "output_channels": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 64,
+        "window_size": 2, "global_attn_indexes": [1], "num_pos_feats": 48, "mlp_dim": 128,
+    },
+    "prompt_encoder_config": {"image_size": 64, "patch_size": 16, "hidden_size": 96},
+}  # fmt: skip
+_DEPTH_PRO = {"patch_size": 56}  # of the windows that its encoder sees, four patches a side
+_SAPIENS2 = ("SemanticSegmentation", "PoseEstimation", "NormalEstimation", "PointmapEstimation", "ImageMatting")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "use_mask_token": False},
+    "DetrForSegmentation": _SEGMENTATION,
+    "ConditionalDetrForSegmentation": _SEGMENTATION,
+    "CvtModel": {"depth": [1, 2, 3]},
+    "CvtForImageClassification": {"depth": [1, 2, 3]},
+    "EomtForUniversalSegmentation": _EOMT,
+    "EomtDinov3ForUniversalSegmentation": _EOMT,
+    "Llama4VisionModel": {
+        "intermediate_size": 384, "projector_input_dim": 96, "projector_output_dim": 96, "vision_output_dim": 96,
+    },
+    "SegGptModel": _SEGGPT,
+    "SegGptForImageSegmentation": _SEGGPT,
+    "EfficientLoFTRModel": _LOFTR,
+    "EfficientLoFTRForKeypointMatching": _LOFTR,
+    **{f"Sapiens2For{task}": {"head_config": _HEAD} for task in _SAPIENS2},
+    "LwDetrModel": _LW_DETR,
+    "LwDetrForObjectDetection": _LW_DETR,
+    "VitMatteForImageMatting": {
+        "convstream_hidden_sizes": [48, 96, 192], "fusion_hidden_sizes": [256, 128, 64, 32],
+    },
+    "HieraForPreTraining": {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4},
+    "Kosmos2_5VisionModel": {"patch_embed_hidden_size": 768, "max_num_patches": 16},
+    "SamModel": _SAM,
+    "SamHQModel": _SAM,
+    "DepthProModel": _DEPTH_PRO,
+    "DepthProForDepthEstimation": _DEPTH_PRO,
+    "PPDocLayoutV2ForObjectDetection": {"class_thresholds": [0.5] * 5, "class_order": [4, 3, 2, 1, 0]},
+    "PeVideoEncoder": {
+        "vision_config": {
+            "architecture": "vit_pe_core_tiny_patch16_384", "global_pool": "map", "num_classes": 96,
+            "model_args": {"img_size": 64, "depth": 2, "embed_dim": 96, "num_heads": 4},
+        },
+    },
+}  # fmt: skip
+
+
+def _pair(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(1, 2, 3, 64, 64)}
+
+
+def _line_of_text(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(2, 3, 96, 96)}
+
+
+def _video(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(1, config.num_frames, 3, config.image_size, config.image_size)}
+
+
+def _masked_video(config: Any, normal: Normal) -> Inputs:
+    tokens = config.num_frames // config.tubelet_size * (config.image_size // config.patch_size) ** 2
+    return _video(config, normal) | {"bool_masked_pos": torch.arange(tokens)[None] % 2 == 0}
+
+
+def _patches(config: Any, normal: Normal) -> Inputs:
+    """Each with its row and column before it."""
+    places = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0)).expand(2, 16, 2)
+    return {"flattened_patches": torch.cat([places, normal(2, 16, 768)], -1)}
+
+
+def _positions(config: Any, normal: Normal) -> Inputs:
+    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, 36, 2)
+    return {"pixel_values": normal(2, 36, 3 * config.patch_size**2), "pixel_position_ids": places}
+
+
+def _tiles(config: Any, normal: Normal) -> Inputs:
+    tiles, side = config.max_num_tiles, config.image_size
+    ids, mask = torch.ones(2, 1, dtype=torch.long), torch.ones(2, 1, tiles, dtype=torch.long)
+    return {"pixel_values": normal(2, 1, tiles, 3, side, side), "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}
+
+
+def _grid_of_images(config: Any, normal: Normal) -> Inputs:
+    patch = config.patch_size
+    return {"pixel_values": normal(32, 3, patch, patch), "grid_thw": GRID}
+
+
+def _batch_of_grids(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(1, 32, 3, config.patch_size, config.patch_size), "grid_thw": GRID}
+
+
+def _strip(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(1, 3, config.patch_size, 32 * config.patch_size), "target_sizes": GRID[:, 1:]}
+
+
+def _flat(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(2, 16, 3 * config.patch_size**2)}
+
+
+def _shapes(config: Any, normal: Normal) -> Inputs:
+    config = getattr(config, "vision_config", config)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    return _flat(config, normal) | {"pixel_attention_mask": mask, "spatial_shapes": GRID[:, 1:]}
+
+
+def _frames_as_batch(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(2 * config.num_frames, 3, config.image_size, config.image_size)}
+
+
+def _prompts(config: Any, normal: Normal) -> Inputs:
+    names = ("pixel_values", "prompt_pixel_values", "prompt_masks")
+    return {name: normal(2, 3, 32, 32) for name in names}
+
+
+def _task(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(2, 3, 64, 64), "task_inputs": torch.arange(2 * 77).view(2, 77)}
+
+
+def _temporal_patches(config: Any, normal: Normal) -> Inputs:
+    times = getattr(config, "temporal_patch_size", 0) or getattr(config, "patch_temporal", 1)
+    return {"pixel_values": normal(32, 3 * times * config.patch_size**2), "grid_thw": GRID}
+
+
+def _windows(config: Any, normal: Normal) -> Inputs:
+    """Of the smallest of three scales, one."""
+    return {"pixel_values": normal(2, 3, 4 * config.patch_size, 4 * config.patch_size)}
+
+
+def _frames(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values_videos": normal(1, 2, 3, 64, 64)}
+
+
+def _tokens_of_patches(config: Any, normal: Normal) -> Inputs:
+    side = config.patch_size * config.spatial_merge_size
+    return {"pixel_values": normal(32, side, side, 3), "image_grid_thw": GRID}
+
+
+def _folded(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(4, 2, config.patch_size, config.patch_size, 3)}
+
+
+INPUTS: dict[str, Callable[[Any, Normal], Inputs]] = {
+    **dict.fromkeys(
+        (
+            "LightGlueForKeypointMatching", "SuperGlueForKeypointMatching", "EfficientLoFTRModel",
+            "EfficientLoFTRForKeypointMatching",
+        ), _pair,
+    ),
+    **dict.fromkeys(("TimesformerModel", "TimesformerForVideoClassification"), _video),
+    **dict.fromkeys(("PPOCRV5MobileRecModel", "PPOCRV5MobileRecForTextRecognition"), _line_of_text),
+    "VideoMAEForPreTraining": _masked_video,
+    **dict.fromkeys(("Pix2StructVisionModel", "Kosmos2_5VisionModel"), _patches),
+    "Gemma4VisionModel": _positions,
+    "MllamaVisionModel": _tiles,
+    "Kimi_K25VisionModel": _grid_of_images,
+    **dict.fromkeys(("PaddleOCRVisionTransformer", "PaddleOCRVisionModel"), _batch_of_grids),
+    **dict.fromkeys(("MiniCPMOcrVisionModel", "MiniCPMV4_6VisionModel", "MiniCPMV4_7VisionModel"), _strip),
+    "Molmo2VisionModel": _flat,
+    **dict.fromkeys(("Siglip2VisionModel", "Siglip2ForImageClassification"), _shapes),
+    "XCLIPVisionModel": _frames_as_batch,
+    **dict.fromkeys(("SegGptModel", "SegGptForImageSegmentation"), _prompts),
+    **dict.fromkeys(("OneFormerModel", "OneFormerForUniversalSegmentation"), _task),
+    **dict.fromkeys(("MuseGlimmerVisionModel", "MuseSparkVisionModel"), _temporal_patches),
+    "InklingVisionModel": _folded,
+    "Inkling2VisionModel": _tokens_of_patches,
+    "PeVideoEncoder": _frames,
+    **dict.fromkeys(("DepthProModel", "DepthProForDepthEstimation"), _windows),
+}  # fmt: skip

@@ -1,0 +1,181 @@
+"""What it takes the host to queue kernels: one launch, by Triton's own way and by fastvit's, and a ViT-B/16 block.
+
+    python -m benchmarks.host.launch benchmarks/results/cpu/launch.json
+
+No GPU is needed: a driver stands in for it that loads and launches nothing (benchmarks/codegen/stub_driver.py), so that
+what is left is Python's part; CUDA's own takes some 2 us a launch on top. PyTorch's own matmuls, sums and casts of a
+block are replaced by the allocation of their result. Both ways of a launch are timed in turns, a block alone, as a
+model is a row of blocks; on one thread, over a few calls a round. Noise only ever adds, so the least round counts.
+`python -m benchmarks.report.results` makes a table of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import timeit
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import torch
+from torch import Tensor
+
+import fastvit
+from benchmarks.harness.columns import make
+from benchmarks.harness.provenance import commit, write_json
+from benchmarks.harness.record import environment
+
+B, N, D, HEADS = 1, 197, 768, 12
+_CALLS = 10  # a round
+
+Work = Callable[[], object]
+
+
+def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
+    """Microseconds of each, timed in turns where there are several."""
+    for work in works.values():
+        work()
+    seconds = [[timeit.timeit(work, number=_CALLS) / _CALLS for work in works.values()] for _ in range(rounds)]
+    return {name: 1e6 * min(column) for name, column in zip(works, zip(*seconds, strict=True), strict=True)}
+
+
+def single_launches(rounds: int) -> dict[str, dict[str, float]]:
+    """Kernel -> its arguments, and microseconds of one launch: every kernel of a block's training step, at N and at a
+    length that is not short."""
+    from benchmarks.codegen.stub_driver import stub_gpu  # here: both need triton, a table of the results does not
+    from fastvit.ops.runtime.launch import launch, launching
+
+    found = {}
+    with stub_gpu(records=False):
+        calls: dict[str, Any] = {}
+        with launching(lambda *call: calls.update({call[0].__name__: call})):
+            for tokens in (N, 1025):
+                _block(tokens)["forward and backward"]()
+        for name, (kernel, programs, tensors, numbers, constants) in calls.items():
+            works: dict[str, Work] = {
+                "triton": partial(kernel[(programs,)], *tensors, *numbers, **constants),
+                "direct": partial(launch, kernel, programs, tensors, numbers, constants),
+            }
+            found[name] = {"arguments": len(kernel.arg_names), **_least(works, rounds)}
+    return found
+
+
+def block(rounds: int) -> dict[str, dict[str, float]]:
+    """Step -> microseconds, kernels of fastvit, calls of the vendor's matmuls, sums and casts, microseconds of a
+    stand-in."""
+    from benchmarks.codegen.stub_driver import stub_gpu
+    from fastvit.ops.runtime.launch import launching
+
+    found = {}
+    with stub_gpu(records=False), _vendor_stand_ins() as vendor:
+        a = torch.empty(N, D, dtype=torch.bfloat16)
+        steps = _block(N)
+        stand_in = _least({"": lambda: torch.mm(a, a.t())}, rounds)[""]
+        for name, step in steps.items():
+            with torch.inference_mode(name.endswith("inference")):  # entered once for all blocks of a model
+                microseconds = _least({name: step}, rounds)[name]
+                vendor.clear()
+                with launching(kernels := Mock()):
+                    step()
+            calls = {"kernels": kernels.call_count, "vendor": len(vendor)}
+            found[name] = {"us": microseconds, **calls, "stand_in": stand_in}
+    return found
+
+
+def _block(tokens: int) -> dict[str, Work]:
+    torch.manual_seed(0)
+    module = fastvit.Block(D, HEADS, qkv_bias=True)
+    narrow = copy.deepcopy(module).to(torch.bfloat16)
+    x = torch.randn(B, tokens, D).to(torch.bfloat16)
+
+    def amp() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(wide)
+
+    leaf, wide = x.clone().requires_grad_(), x.float().requires_grad_()
+    leaves, wides = [leaf, *narrow.parameters()], [wide, *module.parameters()]
+    gradient, wide_gradient = torch.randn_like(x), torch.randn_like(wide)
+    return {
+        "forward, inference": lambda: narrow(x),
+        "forward and backward": lambda: torch.autograd.grad(narrow(leaf), leaves, gradient),
+        "forward and backward, autocast": lambda: torch.autograd.grad(amp(), wides, wide_gradient),
+    }
+
+
+@contextlib.contextmanager
+def _vendor_stand_ins() -> Iterator[list[str]]:
+    """Within the context ATen's matmuls, sums and casts of CPU tensors only allocate. Yields the names of those
+    called."""
+    called: list[str] = []
+
+    def mm(x: Tensor, w: Tensor) -> Tensor:
+        called.append("mm")
+        return x.new_empty(x.shape[0], w.shape[1])
+
+    def addmm(bias: Tensor, x: Tensor, w: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        called.append("addmm")
+        return x.new_empty(x.shape[0], w.shape[1])
+
+    def column_sum(x: Tensor, dim: list[int], keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        called.append("sum")
+        return x.new_empty(x.shape[1], dtype=dtype or x.dtype)
+
+    def cast(x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+        called.append("cast")
+        return torch.empty_like(x, dtype=dtype)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced
+        stand_ins = {"mm": mm, "addmm": addmm, "sum.dim_IntList": column_sum, "_to_copy": cast}
+        for name, stand_in in stand_ins.items():
+            library.impl(name, stand_in, "CPU")
+        yield called
+
+
+def render(path: Path) -> list[str]:
+    """The tables of a result file."""
+    results = json.loads(path.read_text())
+    where = results["environment"]
+    launches = [
+        (
+            name,
+            str(row["arguments"]),
+            f"{row['triton']:.1f}",
+            f"{row['direct']:.1f}",
+            f"{row['triton'] / row['direct']:.1f}",
+        )
+        for name, row in results["launches"].items()
+    ]
+    steps = [
+        (name, *(f"{row[key]:.0f}" for key in ("us", "kernels", "vendor")), f"{row['stand_in']:.1f}")
+        for name, row in results["block"].items()
+    ]
+    return [
+        *make(("kernel", "arguments", "Triton's way\nus", "fastvit's\nus", "ratio"), launches),
+        "",
+        *make(("ViT-B/16 block, batch 1", "us", "kernels", "vendor's\ncalls", "one of them\nus"), steps),
+        "",
+        "Python's part of queueing kernels, with a driver that launches nothing: CUDA's comes on top.",
+        "The vendor's matmuls, sums and casts only allocate their result.",
+        f"{where['device']}, torch {where['torch']}, triton {where['triton']}, commit {results['commit'][:10]}",
+    ]
+
+
+def main(path: Path, rounds: int = 1000) -> None:
+    torch.set_num_threads(1)
+    results = {"commit": commit(), "environment": environment(torch.device("cpu"), torch.bfloat16)}
+    results |= {"launches": single_launches(rounds), "block": block(rounds)}
+    write_json(path, results)
+    print(*render(path), sep="\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the result file, JSON")
+    main(parser.parse_args().file)

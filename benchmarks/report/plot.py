@@ -1,0 +1,63 @@
+"""The memory study as a picture: peak memory of a training step against tokens, for light and for dark pages.
+
+    python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
+
+writes memory_light.svg and memory_dark.svg into the folder.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.record import Record
+from benchmarks.harness.table import growth
+from fastvit._output import write_file
+from fastvit.study.memory.peak import growth_exponent
+from fastvit.study.memory.plot import Curves, draw
+
+FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
+
+
+def picture(folder: str) -> str:
+    """HTML that shows the one that suits the reader's page."""
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{FILES["dark"]}">'
+        f'<img alt="Peak memory of a training step against the number of tokens" src="{folder}/{FILES["light"]}">'
+        "</picture>\n"
+    )
+
+
+def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
+    """Writes both files; a ValueError if the memory study is not among the records."""
+    from matplotlib import rc_context
+
+    studies = growth(records)
+    if not studies:
+        raise ValueError("the memory study did not run: no picture")
+    shape = next(r.shape for r in records if r.op in studies)
+    for theme, name in FILES.items():
+        with rc_context({"svg.hashsalt": "fastvit"}):  # the same file in every run
+            panels = {op.removeprefix("memory, "): curves for op, curves in studies.items()}
+            caption = f"{where}; batch {shape['B']}, {shape['H']} heads" + _fitted(studies)
+            figure = draw(panels, caption, theme, "peak memory of a training step")
+            svg = io.BytesIO()
+            figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+        write_file(folder / name, svg.getvalue())
+    return [folder / name for name in FILES.values()]
+
+
+def _fitted(studies: dict[str, Curves]) -> str:
+    """Which sizes the exponents are of."""
+    fits = {growth_exponent(*curve) for curves in studies.values() for curve in curves.values()} - {None}
+    ranges = {f"{fit.first} to {fit.last}" for fit in fits if fit}
+    return f"; exponents: from N = {', '.join(sorted(ranges))}" * bool(ranges)
+
+
+if __name__ == "__main__":
+    from benchmarks.report.results import read
+
+    found, _, where = read([Path(sys.argv[1])])
+    print(*save(found, where[0], Path(sys.argv[2])), sep="\n")

@@ -1,0 +1,178 @@
+"""Writes benchmarks/results/README.md from the result files beside it, and the table of ops of the main README.
+
+    pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
+    python -m benchmarks.report.results
+
+In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
+`families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
+graph_models.py, `peers.json` of benchmarks/peers, and pictures of report/plot.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.codegen import compile_time
+from benchmarks.harness import conditions, families, table
+from benchmarks.harness.provenance import ROOT
+from benchmarks.harness.record import Provider, Record
+from benchmarks.harness.timing import Ceilings
+from benchmarks.host import dispatch, launch, low_precision
+from benchmarks.peers import compare as peers
+from benchmarks.report import graph_tables, plot
+from fastvit._output import write_file
+from fastvit.tuning.clock import Quantiles
+
+RESULTS = ROOT / "benchmarks" / "results"
+_INTRODUCTION = f"""\
+# Results
+
+Made by `python -m benchmarks.report.results` from the files beside this page; how they were measured is in
+[../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
+about the Triton kernels' speed. `make results` draws the picture anew, too.
+
+```text
+{table.LEGEND}
+```
+"""
+
+
+def _record(data: dict[str, Any]) -> Record:
+    known = {f.name: data[f.name] for f in fields(Record) if f.name in data}
+    known["providers"] = {name: _provider(p) for name, p in known["providers"].items()}
+    return Record(**known)
+
+
+def _provider(data: dict[str, Any]) -> Provider:
+    times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
+    intervals = {name: tuple(data[name]) for name in ("over_fused", "called_over_fused") if data.get(name)}
+    return Provider(**{**data, **times, **intervals})
+
+
+def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
+    """The records of one run, its limits, and where and when it was."""
+    runs = [json.loads(path.read_text()) for path in paths]
+    info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
+    if not info:
+        raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
+    devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
+    if len(devices) > 1:
+        raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
+    during = [conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run]  # a newer file
+    ceilings = conditions.best([*(Ceilings(**i["ceilings"]) for i in info), *(found.end for found in during)])
+    records = [_record(i) for i in info]
+    commit = runs[0]["commit_info"]
+    dirty = " with local changes" * commit["dirty"]
+    when = f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{dirty}"
+    where = [*table.header(info[0]["environment"], ceilings), when]
+    where += [line for found in during for line in conditions.lines(found, records, ceilings)]
+    return records, ceilings, where
+
+
+def render(paths: Sequence[Path]) -> str:
+    """Section of one run: a part for each op."""
+    records, ceilings, where = read(paths)
+    parts = [_fenced(where)]
+    for op, lines in table.render(records, ceilings):
+        parts.append(f"### {op}\n\n{_fenced(lines)}")
+    return "\n".join(parts)
+
+
+def _fenced(lines: Sequence[str]) -> str:
+    return "\n".join(["```text", *lines, "```", ""])
+
+
+def page(folders: Sequence[Path] = ()) -> str:
+    """The whole page, of all folders of results unless they are given."""
+    folders = folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
+    return "\n".join([_INTRODUCTION, *(part for folder in folders for part in _folder(folder))])
+
+
+def _folder(folder: Path) -> Iterator[str]:
+    special = {
+        "families": families.render, "graphs": graph_tables.render, "dispatch": dispatch.render,
+        "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
+        "compile_time": compile_time.render,
+    }  # fmt: skip
+    runs: dict[str, list[Path]] = {}  # by dtype
+    for path in sorted(folder.glob("*.json")):
+        if path.stem in special or path.name.startswith("tuned_") or not path.stat().st_size:  # empty: cut off
+            continue
+        if found := json.loads(path.read_text())["benchmarks"]:
+            runs.setdefault(found[0]["extra_info"]["environment"]["dtype"], []).append(path)
+    picture = [plot.picture(folder.name)] * (folder / plot.FILES["light"]).exists()  # memory, of the first dtype
+    for dtype, paths in sorted(runs.items(), key=lambda run: run[0] != "float32"):
+        yield f"## {folder.name}, {dtype}\n"
+        yield from picture
+        yield render(paths)
+        picture = []
+    for name, function in special.items():
+        if (folder / f"{name}.json").exists():
+            yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"
+
+
+# ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
+
+_OPS = [
+    ("patch_embed", [("patch_embed", "B8 px224 patch16 D768")], "normalisation, convolution, positions, prefix tokens",
+     "none but the image"),
+    ("attention_qkvpacked", [("attention", "B1 N1025 H12 d64")], "scores, softmax and values, without an N x N tensor",
+     "4: qkv, out"),
+    ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm or RMSNorm, linear", "1: x"),
+    ("layer_norm_attention", [("layer_norm_attention", "B1 N197 D768 H12")],
+     "norm, q, k and v, their norms, rotary positions, attention, norm, projection, LayerScale, DropPath, residual sum",
+     "5: x, qkv, out"),
+    ("linear", [("linear", "B1 N197 D768 out3072 gelu")],
+     "linear, activation, LayerScale, DropPath, residual sum", "1: x; 4 more with an activation"),
+    ("layer_norm_mlp", [("layer_norm_mlp", "B1 N197 D768")],
+     "norm, both linears, activation, LayerScale, residual sum", "5: x, pre-activation"),
+    ("Block", [("block", "B1 N1025 D768 H12")], "layer_norm_attention, layer_norm_mlp", "10"),
+]  # fmt: skip
+_OPS_HEAD = """\
+| op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |
+|---|---|---|---|---|---|---|"""
+
+
+def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
+    """Forward and backward, one size of each op, and where that was measured; "-" where the file has none."""
+    found, _, (where, versions, *rest) = read([path])
+    records = {(r.op, r.case): r for r in found if r.mode == "training"}
+    lines = [_OPS_HEAD]
+    for name, cases, fused, saved in _OPS:
+        cells, size = ["-"] * 4, ""
+        if record := next((records[case] for case in cases if case in records), None):
+            cells = [table.time_ratio(record, rival) for rival in ("eager", "sdpa")]
+            cells += [table.ratio(record.memory_ratios().get(rival)) for rival in ("eager", "sdpa")]
+            size = f", {record.case}"
+        lines.append(f"| {' | '.join([f'`{name}`{size}', fused, saved, *cells])} |")
+    marks = [f" **{line}.**" for line in rest if line.startswith(conditions.MARK)]
+    return "\n".join([*lines, "", f"Forward and backward. {where}, {versions}.{''.join(marks)}"])
+
+
+def with_ops(readme: str) -> str:
+    """The README with the table between its two marks."""
+    before, mark, rest = readme.partition("<!-- ops -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (mark and end):
+        raise ValueError("README.md has no lines <!-- ops --> and <!-- end -->")
+    return f"{before}{mark}{ops_table()}\n{end}{after}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="*", type=Path, help="of result files; default: all in benchmarks/results")
+    parser.add_argument("--to", type=Path, default=RESULTS / "README.md", help="the page")
+    chosen = parser.parse_args(arguments)
+    write_file(chosen.to, page(chosen.folders))
+    if not chosen.folders:
+        readme = ROOT / "README.md"
+        write_file(readme, with_ops(readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()

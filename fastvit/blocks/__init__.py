@@ -1,0 +1,1 @@
+"""Transformer blocks: their description, the functions that run it, and readers that make it from modules."""

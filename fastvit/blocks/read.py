@@ -1,0 +1,232 @@
+"""What the readers of all libraries share: the classes of the layers that fused ops take, and functions that describe
+them as in `spec.py`.
+
+Modules are read again in every call, because hooks, adapters, modes and parameters come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fastvit.blocks import run
+from fastvit.blocks.spec import (
+    AdaptedLinear,
+    AttentionSpec,
+    Branch,
+    HalfSpec,
+    LinearSpec,
+    MlpSpec,
+    PlainLinear,
+)
+from fastvit.blocks.submodules import CannotFuse, Classes, qualified_name, read_or_none, submodules
+from fastvit.ops import Norm
+from fastvit.ops.runtime.activations import GATED
+
+LINEAR: Classes = {
+    nn.Linear,
+    "peft.tuners.lora.layer.Linear",
+    "torch.ao.nn.quantized.dynamic.modules.linear.Linear",  # of torch.ao.quantization.quantize_dynamic
+}
+DROPOUT: Classes = {nn.Dropout}
+LAYER_NORM: Classes = {nn.LayerNorm, "fastvit.layers.LayerNorm", "timm.layers.norm.LayerNorm"}
+RMS_NORM: Classes = {
+    nn.RMSNorm, "fastvit.layers.RMSNorm", "timm.layers.norm.RmsNorm", "timm.layers.norm.RmsNormFp32",
+}  # fmt: skip
+NORM: Classes = LAYER_NORM | RMS_NORM
+LAYER_SCALE: Classes = {
+    nn.Identity, "fastvit.layers.LayerScale", "timm.layers.layer_scale.LayerScale",
+    "timm.models.vision_transformer.LayerScale",
+}  # fmt: skip
+DROP_PATH: Classes = {nn.Identity, "fastvit.layers.DropPath", "timm.layers.drop.DropPath"}
+ATTENTION: Classes = {
+    "fastvit.layers.Attention", "timm.layers.attention.Attention", "timm.models.vision_transformer.Attention",
+}  # fmt: skip
+MLP: Classes = {
+    f"{home}.{name}" for home in ("fastvit.layers", "timm.layers.mlp") for name in ("Mlp", "GluMlp", "SwiGLU")
+}
+ACTIVATIONS: dict[type | str, str] = {
+    nn.GELU: "gelu",
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    "fastvit.layers.QuickGELU": "quick_gelu",
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
+    "timm.layers.activations.QuickGELU": "quick_gelu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.SiLUActivation": "silu",
+}
+_IDENTITY = {nn.Identity}
+SILU = nn.SiLU()  # for modules that call the function
+
+
+def read_qk_norm(
+    attn: nn.Module, classes: Classes = NORM, read: Callable[[Any], Norm] | None = None
+) -> tuple[Norm, Norm] | None:
+    """Of `q_norm` and `k_norm`, where there are any. read: reads those of the classes, `read_norm` if None."""
+    if _left_out(attn, "q_norm", "k_norm"):
+        return None
+    q_norm, k_norm = map(read or read_norm, submodules(attn, q_norm=classes, k_norm=classes))
+    _check_has_weight("q_norm", q_norm)
+    _check_has_weight("k_norm", k_norm)
+    if (q_norm.kind, q_norm.eps, q_norm.bias is None) != (k_norm.kind, k_norm.eps, k_norm.bias is None):
+        raise CannotFuse("q_norm and k_norm are of two kinds")
+    return q_norm, k_norm
+
+
+def _left_out(module: nn.Module, *names: str) -> bool:
+    """Whether each of these submodules is missing or an identity; Unsupported where that has hooks: somebody looks at
+    what passes through."""
+    children = module._modules
+    present = {name: _IDENTITY for name in names if children.get(name) is not None}
+    if any(type(children[name]) is not nn.Identity for name in present):
+        return False
+    submodules(module, present)
+    return True
+
+
+def read_inner_norm(branch: nn.Module) -> Norm | None:
+    """Of `norm`, in front of the last layer, where there is one."""
+    if _left_out(branch, "norm"):
+        return None
+    norm = read_norm(*submodules(branch, norm=NORM))
+    _check_has_weight("norm", norm)
+    return norm
+
+
+def _check_has_weight(name: str, norm: Any) -> None:
+    if norm.weight is None:
+        raise CannotFuse(f"{name} has no weight")
+
+
+# ---- what the readers of every library share ----
+
+
+def read_linear(layer: nn.Module) -> PlainLinear:
+    """Weight and bias of a linear layer or a LayerNorm as they are now: FSDP puts others in their place from call to
+    call, some versions of it as plain attributes."""
+    parameters: dict[str, Any] = layer._parameters  # a third of the time of two attributes
+    if "weight" in parameters and "bias" in parameters:
+        weight, bias = parameters["weight"], parameters["bias"]
+    else:
+        weight, bias = layer.weight, layer.bias
+    if type(weight) is not Parameter and _is_quantised(weight):
+        raise CannotFuse(f"a weight of the type {type(weight).__name__}")
+    return PlainLinear(weight, bias)
+
+
+def _is_quantised(weight: Any) -> bool:
+    """Whether a weight is made of other tensors, as torchao's are: only PyTorch's own functions know such a weight. So
+    are DTensors, but FSDP2 leaves these between calls and puts others in their place for a call."""
+    kind = type(weight)
+    return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.distributed.")
+
+
+def read_layer(layer: nn.Module) -> LinearSpec:
+    """A linear layer of a class in LINEAR."""
+    parameters = layer._parameters
+    weight = parameters.get("weight")
+    if type(weight) is Parameter and "bias" in parameters:  # the usual case, without another call
+        return PlainLinear(weight, parameters["bias"])
+    if "base_layer" in layer._modules:
+        return _read_adapted(layer)
+    if not isinstance(layer, nn.Linear) or _is_quantised(layer.weight):  # the quantised class's `weight` is a method
+        return AdaptedLinear(layer)
+    return read_linear(layer)
+
+
+def _read_adapted(layer: Any) -> LinearSpec:
+    """Of peft: its base where that is all that runs, with adapters merged or else disabled (with both, its forward
+    takes them out of the weight)."""
+    if layer.merged != layer.disable_adapters:
+        base = read_or_none(submodules, layer, base_layer=LINEAR)
+        if base is not None:
+            return read_layer(base[0])
+    return AdaptedLinear(layer)
+
+
+def read_norm(norm: Any) -> Norm:
+    """Read a module of a class in NORM; the weight is None where the module has none."""
+    if len(norm.normalized_shape) != 1:
+        raise CannotFuse("it normalises more than the last dimension")
+    if norm.__dict__.get("_fast_norm"):
+        raise CannotFuse("timm's fast norm is on, which rounds otherwise")
+    if isinstance(norm, nn.LayerNorm):
+        return Norm(*read_linear(norm), norm.eps)
+    return rms_norm(norm.weight, norm.eps)
+
+
+def rms_norm(weight: Tensor | None, eps: float | None) -> Norm:
+    """eps: None for PyTorch's, of the dtype that F.rms_norm computes in, which without a weight is known with x."""
+    if eps is None and weight is not None:
+        eps = run.default_eps(weight.dtype)
+    norm: Any = weight, None, eps, "rms"
+    return Norm(*norm)
+
+
+def describe_half(branch: Branch, norm: Any, scale: Any) -> HalfSpec[Branch]:
+    """Without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
+    return HalfSpec(branch, read_norm(norm), None if isinstance(scale, nn.Identity) else scale.gamma)
+
+
+Dropout = nn.Dropout | None  # the layer, or None where there is none
+
+
+def describe_attention(
+    qkv: tuple[LinearSpec, ...], proj: nn.Linear, num_heads: int, scale: float | None, attn_drop: float,
+    proj_drop: Dropout, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
+    kv_heads: int | None = None,
+) -> AttentionSpec:  # fmt: skip
+    """Checks that the ops take this head dimension, these norms and probabilities. kv_heads: of k and v, or None for as
+    many as q has."""
+    head_dim, rest = divmod(proj.in_features, num_heads)
+    if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
+        raise CannotFuse(f"head_dim {proj.in_features / num_heads:g} is not a multiple of 8 from 16 to 256")
+    p = proj_drop.p if proj_drop is not None and proj_drop.training else 0.0
+    if attn_drop >= 1.0 or p >= 1.0:
+        raise CannotFuse("a dropout of everything")
+    kv_heads = 0 if kv_heads is None or kv_heads == num_heads else kv_heads
+    if kv_heads and num_heads % kv_heads:
+        raise CannotFuse(f"{kv_heads} heads of keys for {num_heads} of queries")
+    in_steps = kv_heads > 0
+    if qk_norm is not None:
+        widths = {len(norm.weight) for norm in qk_norm}
+        in_steps = in_steps or widths != {head_dim}
+        if widths not in ({head_dim}, {num_heads * head_dim}) or (kv_heads and widths != {head_dim}):
+            raise CannotFuse(f"norms of q and k over {sorted(widths)} of {num_heads} heads of {head_dim}")
+    return AttentionSpec(qkv, read_layer(proj), num_heads, scale, attn_drop, p, scale_norm, qk_norm, kv_heads, in_steps)
+
+
+def describe_mlp(
+    fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout, inner_norm: Norm | None = None
+) -> MlpSpec:
+    """Checks that the ops take these probabilities. act: of a class in ACTIVATIONS."""
+    p1 = drop1.p if drop1 is not None and drop1.training else 0.0
+    p2 = drop2.p if drop2 is not None and drop2.training else 0.0
+    if p1 >= 1.0 or p2 >= 1.0:
+        raise CannotFuse("a dropout of everything")
+    if p1 not in (0.0, p2):
+        raise CannotFuse(f"its two dropouts differ: {p1} and {p2}")
+    activation = ACTIVATIONS.get(type(act)) or ACTIVATIONS[qualified_name(act)]
+    if act.__dict__.get("approximate") == "tanh":  # nn.GELU's
+        activation = "gelu_tanh"
+    return MlpSpec(read_layer(fc1), read_layer(fc2), activation, act, p1, p2, inner_norm=inner_norm)
+
+
+def describe_gated_mlp(
+    fc1: Sequence[nn.Linear], act: nn.Module, fc2: nn.Linear, drop1: Dropout = None, drop2: Dropout = None,
+    *, gate_last: bool = False, inner_norm: Norm | None = None,
+) -> MlpSpec:  # fmt: skip
+    """fc1: the gate's and the value's, or one of both; act: of the gate, of a class in ACTIVATIONS."""
+    mlp = describe_mlp(fc1[0], act, fc2, drop1, drop2, inner_norm)
+    for gated, plain in GATED.items():
+        if plain == mlp.activation:
+            value = read_layer(fc1[1]) if len(fc1) == 2 else None
+            return mlp._replace(activation=gated, value=value, gate_last=gate_last)
+    raise CannotFuse(f"a gate with {mlp.activation}")

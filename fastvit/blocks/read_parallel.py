@@ -1,0 +1,77 @@
+"""Blocks of attention and MLP side by side, timm's and ours (Dehghani et al. 2023, arXiv:2302.05442), as the
+descriptions that `fastvit.fuse` runs: x + both(norm(x)), of whose four projections into attention and MLP one layer
+holds all, and of the two out of them one layer perhaps both."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fastvit.blocks import read, run
+from fastvit.blocks.read import ACTIVATIONS, DROP_PATH, DROPOUT, LAYER_SCALE, LINEAR, NORM
+from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec, PlainLinear
+from fastvit.blocks.submodules import CannotFuse, submodules
+
+_BLOCK = {
+    "in_norm": NORM, "in_proj": LINEAR, "attn_drop": DROPOUT, "mlp_act": ACTIVATIONS, "mlp_drop": DROPOUT,
+    "ls": LAYER_SCALE, "drop_path": DROP_PATH,
+}  # fmt: skip
+
+
+class Parallel(NamedTuple):
+    """Two halves of the same norm, LayerScale and stochastic depth."""
+
+    attention: HalfSpec[AttentionSpec]
+    mlp: HalfSpec[MlpSpec]
+
+
+def read_block(block: Any) -> Parallel:
+    norm, into, attn_drop, act, mlp_drop, scale, drop_path = submodules(block, _BLOCK)
+    qk_norm = read.read_qk_norm(block)
+    D = into.in_features
+    rows = into.out_features - 3 * D, 3 * D
+    weight, bias = _plain(into)
+    weights = weight.split(rows)  # of which autograd makes one gradient, where slices have one each of the whole layer
+    fc1, qkv = map(PlainLinear, weights, (None, None) if bias is None else bias.split(rows))
+    if block.mlp_bias is not None:
+        fc1 = PlainLinear(fc1.weight, block.mlp_bias)
+    training = block.training if block.__dict__.get("fused_attn") else attn_drop.training  # timm's
+    attention = read.describe_attention(
+        (qkv,), into, block.num_heads, None, attn_drop.p if training else 0.0, None, None, qk_norm
+    )
+    mlp = read.describe_mlp(into, act, into, mlp_drop, None)
+    proj, fc2 = _out_of(block, D)
+    p, scale_by_keep = 0.0, True
+    if drop_path.training and type(drop_path) is not nn.Identity:
+        p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
+    ends = read.read_norm(norm), None if type(scale) is nn.Identity else scale.gamma, p, scale_by_keep
+    return Parallel(HalfSpec(attention._replace(proj=proj), *ends), HalfSpec(mlp._replace(fc1=fc1, fc2=fc2), *ends))
+
+
+def _plain(layer: nn.Module) -> PlainLinear:
+    found = read.read_layer(layer)
+    if not isinstance(found, PlainLinear):
+        raise CannotFuse("an adapter or a quantised weight on a layer that is attention's and the MLP's")
+    return found
+
+
+def _out_of(block: Any, D: int) -> tuple[PlainLinear, PlainLinear]:
+    """Of attention and of the MLP."""
+    if block.out_proj is None:
+        proj, fc2 = submodules(block, attn_out_proj=LINEAR, mlp_out_proj=LINEAR)
+        return _plain(proj), _plain(fc2)
+    (both,) = submodules(block, out_proj=LINEAR)
+    weight, bias = _plain(both)
+    of_attention, of_mlp = weight.split((D, weight.shape[1] - D), dim=1)
+    return PlainLinear(of_attention, bias), PlainLinear(of_mlp, None)
+
+
+def run_block(x: Tensor, block: Parallel, attn_mask: Tensor | None = None) -> Tensor:
+    """The MLP's half adds itself to attention's, and both drop the same samples."""
+    attention, mlp = block
+    if attention.drop_path:
+        row_scale = run.draw_drop_path(x, attention.drop_path, attention.scale_by_keep)
+        attention = attention._replace(drop_path=0.0, row_scale=row_scale)
+        mlp = mlp._replace(drop_path=0.0, row_scale=row_scale)
+    return run.run_mlp_half(x, mlp, residual=run.run_attention_half(x, attention, attn_mask=attn_mask))

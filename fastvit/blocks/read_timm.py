@@ -1,0 +1,99 @@
+"""Read modules of timm's shape, ours included, as the descriptions of `spec.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fastvit.blocks.read import (
+    ACTIVATIONS,
+    ATTENTION,
+    DROP_PATH,
+    DROPOUT,
+    LAYER_SCALE,
+    LINEAR,
+    MLP,
+    NORM,
+    _left_out,
+    describe_attention,
+    describe_gated_mlp,
+    describe_mlp,
+    read_inner_norm,
+    read_layer,
+    read_norm,
+    read_qk_norm,
+)
+from fastvit.blocks.spec import (
+    AttentionSpec,
+    BlockSpec,
+    HalfSpec,
+    MlpSpec,
+)
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.ops import Norm
+
+_OF_ATTENTION = {"qkv": LINEAR, "proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
+_OF_MLP = {"fc1": LINEAR, "fc2": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "drop2": DROPOUT}
+
+
+def read_attention(attn: Any) -> AttentionSpec:
+    qkv, proj, attn_drop, proj_drop = submodules(attn, _OF_ATTENTION)
+    if qkv.out_features != 3 * proj.in_features:
+        raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    norms: tuple[Any, ...] = ()
+    if len(attn._modules) > 4:
+        norms = read_norms_of_attention(attn)
+    scale, training = attn.scale, attn_drop.training
+    if attn.__dict__.get("fused_attn"):  # timm then leaves both to F.scaled_dot_product_attention
+        scale, training = None, attn.training
+    attn_drop_p = attn_drop.p if training else 0.0
+    return describe_attention((read_layer(qkv),), proj, attn.num_heads, scale, attn_drop_p, proj_drop, *norms)
+
+
+def read_norms_of_attention(attn: nn.Module) -> tuple[Norm | None, tuple[Norm, Norm] | None]:
+    """Of `norm`, and of `q_norm` and `k_norm`: what timm's attention may have beside its four layers, but for a gate,
+    which no op has."""
+    if not _left_out(attn, "gate"):
+        raise CannotFuse("a gate in attention")
+    return read_inner_norm(attn), read_qk_norm(attn)
+
+
+def read_mlp(mlp: Any) -> MlpSpec:
+    if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
+        return _read_gated_mlp(mlp)
+    fc1, fc2, act, drop1, drop2 = submodules(mlp, _OF_MLP)
+    return describe_mlp(fc1, act, fc2, drop1, drop2, read_inner_norm(mlp) if "norm" in mlp._modules else None)
+
+
+def _read_gated_mlp(mlp: Any) -> MlpSpec:
+    """timm's SwiGLU, with a layer each for gate and value, and GluMlp, with one."""
+    names = ("fc1_g", "fc1_x") if "fc1_g" in mlp._modules else ("fc1",)
+    act, drop1, fc2, drop2, *fc1 = submodules(
+        mlp, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT, **dict.fromkeys(names, LINEAR)
+    )
+    gate_last = len(names) == 1 and mlp.gate_last
+    return describe_gated_mlp(fc1, act, fc2, drop1, drop2, gate_last=gate_last, inner_norm=read_inner_norm(mlp))
+
+
+def _read_half(read_branch: Callable[[Any], Any], parts: Mapping[str, Classes], block: Any) -> HalfSpec[Any]:
+    branch, norm, scale, drop_path = submodules(block, parts)
+    layer_scale = None if type(scale) is nn.Identity else scale.gamma
+    p, scale_by_keep = 0.0, True
+    if drop_path.training and type(drop_path) is not nn.Identity:
+        p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
+    return HalfSpec(read_branch(branch), read_norm(norm), layer_scale, p, scale_by_keep)
+
+
+read_attention_half: Callable[[Any], HalfSpec[AttentionSpec]] = partial(
+    _read_half, read_attention, {"attn": ATTENTION, "norm1": NORM, "ls1": LAYER_SCALE, "drop_path1": DROP_PATH}
+)
+read_mlp_half: Callable[[Any], HalfSpec[MlpSpec]] = partial(
+    _read_half, read_mlp, {"mlp": MLP, "norm2": NORM, "ls2": LAYER_SCALE, "drop_path2": DROP_PATH}
+)
+
+
+def read_block(block: Any) -> BlockSpec:
+    return read_attention_half(block), read_mlp_half(block)

@@ -1,0 +1,225 @@
+"""Run the blocks of `spec.py` as fused ops: (B, N, D) -> (B, N, D), an MLP alone (..., D) -> (..., D)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit import ops
+from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, BlockSpec, HalfSpec, LinearSpec, MlpSpec
+from fastvit.ops import Norm, Rotary
+from fastvit.ops.runtime.activations import GATED
+from fastvit.ops.runtime.dispatch import is_jit_tracing
+
+
+def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:
+    """Whether a half of a block is several ops: where layers are called as modules, where no op has such attention, and
+    of an MLP without a gate that has a norm before fc2, which no op has either."""
+    if isinstance(branch, AttentionSpec):
+        return branch.in_steps or AdaptedLinear in (*map(type, branch.qkv), type(branch.proj))
+    if branch.inner_norm is not None and branch.activation not in GATED:
+        return True
+    return AdaptedLinear in (type(branch.fc1), type(branch.value), type(branch.fc2))
+
+
+def run_block(x: Tensor, block: BlockSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
+    attention, mlp = block
+    return run_mlp_half(run_attention_half(x, attention, rotary, attn_mask), mlp)
+
+
+def run_attention_half(
+    x: Tensor, half: HalfSpec[AttentionSpec], rotary: Rotary | None = None, attn_mask: Tensor | None = None
+) -> Tensor:
+    attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    qkv = attn.qkv
+    if type(attn.proj) is AdaptedLinear or AdaptedLinear in map(type, qkv):  # `runs_in_steps`, without its call
+        attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
+        return _run_last(attended, attn.proj, attn.proj_drop, x, half)
+    of_qkv: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
+    weights, biases = of_qkv
+    if attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
+        packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
+        return _run_last(_attend_packed(packed, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
+    layer_scale = row_scale = residual = None
+    if not attn.proj_drop:  # which no op has
+        layer_scale, residual = half.layer_scale, x
+        row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    of_proj: Any = attn.proj
+    proj_weight, proj_bias = of_proj
+    out = ops.layer_norm_attention(
+        x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
+        norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,
+        qk_norm=attn.qk_norm, attn_mask=attn_mask, layer_scale=layer_scale, row_scale=row_scale, residual=residual,
+    )  # fmt: skip
+    return _add_branch(x, ops.dropout(out, attn.proj_drop), half) if attn.proj_drop else out
+
+
+def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = None) -> Tensor:
+    """residual: what the branch is added to, x if None."""
+    mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
+    residual = x if residual is None else residual
+    if AdaptedLinear in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (
+        mlp.inner_norm is not None and runs_in_steps(mlp)
+    ):
+        return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
+    fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
+    dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
+    in_steps = mlp.drop1 != mlp.drop2  # no op has a dropout behind fc2 alone
+    if not in_steps:
+        dropout_p, layer_scale, added = mlp.drop1, half.layer_scale, residual
+        row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    out = ops.layer_norm_mlp(
+        x, norm.weight, norm.bias, *fc1, *mlp.fc2, eps=norm.eps, norm=norm.kind, activation=mlp.activation,
+        dropout_p=dropout_p, layer_scale=layer_scale, row_scale=row_scale, residual=added,
+        inner_norm=mlp.inner_norm,
+    )  # fmt: skip
+    return _add_branch(residual, ops.dropout(out, mlp.drop2), half) if in_steps else out
+
+
+def run_norm(x: Tensor, norm: Norm) -> Tensor:
+    if norm.weight is None:
+        norm = _with_ones(x, norm)
+    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps, norm=norm.kind)
+
+
+def _with_ones(x: Tensor, norm: Norm) -> Norm:
+    """A norm without weight, for x. The ones are made for the call: a buffer would hold garbage after `to_empty`, and
+    would have to follow x's dtype."""
+    eps = default_eps(x.dtype) if norm.eps is None else norm.eps
+    return Norm(x.new_ones(x.shape[-1]), None, eps, norm.kind)
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """PyTorch's for RMSNorm, of the dtype that F.rms_norm computes in."""
+    return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+
+
+def run_attention(
+    x: Tensor, attn: AttentionSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None
+) -> Tensor:
+    return ops.dropout(_run(_attend(x, attn, rotary, attn_mask), attn.proj), attn.proj_drop)
+
+
+def run_mlp(x: Tensor, mlp: MlpSpec) -> Tensor:
+    if runs_in_steps(mlp):
+        return ops.dropout(_run(_widen(x, mlp), mlp.fc2), mlp.drop2)
+    fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
+    tensors = (*fc1, *mlp.fc2)
+    out = ops.mlp(x, *tensors, activation=mlp.activation, dropout_p=mlp.drop1, inner_norm=mlp.inner_norm)
+    return ops.dropout(out, mlp.drop2) if mlp.drop1 != mlp.drop2 else out
+
+
+def _run(x: Tensor, layer: LinearSpec) -> Tensor:
+    return layer.module(x) if isinstance(layer, AdaptedLinear) else ops.linear(x, *layer)
+
+
+def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
+    """Attention up to its projection: (B, N, D) -> (B, N, H * d)."""
+    projected = [layer.module(x) if isinstance(layer, AdaptedLinear) else F.linear(x, *layer) for layer in attn.qkv]
+    if len(projected) == 1:
+        return _attend_packed(projected[0], attn, rotary, attn_mask)
+    heads = attn.num_heads, attn.kv_heads or attn.num_heads, attn.kv_heads or attn.num_heads
+    q, k, v = (t.unflatten(-1, (n, -1)) for t, n in zip(projected, heads, strict=True))
+    return _attend_separate(q, k, v, attn, rotary, attn_mask)
+
+
+def _attend_packed(qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
+    """(B, N, 3 * H * d), of k and v perhaps fewer -> (B, N, H * d)"""
+    if attn.in_steps or attn.qk_norm is not None:
+        H, kv_heads = attn.num_heads, attn.kv_heads or attn.num_heads
+        q, k, v = qkv.unflatten(-1, (H + 2 * kv_heads, -1)).split((H, kv_heads, kv_heads), 2)
+        return _attend_separate(q, k, v, attn, rotary, attn_mask)
+    qkv = qkv.unflatten(-1, (3, attn.num_heads, -1))
+    if rotary is not None:
+        qkv = ops.rotary_qkvpacked(qkv, rotary)
+    out = ops.attention_qkvpacked(qkv, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop)
+    return _scaled(out, attn)
+
+
+def _attend_separate(
+    q: Tensor, k: Tensor, v: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None
+) -> Tensor:
+    """(B, N, H, d) each, k and v perhaps of fewer heads -> (B, N, H * d)"""
+    q, k = placed(q, k, attn.qk_norm, rotary)
+    return _scaled(ops.attention(q, k, v, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop), attn)
+
+
+def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    """(B, N, H, d) each, k perhaps of fewer heads -> the same, behind their norms and rotated."""
+    if qk_norm is not None and q.shape == k.shape and qk_norm[0].weight.shape[0] == q.shape[-1]:
+        learnt = rotary is not None and _may_be_learnt(rotary)
+        q, k = ops.qk_norm(q, k, *qk_norm, None if learnt else rotary)
+        rotary = rotary if learnt else None
+    elif qk_norm is not None:
+        q, k = (_normed_heads(t, norm) for t, norm in zip((q, k), qk_norm, strict=True))
+    return (q, k) if rotary is None else (ops.rotary(q, rotary), ops.rotary(k, rotary))
+
+
+def _may_be_learnt(rotary: Rotary) -> bool:
+    """Whether the tables may need a gradient, which `ops.rotary` alone gives. torch.jit.trace traces with gradients and
+    checks without: both take this way."""
+    return rotary.sin.requires_grad or rotary.cos.requires_grad or is_jit_tracing()
+
+
+def _normed_heads(x: Tensor, norm: Norm) -> Tensor:
+    """(B, N, H, d) behind a norm of each head, or of all together."""
+    if norm.weight.shape[0] == x.shape[-1]:
+        return run_norm(x, norm)
+    return run_norm(x.flatten(2), norm).view(x.shape)
+
+
+def _scaled(out: Tensor, attn: AttentionSpec) -> Tensor:
+    """(B, N, H, d) -> (B, N, H * d), behind scale_norm."""
+    out = out.flatten(2)
+    return out if attn.scale_norm is None else run_norm(out, attn.scale_norm)
+
+
+def _gate_and_value(mlp: MlpSpec) -> tuple[Any, Any]:
+    """Weights and biases of two layers without adapters, those of one layer as views."""
+    if mlp.value is not None:
+        weights, biases = zip(mlp.fc1, mlp.value, strict=True)
+        return weights, biases
+    layer: Any = mlp.fc1
+    return layer.weight.chunk(2)[::-1], None if layer.bias is None else layer.bias.chunk(2)[::-1]
+
+
+def _widen(x: Tensor, mlp: MlpSpec) -> Tensor:
+    """An MLP up to fc2."""
+    if mlp.activation in GATED:
+        both = [_run(x, mlp.fc1), _run(x, mlp.value)] if mlp.value is not None else _run(x, mlp.fc1).chunk(2, dim=-1)
+        gate, value = both[::-1] if mlp.gate_last else both
+        hidden = mlp.act(gate) * value
+    elif isinstance(mlp.fc1, AdaptedLinear):
+        hidden = mlp.act(mlp.fc1.module(x))
+    else:
+        hidden = ops.linear(x, *mlp.fc1, activation=mlp.activation)
+    hidden = ops.dropout(hidden, mlp.drop1)
+    return hidden if mlp.inner_norm is None else run_norm(hidden, mlp.inner_norm)
+
+
+def _run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfSpec[Any]) -> Tensor:
+    """x + drop_path(layer_scale * dropout(last(hidden)))"""
+    if p or isinstance(last, AdaptedLinear):
+        return _add_branch(x, ops.dropout(_run(hidden, last), p), half)
+    row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    return ops.linear(hidden, *last, layer_scale=half.layer_scale, row_scale=row_scale, residual=x)
+
+
+def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool) -> Tensor:
+    """Stochastic depth's draw for a batch like x: (B,) of 0 and 1 / (1 - p), or 0 and 1, in x's dtype."""
+    keep = 1.0 - p
+    mask = x.new_empty(x.shape[0]).bernoulli_(keep)
+    return mask.div_(keep) if scale_by_keep and keep > 0.0 else mask
+
+
+def _add_branch(x: Tensor, branch: Tensor, half: HalfSpec[Any]) -> Tensor:
+    """The end of a half behind a dropout that no op has in its epilogue."""
+    if half.layer_scale is not None:
+        branch = branch * half.layer_scale
+    row_scale = draw_drop_path(branch, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
+    if row_scale is not None:
+        branch = branch * row_scale.view(-1, 1, 1)
+    return x + branch

@@ -1,0 +1,175 @@
+"""`fastvit attention`: attention maps and rollout over a picture."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastvit.cli import terminal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastvit.study import AttentionMaps, Picture, TokenWeights
+
+_EXAMPLES = """examples:
+  fastvit attention vit_small_patch14_dinov2 cat.jpg \\
+      --weights facebook/dinov2-small --out map.png
+  fastvit attention vit_base_patch16_224 cat.jpg --weights vit.safetensors \\
+      --layer 6 --head 3 --query 7,9 --out map.png
+  fastvit attention vit_base_patch16_dinov3 cat.jpg \\
+      --weights dinov3.safetensors --rollout --image-size 448x672
+  fastvit attention my_models:trained cat.jpg --layer 0 --json > rows.json
+
+Layers and heads count from 0, or with negative numbers from the last. Colours
+are relative to a map's own largest weight. Images are normalised as timm does
+it for the model of that name, for a configuration or function by ImageNet's
+values.
+"""
+_TOP = 4  # patches in a row of the table
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EXAMPLES
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a name of `fastvit models` or of timm, a config.json, or module:function")
+    add("image", metavar="IMAGE", help="a picture")
+    add("--weights", help="file, folder, timm's tag or Hugging Face repository, for a fastvit name (default: random)")
+    add("--layer", type=int, default=-1, metavar="N", help="of the model (default: the last)")
+    add("--head", type=int, metavar="N", help="of the layer (default: all)")
+    add("--query", type=_query, metavar="cls|ROW,COL", help="of CLS, or of a patch (default: CLS, else the centre)")
+    add("--rollout", action="store_true", help="also the rollout of attention through all layers")
+    add(
+        "--image-size",
+        type=terminal.size,
+        metavar="N|HxW",
+        help="what the picture is cropped and resized to (default: the model's)",
+    )
+    add("--mean", type=_three, metavar="R,G,B", help="subtracted from pixels of 0 to 1 (default: the model's)")
+    add("--std", type=_three, metavar="R,G,B", help="what they are then divided by (default: the model's)")
+    add("--out", type=_png, metavar="FILE.png", help="a picture of the maps, instead of a table")
+    add("--json", action="store_true", help="every weight, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from fastvit import study
+    from fastvit.study.sources.find import find
+    from fastvit.study.sources.normalization import of_subject
+
+    if args.out is not None:
+        terminal.wanted("matplotlib", "matplotlib")
+    if args.out is not None:
+        terminal.check_folder("--out", Path(args.out))
+    subject = find(args.model)
+    size, _ = subject.sizes(args.image_size)
+    mean, std = of_subject(subject)
+    picture = study.read_picture(args.image, size, args.mean or mean, args.std or std)
+    model = subject.with_weights(args.weights, args.image_size)
+    if args.weights is None and subject.source != "function":
+        print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
+    queries = None if args.query is None else [args.query]
+    maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
+    rollout = study.attention_rollout(model, picture.pixels, queries) if args.rollout else None
+    if args.out is not None:
+        terminal.write(args.out, _drawn(args, picture, maps, rollout))
+    if args.json:
+        print(json.dumps(_values(args, size, maps, rollout)))
+    elif args.out is None:
+        _show(args, maps, rollout)
+    return 0
+
+
+# ---- rows, of the heads and of the rollout, by name ----
+
+
+def _rows(maps: AttentionMaps, rollout: TokenWeights | None) -> dict[str, Tensor]:
+    """(N,) each"""
+    rows = {f"head {head}": row[0] for head, row in zip(maps.heads, maps.rows[0], strict=True)}
+    return rows if rollout is None else rows | {"rollout": rollout.rows[0]}
+
+
+def _drawn(args: argparse.Namespace, picture: Picture, maps: AttentionMaps, rollout: TokenWeights | None) -> bytes:
+    from fastvit.study.attention.drawing import draw_maps
+
+    tiles = []
+    for name, row in _rows(maps, rollout).items():
+        patches = row[maps.num_prefix_tokens :]
+        tiles.append((f"{name}, up to {_percent(patches.max())}", patches.unflatten(0, maps.grid)))
+    sheet = draw_maps(picture.shown, f"layer {maps.layers[0]}, {_query_name(maps)}", tiles, maps.queries[0])
+    file = io.BytesIO()
+    sheet.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _values(
+    args: argparse.Namespace, size: tuple[int, int], maps: AttentionMaps, rollout: TokenWeights | None
+) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "image": args.image,
+        "weights": args.weights,
+        "image_size": size,
+        "grid": maps.grid,
+        "num_prefix_tokens": maps.num_prefix_tokens,
+        "layer": maps.layers[0],
+        "depth": maps.depth,
+        "query": maps.queries[0],
+        "rows": {name: row.tolist() for name, row in _rows(maps, rollout).items()},
+    }
+
+
+def _show(args: argparse.Namespace, maps: AttentionMaps, rollout: TokenWeights | None) -> None:
+    (h, w), prefix = maps.grid, maps.num_prefix_tokens
+    top = min(_TOP, h * w)
+    rows = []
+    for name, row in _rows(maps, rollout).items():
+        values, places = row[prefix:].topk(top)
+        best = [f"({i // w},{i % w}) {_percent(v)}" for v, i in zip(values, places.tolist(), strict=True)]
+        rows.append([name, _percent(row[:prefix].sum()) if prefix else "none", *best])
+    title = (
+        f"{args.model}, one image, inference, float32: {_query_name(maps)} in layer {maps.layers[0]} of {maps.depth}, "
+        f"over {h} x {w} patches"
+    )
+    terminal.print_table(["", "prefix", *(f"top {n + 1}" for n in range(top))], rows, title=title)
+    terminal.console().print("\nprefix: weight of CLS and registers; top: (row,column) of the patches with most weight")
+
+
+def _query_name(maps: AttentionMaps) -> str:
+    query = maps.queries[0]
+    return "query CLS" if isinstance(query, str) else f"query ({query[0]}, {query[1]})"
+
+
+def _percent(share: Tensor) -> str:
+    return f"{100 * float(share):.1f}%"
+
+
+# ---- arguments ----
+
+
+def _query(text: str) -> str | tuple[int, int]:
+    parts = text.split(",")
+    if text == "cls":
+        return text
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be cls, or row,column of a patch such as 7,9, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def _three(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if len(values) != 3:
+        raise argparse.ArgumentTypeError(f"must be three numbers such as 0.5,0.5,0.5, got {text!r}")
+    return values
+
+
+def _png(text: str) -> Path:
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"must be a .png file, got {text!r}")
+    return Path(text)

@@ -1,0 +1,69 @@
+"""fastvit doctor"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fastvit.cli import terminal
+
+if TYPE_CHECKING:
+    from fastvit.study import Finding
+
+_MARK = {"ok": " ", "note": "-", "trouble": "!"}
+_EPILOG = """It changes nothing, but for one small kernel that it compiles on a GPU, and
+never fails: what goes wrong is a line of its own. "!" marks what keeps fastvit
+from running well, "-" what changes how it runs.
+
+examples:
+  fastvit doctor
+  fastvit doctor --json > machine.json  for a report of a bug
+  FASTVIT_BACKEND=aten fastvit doctor
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from fastvit import study
+
+    findings = study.doctor()
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return 0
+    topic = ""
+    for finding in _together(findings):
+        if finding.topic != topic:
+            topic = finding.topic
+            print(topic)
+        head = f"{_MARK[finding.status]} {finding.name:<17} "
+        text = textwrap.fill(
+            finding.value, terminal.width(), initial_indent=head, subsequent_indent=" " * len(head),
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        print(text)
+    return 0
+
+
+def _together(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Ops of one path in one line."""
+    from dataclasses import replace
+
+    same: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        if finding.topic == "ops":
+            same.setdefault((finding.value, finding.status), []).append(finding.name)
+    for finding in findings:
+        names = same.get((finding.value, finding.status), []) if finding.topic == "ops" else []
+        if len(names) < 2:
+            yield finding
+        elif names[0] == finding.name:
+            yield replace(finding, name=f"{len(names)} ops", value=f"{finding.value} ({', '.join(names)})")

@@ -1,0 +1,54 @@
+"""fastvit explore: one page to explore a model, in one file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fastvit.cli import terminal
+
+_EXAMPLES = """examples:
+  fastvit explore
+  fastvit explore vit_small_patch14_dinov2 cat.jpg --image-size 224 \\
+      --weights dinov2_vits14_pretrain.pth
+  fastvit explore vit_large_patch16_224 cat.jpg --layers 0,11,23
+
+The page asks no network for anything: it opens from disk, and can be sent as it
+is. It has at most 12 MB.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "model", nargs="?", default="vit_base_patch16_224", metavar="MODEL",
+        help="a name of `fastvit models` or timm, config.json of transformers, or module:function",
+    )  # fmt: skip
+    parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture (default: a computed landscape)")
+    parser.add_argument("--weights", help="file, folder, timm's tag or Hugging Face repository (default: random)")
+    parser.add_argument(
+        "--image-size", type=terminal.size, metavar="SIZE", help="224 or 224x448 (default: the model's)"
+    )
+    parser.add_argument(
+        "--layers", type=_layers, metavar="N,...",
+        help="layers, from 0, whose heads come first where the page has no room for all",
+    )  # fmt: skip
+    parser.add_argument("--out", default="explore.html", metavar="FILE", help="the page")
+
+
+def run(args: argparse.Namespace) -> int:
+    terminal.check_folder("--out", Path(args.out))
+    from fastvit import study
+
+    found = study.explore(
+        args.model, args.image, weights=args.weights, image_size=args.image_size, layers=args.layers,
+        progress=terminal.progress,
+    )  # fmt: skip
+    terminal.write(args.out, found.html())
+    return 0
+
+
+def _layers(text: str) -> list[int]:
+    if not all(word.isdigit() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be numbers such as 0,6,11, got {text!r}")
+    return [int(word) for word in text.split(",")]

@@ -1,0 +1,57 @@
+"""Options and helpers of `tune` and `warmup`: which step of which model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from fastvit.cli import terminal
+
+if TYPE_CHECKING:
+    from fastvit.study.sources.model_source import Subject
+    from fastvit.tuning.calls import OpCall
+
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "amp")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image-size", type=terminal.size, metavar="PX", help="224 or 224x448 (default: the model's)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="tf32: float32 with matmuls in TF32; amp: under autocast to bf16",
+    )
+    parser.add_argument("--mode", choices=("train", "infer", "both"), default="both", help="whose kernels")
+
+
+def check_triton() -> None:
+    """Raise ImportError, which says how to install triton, where it is missing."""
+    from fastvit.ops.runtime import dispatch
+
+    if not dispatch.HAVE_TRITON:
+        raise ImportError("this wants triton, which is not installed: pip install 'fastvit[triton]'")
+
+
+def modes(args: argparse.Namespace) -> tuple[str, ...]:
+    return ("infer", "train") if args.mode == "both" else (args.mode,)
+
+
+def calls(subject: Subject, args: argparse.Namespace, batch: int) -> list[OpCall]:
+    """The fused ops of the step that was asked for. Leaves PyTorch's precision of float32 matmuls as it needs it."""
+    import torch
+
+    from fastvit.tuning.calls import calls_of
+
+    size, _ = subject.sizes(args.image_size)
+    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+    dtype = "fp32" if args.dtype == "tf32" else args.dtype
+    return calls_of(subject, size, batch, dtype, modes(args))
+
+
+def described(subject: Subject, args: argparse.Namespace, *batches: int) -> str:
+    """Such as "vit_base_patch16_224, batch 32, 224 px, bf16"."""
+    from fastvit.study.sources.model_source import pixels
+
+    size, _ = subject.sizes(args.image_size)
+    return f"{subject.name}, batch {', '.join(map(str, batches))}, {pixels(size)} px, {args.dtype}"

@@ -1,0 +1,269 @@
+"""What the verbs share: how they read sizes, print tables, show progress, write files and fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastvit._output import printable, write_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100  # of every table, at most
+_NARROW = 16  # columns that a cell of words has at least, before a table is split
+_LONGEST = 600  # characters of an error
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keep descriptions and examples as they are written, and say what an option is by default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False) or "(default: " in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with examples below, as they are written."""
+
+    def __init__(self, prog: str, description: str = "", epilog: str | None = None, **options: Any) -> None:
+        options.setdefault("formatter_class", _Help)
+        super().__init__(prog, description=description, epilog=epilog, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def guarded(run: Callable[[], int], traceback: bool = False) -> int:
+    """run(); a mistake in what was asked for becomes one line and status 2, an interruption status 130."""
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        expected = isinstance(error, ValueError | OSError | ImportError) or type(error).__name__ == "OutOfMemoryError"
+        if traceback or not expected:
+            raise
+        print(f"fastvit: {described(error)}", file=sys.stderr)
+        return 2
+
+
+def described(error: BaseException) -> str:
+    """An error in one line, without escape sequences that files may have brought into it."""
+    if isinstance(error, OSError) and error.strerror:
+        return printable(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
+    text = printable(" ".join(str(error).split()))
+    return (text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ...") or type(error).__name__
+
+
+def width() -> int:
+    """Columns of the terminal or of $COLUMNS, WIDTH at most; WIDTH for a file or a pipe."""
+    return min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
+
+
+def console() -> Console:
+    """Return the console of standard output: `width()` columns; colours only on a terminal without NO_COLOR."""
+    rich = wanted("rich.console", "rich")
+    found: Console = rich.Console(width=width(), height=24, highlight=False, soft_wrap=False)
+    return found
+
+
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", keys: int = 1, words: Sequence[int] = (0,)
+) -> None:
+    """Print a table that is no wider than the console, and cut or break no number for that.
+
+    Where the columns are too wide together, cells of words wrap between words or after "_". If that is not enough, the
+    columns go into several tables, one below the other, each of which repeats the first `keys` columns.
+
+    Args:
+        heads: one for each column; empty for a table without heads.
+        rows: as many cells each, or none for an empty line.
+        words: columns of words, on the left. All others have numbers, on the right; these may have rich's markup.
+    """
+    out, text = console(), wanted("rich.text", "rich").Text
+    columns = range(len(next(row for row in [heads, *rows] if row)))
+
+    def cell(value: str, column: int) -> Any:
+        return text(value) if column in words else text.from_markup(value)
+
+    def widest(column: int, pattern: str) -> int:
+        values = [cell(row[column], column).plain for row in [heads, *rows] if row]
+        return max(len(part) for value in values for part in re.split(pattern, value))
+
+    natural = [widest(c, "\n") for c in columns]
+    least = [min(natural[c], max(_NARROW, widest(c, _BREAKS) + 2)) if c in words else natural[c] for c in columns]
+    gap = 2 if sum(natural) + 2 * len(columns) - 2 <= out.width else 1
+    parts = [list(range(keys))]
+    for c in columns[keys:]:
+        if len(parts[-1]) > keys and sum(least[i] + gap for i in [*parts[-1], c]) - gap > out.width:
+            parts.append(list(range(keys)))
+        parts[-1].append(c)
+    if title:
+        out.print(text(title, style="bold"))
+    for n, part in enumerate(parts):
+        widths = {c: natural[c] for c in part}
+        room = width() - gap * (len(part) - 1)
+        while sum(widths.values()) > room and any(widths[c] > least[c] for c in part):
+            widths[max((c for c in part if widths[c] > least[c]), key=widths.__getitem__)] -= 1
+        table = wanted("rich.table", "rich").Table(
+            box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold", show_header=bool(heads)
+        )
+        for c in part:
+            head = heads[c] if heads else ""
+            table.add_column(head, width=widths[c], justify="left" if c in words else "right", vertical="top")
+        for row in rows:
+            table.add_row(*(cell(_wrapped(row[c], widths[c]) if c in words else row[c], c) for c in part if row))
+        if n:
+            out.print()
+        # a terminal that is too narrow for the first columns and one more gets longer lines, which it wraps itself
+        out.width = max(width(), sum(widths.values()) + gap * (len(part) - 1))
+        out.print(table, crop=False)
+
+
+_BREAKS = r"\s+|(?<=[_/])"  # where a cell of words may wrap
+
+
+def _wrapped(value: str, width: int) -> str:
+    """value, broken into lines of at most `width`, of which all but the first are indented: between words, and in a
+    word only if it is too long for a line."""
+    lines = [""]
+    for word in re.findall(r"\s*\S+\s*", value):
+        pieces = [word] if len(word.rstrip()) <= width - 2 else re.split(r"(?<=[_/])", word)
+        for piece in pieces:
+            if lines[-1].strip() and len(lines[-1] + piece.rstrip()) > width:
+                lines.append("  ")
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def wanted(module: str, package: str) -> Any:
+    """A module of the extra `study`, or an ImportError that says how to get it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if error.name and error.name.split(".")[0] != package:
+            raise
+        raise ImportError(f"this wants {package}, which is not installed: pip install 'fastvit[study]'") from None
+
+
+@contextlib.contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error, if that is a terminal: the function yielded tells what is next, and that one is done."""
+    if not sys.stderr.isatty() or total < 2:
+        yield lambda now: None
+        return
+    bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
+    columns = (
+        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn(),
+    )  # fmt: skip
+    with bars.Progress(*columns, console=rich.Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        started = False
+
+        def step(now: str) -> None:
+            nonlocal started
+            bar.update(task, description=f"{what}: {now}", advance=int(started))
+            started = True
+
+        yield step
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """As `progress`, where nobody knows how many are to come."""
+    if not sys.stderr.isatty():
+        yield lambda now: None
+        return
+    status, rich = wanted("rich.status", "rich"), wanted("rich.console", "rich")
+    with status.Status(what, console=rich.Console(stderr=True)) as line:
+        yield lambda now: line.update(f"{what}: {now}")
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write a file as `write_file`, and say so."""
+    write_file(path, content)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Before anything takes time: whether a file can be there."""
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {path.absolute().parent}")
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Whether a picture of matplotlib can be written there."""
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"{option} writes .png or .svg, got {path}")
+    check_folder(option, path)
+    wanted("matplotlib", "matplotlib")
+
+
+def write_figure(path: Path, figure: Any, theme: str) -> None:
+    """A figure of matplotlib, on the background of its theme; the same bytes in every run."""
+    from matplotlib import rc_context
+
+    from fastvit.study.memory.plot import BACKGROUNDS
+
+    out, svg = io.BytesIO(), path.suffix == ".svg"
+    with rc_context({"svg.hashsalt": "fastvit"}):
+        figure.savefig(
+            out, format=path.suffix[1:], dpi=160, facecolor=BACKGROUNDS[theme], metadata={"Date": None} if svg else {}
+        )
+    write(path, out.getvalue())
+
+
+# ---- arguments that several verbs take ----
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """ "224,384x512" -> [(224, 224), (384, 512)]: height x width."""
+    found = [_size(word) for word in text.split(",") if word]
+    if not found:
+        raise argparse.ArgumentTypeError(f"sizes are 224 or 224,384x512, got {text!r}")
+    return found
+
+
+def _size(word: str) -> tuple[int, int]:
+    parts = word.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"a size is 224 or 224x448 (height x width), got {word!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def size(text: str) -> tuple[int, int]:
+    """ "224" or "224x448" -> (height, width)."""
+    return _size(text)
+
+
+def integers(text: str) -> list[int]:
+    """ "1,8,64" -> [1, 8, 64]"""
+    if not all(word.isdigit() and int(word) for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be positive integers such as 1,8,64, got {text!r}")
+    return [int(word) for word in text.split(",")]
+
+
+def count(text: str) -> int:
+    """A positive integer."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)

@@ -1,0 +1,138 @@
+"""fastvit verify"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastvit.cli import terminal
+
+if TYPE_CHECKING:
+    from fastvit.study import Verdict
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_EPILOG = """the rule:
+  error of fused <= 2 * error of eager PyTorch in the same dtype + one ulp,
+  against float64, in the maximum and in the RMS; for gradients 3 times. A
+  figure of the table is fused's error over (eager's error + ulp / 2 or 3): 1.0
+  is as accurate as eager, an output may have 2, a gradient 3. What has more is
+  judged on four draws of data together, so that no single rounding decides; if
+  it still has, it says FAIL, and the status is 1.
+
+examples:
+  fastvit verify
+  fastvit verify vit_base_patch16_224 --depth 2
+  fastvit verify --ops attention,mlp --dtype bf16 --head-dim 64,80
+  FASTVIT_BACKEND=aten fastvit verify --json > verdicts.json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="one model and its ops: of the zoo, of timm, a config.json, module:function",
+    )
+    parser.add_argument(
+        "--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16 (default: all that the device has)"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    parser.add_argument(
+        "--head-dim",
+        type=terminal.integers,
+        metavar="d,...",
+        help="of attention (default: the model's, or 32,64,72,80,96,128)",
+    )
+    parser.add_argument(
+        "--ops", type=lambda text: text.split(","), metavar="OP,...", help="names of fastvit.ops (default: all)"
+    )
+    parser.add_argument("--depth", type=terminal.count, help="blocks that the model is cut to (default: all)")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+
+
+def _dtypes(text: str) -> list[str]:
+    long = {short: name for name, short in _DTYPES.items()}
+    found = [long.get(word, word) for word in text.split(",")]
+    if unknown := [word for word in found if word not in _DTYPES]:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(long)}, got {unknown[0]!r}")
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    from fastvit import study
+
+    verdicts: list[Verdict] = []
+    with terminal.working("verify") as step:
+        for verdict in study.verify(
+            args.model, dtypes=args.dtype, device=args.device, head_dims=args.head_dim, names=args.ops,
+            depth=args.depth, step=step,
+        ):  # fmt: skip
+            verdicts.append(verdict)
+    bad = [verdict for verdict in verdicts if not verdict.passed]
+    if args.json:
+        print(json.dumps({"passed": not bad, "verdicts": [_fields(verdict) for verdict in verdicts]}, indent=2))
+    else:
+        _table(verdicts)
+        for verdict in bad:
+            print(f"FAIL  {described(verdict)}", file=sys.stderr)
+    return int(bool(bad))
+
+
+def _fields(verdict: Verdict) -> dict[str, Any]:
+    """JSON has no infinity: null, as where it did not run; `note` says which."""
+    from dataclasses import asdict
+
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(verdict).items()}
+
+
+def described(verdict: Verdict) -> str:
+    """What is wrong, in a line."""
+    size = f"head_dim {verdict.head_dim}" if verdict.head_dim else f"width {verdict.width}"
+    what = f"{verdict.name} {verdict.dtype}, {size}, {verdict.tokens} tokens, {verdict.path}: "
+    if verdict.output is None or verdict.gradient is None:
+        return what + verdict.note
+    note = f"{verdict.note}; " if verdict.note else ""
+    gradient = f"gradient of {verdict.worst} {verdict.gradient:.2f} (at most 3)"
+    return f"{what}{note}output {verdict.output:.2f} (at most 2), {gradient}"
+
+
+def _table(verdicts: Sequence[Verdict]) -> None:
+    dtypes = list(dict.fromkeys(verdict.dtype for verdict in verdicts))
+    found: dict[tuple[str, str, int], dict[str, Verdict]] = {}
+    for verdict in verdicts:
+        size = f"d {verdict.head_dim}" if verdict.head_dim else f"D {verdict.width}"
+        found.setdefault((verdict.name, size, verdict.tokens), {})[verdict.dtype] = verdict
+    rows = []
+    for (name, size, tokens), row in found.items():
+        passed = all(verdict.passed for verdict in row.values())
+        paths = ", ".join(dict.fromkeys(verdict.path for verdict in row.values()))
+        verdict_cell = "[green]PASS[/]" if passed else "[bold red]FAIL[/]"
+        rows.append([name, size, str(tokens), paths, *(_figures(row.get(dtype)) for dtype in dtypes), verdict_cell])
+    heads = ["op", "size", "tokens", "path", *(_DTYPES[dtype] for dtype in dtypes), ""]
+    title = "training, forward and backward: error over eager's, of the outputs and of the gradients"
+    terminal.print_table(heads, rows, title=title, words=(0, 1, 3))
+    console = terminal.console()
+    bad = sum(not verdict.passed for verdict in verdicts)
+    for note in dict.fromkeys(verdict.note for verdict in verdicts if verdict.passed and verdict.note):
+        console.print(f"on ATen, which Triton's kernels leave to it: {note}")
+    count = f"{len(verdicts) - bad} of {len(verdicts)} hold"
+    if any(not v.passed and v.path == "interpreter" and v.dtype == "bfloat16" for v in verdicts):
+        console.print("Triton's interpreter multiplies bfloat16 wrongly by itself, which is no fault of the kernels")
+    console.print(f"{count}: error over eager's, against float64; an output may have 2, a gradient 3")
+
+
+def _figures(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    if verdict.output is None or verdict.gradient is None:
+        return "[bold red]error[/]"
+    return " ".join(
+        f"{ratio:.2f}" if ratio <= limit else f"[bold red]{ratio:.3g}[/]"
+        for ratio, limit in ((verdict.output, 2.0), (verdict.gradient, 3.0))
+    )

@@ -1,0 +1,105 @@
+"""fastvit warmup"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from fastvit.cli import step_options, terminal
+
+_EPILOG = """A model's first step compiles its Triton kernels one after the other. This
+compiles them beforehand, in several processes, into Triton's cache: the folder
+$TRITON_CACHE_DIR, or ~/.triton/cache. No GPU is needed with --target, as for a
+container image; copy the cache along with it.
+
+The cache is hit if these agree:
+  versions    of fastvit and triton, and Triton's environment variables
+  GPU         its architecture (--target sm_90)
+  the step    dtype, image size, and whether it trains
+  batch size  nearly: tiles of matmuls and of patch embedding are chosen by the
+              number of rows. For a ViT-B at 224 px batches of 1, 8 and 16 have
+              all kernels of 1 to 512. Measured tables choose for numbers of
+              rows within a factor of two: then name all batch sizes.
+  processors  patch embedding asks for the number of --multiprocessors; by
+              default it is that of A100, A40, L40S, H100, B200 or RTX 5090
+  tables      those measured for the GPU at hand are used, and with --target
+              none: what they change, the first step compiles
+What is not aligned to 16 bytes, such as a slice of a tensor, has kernels of its
+own, which the first step compiles too.
+
+examples:
+  fastvit warmup vit_base_patch16_224 --batch 1,8,16 --mode infer
+  fastvit warmup vit_base_patch16_224 --mode train --dtype amp
+  fastvit warmup module:function --target sm_80 --batch 1
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _EPILOG
+    parser.add_argument("model", metavar="MODEL", help="of the zoo, of timm, a config.json, module:function")
+    parser.add_argument("--batch", type=terminal.integers, default="32", metavar="B,...", help="images")
+    step_options.configure(parser)
+    parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, ... (default: the GPU at hand)")
+    parser.add_argument("--multiprocessors", type=terminal.count, metavar="N", help="of the GPU that --target is for")
+    parser.add_argument("--processes", type=terminal.count, metavar="N", help="(default: one a core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.multiprocessors and not args.target:
+        raise ValueError("--multiprocessors is for --target: the GPU at hand says how many it has")
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise ValueError("with TRITON_INTERPRET=1 nothing is compiled")
+    step_options.check_triton()
+    from fastvit.study.sources.find import find
+
+    subject = find(args.model)
+    calls = {call: call for batch in args.batch for call in step_options.calls(subject, args, batch)}
+    from fastvit.tuning.calls import record
+    from fastvit.tuning.launches import Recorder, compile_all, cores
+
+    target, multiprocessors = _target(args)
+    recorder = Recorder(target)
+    record(calls, recorder, multiprocessors)
+    launches = list(recorder.launches.values())
+    if not launches:
+        raise ValueError(f"{step_options.described(subject, args, *args.batch)}: Triton takes none of its ops")
+    start, made, failed = time.perf_counter(), 0, 0
+    processes = min(args.processes or cores(), len(launches))
+    with terminal.progress(len(launches), "compiling") as progress:
+        for launch, compiled in compile_all(launches, processes):
+            progress(launch.name.removesuffix("_kernel"))
+            made += compiled is True
+            if isinstance(compiled, str):
+                failed += 1
+                print(f"fastvit: {launch.name} does not compile: {compiled.splitlines()[0]}", file=sys.stderr)
+    there = len(launches) - made - failed
+    seconds = time.perf_counter() - start
+    print(
+        f"{step_options.described(subject, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
+    )
+    print(f"{len(launches)} kernels, {there} of them compiled before, in {seconds:.1f} s by {processes} processes")
+    return int(failed > 0)
+
+
+def _target(args: argparse.Namespace) -> tuple[str, int]:
+    """The architecture to compile for, and the number of multiprocessors to choose for."""
+    import torch
+
+    from fastvit.tuning.launches import MULTIPROCESSORS
+
+    nvidia = [arch for arch in MULTIPROCESSORS if arch.startswith("sm_")]
+    if args.target is None:
+        from fastvit.tuning.model import gpu_at_hand
+
+        if torch.version.hip:
+            raise ValueError("kernels are compiled beforehand for NVIDIA GPUs only")
+        try:
+            machine = gpu_at_hand()
+        except ValueError as error:
+            raise ValueError(f"{error}; --target {'|'.join(nvidia)} compiles without one") from None
+        return machine.arch, machine.multiprocessors
+    if args.target not in nvidia:
+        raise ValueError(f"--target must be one of {', '.join(nvidia)}, got {args.target!r}")
+    return args.target, args.multiprocessors or MULTIPROCESSORS[args.target]

@@ -1,0 +1,129 @@
+"""The backend that Dynamo calls, and what it hands the rewritten graph to."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fastvit.graph.match.rewriter import Subject
+from fastvit.graph.report import Entry, Report
+from fastvit.graph.rewrites import (
+    add_norm,
+    attention,
+    attention_half,
+    identities,
+    linear,
+    mlp,
+    norm_linear,
+    patch_embed,
+    rms_norm,
+)
+from fastvit.ops.runtime.dispatch import HAVE_TRITON
+
+_log = logging.getLogger("fastvit.graph")
+_REWRITES = (identities, rms_norm, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
+
+
+def rewrite(gm: GraphModule) -> Report:
+    """Puts fastvit's ops into a graph of torch functions as Dynamo writes it, and into those that it checkpoints."""
+    start = time.perf_counter()
+    found = [_rewrite(graph) for graph in _graphs(gm)]
+    entries = tuple(entry for of_graph, _ in found for entry in of_graph)
+    return Report(entries, time.perf_counter() - start, tuple(reason for _, reason in found if reason))
+
+
+def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
+    """What was found, and why the graph was left as a whole, or ""."""
+    untouched = copy.deepcopy(gm.graph)
+    for node, copied in zip(gm.graph.nodes, untouched.nodes, strict=True):
+        vars(copied).update({name: value for name, value in vars(node).items() if name not in vars(copied)})
+    entries: dict[Node, Entry] = {}
+    reason = ""
+    try:
+        subject = Subject(gm)
+        if subject.refusal or not subject.fakes:
+            return [], subject.refusal
+        entries = subject.entries
+        for module in _REWRITES:
+            module.rewrite(subject)
+            subject.settle()
+        gm.graph.lint()
+    except Exception as error:  # a graph that nobody thought of compiles as it does without us, and says so
+        gm.graph = untouched
+        _log.warning("a graph was left as it was", exc_info=True)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        entries = {node: replace(entry, fused=False, detail="the whole graph") for node, entry in entries.items()}
+    gm.recompile()
+    return [entries[site] for site in sorted(entries, key=lambda node: subject.position[node])], reason
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    """gm, and the bodies of what is checkpointed in it."""
+    found = [gm]
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
+            body = getattr(gm, str(node.args[0].target))
+            if body not in found:
+                found += _graphs(body)
+    return found
+
+
+class Backend:
+    """A backend of torch.compile."""
+
+    def __init__(self, inner: str | Callable[..., Any] | None = None, report: Callable[[Report], None] | None = None):
+        self._inner, self._report = inner, report
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        report = rewrite(gm)
+        compiled = _compile_rest(self._inner or default_inner(_device(inputs)), gm, inputs, **options)
+        _log.info("%s", report)  # now, since Dynamo may have begun anew
+        if self._report is not None:
+            self._report(report)
+        return compiled
+
+
+def _device(inputs: Sequence[Any]) -> str:
+    return next((t.device.type for t in inputs if isinstance(t, torch.Tensor)), "cpu")
+
+
+@cache
+def default_inner(device: str) -> str:
+    """inductor where it can build for that device, else aot_eager, said once."""
+    if device == "cpu":
+        missing = None if _has_compiler() else "no C++ compiler"
+    else:
+        missing = None if HAVE_TRITON else f"no Triton for {device}"
+    if missing:
+        warnings.warn(f"fastvit compiles with aot_eager: inductor has {missing} here", stacklevel=2)
+    return "aot_eager" if missing else "inductor"
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++", "cl"))
+
+
+def _compile_rest(
+    inner: str | Callable[..., Any], gm: GraphModule, inputs: Sequence[Any], mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    if inner == "inductor" and (mode or options):
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**list_mode_options(mode or "default"), **(options or {})}
+        return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+    function: Any = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+    given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    return function(gm, inputs, **given)

@@ -1,0 +1,1 @@
+"""The patterns that become fused ops, one a file."""

@@ -1,0 +1,107 @@
+"""What may stand between a linear layer and the residual stream, in one pass over its output:
+
+    residual + row_scale * layer_scale * linear(...)        branch (B, ..., D)
+
+layer_scale: a (D,) factor; row_scale: stochastic depth's draw, one factor a sample (B, 1, ..., 1), of which some
+libraries divide the branch by the probability of keeping it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch.fx import Node
+
+from fastvit.graph.match.calls import Refused, name_of, scaled
+from fastvit.graph.match.layout import known_equal, same_shape
+from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.values import fake, value_of
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """root: where it ends; matched: its nodes."""
+
+    root: Node
+    matched: frozenset[Node] = field(default_factory=frozenset)
+    layer_scale: Node | None = None
+    row_scale: Node | None = None
+    factor: float = 1.0  # of the row_scale
+    residual: Node | None = None
+
+    def arguments(self, emit: Emitter) -> dict[str, Any]:
+        """For an op."""
+        given: dict[str, Any] = {}
+        if self.layer_scale is not None:
+            flat = fake(self.layer_scale).dim() == 1
+            given["layer_scale"] = self.layer_scale if flat else emit.method("flatten", self.layer_scale)
+        if self.row_scale is not None:
+            rows = emit.method("flatten", self.row_scale)
+            given["row_scale"] = rows if self.factor == 1.0 else emit.method("mul", rows, self.factor)
+        if self.residual is not None:
+            given["residual"] = self.residual
+        return given
+
+
+def epilogues(branch: Node) -> Iterator[Epilogue]:
+    """Behind the node `branch`, from the longest to none."""
+    found = [Epilogue(branch)]
+    while (longer := _longer(found[-1])) is not None:
+        found.append(longer)
+    for epilogue in reversed(found):
+        if epilogue.factor == 1.0 or epilogue.row_scale is not None:
+            yield epilogue
+
+
+def _longer(e: Epilogue) -> Epilogue | None:
+    at = e.root
+    if len(at.users) != 1 or e.residual is not None:
+        return None
+    (user,) = at.users
+    name = name_of(user)
+    taken = replace(e, root=user, matched=e.matched | {at})
+    if (factor := scaled(user)) is not None:
+        return replace(taken, factor=e.factor * factor[1])
+    if name not in ("mul", "mul_", "add") or len(user.args) != 2 or user.kwargs or user.args[0] is user.args[1]:
+        return None
+    other = user.args[1] if user.args[0] is at else user.args[0]
+    if not isinstance(other, Node) or value_of(other) is None or (name == "mul_" and user.args[0] is not at):
+        return None
+    shape, of = fake(at).shape, fake(other)
+    if name == "add":
+        return replace(taken, residual=other) if same_shape(of.shape, shape) else None
+    if _is_vector(of.shape, shape[-1]) and e.layer_scale is None:
+        return replace(taken, layer_scale=other)
+    rows = (
+        of.dim() == len(shape) and known_equal(of.shape[0], shape[0]) and all(known_equal(s, 1) for s in of.shape[1:])
+    )
+    if rows and e.row_scale is None and not of.requires_grad:
+        return replace(taken, row_scale=other)
+    return None
+
+
+def _is_vector(shape: Any, size: Any) -> bool:
+    return len(shape) > 0 and known_equal(shape[-1], size) and all(known_equal(s, 1) for s in shape[:-1])
+
+
+Build = Callable[[Emitter, dict[str, Any]], Node]
+
+
+def replace_longest(subject: Subject, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
+    """Replaces the matched nodes, up to branch, and as much of an epilogue behind it as can be shown to be the same."""
+    refused: Refused | None = None
+    for epilogue in epilogues(branch):
+        try:
+            emitted = partial(_with_arguments, build, epilogue)
+            return subject.replace(epilogue.root, matched | epilogue.matched, emitted, site)
+        except Refused as reason:
+            refused = reason
+    assert refused is not None
+    raise refused
+
+
+def _with_arguments(build: Build, epilogue: Epilogue, emit: Emitter) -> Node:
+    return build(emit, epilogue.arguments(emit))

@@ -1,0 +1,87 @@
+"""Keys and values that were repeated for the heads of q that share them (grouped queries), before the repetition:
+
+    repeat_interleave(k, n, dim)
+    k[:, :, None].expand(...).reshape(...)        k (B, heads, N, d), or (B, N, heads, d) turned afterwards
+
+`ops.attention` reads k and v with the heads that they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
+from fastvit.graph.match.rewriter import Emitter
+from fastvit.graph.match.values import fake
+from fastvit.graph.match.views import behind_views, follow
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """x: what was repeated, (B, heads, N, d) once dimension `extra` of size 1 is taken out and, if `turned`, the next
+    two are swapped; heads: how many; nodes: the repetition and the views behind it."""
+
+    x: Node
+    extra: int | None
+    turned: bool
+    heads: Size
+    nodes: tuple[Node, ...]
+
+    def emit(self, emit: Emitter) -> Node:
+        x = self.x if self.extra is None else emit.method("squeeze", self.x, self.extra)
+        return emit.method("transpose", x, 1, 2) if self.turned else x
+
+    def unused(self, matched: set[Node]) -> set[Node]:
+        """The nodes that nobody needs without the matched ones."""
+        gone: set[Node] = set()
+        for node in reversed(self.nodes):
+            if (matched | gone).issuperset(node.users):
+                gone.add(node)
+        return gone
+
+
+def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
+    """Of k or v (B, H, N, d), or k (B, H, d, N), where heads of x stand beside their copies, in order."""
+    node, chain = behind_views(t)
+    if name_of(node) not in ("expand", "repeat_interleave"):
+        return None
+    x = first(node)
+    try:
+        base = Layout.of(fake(x).shape)
+        spread, dim, n = _repetition(base, node)
+        found = follow(spread, chain)
+        if len(found.dims) != 4:
+            return None
+        found = found.permute((0, 1, 3, 2)) if transposed else found
+        extra = dim if len(base.dims) == 5 else None
+        plain = base if extra is None else base.select(extra, 0)
+        for turned in (False, True):
+            heads = plain.permute((0, 2, 1, 3)) if turned else plain
+            want = Layout((heads.dims[0], (*heads.dims[1], (n, 0)), *heads.dims[2:]))
+            if found.is_same(want):
+                return Repeated(x, extra, turned, heads.size(1), (node, *chain))
+    except (NotALayout, Refused):
+        pass
+    return None
+
+
+def _repetition(base: Layout, node: Node) -> tuple[Layout, int, Size]:
+    """The layout behind a node that repeats along one dimension, which, and how many times."""
+    if name_of(node) == "repeat_interleave":
+        _, n, dim, _ = arguments(node, input=None, repeats=None, dim=None, output_size=None)
+        if not isinstance(n, int) or not isinstance(dim, int):
+            raise NotALayout("a repetition of other numbers")
+        dim %= len(base.dims)
+        return _with_copies(base, dim, n), dim, n
+    shape = fake(node).shape
+    grown = [i for i in range(len(base.dims)) if not known_equal(base.size(i), shape[i])]
+    if len(shape) != len(base.dims) or len(grown) != 1 or not known_equal(base.size(grown[0]), 1):
+        raise NotALayout("an expansion of several dimensions")
+    return _with_copies(base, grown[0], shape[grown[0]]), grown[0], shape[grown[0]]
+
+
+def _with_copies(base: Layout, dim: int, n: Size) -> Layout:
+    return Layout((*base.dims[:dim], (*base.dims[dim], (n, 0)), *base.dims[dim + 1 :]), base.offset)

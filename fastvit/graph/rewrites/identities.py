@@ -1,0 +1,111 @@
+"""What does nothing in this graph is taken out, sizes that are known are written down, and one call that hides a
+pattern is written out as the calls that it is made of, before anything is sought."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.graph.match.layout import known_int, same_shape
+from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.values import fake, storages, value_of
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if name_of(node) == "dropout":
+            _take_out(subject, node)
+        elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
+            _by_sizes(node)
+        elif "size" in (name_of(node), name_of(first(node))):
+            _write_down(node)
+        elif node.target is F.multi_head_attention_forward:
+            try:
+                _write_out(subject, node)
+            except Refused as reason:
+                subject.note(node, "attention", False, str(reason))
+
+
+def _take_out(subject: Subject, node: Node) -> None:
+    """dropout(x, 0.0), or in evaluation, is x, unless somebody could tell that it is the same tensor."""
+    try:
+        x, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
+    except Refused:
+        return
+    if not (training is False or p == 0.0) or not isinstance(x, Node) or any(u.op == "output" for u in node.users):
+        return
+    if subject.is_mutated(storages(value_of(x)) | storages(value_of(node))):
+        return
+    node.replace_all_uses_with(x)
+    subject.graph.erase_node(node)
+
+
+def _write_down(node: Node) -> None:
+    """A size that Dynamo asked for before it knew the number, as where a bias of so many tokens is added later, makes
+    no further use of the tensor."""
+    known = known_int(value_of(node))
+    if known is None or any(user.op == "output" for user in node.users):
+        return
+    for user in list(node.users):
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda used: known if used is node else used)
+    sizes = first(node)
+    node.graph.erase_node(node)
+    if name_of(sizes) == "size" and not sizes.users:
+        sizes.graph.erase_node(sizes)
+
+
+def _by_sizes(node: Node) -> None:
+    """x.reshape_as(y) needs nothing of y but its sizes, of which one may be symbolic: as SAM shapes its bias."""
+    shape = getattr(value_of(node), "shape", ())
+    sizes = [-1 if (known := known_int(size)) is None else known for size in shape]
+    if len(node.args) == 2 and shape and sizes.count(-1) <= 1 and 0 not in sizes:
+        node.target = str(node.target).removesuffix("_as")
+        node.args = node.args[0], *sizes
+
+
+def _write_out(subject: Subject, node: Node) -> None:
+    """What nn.MultiheadAttention calls, on (N, B, D), whatever its batch_first says."""
+    (
+        query, key, value, _, num_heads, weight, bias, bias_k, bias_v, add_zero, p, out_weight, out_bias, training,
+        padding, _, mask, separate, _, _, _, static_k, static_v, _, causal,
+    ) = arguments(
+        node, query=None, key=None, value=None, embed_dim_to_check=None, num_heads=None, in_proj_weight=None,
+        in_proj_bias=None, bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0, out_proj_weight=None,
+        out_proj_bias=None, training=True, key_padding_mask=None, need_weights=True, attn_mask=None,
+        use_separate_proj_weight=False, q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None,
+        static_v=None, average_attn_weights=True, is_causal=False,
+    )  # fmt: skip
+    if mask is not None or padding is not None or causal:
+        raise Refused("a mask")
+    options = separate, add_zero, *(t is not None for t in (bias_k, bias_v, static_k, static_v))
+    if any(options) or fake(query).dim() != 3:
+        raise Refused("an option of nn.MultiheadAttention that no ViT has")
+    if not all(same_shape(fake(t).shape, fake(query).shape) for t in (key, value)):
+        raise Refused("k and v of another length than q")
+    if any(name_of(user) != "getitem" or user.args[1] != 0 for user in node.users):
+        raise Refused("its attention weights are used, too")
+
+    def projected(emit: Emitter) -> list[Node]:
+        """q, k and v, (N, B, H, d)"""
+        if query is key is value:
+            qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
+            return [emit.method("select", qkv, 2, i) for i in range(3)]
+        E = fake(query).shape[-1]
+        found = []
+        for i, t in enumerate((query, key, value)):
+            layer = (None if of is None else emit.method("narrow", of, 0, i * E, E) for of in (weight, bias))
+            found.append(emit.method("unflatten", emit.call(F.linear, t, *layer), -1, (num_heads, -1)))
+        return found
+
+    def build(emit: Emitter) -> Node:
+        q, k, v = (emit.method("permute", t, 1, 2, 0, 3) for t in projected(emit))
+        attended = emit.call(F.scaled_dot_product_attention, q, k, v, dropout_p=p if training else 0.0)
+        rows = emit.method("flatten", emit.method("permute", attended, 2, 0, 1, 3), 2)
+        return emit.call(F.linear, rows, out_weight, out_bias)
+
+    if len(node.users) != 1:
+        raise Refused(f"its output is used {len(node.users)} times")
+    (user,) = node.users
+    subject.replace(user, {node}, build, node)

@@ -1,0 +1,229 @@
+"""The MLP of a transformer block, alone or with the norm before it:
+
+    norm -> linear -> activation -> dropout -> linear -> dropout -> LayerScale, DropPath, residual
+    norm -> gate and value -> activation(gate) * value -> norm -> linear -> ...
+
+becomes `ops.layer_norm_mlp`, or `ops.mlp`. A norm is a LayerNorm or an RMSNorm; gate and value may be two layers or the
+halves of one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph.match.calls import Refused, arguments, first, name_of, scaled, words
+from fastvit.graph.match.layout import Layout, dense_strides
+from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.values import fake
+from fastvit.graph.match.views import behind_views, follow
+from fastvit.graph.rewrites.attention import dropout_of
+from fastvit.graph.rewrites.epilogue import replace_longest
+from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
+from fastvit.ops.runtime.activations import GATED
+
+
+@dataclass
+class _Act:
+    """An activation: its name as the ops', what it acts on, its last node, and all its nodes."""
+
+    name: str
+    x: Node
+    root: Node
+    matched: set[Node] = field(default_factory=set)
+
+
+class _Gated(NamedTuple):
+    """activation: as the ops name it with its gate; gate_first: of one layer's rows, None for a gate's layer and a
+    value's; views: between."""
+
+    activation: str
+    fc1: list[LinearCall]
+    gate_first: bool | None
+    views: list[Node]
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        try:
+            act = _activation(node)
+            if act is None or not _is_linear(behind_views(act.x)[0]):
+                continue
+        except Refused:  # an activation with arguments that none has
+            continue
+        try:
+            _rewrite(subject, act, node)
+        except Refused as reason:
+            subject.note(node, "MLP", False, str(reason))
+
+
+def _is_linear(node: Node) -> bool:
+    return name_of(node) == "linear"
+
+
+def _activation(node: Node) -> _Act | None:
+    name = name_of(node)
+    if name == "gelu":
+        x, approximate = arguments(node, input=None, approximate="none")
+        return _Act("gelu" if approximate == "none" else "gelu_tanh", x, node, {node})
+    if name in ("relu", "silu"):
+        return _Act(name, first(node), node, {node}) if len(node.args) == 1 else None
+    if name == "sigmoid":
+        return _quick_gelu(node)
+    return _tanh_gelu(node) if name == "tanh" else None
+
+
+def _quick_gelu(sigmoid: Node) -> _Act | None:
+    """x * sigmoid(1.702 * x)"""
+    inner = scaled(first(sigmoid))
+    if inner is None or inner[1] != 1.702 or len(sigmoid.users) != 1:
+        return None
+    (root,) = sigmoid.users
+    if name_of(root) != "mul" or {*root.args} != {inner[0], sigmoid}:
+        return None
+    return _Act("quick_gelu", inner[0], root, {sigmoid, first(sigmoid), root})
+
+
+def _tanh_gelu(tanh: Node) -> _Act | None:
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), in any order of terms and factors"""
+    inner = scaled(first(tanh))
+    if inner is None or name_of(first(tanh)).endswith("_") or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
+        return None
+    for x, term in _operands(inner[0], "add"):
+        cube = scaled(term)
+        if cube is not None and cube[1] == 0.044715 and _operands(cube[0], "pow")[:1] == [(x, 3.0)]:
+            break
+    else:
+        return None
+    for plus_one in tanh.users:
+        for root in plus_one.users:
+            halves = [half for one, half in _operands(root, "mul") if one is plus_one and scaled(half) == (x, 0.5)]
+            if halves and (tanh, 1.0) in _operands(plus_one, "add"):
+                matched = {tanh, first(tanh), inner[0], term, cube[0], plus_one, root, *halves}
+                return _Act("gelu_tanh", x, root, matched)
+    return None
+
+
+def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
+    """Of a call of that name with two arguments, in both orders; of another call, none."""
+    if name_of(node) != name or node.kwargs or len(node.args) != 2:
+        return []
+    a, b = node.args
+    return [(a, b), (b, a)]
+
+
+def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
+    hidden, activation, matched = act.root, act.name, {*act.matched}
+    gate_first: bool | None = True
+    if name_of(user := _only_user(hidden)) == "mul":
+        hidden = user
+        activation, fc1, gate_first, views = _gated(act, user)
+        matched |= {user, *views}
+    else:
+        fc1 = [linear_of(act.x)]
+    matched |= {linear.node for linear in fc1}
+    hidden, drop1 = _past_dropout(hidden, matched)
+    inner: Node | None = None
+    if activation in GATED and is_norm(_only_user(hidden)) and not drop1:
+        inner = hidden = _only_user(hidden)
+        matched.add(inner)
+    end = _only_user(hidden)
+    if not _is_linear(end) or first(end) is not hidden:
+        raise Refused(f"{words(end)} behind its activation")
+    fc2 = linear_of(end)
+    matched.add(end)
+    if drop1:  # the ops drop behind both layers, with one probability
+        end, drop2 = _past_dropout(end, matched)
+        if drop1 != drop2:
+            raise Refused(f"its two dropouts differ: {drop1} and {drop2}")
+    x = fc1[0].x
+
+    def build(norm: NormCall | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
+        options: dict[str, Any] = {"activation": activation, "dropout_p": drop1, **epilogue}
+        if inner is not None:
+            options["inner_norm"] = norm_of(inner).for_op()
+        tensors = *_first_layer(emit, fc1, gate_first), fc2.weight, fc2.bias
+        if norm is None:
+            return emit.call(ops.mlp, x, *tensors, **options)
+        of_norm = norm.x, norm.weight, norm.bias
+        return emit.call(ops.layer_norm_mlp, *of_norm, *tensors, eps=norm.eps, norm=norm.kind, **options)
+
+    try:
+        norm = norm_of(x)
+        replace_longest(subject, end, {*matched, x}, site, partial(build, norm))
+        note_norm(subject, x, True, "layer_norm_mlp")
+        detail = "layer_norm_mlp"
+    except Refused as reason:
+        replace_longest(subject, end, matched, site, partial(build, None))
+        detail = f"mlp ({reason})"
+    subject.note(site, "MLP", True, detail)
+    if inner is not None:
+        note_norm(subject, inner, True, detail.partition(" ")[0])
+
+
+def _only_user(node: Node) -> Node:
+    if len(node.users) != 1:
+        raise Refused(f"the output of its {words(node)} is used {len(node.users)} times")
+    return next(iter(node.users))
+
+
+def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
+    """The dropout behind node, or node, and its probability."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if user is None or name_of(user) != "dropout":
+        return node, 0.0
+    matched.add(user)
+    return user, dropout_of(user)
+
+
+def _gated(act: _Act, product: Node) -> _Gated:
+    """What makes the gate and the value of act(gate) * value."""
+    names = {plain: gated for gated, plain in GATED.items()}
+    if act.name not in names:
+        raise Refused(f"a gate with {act.name}")
+    value = product.args[1] if product.args[0] is act.root else product.args[0]
+    if not isinstance(value, Node):
+        raise Refused("an activation times a number")
+    (gate_layer, gate_views), (value_layer, value_views) = behind_views(act.x), behind_views(value)
+    if not _is_linear(value_layer):
+        raise Refused(f"a gate for {words(value_layer)}")
+    gate, value_linear = linear_of(gate_layer), linear_of(value_layer)
+    if gate_layer is not value_layer:
+        if gate_views or value_views or gate.x is not value_linear.x:
+            raise Refused("gate and value are of different tensors")
+        return _Gated(names[act.name], [gate, value_linear], None, [])
+    shape = fake(gate_layer).shape
+    half = shape[-1] // 2
+    firsts = [
+        next((i for i in (0, 1) if follow(Layout.of(shape), views).is_same(_half(shape, half, i))), None)
+        for views in (gate_views, value_views)
+    ]
+    if firsts not in ([0, 1], [1, 0]):
+        raise Refused("gate and value are not the two halves of a layer")
+    return _Gated(names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views])
+
+
+def _half(shape: Any, half: Any, i: int) -> Layout:
+    """Of the first or the second half of the last dimension."""
+    return Layout.of((*shape[:-1], half), dense_strides(shape), i * half)
+
+
+def _first_layer(emit: Emitter, fc1: list[LinearCall], gate_first: bool | None) -> tuple[Any, Any]:
+    """Weights and biases as the ops take them: of one layer, of a gate's and a value's, or of one with the gate's rows
+    behind the value's as two views."""
+    if gate_first is None:
+        return tuple(linear.weight for linear in fc1), tuple(linear.bias for linear in fc1)
+    (linear,) = fc1
+    if gate_first:
+        return linear.weight, linear.bias
+    half = linear.out_features // 2
+
+    def turned(t: Node | None) -> Any:
+        return None if t is None else tuple(emit.method("narrow", t, 0, start, half) for start in (half, 0))
+
+    return turned(linear.weight), turned(linear.bias)

@@ -1,0 +1,131 @@
+"""LayerNorm or RMSNorm -> one or several linear layers, nothing else reading the normalised rows, becomes one op,
+`ops.layer_norm_linear` or `layer_norm_linears`, which saves x and the row statistics."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph.match.calls import Refused, arguments, first, is_number, name_of, words
+from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.values import fake
+from fastvit.graph.report import Kind
+from fastvit.ops.block.norm_linear import layer_norm_linears
+
+
+class LinearCall(NamedTuple):
+    """A call of F.linear: x (..., in), weight (out, in), bias (out,) or None."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+
+    @property
+    def out_features(self) -> Any:
+        return fake(self.weight).shape[0]
+
+
+class NormCall(NamedTuple):
+    """A call of F.layer_norm or F.rms_norm over the last dimension of x; an RMSNorm has no bias."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    eps: float
+    kind: Literal["layer", "rms"]
+
+    def for_op(self) -> ops.Norm:
+        """Of nodes."""
+        return ops.Norm(self.weight, self.bias, self.eps, self.kind)  # type: ignore[arg-type]
+
+
+_KINDS: dict[str, Kind] = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+
+
+def is_norm(node: Any) -> bool:
+    return name_of(node) in _KINDS
+
+
+def linear_of(node: Node) -> LinearCall:
+    if name_of(node) != "linear":
+        raise Refused(f"no linear layer but {words(node)}")
+    x, weight, bias = arguments(node, input=None, weight=None, bias=None)
+    if not isinstance(x, Node) or not isinstance(weight, Node) or fake(weight).dim() != 2:
+        raise Refused("a linear layer without a matrix")
+    return LinearCall(node, x, weight, bias)
+
+
+def norm_of(node: Node) -> NormCall:
+    """Raises Refused for what is no norm that the ops have."""
+    if not is_norm(node):
+        raise Refused(f"no norm before it but {words(node)}")
+    bias: Any = None
+    if name_of(node) == "layer_norm":
+        x, shape, weight, bias, eps, _ = arguments(
+            node, input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+        )
+    else:
+        x, shape, weight, eps = arguments(node, input=None, normalized_shape=None, weight=None, eps=None)
+        eps = _default_eps(fake(x).dtype) if eps is None else eps
+    called = "a LayerNorm" if name_of(node) == "layer_norm" else "an RMSNorm"
+    if not isinstance(shape, tuple | list) or len(shape) != 1:
+        raise Refused(f"{called} over more than the last dimension")
+    if weight is None:
+        raise Refused(f"{called} without weight")
+    if not is_number(eps):
+        raise Refused(f"{called} whose eps is a tensor")
+    return NormCall(node, x, weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms")
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    """F.rms_norm's; of 16 bits PyTorch documents another (2.13) than it computes with."""
+    if dtype not in (torch.float32, torch.float64):
+        raise Refused(f"an RMSNorm of {dtype} without eps")
+    return torch.finfo(dtype).eps
+
+
+def note_norm(subject: Subject, node: Node, fused: bool, detail: str) -> None:
+    subject.note(node, _KINDS[name_of(node)], fused, detail)
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if not is_norm(node):
+            continue
+        try:
+            op = _rewrite(subject, node)
+        except Refused as reason:
+            note_norm(subject, node, False, str(reason))
+        else:
+            note_norm(subject, node, True, op)
+
+
+def _rewrite(subject: Subject, node: Node) -> str:
+    """-> the op"""
+    norm = norm_of(node)
+    users = sorted(node.users)  # as they stand in the graph
+    others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
+    if others or not users:
+        raise Refused(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} behind it")
+    of_norm, options = (norm.x, norm.weight, norm.bias), {"eps": norm.eps, "norm": norm.kind}
+    layers = [linear_of(user) for user in users]
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+
+    def one(emit: Emitter) -> Node:
+        return emit.call(ops.layer_norm_linear, *of_norm, *weights, *biases, **options)
+
+    def several(emit: Emitter) -> list[Node]:
+        outputs = emit.call(layer_norm_linears, *of_norm, weights, biases, **options)
+        return [emit.call(operator.getitem, outputs, i) for i in range(len(layers))]
+
+    if len(layers) == 1:
+        subject.replace(users[0], {node}, one, node)
+        return "layer_norm_linear"
+    subject.replace_all(users, {node}, several, node)
+    return "layer_norm_linears"

@@ -1,0 +1,158 @@
+"""Patch embedding, a convolution whose stride is its kernel:
+
+    conv2d -> flatten and transpose to (B, N, D) -> cat behind CLS and registers -> + positions
+
+becomes `ops.patch_embed`, which writes the token buffer in one pass; what stands in another order ends the pattern.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fastvit import ops
+from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.graph.match.layout import Layout, known_equal
+from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.values import fake, value_of
+from fastvit.graph.match.views import follow, is_view
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The token buffer so far: the node that holds it, and where its parts come from."""
+
+    root: Node
+    matched: frozenset[Node]
+    prefix: tuple[Node, ...] = ()
+    positions: tuple[Node, ...] = ()  # added in this order
+    positions_cover_prefix: bool = False
+
+
+def rewrite(subject: Subject) -> None:
+    for node in list(subject.graph.nodes):
+        if name_of(node) != "conv2d" or not _is_patches(node):
+            continue
+        try:
+            tokens = _flattened(node)
+        except Refused:
+            continue  # a convolution that stays an image
+        refused = None
+        for longest in reversed(list(_longer(tokens))):
+            try:
+                _rewrite(subject, node, longest)
+                subject.note(node, "patch embedding", True, "patch_embed")
+                break
+            except Refused as reason:
+                refused = reason
+        else:
+            subject.note(node, "patch embedding", False, str(refused))
+
+
+def _arguments(node: Node) -> tuple[Node, Node, Node | None]:
+    image, weight, bias, *_ = arguments(
+        node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
+    return image, weight, bias
+
+
+def _is_patches(node: Node) -> bool:
+    try:
+        _, weight, _, stride, padding, dilation, groups = arguments(
+            node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
+        )
+        kernel = fake(weight).shape[2:]
+    except Refused:
+        return False
+    stride, padding, dilation = (tuple(t) if isinstance(t, tuple | list) else t for t in (stride, padding, dilation))
+    return (
+        stride in (tuple(kernel), kernel[0]) and padding in (0, (0, 0), "valid") and dilation in (1, (1, 1))
+        and groups == 1 and kernel[0] > 1
+    )  # fmt: skip
+
+
+def _flattened(node: Node) -> _Tokens:
+    """Down to (B, N, D), row by row."""
+    if fake(node).dim() != 4:
+        raise Refused("an image without a batch")
+    B, D, H, W = fake(node).shape
+    want = Layout.of((B, H * W, D), (D * H * W, 1, H * W))
+    at, layout, matched = node, Layout.of((B, D, H, W)), frozenset[Node]()
+    while not layout.is_same(want):
+        if len(at.users) != 1 or not is_view(user := next(iter(at.users))):
+            raise Refused("an image")
+        layout, matched = follow(layout, [user]), matched | {at}
+        at = user
+    return _Tokens(at, matched)
+
+
+def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
+    while True:
+        yield tokens
+        if len(tokens.root.users) != 1:
+            return
+        (user,) = tokens.root.users
+        grown = replace(tokens, root=user, matched=tokens.matched | {tokens.root})
+        if name_of(user) == "add" and len(user.args) == 2 and not user.kwargs and not tokens.positions:
+            other = user.args[1] if user.args[0] is tokens.root else user.args[0]
+            if not isinstance(other, Node) or not _is_one_sample(other, tokens.root):
+                return
+            tokens = replace(grown, positions=(other,), positions_cover_prefix=bool(tokens.prefix))
+        elif name_of(user) == "cat" and not tokens.prefix and (before := _before(user, tokens.root)) is not None:
+            tokens = replace(grown, prefix=before)
+        else:
+            return
+
+
+def _is_one_sample(positions: Node, tokens: Node) -> bool:
+    """(1, N, D) or (N, D), or the same for every sample."""
+    value, want = value_of(positions), fake(tokens).shape
+    if value is None or not hasattr(value, "shape") or value.dim() not in (2, 3):
+        return False
+    same = all(map(known_equal, value.shape[-2:], want[-2:]))
+    return same and (value.dim() == 2 or known_equal(value.shape[0], 1))
+
+
+def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
+    """What stands before the tokens in a cat along them, if it is the same for every sample."""
+    try:
+        tensors, dim = arguments(cat, tensors=None, dim=0)
+    except Refused:
+        return None
+    if dim not in (1, -2) or not isinstance(tensors, tuple | list) or tensors[-1] is not tokens:
+        return None
+    before = tuple(map(_one_sample, tensors[:-1]))
+    return before if before and None not in before and tokens not in tensors[:-1] else None  # type: ignore[return-value]
+
+
+def _one_sample(node: Node) -> Node | None:
+    """What an expand(B, -1, -1) repeats, (1, P, D), or what is of one sample anyhow."""
+    if name_of(node) in ("expand", "expand_as"):
+        node = first(node)
+    value = value_of(node)
+    return node if value is not None and value.dim() == 3 and known_equal(value.shape[0], 1) else None
+
+
+def _rewrite(subject: Subject, conv: Node, tokens: _Tokens) -> None:
+    image, weight, bias = _arguments(conv)
+
+    def build(emit: Emitter) -> Node:
+        pos = None
+        if tokens.positions:
+            (pos,) = tokens.positions
+            pos = emit.method("select", pos, 0, 0) if fake(pos).dim() == 3 else pos
+        prefix = None
+        if tokens.prefix:
+            rows = [emit.method("select", node, 0, 0) for node in tokens.prefix]
+            prefix = rows[0] if len(rows) == 1 else emit.call(torch.cat, rows)
+            if pos is not None and tokens.positions_cover_prefix:
+                P = fake(prefix).shape[0]
+                prefix = emit.call(operator.add, prefix, emit.method("narrow", pos, 0, 0, P))
+                pos = emit.method("narrow", pos, 0, P, fake(pos).shape[0] - P)
+        return emit.call(ops.patch_embed, image, weight, bias, pos_embed=pos, prefix=prefix)
+
+    subject.replace(tokens.root, tokens.matched, build, conv)

@@ -1,0 +1,145 @@
+"""Rotary positions of q or k, behind the tokens of a prefix or of all:
+
+    x * cos + turned(x) * sin               turned(x): (-second half, first half), or (-x1, x0, -x3, x2, ...)
+    cat((tokens[:P], rotated(tokens[P:])))  over (B, H, N, d), and rounded back
+
+as `ops.Rotary` describes them, for the attention half whose op rotates in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.graph.match.layout import Layout, NotALayout, known_equal, same_shape
+from fastvit.graph.match.values import VIEWS, fake
+from fastvit.graph.match.views import behind_views, follow, is_view
+from fastvit.ops import Rotary
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """x: what is rotated, (B, H, N, d); matched: the nodes behind it."""
+
+    x: Node
+    rotary: Rotary  # of nodes
+    matched: frozenset[Node]
+
+
+def rotation_of(node: Node) -> Rotation | None:
+    """If node is one; Refused if it is one that the op does not take."""
+    if name_of(node) == "add":
+        return _rotated(node)
+    if name_of(node) != "cat":
+        return None
+    tensors, dim = arguments(node, tensors=None, dim=0)
+    if len(tensors) != 2 or dim not in (2, -2) or fake(node).dim() != 4:
+        return None
+    prefix, at = tensors
+    casts: set[Node] = set()
+    while is_view(at):
+        casts.add(at)
+        at = first(at)
+    inner = _rotated(at) if name_of(at) == "add" else None
+    if inner is None:
+        return None
+    P = fake(prefix).shape[2]
+    whole = _behind_slice(inner.x)
+    rest = fake(whole).shape[2] - P
+    slices = [_relative(t, whole) for t in (prefix, inner.x)]
+    tokens = Layout.of(fake(whole).shape)
+    if not isinstance(P, int) or not slices[0].is_same(tokens.narrow(2, 0, P)):
+        raise Refused("tokens before the rotated ones that are not those before them")
+    if not slices[1].is_same(tokens.narrow(2, P, rest)):
+        raise Refused("rotated tokens that are not the last")
+    views = {*_between(prefix, whole), *_between(inner.x, whole)}
+    return Rotation(whole, inner.rotary._replace(num_prefix_tokens=P), inner.matched | casts | views | {node})
+
+
+def _rotated(add: Node) -> Rotation | None:
+    """x * cos + turned(x) * sin"""
+    terms: Any = add.args
+    if len(terms) != 2 or add.kwargs or any(name_of(term) != "mul" or term.kwargs for term in terms):
+        return None
+    for by_cos, by_sin in (terms, terms[::-1]):
+        for turned, sin in (by_sin.args, by_sin.args[::-1]):
+            for x, cos in (by_cos.args, by_cos.args[::-1]):
+                if not all(isinstance(t, Node) for t in (turned, sin, x, cos)) or fake(x).dim() != 4:
+                    continue
+                if (found := _turned(turned, x)) is not None:
+                    interleaved, matched = found
+                    _check_tables(x, sin, cos)
+                    return Rotation(x, Rotary(sin, cos, 0, interleaved), matched | {add, by_cos, by_sin})
+    return None
+
+
+def same_positions(a: Rotary, b: Rotary) -> bool:
+    """Whether two are of the same tables, each perhaps sliced out of one anew."""
+    return a[2:] == b[2:] and _same(a.sin, b.sin) and _same(a.cos, b.cos)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b or not (isinstance(a, Node) and isinstance(b, Node)):
+        return a is b or a == b
+    alike = a.target == b.target and name_of(a) in VIEWS and a.kwargs == b.kwargs and len(a.args) == len(b.args)
+    return alike and all(map(_same, a.args, b.args))
+
+
+def _check_tables(x: Node, sin: Node, cos: Node) -> None:
+    if fake(sin).requires_grad or fake(cos).requires_grad:
+        raise Refused("rotary positions that are learnt")
+    if not same_shape(fake(sin).shape[-2:], fake(x).shape[-2:]) or not same_shape(fake(cos).shape, fake(sin).shape):
+        raise Refused("rotary positions of part of a head")
+
+
+def _turned(node: Node, x: Node) -> tuple[bool, frozenset[Node]] | None:
+    """Whether node is turned(x), interleaved or not, and its nodes."""
+    shape = fake(x).shape
+    half = shape[-1] // 2
+    joined, views = behind_views(node) if name_of(node) != "cat" else (node, [])
+    if name_of(joined) not in ("cat", "stack") or not known_equal(half * 2, shape[-1]):
+        return None
+    interleaved = name_of(joined) == "stack"
+    tensors, dim = arguments(joined, tensors=None, dim=0)
+    if len(tensors) != 2 or dim not in (-1, len(shape) - (not interleaved)) or name_of(tensors[0]) != "neg":
+        return None
+    if views and not follow(Layout.of(fake(joined).shape), views).is_same(Layout.of(shape)):
+        return None
+    second, firsts = first(tensors[0]), tensors[1]
+    whole = Layout.of(shape)
+    if interleaved:
+        pairs = whole.reshape((*shape[:-1], half, 2))
+        wanted = pairs.select(len(shape), 1), pairs.select(len(shape), 0)
+    else:
+        wanted = whole.narrow(len(shape) - 1, half, half), whole.narrow(len(shape) - 1, 0, half)
+    try:
+        if not all(_relative(t, x).is_same(want) for t, want in zip((second, firsts), wanted, strict=True)):
+            return None
+    except (NotALayout, Refused):
+        return None
+    between = {*_between(second, x), *_between(firsts, x)}
+    return interleaved, frozenset({node, joined, *views, tensors[0], *between})
+
+
+def _between(node: Node, base: Node) -> list[Node]:
+    """The views from base, without it, to node, in order."""
+    chain: list[Node] = []
+    while node is not base:
+        if not is_view(node):
+            raise Refused("something between a tensor and its parts")
+        chain.insert(0, node)
+        node = first(node)
+    return chain
+
+
+def _relative(node: Node, base: Node) -> Layout:
+    return follow(Layout.of(fake(base).shape), _between(node, base))
+
+
+def _behind_slice(x: Node) -> Node:
+    """What x is a slice of: tensor[:, :, P:], or an item of tensor.split(...)."""
+    before: Any = first(x) if is_view(x) else x
+    return first(before) if name_of(before) in ("split", "split_with_sizes") else before

@@ -1,0 +1,208 @@
+"""Putting fused forwards onto the modules of a model, and taking them off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence, Sized
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastvit.blocks.submodules import CannotFuse, qualified_name
+from fastvit.integrations import pixels, recognise
+from fastvit.integrations.forward import Plan, calls, check_forward, fused_forward, ops_that_run, reason_of
+from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, torchvision
+from fastvit.integrations.report import FUSED_ALREADY, Entry, Report, Status
+from fastvit.integrations.transformers import layers as transformers
+from fastvit.modules.arguments import checked_statistics
+
+_FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
+PLANS: dict[type | str, Plan] = {name: plan for family in (pytorch, *_FAMILIES) for name, plan in family.PLANS.items()}
+EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
+
+
+def accelerate(
+    model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Report:
+    """Makes the model's attention, MLP, norms, residual and patch embedding run as fused ops, in place.
+
+    The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
+    the `forward` of modules of known classes is replaced, exactly of those classes and never of subclasses, as an
+    attribute of the instance. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and
+    Meta's DINOv2 and DINOv3, and LayerNorm and RMSNorm of PyTorch and timm anywhere. Call it before torch.compile.
+    Calling it again starts afresh.
+
+    Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
+    collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
+    DistributedDataParallel and FSDP2 do not.
+
+    A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
+    adapter merged or disabled it is fused as any other. So does one that torch.ao.quantization.quantize_dynamic or
+    torchao has quantised.
+
+    What an op cannot do is left to the module's own forward: for a module at once (a gate in attention, other adapters,
+    hooks inside a fused span, a forward that was replaced on a class), with the reason in the report; for a call (a
+    causal mask, attention weights asked for, hooks added later, a class or its forward replaced later) with one warning
+    for each class and reason. torch.fx traces the modules' own forwards.
+
+    Args:
+        model: any module.
+        strict: raise if a module is skipped, or if the ops compute no module of the model. Modules that the report has
+            as they were, such as a classifier or a convolution inside the network, are not skipped.
+        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, and
+            float images as before, as they are. No float copy is made but in models of transformers, which cast
+            `pixel_values` before the patch embedding: forward pre-hooks normalise them there.
+
+    Returns:
+        A report of every module; printed, it is a table.
+
+    Raises:
+        TypeError: model is no nn.Module.
+        ValueError: with strict, listing the skipped modules and reasons, or because no module is known; or the model is
+            compiled already, or has an nn.DataParallel in it; or mean and std do not fit, or the patch embedding pads
+            its images. The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        _check(name or "the model itself", module)
+    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused, and the message wants a count
+    mean, std = checked_statistics(mean, std, channels)
+    patches = pytorch.patches(mean, std)
+    restore(model)
+    decisions = list(_decide(model, "", (), set(), patches))
+    embeddings = [entry.name for entry, _, plan in decisions if plan is patches]
+    if mean is not None:
+        pixels.check(model, embeddings, len(mean))
+    report = Report(tuple(entry for entry, _, _ in decisions), _advice(model, decisions))
+    if strict and report.skipped:
+        raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
+    if strict and not any(entry.fused for entry in report.entries):
+        raise ValueError(
+            f"strict: no module of this {type(model).__name__} is known, so nothing would be accelerated; "
+            "torch.compile(model, backend='fastvit') finds blocks in classes of any library"
+        )
+    for entry, module, plan in decisions:
+        if plan is not None:
+            module.forward = partial(fused_forward, plan, module, type(module), entry.name)
+    if mean is not None and std is not None:
+        pixels.put_on(model, embeddings, mean, std)
+    return report
+
+
+def _check(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.DataParallel):
+        raise ValueError(
+            f"model has an nn.DataParallel ({name}), whose replicas would run the first device's modules: accelerate "
+            "the module in it and run that on one device, or in DistributedDataParallel"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"model has a ScriptModule ({name}), whose forward cannot be replaced: accelerate the module that it was "
+            "made of, which torch.compile and torch.export take"
+        )
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        raise ValueError(f"model is compiled already ({name}): accelerate it before")
+
+
+def restore(model: nn.Module) -> None:
+    """Takes off what `accelerate` put on; without effect on a model that is not accelerated."""
+    for module in model.modules():
+        if _is_ours(module.__dict__.get("forward")):
+            del module.__dict__["forward"]
+    pixels.take_off(model)
+
+
+@contextlib.contextmanager
+def accelerated(
+    model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> Iterator[Report]:
+    """`accelerate`, with its model, strict, mean and std, within the context, and `restore` at its end; gives the
+    report."""
+    report = accelerate(model, strict=strict, mean=mean, std=std)
+    try:
+        yield report
+    finally:
+        restore(model)
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is fused_forward
+
+
+_Decision = tuple[Entry, nn.Module, Plan | None]
+
+
+def _decide(
+    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], patches: Plan,
+    plan: Plan | None = None,
+) -> Iterator[_Decision]:  # fmt: skip
+    """What happens to a module and to those in it, in the order of named_modules(). patches: for the convolution of a
+    patch embedding; plan: from its parent, or None."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    kind, part = type(module).__name__, recognise.part(module)
+    if qualified_name(module).startswith("fastvit."):
+        yield Entry(name, kind, "as it was", FUSED_ALREADY, part), module, None
+        yield from _rest(module, name, seen, "as it was", FUSED_ALREADY)
+        return
+    plan = plan or PLANS.get(type(module)) or PLANS.get(qualified_name(module))
+    reason = None
+    if plan is not None:
+        try:
+            if "forward" in module.__dict__:
+                raise CannotFuse("it has a forward of its own")
+            check_forward(module, type(module))
+            description = plan.read(module)
+        except Exception as error:
+            reason = None if recognise.is_of_images(module) else reason_of(error)
+        else:
+            yield Entry(name, kind, "accelerated", ops_that_run(plan, module, description), part), module, plan
+            called = {id(inner) for call in calls(description) for inner in call.module.modules()}
+            yield from _rest(module, name, seen, "part of", name, called)
+            return
+    inside: list[_Decision] = []
+    for child_name, child in module.named_children():
+        is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) is nn.Conv2d
+        child_name = f"{name}.{child_name}" if name else child_name
+        inside += _decide(child, child_name, (*ancestors, module), seen, patches, patches if is_patches else None)
+    left = {id(child) for entry, child, _ in inside if entry.status == "as it was"}
+    if plan is None and recognise.could_be_fused(module, left):
+        reason = recognise.reason(module, ancestors, set(PLANS))
+    yield Entry(name, kind, "skipped" if reason else "as it was", reason or "", part), module, None
+    yield from inside
+
+
+def _rest(
+    module: nn.Module, name: str, seen: set[int], status: Status, detail: str, called: Collection[int] = ()
+) -> Iterator[_Decision]:
+    """The same for all that is in a module and not seen yet. called: the ids of those that run as modules."""
+    for child_name, child in module.named_modules(prefix=name):
+        if id(child) not in seen:
+            seen.add(id(child))
+            kind, part = type(child).__name__, recognise.part(child)
+            layers = recognise.linear_layers(child) if part == "MLP" else [child]
+            itself = all(id(layer) in called for layer in layers)
+            what: tuple[Status, str] = ("as it was", f"called in {name}") if itself else (status, detail)
+            yield Entry(child_name, kind, *what, part), child, None
+
+
+def _advice(model: nn.Module, decisions: list[_Decision]) -> tuple[str, ...]:
+    """What to try for what is skipped."""
+    found = {}
+    for entry, attn, _ in decisions:
+        if entry.status == "skipped" and entry.part == "attention" and qualified_name(attn) not in PLANS:
+            path = entry.name.split(".")
+            ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
+            of_model = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
+            bias = recognise.has_relative_positions(attn, list(ancestors.values()))
+            if of_model and not bias and transformers.takes_registered_attention(attn):
+                found[entry.kind] = ".".join(["model", *of_model[0].split(".")]).rstrip(".")
+    return tuple(
+        f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
+        f'{owner}.set_attn_implementation("fastvit")'
+        for kind, owner in found.items()
+    )

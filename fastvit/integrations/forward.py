@@ -1,0 +1,212 @@
+"""How one module of another library gets a fused forward, and when its own forward runs instead."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+
+from fastvit.blocks.run import runs_in_steps
+from fastvit.blocks.spec import AdaptedLinear, AttentionSpec, HalfSpec, MlpSpec, PlainLinear
+from fastvit.blocks.submodules import CannotFuse, class_name, has_own_forward
+from fastvit.ops import Norm
+
+
+def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The argument of a forward that has one, by position or under whatever name."""
+    if len(args) + len(kwargs) != 1:
+        raise CannotFuse("other arguments than its input")
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `accelerate` does with instances of one class.
+
+    read: module -> its description as `run` takes it: tensors, numbers and tuples of them. Called anew for every call.
+    run: (input, description, rotary, attn_mask=) -> what the module's own forward returns; rotary and attn_mask only
+        where `rotary` and `mask` are set.
+    check_call: (module, *args, **kwargs), the arguments of a call -> its input.
+    ndim: of the input, or None for any.
+    takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
+    rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
+        class has none.
+    mask: the same for the mask of its scores, which `run` then has as `attn_mask`. All three name arguments as the
+        class's forward does, since a call may pass any of them by name.
+    takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
+    op: the name of the op that runs, for the report, where the description has no branch of a block to tell it.
+
+    All but `run` raise `Unsupported` with the reason why the module's own forward has to run.
+    """
+
+    read: Callable[[Any], Any]
+    run: Callable[..., Any]
+    check_call: Callable[..., Any] = only_input
+    ndim: int | None = 3
+    takes_pixels: bool = False
+    rotary: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
+    takes_lists: bool = False
+    op: str = ""
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a module is left alone. Any error of a reader or a check is a reason, because other libraries may have
+    changed the module in any way."""
+    if isinstance(error, CannotFuse):
+        return str(error.args[0])  # not str(error), which torch.compile of 2.11 does not trace
+    return f"it is not as its class makes it: {type(error).__name__}: {error}"
+
+
+def check_forward(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Check that the module still runs the forward that the class `kind` was defined with. Subclasses that inherit it
+    pass, as `torch.nn.utils.parametrize` and FSDP2 make them."""
+    forward = kind.forward
+    if type(module).forward is not forward:
+        raise CannotFuse(f"it is {class_name(type(module))} now")
+    if not has_own_forward(kind, forward):
+        raise CannotFuse(f"the forward of {class_name(kind)} was replaced")
+
+
+def _check_not_traced(*args: Any, **kwargs: Any) -> None:
+    """Refuse the proxies of torch.fx, which have no shape or dtype that a check could read."""
+    for argument in args or kwargs.values():
+        if isinstance(argument, Proxy):
+            raise CannotFuse(f"its input is no plain tensor but {type(argument).__name__}")
+
+
+def fused_forward(plan: Plan, module: nn.Module, kind: type[nn.Module], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of module.forward. kind: the module's class when it was accelerated; name: the module's in the
+    model, for warnings."""
+    try:
+        check_forward(module, kind)
+        _check_not_traced(*args, **kwargs)
+        x = plan.check_call(module, *args, **kwargs)
+        description = plan.read(module)
+        for one in x if plan.takes_lists and isinstance(x, list) else (x,):
+            check_input(one, description, plan)
+        rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
+        mask = {"attn_mask": plan.mask(module, *args, **kwargs)} if plan.mask is not None else {}
+    except Exception as error:
+        _warn(name, type(module).__name__, reason_of(error))
+        return type(module).forward(module, *args, **kwargs)
+    return plan.run(x, description, *rotary, **mask)
+
+
+# Libraries between a user's line and a module's forward
+_LIBRARIES = {"fastvit", "torch", "timm", "torchvision", "transformers", "peft", "contextlib", "functools"}
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn(name: str, kind: str, reason: str) -> None:
+    """Once for each class and reason, at the line that called the model."""
+    if (kind, reason) in _warned:
+        return
+    _warned.add((kind, reason))
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    where = f"{name}: " if name else ""
+    warnings.warn(f"{where}{kind} runs its own forward instead of fastvit's: {reason}", stacklevel=level)
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler, which then calls the function as it
+# traces: a warning itself cannot be traced by torch 2.11.
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def calls(description: Any) -> list[AdaptedLinear]:
+    """The layers in a description that run as modules."""
+    if isinstance(description, AdaptedLinear):
+        return [description]
+    return [call for part in description for call in calls(part)] if isinstance(description, tuple) else []
+
+
+def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
+    """For the report, with the layers that run as modules."""
+    ops = ", ".join(dict.fromkeys(_ops(description))) or plan.op
+    called = {id(call.module): call.module for call in calls(description)}
+    if not called:
+        return ops
+    names = [name for name, inner in module.named_modules() if id(inner) in called]
+    return f"{ops}; {', '.join(names)} as {', '.join(sorted(set(map(_kind, called.values()))))}"
+
+
+def _kind(layer: nn.Module) -> str:
+    """Its class, and that of its weight where a library has put its own there."""
+    weight = layer._parameters.get("weight")
+    own = weight is not None and type(weight) is not nn.Parameter
+    return class_name(type(layer)) + f" with {class_name(type(weight))}" * own
+
+
+def _ops(description: Any) -> Iterator[str]:
+    if isinstance(description, HalfSpec):
+        if not runs_in_steps(description.branch):
+            yield "layer_norm_attention" if isinstance(description.branch, AttentionSpec) else "layer_norm_mlp"
+            return
+        in_steps = isinstance(description.branch, AttentionSpec) and not calls(description.branch)
+        yield "layer_norm_linear" if in_steps else f"{description.norm.kind}_norm"
+        description = description.branch
+    if isinstance(description, AttentionSpec):
+        packed = len(description.qkv) == 1 and description.qk_norm is None and not description.in_steps
+        if description.qk_norm is not None:
+            yield f"{description.qk_norm[0].kind}_norm" if description.in_steps else "qk_norm"
+        yield "attention_qkvpacked" if packed else "attention"
+        yield from _norm(description.scale_norm)
+        if isinstance(description.proj, PlainLinear):
+            yield "linear"
+    elif isinstance(description, MlpSpec):
+        if not runs_in_steps(description):
+            yield "mlp"
+            return
+        if PlainLinear in map(type, (description.fc1, description.value, description.fc2)):
+            yield "linear"
+        yield from _norm(description.inner_norm)
+    elif isinstance(description, tuple):
+        for part in description:
+            yield from _ops(part)
+
+
+def _norm(norm: Norm | None) -> Iterator[str]:
+    if norm is not None:
+        yield f"{norm.kind}_norm"
+
+
+def checked_mask(mask: Any, x: Any) -> Tensor | None:
+    """A mask of the scores of x (B, N, D), if the ops take it, or None."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
+        raise CannotFuse("an attention mask of another kind")
+    if mask.dim() not in (2, 4) or mask.shape[-2] not in (1, x.shape[1]) or mask.shape[-1] not in (1, x.shape[1]):
+        raise CannotFuse(f"an attention mask of shape {tuple(mask.shape)}")
+    return mask
+
+
+def check_input(x: Any, description: Any, plan: Plan) -> None:
+    """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
+    if not isinstance(x, Tensor) or x.is_nested:
+        raise CannotFuse(f"its input is no plain tensor but {type(x).__name__}")
+    if plan.ndim is not None and x.dim() != plan.ndim:
+        raise CannotFuse(f"its input has {x.dim()} dimensions, not {plan.ndim}")
+    pixels = plan.takes_pixels and x.dtype is torch.uint8
+    if not x.is_floating_point() and not pixels:
+        raise CannotFuse(f"its input is {x.dtype}")
+    any_dtype = pixels or (not x.is_meta and torch.is_autocast_enabled(x.device.type))  # which refuses meta tensors
+    for tensor in _tensors((x, description)):
+        if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, as DTensor
+            raise CannotFuse(f"a {type(tensor).__name__}")
+        if x.dtype != tensor.dtype and not any_dtype:
+            raise CannotFuse(f"its input is {x.dtype} and its parameters are {tensor.dtype}")
+
+
+def _tensors(description: Any) -> list[Tensor]:
+    if isinstance(description, Tensor):
+        return [description]
+    return [t for part in description for t in _tensors(part)] if isinstance(description, tuple) else []

@@ -1,0 +1,1 @@
+"""The classes of each library that `accelerate` knows."""

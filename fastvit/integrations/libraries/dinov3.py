@@ -1,0 +1,103 @@
+"""Meta's DINOv3 repository: blocks and attention of `dinov3.layers`. Its model passes blocks a list of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit.blocks import read, run, spec
+from fastvit.blocks.read import DROPOUT, LINEAR, NORM
+from fastvit.blocks.spec import AttentionSpec, MlpSpec, PlainLinear
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.integrations.forward import Plan
+from fastvit.ops import Rotary
+
+ATTENTION = {"dinov3.layers.attention.SelfAttention"}
+MASKED = "dinov3.layers.attention.LinearKMaskedBias"
+SWIGLU = {"dinov3.layers.ffn_layers.SwiGLUFFN"}
+MLP = {"dinov3.layers.ffn_layers.Mlp", *SWIGLU}
+LAYER_SCALE: Classes = {nn.Identity, "dinov3.layers.layer_scale.LayerScale"}
+
+Batches = Tensor | list[Tensor]
+
+
+def read_attention(attn: Any) -> AttentionSpec:
+    """Its attn_drop is never called."""
+    qkv, proj, proj_drop = submodules(attn, qkv=LINEAR | {MASKED}, proj=LINEAR, proj_drop=DROPOUT)
+    if qkv.out_features != 3 * proj.in_features:
+        raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
+    layer = read.read_layer(qkv)
+    if isinstance(layer, PlainLinear) and layer.bias is not None and "bias_mask" in qkv._buffers:
+        layer = PlainLinear(layer.weight, layer.bias * qkv.bias_mask.to(layer.bias.dtype))
+    return read.describe_attention((layer,), proj, attn.num_heads, None, 0.0, proj_drop)
+
+
+def read_mlp(mlp: Any) -> MlpSpec:
+    if "w1" in mlp._modules:  # no dropout, and a function for its activation
+        gate, value, last = submodules(mlp, w1=LINEAR, w2=LINEAR, w3=LINEAR)
+        return read.describe_gated_mlp((gate, value), read.SILU, last)
+    fc1, act, fc2, drop = submodules(mlp, fc1=LINEAR, act=read.ACTIVATIONS, fc2=LINEAR, drop=DROPOUT)
+    return read.describe_mlp(fc1, act, fc2, drop, drop)
+
+
+def read_block(block: Any) -> spec.BlockSpec:
+    """Without stochastic depth, of which `check_block_call` knows."""
+    attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
+    mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)
+    return read.describe_half(read_attention(attn), norm1, ls1), read.describe_half(read_mlp(mlp), norm2, ls2)
+
+
+def check_block_call(block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None) -> Batches:
+    if block.training and block.sample_drop_ratio > 0.0:
+        raise CannotFuse("stochastic depth in training, which leaves samples out of the batch")
+    return x_or_x_list
+
+
+def check_attention_call(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Tensor:
+    if attn_bias is not None:
+        raise CannotFuse("an attention bias")
+    return x
+
+
+def _rotary(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Rotary | None:
+    """rope: sin and cos, (N - P, d) or with heads and samples before them."""
+    if rope is None:
+        return None
+    sin, cos = rope
+    if torch.promote_types(x.dtype, sin.dtype) is not sin.dtype:
+        raise CannotFuse(f"rotary positions in {sin.dtype}, to which the library rounds q and k")
+    return Rotary(sin, cos, x.shape[1] - sin.shape[-2])
+
+
+def block_rotary(
+    block: Any, x_or_x_list: Batches, rope_or_rope_list: Any = None
+) -> list[Rotary | None] | Rotary | None:
+    if isinstance(x_or_x_list, Tensor):
+        return _rotary(x_or_x_list, rope_or_rope_list)
+    rotary = rope_or_rope_list or [None] * len(x_or_x_list)
+    return [_rotary(tokens, one) for tokens, one in zip(x_or_x_list, rotary, strict=True)]
+
+
+def attention_rotary(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any = None) -> Rotary | None:
+    return _rotary(x, rope)
+
+
+def run_block(x: Batches, block: spec.BlockSpec, rotary: Any) -> Batches:
+    if isinstance(x, Tensor):
+        return run.run_block(x, block, rotary)
+    return [run.run_block(tokens, block, one) for tokens, one in zip(x, rotary, strict=True)]
+
+
+PLANS = {
+    "dinov3.layers.block.SelfAttentionBlock": Plan(
+        read_block, run_block, check_block_call, rotary=block_rotary, takes_lists=True
+    ),
+    **dict.fromkeys(
+        ATTENTION,
+        Plan(read_attention, run.run_attention, check_attention_call, rotary=attention_rotary),
+    ),
+    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+}
+EMBEDDINGS = {"dinov3.layers.patch_embed.PatchEmbed": "proj"}

@@ -1,0 +1,32 @@
+"""timm's Vision Transformers: vit, deit, deit3, dinov2, the CLIP and SigLIP towers, and what else uses their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fastvit.blocks import read, read_parallel, read_timm, run
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.integrations.forward import Plan, checked_mask
+
+
+def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    if is_causal:
+        raise CannotFuse("a causal mask")
+    return x
+
+
+def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    return checked_mask(attn_mask, x)
+
+
+PLANS = {
+    "timm.models.vision_transformer.Block": Plan(read_timm.read_block, run.run_block, check_call, mask=mask),
+    "timm.models.vision_transformer.ParallelScalingBlock": Plan(
+        read_parallel.read_block, read_parallel.run_block, check_call, mask=mask
+    ),
+    **dict.fromkeys(read.ATTENTION, Plan(read_timm.read_attention, run.run_attention, check_call, mask=mask)),
+    **dict.fromkeys(read.MLP, Plan(read_timm.read_mlp, run.run_mlp, ndim=None)),
+}
+EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

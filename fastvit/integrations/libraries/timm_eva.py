@@ -1,0 +1,44 @@
+"""timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT, and those of
+DeepSeek's vision encoder.
+
+Blocks with norms behind their branches (`EvaBlockPostNorm`) run their own forward, with all that is inside them fused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastvit.blocks import read_eva, run
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.integrations.forward import Plan, checked_mask
+from fastvit.ops import Rotary
+
+
+def check_call(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    if is_causal:
+        raise CannotFuse("a causal mask")
+    return x
+
+
+def mask(module: nn.Module, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    return checked_mask(attn_mask, x)
+
+
+def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
+    found = read_eva.rotary(module, x, rope)
+    if found is not None and x.shape[1] != found.num_prefix_tokens + found.sin.shape[-2]:
+        raise CannotFuse(f"rotary positions for {found.sin.shape[-2]} of {x.shape[1]} tokens")
+    return found
+
+
+_ATTENTION = Plan(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, mask=mask)
+_BLOCK = Plan(read_eva.read_block, run.run_block, check_call, rotary=rotary, mask=mask)
+PLANS = {
+    "timm.models.eva.EvaBlock": _BLOCK,
+    "timm.models.deepseek_vit.DeepseekVitBlock": _BLOCK,
+    "timm.models.eva.EvaAttention": _ATTENTION,
+    "timm.layers.attention.AttentionRope": _ATTENTION,
+}
+EMBEDDINGS: dict[str, str] = {}

@@ -1,0 +1,47 @@
+"""torchvision's Vision Transformers: vit_b_16, vit_b_32, vit_l_16, vit_l_32, vit_h_14."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fastvit.blocks import read, run, spec
+from fastvit.blocks.read import DROPOUT, LINEAR, NORM
+from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec, PlainLinear
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.integrations.forward import Plan
+
+ATTENTION = {nn.MultiheadAttention}
+OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
+MLP = {"torchvision.models.vision_transformer.MLPBlock"}
+
+
+def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
+    """Of nn.MultiheadAttention, whose qkv layer is two parameters of its own, and the dropout behind it."""
+    if attn.in_proj_weight is None or attn.bias_k is not None or attn.add_zero_attn or not attn.batch_first:
+        raise CannotFuse("an nn.MultiheadAttention with other keys and values than self-attention's")
+    (proj,) = submodules(attn, out_proj=OUT_PROJ)
+    qkv = PlainLinear(attn.in_proj_weight, attn.in_proj_bias)
+    return read.describe_attention((qkv,), proj, attn.num_heads, None, attn.dropout if attn.training else 0.0, dropout)
+
+
+def read_mlp(mlp: Any) -> MlpSpec:
+    layers = {"0": LINEAR, "1": read.ACTIVATIONS, "2": DROPOUT, "3": LINEAR, "4": DROPOUT}
+    fc1, act, drop1, fc2, drop2 = submodules(mlp, **layers)
+    return read.describe_mlp(fc1, act, fc2, drop1, drop2)
+
+
+def read_block(block: Any) -> spec.BlockSpec:
+    attn, dropout, norm1 = submodules(block, self_attention=ATTENTION, dropout=DROPOUT, ln_1=NORM)
+    mlp, norm2 = submodules(block, mlp=MLP, ln_2=NORM)
+    return HalfSpec(read_attention(attn, dropout), read.read_norm(norm1)), HalfSpec(
+        read_mlp(mlp), read.read_norm(norm2)
+    )
+
+
+PLANS = {
+    "torchvision.models.vision_transformer.EncoderBlock": Plan(read_block, run.run_block),
+    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+}
+EMBEDDINGS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}

@@ -1,0 +1,71 @@
+"""uint8 images in accelerated models: the patch embedding normalises them, or whoever would cast them before it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fastvit.ops.patch_embed.op import normalized
+
+_ARGUMENT = "pixel_values"  # what transformers calls images; whatever has it may cast them to a float dtype
+
+
+def check(model: nn.Module, embeddings: list[str], channels: int) -> None:
+    """Whether uint8 images reach the convolutions of these names."""
+    if not embeddings:
+        raise ValueError("mean and std are for uint8 images, but no patch embedding of this model can be accelerated")
+    for name in embeddings:
+        conv, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+        if conv.in_channels != channels:
+            raise ValueError(f"mean must have one value for each of the {conv.in_channels} channels, got {channels}")
+        if getattr(owner, "dynamic_img_pad", False):
+            raise ValueError(
+                f"mean and std are for uint8 images, but {type(owner).__name__} pads its image before they could "
+                "apply: normalise before the model"
+            )
+
+
+def put_on(model: nn.Module, embeddings: list[str], mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    """Every module around these convolutions that takes `pixel_values` has uint8 ones normalised: the first that is
+    called does it, those in it see floats."""
+    for name in embeddings:
+        conv = cast(nn.Conv2d, model.get_submodule(name))
+        for module in _around(model, name):
+            parameters = list(inspect.signature(module.forward).parameters)
+            if _ARGUMENT in parameters:
+                hook = partial(_normalize, conv, parameters.index(_ARGUMENT), mean, std)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def take_off(model: nn.Module) -> None:
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, partial) and hook.func is _normalize:
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules that a submodule of this name is in."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield model.get_submodule(name)
+
+
+def _normalize(
+    conv: nn.Conv2d, position: int, mean: tuple[float, ...], std: tuple[float, ...],
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
+    """A forward pre-hook. position: of `pixel_values` among the arguments. An image for each of several crops, with
+    more dimensions, is left to the modules inside."""
+    image = args[position] if position < len(args) else kwargs.get(_ARGUMENT)
+    if not isinstance(image, Tensor) or image.dtype is not torch.uint8 or image.dim() != 4:
+        return None
+    image = normalized(image, mean, std, conv.weight.dtype)
+    if position < len(args):
+        return (*args[:position], image, *args[position + 1 :]), kwargs
+    return args, {**kwargs, _ARGUMENT: image}

@@ -1,0 +1,122 @@
+"""What a module is for, by the name of its class and by its layers, and why one of an unknown class is left alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import nn
+
+from fastvit.blocks.read import LINEAR
+from fastvit.blocks.submodules import CannotFuse, Classes, class_name, qualified_name
+from fastvit.integrations.libraries.pytorch import read_patches
+
+Part = Literal["attention", "MLP"]
+
+_ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
+_MLP = re.compile(r"(mlp|ffn|feed_?forward|swiglu)(?!.*head)", re.IGNORECASE)
+_BLOCK = re.compile(r"block", re.IGNORECASE)
+_NORM = re.compile(r"(layer|rms)_?norm(?!.*2d)", re.IGNORECASE)  # 2d: of images, not of tokens
+_PATCHES = re.compile(r"patch_?embed", re.IGNORECASE)
+# Attributes of attention, or of what it is in, that are there for one purpose
+_ROTARY = re.compile(r"(^|_)rope(_|$)|rotary")
+_RELATIVE = re.compile(r"(^|_)(rel(ative)?_(pos|coords)|position_bias)")
+
+
+def linear_layers(module: nn.Module) -> list[nn.Module]:
+    """Its own linear layers, those with adapters and quantised ones among them."""
+    return [child for child in module.children() if _is_linear(getattr(child, "base_layer", child))]
+
+
+def _convolutions(module: nn.Module) -> list[nn.Module]:
+    """Its own convolutions, those with adapters among them."""
+    return [child for child in module.children() if isinstance(getattr(child, "base_layer", child), nn.Conv2d)]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or qualified_name(module) in LINEAR
+
+
+def part(module: nn.Module) -> Part | None:
+    """Whether a module, and none in it, is a transformer's attention or its MLP, of tokens: with linear layers."""
+    inside = list(module.modules())[1:]
+    if _is_attention(module):
+        return None if any(map(_is_attention, inside)) else "attention"
+    return "MLP" if _is_mlp(module) and not any(map(_is_mlp, inside)) else None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    if not _ATTENTION.search(type(module).__name__):
+        return False
+    return _linear_count(module) > 1 or any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    return bool(_MLP.search(type(module).__name__)) and _linear_count(module) > 1
+
+
+def _linear_count(module: nn.Module) -> int:
+    return sum(map(_is_linear, module.modules()))
+
+
+def is_of_images(module: nn.Module) -> bool:
+    """Whether its layers are convolutions: an MLP of ConvNeXt, of which timm's class has both kinds."""
+    return bool(_convolutions(module)) and not linear_layers(module)
+
+
+def could_be_fused(module: nn.Module, left: set[int]) -> bool:
+    """Whether a module of an unknown class does what the ops are for. left: the ids of the modules in it to which
+    nothing happened."""
+    name = type(module).__name__
+    plain = [layer for layer in linear_layers(module) if id(layer) in left]
+    if _NORM.search(name):
+        return any(parameter is not None for parameter in module._parameters.values())
+    if _PATCHES.search(name):
+        return any(id(layer) in left for layer in _convolutions(module))
+    return part(module) == "attention" or (len(plain) > 1 and bool(_MLP.search(name) or _BLOCK.search(name)))
+
+
+def reason(module: nn.Module, ancestors: Sequence[nn.Module], known: Classes) -> str:
+    """Why a module of an unknown class is skipped. ancestors: the modules it is in, from the outermost."""
+    name = class_name(type(module), known)
+    found = _obstacles(module, ancestors) if part(module) == "attention" else []
+    if _PATCHES.search(type(module).__name__):
+        found += [why for conv in _convolutions(module) if (why := _why_no_patches(conv))]
+    if found:
+        return f"{' and '.join(found)}, in {name}"
+    return f"{name}{',' * (',' in name)} is not a class that fastvit knows"
+
+
+def _why_no_patches(conv: nn.Module) -> str | None:
+    if type(conv) is not nn.Conv2d:
+        return f"its convolution is {class_name(type(conv))}"
+    try:
+        read_patches(conv)
+    except CannotFuse as unsupported:
+        return str(unsupported)
+    return None
+
+
+def _obstacles(attn: nn.Module, ancestors: Sequence[nn.Module]) -> list[str]:
+    names = {name for module in (attn, *ancestors) for name in _attributes(module)}
+    found = []
+    if any(map(_ROTARY.search, names)):
+        found.append("rotary positions")
+    if "window" in type(attn).__name__.lower() or (ancestors and getattr(ancestors[-1], "window_size", None)):
+        found.append("window attention")
+    if any(map(_RELATIVE.search, names)):
+        found.append("relative position bias")
+    if any(not isinstance(attn._modules.get(name), nn.Identity | None) for name in ("q_norm", "k_norm")):
+        found.append("qk-norm")
+    return found
+
+
+def has_relative_positions(attn: nn.Module, ancestors: Sequence[nn.Module]) -> bool:
+    return "relative position bias" in _obstacles(attn, ancestors)
+
+
+def _attributes(module: nn.Module) -> list[str]:
+    """The names of its modules, parameters and buffers that are not None."""
+    held = {**module._modules, **module._parameters, **module._buffers}
+    return [name for name, value in held.items() if value is not None]

@@ -1,0 +1,282 @@
+"""Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
+Sapiens2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral, with and without a
+mask; attention (transformers_varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation
+for other models: `register_attention`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import ops
+from fastvit.blocks import read, run, spec
+from fastvit.blocks.read import LINEAR
+from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
+from fastvit.blocks.submodules import CannotFuse, Classes, submodules
+from fastvit.integrations.forward import Plan, checked_mask
+from fastvit.integrations.transformers import classes, varlen
+from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
+from fastvit.integrations.transformers.hooks import SAME_ATTENTION, attention_of, check_attention, check_version
+from fastvit.integrations.transformers.nested import Bare, is_nested, read_nested_attention, read_nested_mlp
+from fastvit.ops import Norm, Rotary
+from fastvit.ops.runtime.checks import takes_head_dim
+
+__all__ = ["register_attention"]
+
+_NORM = read.NORM | RMS_NORM
+# Those that return weights or their sums beside the output, for whoever calls or hooks the attention
+_WITH_WEIGHTS = ("eager", "flex_attention")
+# Arguments that say what a model returns, or are for the loss, and change nothing inside a layer
+_HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
+
+
+def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> AttentionSpec:
+    check_attention(attn)
+    q, k, v, out = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR, **{proj: LINEAR})
+    if "projection_dropout" in attn._modules:
+        (own,) = submodules(attn, projection_dropout={nn.Identity, *read.DROPOUT})
+        dropout = None if type(own) is nn.Identity else own
+    p = attn.attention_dropout if hasattr(attn, "attention_dropout") else attn.dropout
+    scale = attn.scaling if hasattr(attn, "scaling") else attn.scale
+    qkv = read.read_layer(q), read.read_layer(k), read.read_layer(v)
+    heads, kv_heads = q.out_features // attn.head_dim, k.out_features // attn.head_dim
+    if k.out_features != v.out_features or q.out_features != out.in_features:
+        raise CannotFuse(f"q, k and v have {q.out_features}, {k.out_features} and {v.out_features} outputs")
+    of_qk = read.read_qk_norm(attn, _NORM, read_norm)
+    p = p if attn.training else 0.0
+    return read.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=of_qk, kv_heads=kv_heads)
+
+
+def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | Bare:
+    check_version()
+    if is_nested(attn):
+        return Bare(read_nested_attention(prefix, attn))
+    implementation = attn.config._attn_implementation or "eager"
+    if implementation in _WITH_WEIGHTS:
+        raise CannotFuse(f"{implementation} attention returns its weights as well")
+    return read_attention(attn, MODELS[prefix].projection)
+
+
+def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
+    if "gate_proj" in mlp._modules:
+        *fc1, act, fc2 = submodules(mlp, gate_proj=LINEAR, up_proj=LINEAR, act_fn=read.ACTIVATIONS, down_proj=LINEAR)
+        return read.describe_gated_mlp(fc1, act, fc2, None, dropout)
+    if "weights_in" in mlp._modules:  # Dinov2's SwiGLUFFN in earlier versions
+        *both, last = submodules(mlp, weights_in=LINEAR, weights_out=LINEAR)
+        return read.describe_gated_mlp(both, read.SILU, last, None, dropout)
+    if "up_proj" in mlp._modules:
+        fc1, act, fc2 = submodules(mlp, up_proj=LINEAR, act_fn=read.ACTIVATIONS, down_proj=LINEAR)
+    else:
+        name = "activation" if "activation" in mlp._modules else "activation_fn"  # Dinov2's, in earlier versions
+        fc1, act, fc2 = submodules(mlp, **{"fc1": LINEAR, name: read.ACTIVATIONS, "fc2": LINEAR})
+    return read.describe_mlp(fc1, act, fc2, None, dropout)
+
+
+class LayerSpec(NamedTuple):
+    """checkpoint: what runs the block with activation checkpointing, if that is on."""
+
+    block: spec.BlockSpec
+    checkpoint: Callable[..., Tensor] | None
+
+
+def read_norm(norm: Any) -> Norm:
+    if "variance_epsilon" in norm.__dict__:
+        return read.rms_norm(norm.weight, norm.variance_epsilon)
+    return read.read_norm(norm)
+
+
+def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """T5's rounds to x's dtype, and then multiplies with the weight in its own."""
+    return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
+
+
+def read_layer(prefix: str, layer: Any) -> LayerSpec:
+    check_version()
+    names = MODELS[prefix]
+    norm1, norm2 = submodules(layer, **{names.norm1: _NORM, names.norm2: _NORM})
+    dropout, p, gammas = None, 0.0, [None, None]
+    if "dropout" in layer._modules:
+        (dropout,) = submodules(layer, dropout=read.DROPOUT)
+    if "intermediate" in layer._modules:
+        mlp = read_nested_mlp(prefix, layer)
+    else:
+        (module,) = submodules(layer, **{names.mlp: _mlps(prefix)})
+        mlp = read_mlp(module, dropout)
+    attn = attention_of(layer, names.attention, class_of(prefix, names.attention_class))
+    if "drop_path" in layer._modules:
+        (drop_path,) = submodules(layer, drop_path={nn.Identity, class_of(prefix, "DropPath")})
+        if drop_path.training and not isinstance(drop_path, nn.Identity):
+            p = drop_path.drop_prob
+    if "layer_scale1" in layer._modules:
+        scales: Classes = {class_of(prefix, "LayerScale"), nn.Identity}
+        both = submodules(layer, layer_scale1=scales, layer_scale2=scales)
+        gammas = [None if type(scale) is nn.Identity else scale.lambda1 for scale in both]
+    elif "lambda_1" in layer._parameters:
+        gammas = [layer.lambda_1, layer.lambda_2]
+    nested = is_nested(attn)
+    attention = read_nested_attention(prefix, attn) if nested else read_attention(attn, names.projection, dropout)
+    block = HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
+    # earlier versions have it around the call, and so around what runs in the place of forward
+    in_forward = type(layer).__call__ is nn.Module.__call__
+    checkpointed = in_forward and layer.gradient_checkpointing and layer.training
+    return LayerSpec(block, layer._gradient_checkpointing_func if checkpointed else None)
+
+
+def _made_for_export(mask: Any) -> bool:
+    """Whether a mask is what transformers gives to "sdpa" attention while torch.export traces, where it makes one for a
+    call without: a value for each query, expanded over the keys. That prefers no key to another, whatever the values,
+    which a trace does not know."""
+    if not torch.compiler.is_exporting() or not isinstance(mask, Tensor):
+        return False
+    return mask.dtype is torch.bool and mask.stride(-1) == 0
+
+
+def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+    for name, value in kwargs.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            raise CannotFuse(f"the argument {name}")
+    return hidden_states
+
+
+def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> Tensor | None:
+    """attention_mask: (B, 1 or H, 1 or N, N). Padding that is only known to flash attention, (B, N), is not taken."""
+    if attention_mask is None or _made_for_export(attention_mask):
+        return None
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
+        raise CannotFuse(f"an attention mask of shape {tuple(attention_mask.shape)}")
+    return checked_mask(attention_mask, hidden_states)
+
+
+def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
+    kwargs.pop("position_embeddings", None)
+    if attention_mask is not None:  # without a mask flash attention finds the images by them
+        kwargs.pop("position_ids", None)
+    return check_call(module, hidden_states, attention_mask, **kwargs)
+
+
+def rotary(
+    module: Any, hidden_states: Tensor, attention_mask: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
+) -> Rotary:  # fmt: skip
+    """position_embeddings: cos and sin, (N - P, d) each."""
+    if position_embeddings is None:
+        raise CannotFuse("no rotary positions")
+    cos, sin = position_embeddings
+    return Rotary(sin, cos, hidden_states.shape[1] - sin.shape[-2])
+
+
+def run_layer(x: Tensor, layer: LayerSpec, rotary: Rotary | None = None, attn_mask: Tensor | None = None) -> Tensor:
+    if layer.checkpoint is not None:
+        forward = partial(run.run_block, block=layer.block, rotary=rotary, attn_mask=attn_mask)
+        return layer.checkpoint(forward, x)
+    return run.run_block(x, layer.block, rotary, attn_mask)
+
+
+def run_attention(
+    x: Tensor, attn: AttentionSpec | Bare, rotary: Rotary | None = None, attn_mask: Tensor | None = None
+) -> Tensor | tuple[Tensor, None]:
+    if isinstance(attn, Bare):
+        return run.run_attention(x, attn.attention, rotary, attn_mask)
+    return run.run_attention(x, attn, rotary, attn_mask), None
+
+
+def _mlps(prefix: str) -> set[str]:
+    """The classes of its MLPs, plain and gated."""
+    return {class_of(prefix, suffix) for suffix in MODELS[prefix].mlp_classes}
+
+
+PLANS: dict[type | str, Plan] = {}
+for _prefix, _names in MODELS.items():
+    _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
+    if _prefix in ROTATES:
+        _call |= {"check_call": check_rotary_call, "rotary": rotary}
+    PLANS[class_of(_prefix, _names.layer_class)] = Plan(partial(read_layer, _prefix), run_layer, **_call)
+    PLANS[class_of(_prefix, _names.attention_class)] = Plan(
+        partial(read_attention_alone, _prefix), run_attention, **_call
+    )
+    PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, run.run_mlp, ndim=None))
+PLANS |= dict.fromkeys(OTHER_MLPS, Plan(read_mlp, run.run_mlp, ndim=None))
+PLANS |= dict.fromkeys(RMS_NORM, Plan(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
+PLANS |= varlen.PLANS
+EMBEDDINGS = classes.EMBEDDINGS
+
+
+def register_attention(name: str = "fastvit") -> None:
+    """Makes `ops.attention` an attention implementation of transformers, for every model that has a choice:
+
+        register_attention()
+        model.set_attn_implementation("fastvit")
+
+    Causal attention, attention to keys of another length, and whatever comes with a decoder's arguments run on
+    transformers' "sdpa" implementation.
+
+    Args:
+        name: that the implementation is known by from then on.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def takes_registered_attention(attn: Any) -> bool:
+    """Whether attention has an implementation by name, and "fastvit" would not leave it to sdpa."""
+    config = getattr(attn, "config", None)
+    return (
+        hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
+        and getattr(config, "_attn_implementation", "fastvit") in {*SAME_ATTENTION} - {"fastvit"}
+        and not getattr(attn, "is_causal", True)
+        and takes_head_dim(getattr(attn, "head_dim", 64))
+    )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query, key, value (B, H, N, d) -> (B, N, H, d), and None for the weights."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if (
+        (attention_mask is not None and not _takes_mask(attention_mask, query))
+        or (attention_mask is None and is_causal and query.shape[2] > 1)
+        or not _self_attention(query, key, value)
+        or not takes_head_dim(query.shape[-1])
+        or any(value is not None and value is not False for value in kwargs.values())
+    ):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
+        )
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if attention_mask is not None and _made_for_export(attention_mask):
+        attention_mask = None
+    return ops.attention(q, k, v, attn_mask=attention_mask, scale=scaling, dropout_p=dropout), None
+
+
+def _takes_mask(mask: Any, query: Tensor) -> bool:
+    try:
+        return mask.dim() == 4 and checked_mask(mask, query.transpose(1, 2)) is mask
+    except (AttributeError, CannotFuse):
+        return False
+
+
+def _self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether q, k and v are of the same tokens, and each head of k and v serves as many of q."""
+    B, H, N, d = query.shape
+    return key.shape == value.shape == (B, key.shape[1], N, d) and H % key.shape[1] == 0

@@ -1,0 +1,1 @@
+"""The nn.Modules. `fastvit.layers` and `fastvit.eva_layers` export the public ones."""

@@ -1,0 +1,173 @@
+"""Checks of constructors' arguments before a parameter is made: each names the argument, its value, what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastvit.ops.runtime.checks import FLOATS, check_head_dim, check_statistics
+
+Pair = int | tuple[int, int]
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integers(least: int, **values: Any) -> None:
+    for name, value in values.items():
+        if not _is_integer(value):
+            raise TypeError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_flags(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool) and not (_is_integer(value) and value in (0, 1)):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_number(name: str, value: Any, allowed: Callable[[float], bool], meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {meaning}, got {value!r}")
+    if not allowed(float(value)):
+        raise ValueError(f"{name} must be {meaning}, got {value}")
+
+
+def check_rates(**values: Any) -> None:
+    """Of dropout, as the ops take them."""
+    for name, value in values.items():
+        check_number(name, value, lambda p: 0.0 <= p < 1.0, "in [0, 1)")
+
+
+def check_init_values(value: Any) -> None:
+    if value is not None:
+        check_number("init_values", value, math.isfinite, "a finite number, or None for no LayerScale")
+
+
+def check_factory(device: Any, dtype: Any) -> None:
+    if dtype is not None and dtype not in FLOATS:
+        raise TypeError(f"dtype must be None, float32, float16, bfloat16 or float64, got {dtype!r}")
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device must be None, a torch.device or the name of one, got {device!r}") from error
+
+
+def check_heads(dim_name: str, dim: Any, num_heads: Any) -> None:
+    """Exactly the head dimensions that `ops.attention` takes."""
+    check_integers(1, **{dim_name: dim, "num_heads": num_heads})
+    if dim % num_heads:
+        raise ValueError(f"num_heads must be a divisor of {dim_name} = {dim}, got {num_heads}")
+    check_head_dim(f"head_dim = {dim_name} / num_heads = {dim} / {num_heads}", dim // num_heads)
+
+
+def check_hidden(dim_name: str, dim: int, mlp_ratio: Any, name: str = "mlp_ratio") -> None:
+    """The MLP's width, int(dim * mlp_ratio)."""
+    meaning = f"a finite number with {dim_name} * {name} >= 1, where {dim_name} = {dim}"
+    check_number(name, mlp_ratio, lambda ratio: 1 <= dim * ratio < math.inf, meaning)
+
+
+def checked_pair(name: str, value: Any) -> tuple[int, int]:
+    """(height, width) of one integer, or of the two."""
+    both = (value, value) if _is_integer(value) else value
+    if isinstance(both, str) or not isinstance(both, Sequence) or not all(map(_is_integer, both)):
+        raise TypeError(f"{name} must be a positive integer or (height, width), got {value!r}")
+    if len(both) != 2 or min(both) < 1:
+        raise ValueError(f"{name} must be a positive integer or (height, width), got {value!r}")
+    return int(both[0]), int(both[1])
+
+
+def checked_indices(name: str, value: Any, count: int) -> list[int]:
+    """Which of `count` things: indices, from the end if negative, or how many of the last ones. -> indices from 0"""
+    meaning = f"a number of last blocks from 1 to {count}, or blocks from {-count} to {count - 1}"
+    if _is_integer(value):
+        if not 1 <= value <= count:
+            raise ValueError(f"{name} must be {meaning}, got {value}")
+        return list(range(count - value, count))
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(_is_integer, value)):
+        raise TypeError(f"{name} must be {meaning}, got {value!r}")
+    if not value or not all(-count <= index < count for index in value):
+        raise ValueError(f"{name} must be {meaning}, got {value!r}")
+    return [int(index) % count for index in value]
+
+
+Statistics = tuple[float, ...] | None
+
+
+def checked_statistics(mean: Any, std: Any, in_chans: int) -> tuple[Statistics, Statistics]:
+    """Both as tuples, or None and None."""
+    if (mean is None) != (std is None):
+        raise ValueError(f"mean and std must both be given or both be None, got mean={mean!r} and std={std!r}")
+    if mean is None:
+        return None, None
+    return check_statistics("mean", mean, in_chans), check_statistics("std", std, in_chans)
+
+
+def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{argument} must be one of {allowed}, got {value!r}")
+
+
+def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping[str, Any]) -> Any:
+    """A class (or what else makes modules) itself; table[value] for a name, or a ValueError with the nearest names."""
+    if not isinstance(value, str):
+        if not callable(value):
+            raise TypeError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}")
+        return value
+    if value in table:
+        return table[value]
+    near = difflib.get_close_matches(value, table)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
+
+
+_SYNONYMS = {  # what transformers, torchvision and timm's create_model call an argument, and what it is here
+    "attention_dropout": "attn_drop_rate",
+    "attention_probs_dropout_prob": "attn_drop_rate",
+    "checkpoint_path": "weights",
+    "dim": "embed_dim",
+    "drop_path": "drop_path_rate",
+    "dropout": "proj_drop_rate",
+    "hidden_act": "act_layer",
+    "hidden_dim": "embed_dim",
+    "hidden_dropout_prob": "proj_drop_rate",
+    "hidden_size": "embed_dim",
+    "image_size": "img_size",
+    "intermediate_size": "mlp_ratio, its ratio to embed_dim",
+    "layer_norm_eps": "norm_layer=functools.partial(fastvit.LayerNorm, eps=...)",
+    "layerscale_value": "init_values",
+    "mlp_dim": "mlp_ratio, its ratio to embed_dim",
+    "num_attention_heads": "num_heads",
+    "num_channels": "in_chans",
+    "num_hidden_layers": "depth",
+    "num_labels": "num_classes",
+    "num_layers": "depth",
+    "pretrained": "weights=True with a name that has timm's tag, or weights='model.safetensors'",
+    "rms_norm_eps": "norm_layer=functools.partial(fastvit.RMSNorm, eps=...)",
+    "stochastic_depth_prob": "drop_path_rate",
+}
+
+
+def check_known(given: Mapping[str, Any], kind: type, *bases: type) -> None:
+    """Keyword arguments of a class that hands those that it does not name on to its bases."""
+    known = dict.fromkeys(  # without repeats, in their order
+        name for each in (kind, *bases) for name in inspect.signature(each).parameters
+    )
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            use = _SYNONYMS.get(name) or " or ".join(near)
+            hint = f"use {use}" if use else f"its arguments are {', '.join(known)}"
+            raise TypeError(f"{name} is not an argument of {kind.__name__}: {hint}")

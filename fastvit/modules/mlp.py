@@ -1,0 +1,200 @@
+"""MLPs as modules, plain and gated, under timm's names, arguments and state_dict keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fastvit.blocks import read_timm, run
+from fastvit.blocks.submodules import read_or_none
+from fastvit.modules.arguments import (
+    Device,
+    Dtype,
+    by_name,
+    check_factory,
+    check_flags,
+    check_integers,
+    check_rates,
+)
+from fastvit.modules.norms import NormLayer, checked_norm_layer
+from fastvit.modules.parts import ACT_LAYERS, ActLayer
+
+
+class Mlp(nn.Module):
+    """fc1, activation, fc2, (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`.
+
+    Args:
+        in_features, hidden_features, out_features: None means as many as in_features.
+        act_layer: a class, or gelu, gelu_tanh, quick_gelu, relu or silu; an activation that the ops do not know runs as
+            its own module between plain linear layers.
+        bias: whether both layers have one.
+        drop: dropout behind the activation and behind fc2, in [0, 1).
+        device, dtype: of the parameters.
+        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, a class or a name as in `Attention`; three
+            ops then, where it is otherwise one.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        act_layer: str | ActLayer = "gelu", bias: bool = True, drop: float = 0.0,
+        device: Device = None, dtype: Dtype = None, *, norm_layer: str | NormLayer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden_features = in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        check_rates(drop=drop)
+        check_factory(device, dtype)
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
+        norm = checked_norm_layer(norm_layer)
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, device=device, dtype=dtype)
+        self.act = act()
+        self.drop1 = nn.Dropout(drop)
+        if norm is not None:
+            self.norm = norm(hidden_features, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp = read_or_none(read_timm.read_mlp, self)
+        if mlp is not None:
+            return run.run_mlp(x, mlp)
+        hidden = self.drop1(self.act(self.fc1(x)))
+        if "norm" in self._modules:
+            hidden = self.norm(hidden)
+        return self.drop2(self.fc2(hidden))
+
+
+GATES: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU}
+
+
+class _GatedMlp(nn.Module):
+    """What both have behind fc1."""
+
+    def _add_rest(
+        self, hidden: int, out_features: int, act_layer: str | Callable[[], nn.Module],
+        norm_layer: str | NormLayer | None, bias: bool, drop: float, device: Device, dtype: Dtype,
+    ) -> None:  # fmt: skip
+        self.act = by_name("act_layer", act_layer, GATES)()
+        self.drop1 = nn.Dropout(drop)
+        norm = checked_norm_layer(norm_layer)
+        self.norm = nn.Identity() if norm is None else norm(hidden, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
+        self.drop2 = nn.Dropout(drop)
+
+    def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp = read_or_none(read_timm.read_mlp, self)
+        if mlp is not None:
+            return run.run_mlp(x, mlp)
+        gate, value = self.gate_and_value(x)
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(gate) * value))))
+
+
+def _sizes(
+    in_features: int, hidden_features: int | None, out_features: int | None, drop: float, device: Device, dtype: Dtype
+) -> tuple[int, int]:
+    """Of the hidden layer and of the output, checked with what both classes take."""
+    hidden_features = in_features if hidden_features is None else hidden_features
+    out_features = in_features if out_features is None else out_features
+    check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+    check_rates(drop=drop)
+    check_factory(device, dtype)
+    return hidden_features, out_features
+
+
+class SwiGLU(_GatedMlp):
+    """fc2(norm(act(fc1_g(x)) * fc1_x(x))), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp` (Shazeer
+    2020, arXiv:2002.05202).
+
+    Args:
+        in_features, hidden_features, out_features: None means as many as in_features.
+        act_layer: the gate's: a class, or silu, gelu or sigmoid. Only silu and the exact gelu are fused.
+        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, or None. LayerNorm and RMSNorm are fused.
+        bias: whether the three layers have one.
+        drop: dropout behind the product and behind fc2, in [0, 1).
+        align_to: hidden_features is rounded up to a multiple of it; 0 for no rounding.
+        device, dtype: of the parameters.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        act_layer: str | Callable[[], nn.Module] = "silu", norm_layer: str | NormLayer | None = None,
+        bias: bool = True, drop: float = 0.0, align_to: int = 0, device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden, out_features = _sizes(in_features, hidden_features, out_features, drop, device, dtype)
+        check_integers(0, align_to=align_to)
+        hidden += -hidden % align_to if align_to else 0
+        self.fc1_g = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
+        self.fc1_x = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
+        self._add_rest(hidden, out_features, act_layer, norm_layer, bias, drop, device, dtype)
+
+    def init_weights(self) -> None:
+        """As timm: a gate that is nearly act(1) everywhere."""
+        _open(self.fc1_g.weight, self.fc1_g.bias)
+
+    def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.fc1_g(x), self.fc1_x(x)
+
+
+class GluMlp(_GatedMlp):
+    """fc2(norm(act(gate) * value)), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`; gate and value are
+    the halves of what fc1 makes (Shazeer 2020, arXiv:2002.05202).
+
+    Args:
+        in_features, hidden_features, out_features: None means as many as in_features. hidden_features is of gate and
+            value together, and even.
+        act_layer: the gate's: a class, or silu, gelu or sigmoid. Only silu and the exact gelu are fused.
+        norm_layer: norm_layer(hidden_features // 2) as `norm` in front of fc2, or None. LayerNorm and RMSNorm are
+            fused.
+        bias: whether both layers have one.
+        drop: dropout behind the product and behind fc2, in [0, 1).
+        gate_last: whether the gate is the second half.
+        device, dtype: of the parameters.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(
+        self, in_features: int, hidden_features: int | None = None, out_features: int | None = None,
+        act_layer: str | Callable[[], nn.Module] = "sigmoid", norm_layer: str | NormLayer | None = None,
+        bias: bool = True, drop: float = 0.0, *, gate_last: bool = True, device: Device = None, dtype: Dtype = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        both, out_features = _sizes(in_features, hidden_features, out_features, drop, device, dtype)
+        check_flags(gate_last=gate_last)
+        if both % 2:
+            raise ValueError(f"hidden_features must be even, of gate and value together, got {both}")
+        self.gate_last = gate_last
+        self.fc1 = nn.Linear(in_features, both, bias=bias, device=device, dtype=dtype)
+        self._add_rest(both // 2, out_features, act_layer, norm_layer, bias, drop, device, dtype)
+
+    def init_weights(self) -> None:
+        """As timm: a second half that is nearly 1 everywhere."""
+        bias = self.fc1.bias
+        _open(self.fc1.weight.chunk(2)[1], None if bias is None else bias.chunk(2)[1])
+
+    def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.fc1(x).chunk(2, dim=-1)
+        return (second, first) if self.gate_last else (first, second)
+
+
+@torch.no_grad()
+def _open(weight: Tensor, bias: Tensor | None) -> None:
+    weight.normal_(std=1e-6)
+    if bias is not None:
+        bias.fill_(1.0)
+
+
+SwiGLUPacked = partial(GluMlp, act_layer="silu", gate_last=False)
+SwiGLUPacked.__doc__ = "`GluMlp` with silu and the gate first; its arguments are GluMlp's."

@@ -1,0 +1,96 @@
+"""Norms of the last dimension as modules, under timm's names, arguments and state_dict keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import ops
+from fastvit.blocks import read, run
+from fastvit.modules.arguments import Device, Dtype, by_name, check_factory, check_flags, check_integers, check_number
+
+NormLayer = Callable[..., nn.Module]
+
+
+def _check(eps: float, device: Device, dtype: Dtype, elementwise_affine: bool, **channels: int) -> None:
+    check_flags(elementwise_affine=elementwise_affine)
+    check_integers(1, **channels)
+    check_number("eps", eps, lambda value: 0.0 <= value < math.inf, "finite and not negative")
+    check_factory(device, dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """(..., D) -> (..., D) by `fastvit.ops.layer_norm`.
+
+    Args:
+        num_channels: D.
+        eps: added to the variance; 1e-6 as timm's, where PyTorch's is 1e-5.
+        device, dtype: of the parameters.
+        elementwise_affine: whether it has a weight and a bias; DiT's norms have neither.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(
+        self, num_channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None,
+        *, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        _check(eps, device, dtype, elementwise_affine, num_channels=num_channels)
+        super().__init__(num_channels, eps=eps, elementwise_affine=elementwise_affine, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run.run_norm(x, ops.Norm(self.weight, self.bias, self.eps))
+
+
+class RMSNorm(nn.Module):
+    """(..., D) -> (..., D) by `fastvit.ops.rms_norm` (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Args:
+        channels: D.
+        eps: added to the mean square.
+        device, dtype: of the parameter.
+        elementwise_affine: whether it has a weight.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(
+        self, channels: int, eps: float = 1e-6, device: Device = None, dtype: Dtype = None,
+        *, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        _check(eps, device, dtype, elementwise_affine, channels=channels)
+        self.normalized_shape = (channels,)
+        self.eps = eps
+        weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    weight: nn.Parameter | None
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run.run_norm(x, read.rms_norm(self.weight, self.eps))
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, eps={self.eps}"
+
+
+NORM_LAYERS: dict[str, NormLayer] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}  # timm's names
+
+
+def checked_norm_layer(norm_layer: Any, **wanted: bool) -> Any:
+    """The class that an argument norm_layer is or names; None only if none of `wanted`, which need one, is true."""
+    if norm_layer is not None:
+        return by_name("norm_layer", norm_layer, NORM_LAYERS)
+    for name, on in wanted.items():
+        if on:
+            raise ValueError(f"{name}=True needs norm_layer, got None")
+    return None

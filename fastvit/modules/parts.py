@@ -1,0 +1,103 @@
+"""What blocks are made of beside attention and MLP, under timm's names and arguments: activations, LayerScale,
+stochastic depth, and attention where its modules are called one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit import ops
+from fastvit.blocks import read, run
+from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.modules.arguments import Device, Dtype, check_factory, check_init_values, check_integers, check_number
+
+ActLayer = Callable[[], nn.Module]
+LayerFactory = Callable[..., nn.Module]
+
+
+class QuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), OpenAI CLIP's approximation of GELU."""
+
+    __module__ = "fastvit.layers"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACT_LAYERS: dict[str, ActLayer] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+
+
+class LayerScale(nn.Module):
+    """A learnt factor `gamma` (D,) for every channel of a branch (Touvron et al. 2021, arXiv:2103.17239).
+
+    Args:
+        dim: D.
+        init_values: gamma's initial value.
+        device, dtype: of the parameter.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(self, dim: int, init_values: float = 1e-5, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__()
+        check_integers(1, dim=dim)
+        check_init_values(init_values)
+        check_factory(device, dtype)
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training a sample's branch is dropped as a whole.
+
+    Args:
+        drop_prob: its probability, in [0, 1].
+        scale_by_keep: divide the branches that stay by 1 - drop_prob.
+    """
+
+    __module__ = "fastvit.layers"
+
+    def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
+        super().__init__()
+        check_number("drop_prob", drop_prob, lambda p: 0.0 <= p <= 1.0, "in [0, 1]")
+        self.drop_prob = drop_prob
+        self.scale_by_keep = scale_by_keep
+
+    def row_scale(self, x: Tensor) -> Tensor | None:
+        """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
+        p = self.drop_prob if self.training else 0.0
+        return run.draw_drop_path(x, p, self.scale_by_keep) if p else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.row_scale(x)
+        return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob:.3g}"
+
+
+def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a module with attn_drop and scale, (B, N, H, d) each -> (B, N, H, d): one op, or where attn_drop has
+    to be called, so that it gets the probabilities (B, H, N, N)."""
+    if read_or_none(submodules, attn, attn_drop=read.DROPOUT):
+        return ops.attention(q, k, v, dropout_p=attn.attn_drop.p if attn.attn_drop.training else 0.0)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    probabilities = attn.attn_drop((q @ k.transpose(-2, -1) * attn.scale).softmax(dim=-1))
+    return (probabilities @ v).transpose(1, 2)

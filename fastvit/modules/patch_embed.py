@@ -1,0 +1,161 @@
+"""Patch embedding, the first layer of a Vision Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastvit import ops
+from fastvit.blocks import read
+from fastvit.blocks.submodules import read_or_none, submodules
+from fastvit.modules.arguments import (
+    Device,
+    Dtype,
+    Pair,
+    check_factory,
+    check_integers,
+    checked_pair,
+    checked_statistics,
+)
+from fastvit.modules.norms import NormLayer, checked_norm_layer
+from fastvit.modules.positions import resample_patch_embed
+from fastvit.ops.patch_embed.op import normalized
+from fastvit.ops.runtime.checks import check_image
+
+
+class PatchEmbed(nn.Module):
+    """Image (B, C, H, W) -> patches (B, h*w, D) by `fastvit.ops.patch_embed`; `proj` is the equivalent nn.Conv2d.
+
+    Args:
+        img_size: expected (H, W); with strict_img_size another size raises, otherwise any that patch_size divides.
+        patch_size, in_chans, embed_dim, bias: of the convolution.
+        mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
+        device, dtype: of the parameters.
+        norm_layer: a norm of the patches, without positions, as `norm`: a class, "layernorm" or "rmsnorm".
+        dynamic_img_pad: pad the image with zeros, below and on the right, to a multiple of patch_size.
+    """
+
+    __module__ = "fastvit.layers"
+
+    img_size: tuple[int, int]
+
+    def __init__(
+        self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
+        strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        device: Device = None, dtype: Dtype = None,
+        *, norm_layer: str | NormLayer | None = None, dynamic_img_pad: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_integers(1, in_chans=in_chans, embed_dim=embed_dim)
+        check_factory(device, dtype)
+        self.in_chans = in_chans
+        self.patch_size = checked_pair("patch_size", patch_size)
+        self.strict_img_size = strict_img_size
+        self.dynamic_img_pad = dynamic_img_pad
+        self.mean, self.std = checked_statistics(mean, std, in_chans)
+        self.set_input_size(checked_pair("img_size", img_size))
+        self.proj = nn.Conv2d(
+            in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
+        )
+        if norm_layer is not None:
+            self.norm = checked_norm_layer(norm_layer)(embed_dim, device=device, dtype=dtype)
+
+    def set_input_size(self, img_size: Pair | None = None, patch_size: Pair | None = None) -> None:
+        """Set the expected (H, W), the patch size, or both; `proj.weight` is resampled to another patch size.
+
+        Args:
+            img_size, patch_size: int or (height, width); None keeps the present one.
+
+        Raises:
+            TypeError, ValueError: naming the argument; patch_size for a `proj` that is no plain convolution of patches.
+                Nothing is changed then.
+        """
+        img_size = self.img_size if img_size is None else checked_pair("img_size", img_size)
+        patch_size = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
+        if self.strict_img_size or not self.dynamic_img_pad:
+            check_divides(img_size, patch_size)
+        (H, W), (ph, pw) = img_size, patch_size
+        grid_size = H // ph, W // pw
+        if 0 in grid_size:
+            raise ValueError(f"img_size must be at least patch_size = {patch_size}, got {img_size}")
+        if patch_size != self.patch_size:
+            self._resample(patch_size)
+        self.img_size, self.patch_size, self.grid_size = img_size, patch_size, grid_size
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+
+    @torch.no_grad()
+    def _resample(self, patch_size: tuple[int, int]) -> None:
+        """Give `proj` another kernel size, in place: its hooks, its bias and requires_grad stay."""
+        conv = self.proj
+        if not (isinstance(conv, nn.Conv2d) and "weight" in conv._parameters and is_of_patches(conv)):
+            raise ValueError(f"patch_size needs a plain convolution of patches as `proj`, got {conv}")
+        weight = resample_patch_embed(conv.weight, patch_size)
+        conv.weight = nn.Parameter(weight, requires_grad=conv.weight.requires_grad)
+        conv.kernel_size = conv.stride = patch_size
+
+    def grid(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """(H, W) -> (h, w); a ValueError where patch_size does not divide it, unless the image is padded."""
+        if not self.dynamic_img_pad:
+            check_divides(img_size, self.patch_size)
+        (H, W), (ph, pw) = img_size, self.patch_size
+        return -(-H // ph), -(-W // pw)
+
+    def grid_of(self, image: Tensor) -> tuple[int, int]:
+        """The patch grid of an image; a TypeError or ValueError where `forward` does not take it."""
+        check_image(image, getattr(self.proj, "in_channels", self.in_chans))
+        size = image.shape[2], image.shape[3]
+        if self.strict_img_size and size != self.img_size:
+            raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}")
+        return self.grid(size)
+
+    def forward(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
+        self.grid_of(x)
+        if self.dynamic_img_pad:
+            x = self.padded(x)
+        if "norm" in self._modules:
+            return join_tokens(self.norm(self.patches(x)), pos_embed, prefix)
+        return self.patches(x, pos_embed, prefix)
+
+    def patches(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
+        """`forward` without padding and norm."""
+        if read_or_none(submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
+            weight, bias = read.read_linear(self.proj)
+            mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
+            return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
+        return join_tokens(self.proj(self.normalized(x)).flatten(2).transpose(1, 2), pos_embed, prefix)
+
+    def padded(self, image: Tensor) -> Tensor:
+        """With zeros, which are added to a normalised image, to a multiple of patch_size."""
+        bottom, right = (-size % patch for size, patch in zip(image.shape[2:], self.patch_size, strict=True))
+        return F.pad(self.normalized(image), (0, right, 0, bottom)) if bottom or right else image
+
+    def normalized(self, image: Tensor) -> Tensor:
+        """A uint8 image in the layer's dtype; a float one as it is."""
+        if image.dtype is not torch.uint8:
+            return image
+        return normalized(image, self.mean, self.std, next(self.proj.parameters()).dtype)
+
+
+def check_divides(img_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+    (H, W), (ph, pw) = img_size, patch_size
+    if H % ph or W % pw or H == 0 or W == 0:
+        raise ValueError(f"patch_size {patch_size} must divide the image size, got {(H, W)}")
+
+
+def is_of_patches(conv: nn.Conv2d) -> bool:
+    """Whether a convolution, which may be another than the constructor made, is the one that the op computes."""
+    whole = conv.padding in ((0, 0), "valid")
+    return whole and (conv.stride, conv.dilation, conv.groups) == (conv.kernel_size, (1, 1), 1)
+
+
+def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:
+    """(B, n, D) + (n, D), behind (P, D) -> (B, P + n, D): what `ops.patch_embed` does in its epilogue."""
+    if pos_embed is not None:
+        patches = patches + pos_embed
+    if prefix is None:
+        return patches
+    return torch.cat([prefix.to(patches.dtype).expand(patches.shape[0], -1, -1), patches], dim=1)

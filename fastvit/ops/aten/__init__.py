@@ -1,1 +1,0 @@
-"""The ops on PyTorch's own functions: CPUs, float64, machines without triton."""

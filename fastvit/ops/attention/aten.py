@@ -1,0 +1,305 @@
+"""Softmax attention on PyTorch's own functions: its CPU flash kernel, or the formula by blocks of scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.runtime.checks import is_added, lse_shape, unexpanded
+from fastvit.ops.runtime.devices import is_fake, stat_dtype
+from fastvit.ops.runtime.torch_private import (
+    flash_attention,
+    flash_attention_backward,
+    fused_sdp_choice,
+    softmax_backward,
+)
+
+_FLASH = flash_attention is not None and flash_attention_backward is not None
+_BYTES = 1 << 20  # of scores held at once where ATen materialises them, which stay in the cache
+
+# PyTorch's CPU kernel compares a row's scores in SIMD vectors of up to 16 floats, and the rest in a way that drops NaN:
+# of fewer keys than a vector a row of NaN would come out as zero.
+_VECTOR = 16
+
+# Its backward pass makes P of a float32 LSE, which loses the logarithm of the sum where a mask makes all scores of a
+# row huge: at this size P is off by 2^-16, at 1e9 by a factor of N.
+_LSE = 256.0
+
+
+def _takes_shared_keys() -> bool:
+    """Whether PyTorch's CPU kernel takes k and v with fewer heads than q; 1 stands for that kernel."""
+    q = torch.empty(1, 2, _VECTOR, 16, device="cpu")
+    return fused_sdp_choice is not None and fused_sdp_choice(q, q[:, :1], q[:, :1], enable_gqa=True) == 1
+
+
+_SHARED = _takes_shared_keys()
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    if q.shape[1] >= _VECTOR and _has_flash(seed, q, k, v):
+        added = None if mask is None else _added(mask, stat_dtype(q))
+        factor, scale = _split(scale, q)
+        scaled = q if factor == 1.0 else q * factor
+        qt, kt, vt = scaled.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        o, lse = flash_attention(qt, kt, vt, attn_mask=added, scale=scale)
+        lse = torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse.contiguous()
+        return o.transpose(1, 2).contiguous().detach(), lse  # no view, as in aten.linear
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = q.new_empty(lse_shape(o, mask), dtype=stat_dtype(q))
+    words = None if seed is None else _dropout_words(q, seed)
+    for at, keys, parts in _blocks(q, k):
+        qb, kb, vb = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q)
+        for rows in parts:
+            p, base, weight = _softmax(_scores(qb, kb, mask, at, rows), mask)
+            of_lse = lse[(*at, ..., rows)]
+            if is_added(mask):
+                torch.stack((base, weight.reciprocal()), 2, out=of_lse)
+            else:
+                torch.sub(base, weight.log(), out=of_lse)
+            if words is None:
+                ob = p @ vb
+            else:
+                ob = (p.mul_(_kept(words, at, rows, dropout_p, p.dtype)) @ vb).mul_(1.0 / (1.0 - dropout_p))
+            o[at[0], rows, at[1]] = ob.transpose(1, 2)
+    return o, lse
+
+
+def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.unbind(2)
+    return attention_fwd(q, k, v, *rest)
+
+
+def attention_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, *out: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out: where the three gradients are written instead of room of their own; they may be views of one packed
+    buffer."""
+    if q.shape[1] == 1 and seed is None and mask is None:
+        # softmax over one key is constant: its gradient has no rounding errors
+        dv = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1))).sum(3, dtype=stat_dtype(q)).to(v.dtype)
+        return _written((q.new_zeros(q.shape), k.new_zeros(k.shape), dv), out)
+    if not _has_flash_backward(do, seed, q, k, v):
+        gradients = out or _room(q, k, v)
+        _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients)
+        return gradients
+    lse = lse[:, :, 0] + lse[:, :, 1].log() if is_added(mask) else lse
+    factor, power = _split(scale, q)
+    scaled = q if factor == 1.0 else q * factor
+    added = None if mask is None else _added(mask, stat_dtype(q))
+    tensors = [t.transpose(1, 2) for t in (do, scaled, k, v, o)]
+    found = flash_attention_backward(*tensors, lse, 0.0, False, attn_mask=added, scale=power)
+    if factor != 1.0:
+        found[0].mul_(factor)
+    gradients = _written([t.transpose(1, 2) for t in found], out)
+    if mask is not None and is_added(mask):
+        for i in _samples_of_huge_scores(lse):
+            one = slice(i, i + 1)
+            its_mask = mask[one] if mask.shape[0] > 1 else mask
+            _backward(do[one], q[one], k[one], v[one], its_mask, None, scale, 0.0, [t[one] for t in gradients])
+    return gradients
+
+
+def attention_qkvpacked_bwd(
+    do: Tensor, qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
+) -> Tensor:
+    q, k, v = qkv.unbind(2)
+    arguments: Any = (do, q, k, v, mask, o, lse, seed, *rest)
+    if _has_flash_backward(do, seed, q, k, v):  # which has gradients of its own: packed when its workspace is gone
+        return torch.stack(attention_bwd(*arguments), 2)
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    attention_bwd(*arguments, *dqkv.unbind(2))
+    return dqkv
+
+
+def attention_bwd_with_mask(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, *out: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`attention_bwd`, and the gradient of a float mask: -> dq, dk, dv, dmask. The weights are computed once."""
+    gradients = out or _room(q, k, v)
+    return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients, True)
+
+
+def attention_qkvpacked_bwd_with_mask(
+    do: Tensor, qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    arguments: Any = do, *qkv.unbind(2), mask, o, lse, seed, *rest, *dqkv.unbind(2)
+    return dqkv, attention_bwd_with_mask(*arguments)[3]
+
+
+def _room(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors])
+
+
+def _written(found: Sequence[Tensor], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the gradients contiguous, or copied into `out` where that is given."""
+    for to, t in zip(out, found, strict=False):
+        to.copy_(t)
+    return out or tuple([t.contiguous().detach() for t in found])
+
+
+def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether PyTorch's CPU flash kernel takes these inputs; it reads by stride but wants unit stride within a head."""
+    if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
+        return False
+    return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape == q.shape)
+
+
+def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return _has_flash(seed, q, k, v) and do.stride(3) == 1
+
+
+def _split(scale: float, q: Tensor) -> tuple[float, float]:
+    """A factor for q and the power of two that is left of the scale. PyTorch's kernel scales scores after their product
+    in its forward pass, and within it in its backward pass: but for powers of two these differ by roundings of the
+    score, in float32 up to 9 times the error of softmax and its gradient. Next to 16 bits that does not show."""
+    factor, exponent = math.frexp(scale)
+    if abs(factor) in (0.0, 0.5) or q.dtype in (torch.bfloat16, torch.float16):
+        return 1.0, scale
+    return factor, math.ldexp(1.0, exponent)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to the scores."""
+    mask = unexpanded(mask)
+    if mask.dtype is not torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _samples_of_huge_scores(lse: Tensor) -> list[int]:
+    huge = ((lse.abs() > _LSE) & lse.isfinite()).flatten(1).any(1)
+    return huge.nonzero().flatten().tolist()
+
+
+# ---- the formula, by blocks: some samples, or some heads of one, or some queries of the heads that share keys ----
+
+_At = tuple[slice, slice]  # samples and heads
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[_At, _At, list[slice]]]:
+    """Samples and heads of q, the same with k's heads, and parts of their queries that hold few enough scores."""
+    if q.numel() == 0:
+        return
+    B, N, H, _ = q.shape
+    shared = H // k.shape[2]
+    scores = _BYTES // stat_dtype(q).itemsize
+    parts = _even(N, scores // (shared * N))
+    for samples in _even(B, scores // (H * N * N)):
+        for heads in _even(k.shape[2], scores // (shared * N * N)):
+            yield (samples, slice(heads.start * shared, heads.stop * shared)), (samples, heads), parts
+            if is_fake(q):  # one block needs the memory of all
+                return
+
+
+def _even(count: int, most: int) -> list[slice]:
+    step = math.ceil(count / math.ceil(count / max(most, 1)))
+    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+
+def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
+    """(b, heads of q, N, d) of x (B, N, H, d)."""
+    part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
+    return part if x.shape[2] == q.shape[2] else part.repeat_interleave(q.shape[2] // x.shape[2], 1)
+
+
+def _of_mask(mask: Tensor, at: _At, rows: slice) -> Tensor:
+    return mask[tuple([part if n > 1 else slice(None) for part, n in zip((*at, rows), mask.shape, strict=False)])]
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, at: _At, rows: slice) -> Tensor:
+    scores = q[:, :, rows] @ k.transpose(2, 3)
+    if mask is None:
+        return scores
+    mask = _of_mask(mask, at, rows)
+    if mask.dtype is torch.bool:
+        return scores.masked_fill_(~mask, -torch.inf)
+    return scores.add_(mask)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(scores), zeros in rows all of minus infinity, which only a mask makes; and of each row the largest score
+    and its weight, (b, H, rows)."""
+    p = scores.softmax(-1)
+    score, weight = scores.amax(-1), p.amax(-1)
+    if mask is not None:
+        hidden = score == -torch.inf
+        if is_fake(p) or hidden.any():  # filling costs as much as softmax
+            p.masked_fill_(hidden[..., None], 0.0)
+        score, weight = score.masked_fill_(hidden, 0.0), weight.masked_fill_(hidden, 0.0)
+    return p, score, weight
+
+
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
+    dropout_p: float, gradients: Sequence[Tensor], want_mask: bool = False,
+) -> Any:  # fmt: skip
+    """Writes dq, dk and dv; -> the mask's gradient, if it is wanted."""
+    dmask = None
+    if mask is not None and want_mask:
+        alone = mask.shape[:3] == (q.shape[0], q.shape[2], q.shape[1])
+        dmask = torch.zeros(mask.shape, dtype=mask.dtype if alone else stat_dtype(q), device=mask.device)
+    words = None if seed is None else _dropout_words(q, seed)
+    for at, keys, parts in _blocks(q, k):
+        qb, kb, vb, dob = _heads(q, at, q) * scale, _heads(k, keys, q), _heads(v, keys, q), _heads(do, at, q)
+        if words is not None:
+            dob = dob * (1.0 / (1.0 - dropout_p))
+        of_keys: tuple[Tensor, ...] = ()
+        for rows in parts:
+            kept = None if words is None else _kept(words, at, rows, dropout_p, qb.dtype)
+            p = _softmax(_scores(qb, kb, mask, at, rows), mask)[0]
+            dp = dob[:, :, rows] @ vb.transpose(2, 3)
+            dropped = p
+            if kept is not None:
+                dp.mul_(kept)
+                dropped = kept.mul_(p)
+            ds = _softmax_backward(dp, p)
+            if dmask is not None:
+                of_mask = _of_mask(dmask, at, rows)
+                of_mask += ds.sum_to_size(of_mask.shape)
+            gradients[0][at[0], rows, at[1]] = (ds @ kb).mul_(scale).transpose(1, 2)
+            more = ds.transpose(2, 3) @ qb[:, :, rows], dropped.transpose(2, 3) @ dob[:, :, rows]
+            of_keys = (of_keys[0].add_(more[0]), of_keys[1].add_(more[1])) if of_keys else more
+        for out, total in zip(gradients[1:], of_keys, strict=True):
+            if k.shape != q.shape:
+                total = total.unflatten(1, (-1, q.shape[2] // k.shape[2])).sum(2, dtype=stat_dtype(q))
+            out[keys[0], :, keys[1]] = total.transpose(1, 2)
+    return None if dmask is None or mask is None else dmask.to(mask.dtype)
+
+
+def _softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
+    """-> p * (dp - rowsum(p * dp)), in the place of dp"""
+    if softmax_backward is None:
+        return dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
+    softmax_backward(dp, p, -1, p.dtype, grad_input=dp)
+    return dp
+
+
+# ---- dropout: a number for each weight, of its indices alone: both passes drop the same, in whatever blocks ----
+
+
+def _dropout_words(q: Tensor, seed: Tensor) -> Tensor:
+    """Random int32 numbers (3, B, H, N): two of each query, one of each key."""
+    B, N, H, _ = q.shape
+    generator = torch.Generator(q.device).manual_seed(int(seed))
+    words = torch.empty(3, B, H, N, dtype=torch.int32, device=q.device)
+    return words.random_(-(2**31), 2**31, generator=generator)
+
+
+def _kept(words: Tensor, at: _At, rows: slice, dropout_p: float, dtype: torch.dtype) -> Tensor:
+    """1 where a weight is kept, else 0. As the kernels do it: two rounds of xor-shift and multiply, which take a CPU a
+    fifth of the time of bernoulli_, and of both its threads."""
+    query, again, key = words[(slice(None), *at)].unsqueeze(-1)
+    x = query[:, :, rows] ^ key.transpose(2, 3)
+    x.bitwise_xor_(x >> 16).mul_(0x7FEB352D)
+    x.bitwise_xor_(x >> 15).bitwise_xor_(again[:, :, rows]).mul_(0x846CA68B - 2**32)
+    kept = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.ge(x, min(round(dropout_p * 2**32), 2**32 - 1) - 2**31, out=kept)

@@ -1,0 +1,328 @@
+"""Launches the kernels of softmax attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.kernels import _attention_configs, _tuned
+from fastvit.kernels._configs import register_limit
+from fastvit.kernels.attention import attention_fwd_kernel
+from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
+from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
+from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
+from fastvit.kernels.attention_short import attention_short_fwd_kernel
+from fastvit.ops.runtime import devices
+from fastvit.ops.runtime.checks import empty_like, is_added, lse_shape, unexpanded
+from fastvit.ops.runtime.devices import dot_precision
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime.launch import Constants, Launch, cdiv
+from fastvit.ops.runtime.plans import AFRESH, Plans
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_STRIDE = 1 << 22  # elements between two tokens, so that offsets within a tile fit 32 bits
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    *, plans: Plans = AFRESH,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32, bfloat16, float16, by stride;
+    mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed int64 [1], or None without dropout.
+
+    -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm; with a float mask (B, H, 2, N), the
+    maximum of the scores and the sum of exp(scores - maximum). Raises `Unsupported`.
+    """
+    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
+    launch(*tensors)
+    return o, lse
+
+
+def attention_qkvpacked_fwd(
+    qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, *, plans: Plans = AFRESH
+) -> tuple[Tensor, Tensor]:
+    """The same for qkv (B, N, 3, H, d)."""
+    q, k, v = qkv.unbind(2)
+    o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
+    launch(*tensors)
+    return o, lse
+
+
+def attention_varlen_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same for sequences of q, k, v (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or int64.
+
+    -> o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
+    """
+    sequences = cu_seqlens.contiguous(), max_seqlen
+    o, lse, launch, tensors = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
+    launch(*tensors)
+    return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
+
+
+# Where sequences begin and end that lie one behind the other in a batch of one, and the longest one's length
+Sequences = tuple[Tensor, int]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    sequences: Sequences | None = None, *, plans: Plans = AFRESH,
+) -> tuple[Tensor, Tensor, Launch, tuple[Tensor | None, ...]]:  # fmt: skip
+    """Room for o and LSE, the launch that fills it, and its tensors."""
+    q, k, v = plans.readable(readable, q, k, v)
+    if mask is not None:
+        (mask,) = plans.readable(readable_mask, mask)
+    launch, shape = plans.plan(_forward_plan, q, k, v, mask, seed, scale, dropout_p, sequences)
+    o = empty_like(q)
+    lse = q.new_empty(shape, dtype=torch.float32)
+    if launch.kernel is attention_short_fwd_kernel:
+        return o, lse, launch, (q, k, v, seed, o, lse)
+    return o, lse, launch, (q, k, v, mask, None if sequences is None else sequences[0], seed, o, lse)
+
+
+def attention_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, *out: Tensor, plans: Plans = AFRESH,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """out: where the three gradients are written, by stride, instead of room of their own."""
+    gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
+    launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients, plans=plans)
+    return gradients
+
+
+def attention_qkvpacked_bwd(do: Tensor, qkv: Tensor, *rest: Any, plans: Plans = AFRESH) -> Tensor:
+    dqkv = empty_like(qkv)
+    arguments: Any = (do, *qkv.unbind(2), *rest, *dqkv.unbind(2))
+    launch_backward(*arguments, plans=plans)
+    return dqkv
+
+
+def attention_varlen_bwd(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
+    max_seqlen: int, scale: float, dropout_p: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    gradients = tuple([empty_like(t) for t in (q, k, v)])
+    forward: Any = do[None], q[None], k[None], v[None], None, o[None], lse, seed, scale, dropout_p
+    arguments: Any = *forward, *[t[None] for t in gradients], (cu_seqlens.contiguous(), max_seqlen)
+    launch_backward(*arguments)
+    return gradients
+
+
+def launch_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
+    scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, sequences: Sequences | None = None,
+    *, plans: Plans = AFRESH,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Write the gradients of attention's inputs into dq, dk, dv; -> what a mask's gradient is computed from: do, q, k,
+    v and the mask as the kernels read them, and the statistics of `attention_bwd_dq_kernel`.
+
+    do, q, k, v, o, dq, dk, dv: (B, N, H, d), k, v, dk and dv with as many heads or a divisor of that, one of float32,
+    bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
+    float32, contiguous, or as the forward has it. mask, seed, lse: the forward's. Raises `Unsupported` for another
+    dtype.
+    """
+    longest = q.shape[1] if sequences is None else sequences[1]
+    if longest == 1 and seed is None and mask is None and q.shape == k.shape:
+        # softmax over one key is constant: no gradient, not even one of rounding errors
+        _check(q, scale)
+        nothing = torch.zeros((), dtype=q.dtype, device=q.device) if sequences is None else o - o  # NaN: not computed
+        dq.copy_(nothing)
+        dk.copy_(nothing)
+        torch.add(do, nothing, out=dv)
+        return ()
+    do, q, k, v = plans.readable(readable, do, q, k, v)
+    if mask is not None:
+        (mask,) = plans.readable(readable_mask, mask)
+    strided = q, k, v, o, do, dq, dk, dv
+    first, second, shape = plans.plan(_backward_plans, strided, mask, seed, scale, dropout_p, sequences)
+    if second is None:
+        first(q, k, v, o, do, lse, seed, dq, dk, dv)
+        return ()
+    cu_seqlens = None if sequences is None else sequences[0]
+    statistics = q.new_empty(shape, dtype=torch.float32)
+    first(q, k, v, o, do, lse, mask, cu_seqlens, seed, dq, statistics)
+    second(q, k, v, do, statistics, mask, cu_seqlens, seed, dk, dv)
+    return do, q, k, v, mask, statistics
+
+
+def _check(q: Tensor, scale: float) -> None:
+    """Raises `Unsupported` for what neither the forward nor the backward kernels take."""
+    if q.dtype not in _DTYPES:
+        raise KernelUnsupported(f"attention has no kernel for {q.dtype}")
+    if not scale > 0.0:  # the kernels scale the maximum of the unscaled scores
+        raise KernelUnsupported(f"attention's kernels need a positive scale, got {scale}")
+
+
+def readable(x: Tensor) -> Tensor:
+    """x (B, N, H, d) itself, or a copy if its head dimension is strided or its tokens are very far apart."""
+    _, token, _, element = x.stride()
+    return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
+
+
+def readable_mask(mask: Tensor) -> Tensor:
+    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, with one element where it is broadcast. A copy with room
+    behind its rows where these are no multiple of 16 elements apart: 2 bytes would be loaded at a time."""
+    N = mask.shape[3]
+    found = unexpanded(mask).expand(-1, -1, -1, N)
+    strides = _mask_strides(found)
+    if N % 16 or found.stride(3) != 1 or strides[1] > MAX_STRIDE or any(stride % 16 for stride in strides):
+        room = found.new_empty((*found.shape[:3], cdiv(N, 16) * 16))
+        room[..., :N] = found
+        return room
+    return mask if found.shape == mask.shape else found
+
+
+def _mask_strides(mask: Tensor) -> list[int]:
+    return [0 if mask.shape[i] == 1 else mask.stride(i) for i in (0, 2, 1)]
+
+
+def _mask_in_units(mask: Tensor | None) -> tuple[bool, tuple[int, ...]]:
+    """Whether queries have a row each of what `readable_mask` made, and its strides of batch, token and head in units
+    of 16 elements; 0 where it is broadcast."""
+    if mask is None:
+        return False, (0, 0, 0)
+    return mask.shape[2] > 1, tuple([stride // 16 for stride in _mask_strides(mask)])
+
+
+@functools.lru_cache(4096)
+def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units), for tensors of one shape. The
+    unit is 8 elements where all are multiples of that, so that the kernels see 16-byte alignment; dimensions of one
+    element have no stride."""
+    elements = [tensor[i] if shape[i] > 1 else 0 for tensor in strides for i in range(3)]
+    unit = 8 if all(s % 8 == 0 for s in elements) else 1
+    return unit, tuple(s // unit for s in elements)
+
+
+def _forward_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    sequences: Sequences | None,
+) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
+    """Of the kernel for short sequences or the general one, and LSE's shape."""
+    heads, strides, of_mask, workload = described((q, k, v), mask, seed, scale, sequences)
+    short, rows, constants = _forward_config(workload)
+    kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
+    N, (_, tokens, H, _) = workload[0], q.shape
+    numbers: Any = (N, H, *strides, scale, dropout_p) if short else (N, H, tokens, *strides, *of_mask, scale, dropout_p)
+    return Launch(kernel, heads * cdiv(N, rows), numbers, constants), lse_shape(q, mask)
+
+
+def _backward_plans(
+    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    sequences: Sequences | None,
+) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
+    """Of the kernel that takes a whole head, or of those of dq and of dk and dv, and the shape of what the first of
+    these leaves to the second. strided: q, k, v, o, do, dq, dk, dv."""
+    heads, strides, of_mask, workload = described(strided, mask, seed, scale, sequences)
+    B, tokens, H, _ = strided[0].shape
+    N = workload[0]
+    if constants := _backward_short_config(workload):
+        numbers: Any = N, H, *strides, scale, dropout_p
+        return Launch(attention_bwd_short_kernel, heads, numbers, constants), None, ()
+    rows, constants = _backward_config("dq", workload)
+    numbers = N, H, tokens, *strides[:18], *of_mask, scale, dropout_p
+    of_dq = Launch(attention_bwd_dq_kernel, heads * cdiv(N, rows), numbers, constants)
+    rows, constants = _backward_config("dkdv", workload)
+    numbers = N, H, tokens, *strides[:9], *strides[12:15], *strides[18:], *of_mask, scale, dropout_p
+    group = workload[7]
+    of_dkdv = Launch(attention_bwd_dkdv_kernel, heads // group * cdiv(N, rows), numbers, constants)
+    return of_dq, of_dkdv, (B, H, 3 if is_added(mask) else 2, tokens)
+
+
+def described(
+    strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, sequences: Sequences | None
+) -> tuple[int, tuple[int, ...], tuple[int, ...], Workload]:
+    """How many heads the grid has of all sequences together, 0 if nothing is to be done; the strides of q, k and the
+    rest, and of the mask, as the kernels take them; and what configurations are chosen by."""
+    q, k = strided[:2]
+    _check(q, scale)
+    B, N, H, _ = q.shape
+    if sequences is not None:
+        B, N = sequences[0].shape[0] - 1, sequences[1]
+    unit, strides = in_units(q.shape, *[t.stride() for t in strided])
+    mask_rows, of_mask = _mask_in_units(mask)
+    workload = _workload(max(N, 1), q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences))
+    planes = B * H if sequences is None else (B + 1) * H  # one more for tokens of no sequence
+    return planes if q.numel() else 0, strides, of_mask, workload
+
+
+# N, d, bytes of an element, whether there is dropout, target, precision of the matmuls, (unit of the strides,
+# whether queries have a mask each), how many heads share keys, and why it is not plain attention: "mask", "groups",
+# "lengths" where N is the longest sequence's, or ""
+Workload = tuple[int, int, int, bool, str, str, tuple[int, bool], int, str]
+
+
+def _kind(q: Tensor, k: Tensor, mask: Tensor | None, sequences: Sequences | None) -> str:
+    if mask is not None:
+        return "mask"
+    if sequences is not None:
+        return "lengths"
+    return "" if q.shape == k.shape else "groups"
+
+
+def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[int, bool], kind: str) -> Workload:
+    _, _, H, d = q.shape
+    group = H // k.shape[2] if H else 1
+    return N, d, q.element_size(), seed is not None, devices.arch(q), dot_precision(q), units, group, kind
+
+
+@_tuned.cached
+def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
+    """Whether the kernel for short sequences is the one, the queries that a program owns, and the constants."""
+    config, constants = configured(_attention_configs.attention_fwd, workload)
+    keys = config.chunks
+    if config.algorithm == "short":
+        tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
+        return True, config.block_m, constants | tiles
+    if workload[8] == "lengths":
+        keys = config.block_n, 0
+    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
+    return False, config.block_m, general(workload) | constants | tiles
+
+
+@_tuned.cached
+def _backward_short_config(workload: Workload) -> Constants | None:
+    """The constants of the kernel that takes a whole head, or None where that is not the one."""
+    config, constants = configured(_attention_configs.attention_bwd_short, workload)
+    return None if config is None else constants | {"BLOCK_N": config.block_n}
+
+
+@_tuned.cached
+def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
+    """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
+    choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
+    config, constants = configured(choose, workload)
+    tail = config.tail
+    if workload[8] == "lengths":
+        tail = config.block_n if of == "dq" else config.block_m
+    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL": tail}
+    if of == "dkdv":
+        tiles["COLUMNS"] = min(max(32 * config.num_warps // config.block_m, 4), 16)  # an element of statistics a thread
+    return (
+        config.block_m if of == "dq" else config.block_n,
+        general(workload) | constants | tiles | register_limit(config.max_registers),
+    )
+
+
+def general(workload: Workload) -> Constants:
+    """What kernels for short sequences do not have."""
+    return {"MASK_ROWS": workload[6][1], "GROUP": workload[7]}
+
+
+def configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
+    """A config, and the constants that all kernels have; of no config none."""
+    n, d, itemsize, has_dropout, arch, precision, (unit, _), _, kind = workload
+    config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32", kind)
+    if config is None:
+        return None, {}
+    D0, D1 = config.parts
+    return config, {
+        "UNIT": unit, "HEAD_DIM": d, "D0": D0, "D1": D1, "PRECISION": precision, "BLOCK_M": config.block_m,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip

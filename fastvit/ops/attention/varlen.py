@@ -1,0 +1,137 @@
+"""Softmax attention within sequences of several lengths: registration, gradient, checks, public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.attention import varlen_aten as aten
+from fastvit.ops.attention.op import checked_scale
+from fastvit.ops.dropout.op import draw_seeds
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import (
+    FusedFunction,
+    autocast_dtype,
+    differentiable_once,
+    needs_autograd,
+    repeats_as_views,
+    unshared,
+)
+from fastvit.ops.runtime.checks import check_float, check_like
+from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.registry import register
+
+
+def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[0] * q.shape[1], dtype=stat_dtype(q))
+
+
+def _fwd_flops(q: Any, k: Any, v: Any, cu_seqlens: Any, seed: Any, max_seqlen: int, *_: Any, **__: Any) -> int:
+    """As if all sequences had the longest one's length."""
+    T, H, d = q
+    return 4 * T * H * max_seqlen * d
+
+
+def _bwd_flops(do: Any, q: Any, k: Any, v: Any, cu: Any, o: Any, lse: Any, seed: Any, *rest: Any, **__: Any) -> int:
+    return _fwd_flops(q, k, v, cu, seed, *rest) * 5 // 2
+
+
+# q (T, H, d), k and v with as many heads or fewer; `lse` is (T * H,), sequence by sequence (H, N), else as attention's
+attention_varlen_fwd = register(
+    "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seed, int max_seqlen, float scale,"
+    " float dropout_p) -> (Tensor o, Tensor lse)",
+    aten=aten.attention_varlen_fwd, launch="attention.launch", fake=_fwd_fake, flops=_fwd_flops,
+    decomposition=decompositions.attention_varlen_fwd,
+)  # fmt: skip
+attention_varlen_bwd = register(
+    "attention_varlen_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor o, Tensor lse,"
+    " Tensor? seed, int max_seqlen, float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
+    aten=aten.attention_varlen_bwd, launch="attention.launch", flops=_bwd_flops,
+    fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:3]]),
+)  # fmt: skip
+
+
+class _AttentionVarlen(FusedFunction):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return attention_varlen_fwd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, seed, ctx.max_seqlen, ctx.scale, ctx.dropout_p = inputs
+        ctx.save_for_backward(*tensors, *output, seed)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if do is None:
+            return (None,) * 8
+        arguments = do, *ctx.saved_tensors, ctx.max_seqlen, ctx.scale, ctx.dropout_p
+        return *differentiable_once("attention_varlen", attention_varlen_bwd, *arguments), *(None,) * 5
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None,
+    *, scale: float | None = None, dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """`attention` within each of several sequences, images of several sizes or windows, that lie one behind the other
+    without padding (Dehghani et al. 2023, arXiv:2307.06304): tokens of different sequences do not see each other.
+
+    Args:
+        q: (T, H, d), the tokens of all sequences; dtypes, strides and d as in `attention`.
+        k, v: as q, or with fewer heads, as in `attention`.
+        cu_seqlens: (B + 1,) int32 or int64, on q's device: where sequences begin and end, ascending from 0 to T. On a
+            GPU the values are not checked, because that would wait for it: tokens of no sequence get NaN.
+        max_seqlen: at least the longest one's length; T if None. Programs for tokens that a shorter one does not have
+            end at once. A longer sequence gets NaN on a GPU, in its output and gradients.
+        scale, dropout_p: as in `attention`.
+
+    Returns:
+        (T, H, d), contiguous, q's dtype; under autocast its dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; those of
+            cu_seqlens and of a max_seqlen that is too small on ATen only.
+    """
+    check_float("q", q)
+    cast = autocast_dtype(q)
+    if q.dim() != 3:
+        raise ValueError(f"q must have shape (T, H, d), got {tuple(q.shape)}")
+    T, H, d = q.shape
+    for name, t in (("k", k), ("v", v)):
+        check_like("q", q, (name, t, None, ""), dtype=cast is None)
+    heads = k.shape[1] if k.dim() == 3 else 0
+    if k.shape != (T, heads, d) or heads == 0 or H % heads:
+        raise ValueError(f"k must have q's shape {tuple(q.shape)}, or a divisor of its heads, got {tuple(k.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    scale = checked_scale(d, scale, dropout_p)
+    max_seqlen = _checked_lengths(q, cu_seqlens, max_seqlen)
+    if cast is not None:
+        q, k, v = q.to(cast), k.to(cast), v.to(cast)
+    seed = draw_seeds(1, q.device) if dropout_p > 0.0 else None
+    rest = cu_seqlens, seed, max_seqlen, scale, dropout_p
+    if needs_autograd("attention_varlen", q, k, v):
+        return unshared(_AttentionVarlen.apply(*repeats_as_views(q, k, v), *rest)[0])
+    return attention_varlen_fwd(q, k, v, *rest)[0]
+
+
+def _checked_lengths(q: Tensor, cu_seqlens: Any, max_seqlen: Any) -> int:
+    """-> max_seqlen"""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be a tensor of int32 or int64, got {found}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape (B + 1,) with B > 0, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
+    if max_seqlen is None:
+        return q.shape[0]
+    if not isinstance(max_seqlen, int | torch.SymInt) or isinstance(max_seqlen, bool):
+        raise TypeError(f"max_seqlen must be an integer or None, got {max_seqlen!r}")
+    if max_seqlen < 1:
+        raise ValueError(f"max_seqlen must be at least 1, got {max_seqlen}")
+    return max_seqlen  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""The ops that are part of a transformer block."""

@@ -1,0 +1,76 @@
+"""Dropout whose mask is drawn again in the backward pass instead of being stored: registration, gradient, function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.dropout import aten
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import FusedFunction, differentiable_once, needs_autograd
+from fastvit.ops.runtime.checks import check_dropout, check_float
+from fastvit.ops.runtime.epilogue import Epilogue
+from fastvit.ops.runtime.registry import register
+
+
+def _fake(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape, dtype=Epilogue(*epilogue).dtype(x))
+
+
+# residual + row_scale * layer_scale * dropout(x) for x [..., D]. The mask depends on seed, p and shape only, so the op
+# without an epilogue is its own gradient.
+dropout_op = register(
+    "dropout(Tensor x, Tensor seed, float p, Tensor? layer_scale=None, Tensor? row_scale=None, Tensor? residual=None)"
+    " -> Tensor",
+    aten=aten.dropout, launch="dropout.launch", fake=_fake,
+    decomposition=decompositions.dropout,
+)  # fmt: skip
+
+
+def draw_seeds(count: int, device: torch.device) -> Tensor:
+    """[count] int64 from the device's generator: follows torch.manual_seed and replays under checkpointing."""
+    return torch.randint(0, 2**31 - 1, (count,), device=device)
+
+
+class _Dropout(FusedFunction):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return dropout_op(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, seed, ctx.p = inputs
+        ctx.save_for_backward(seed)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        return differentiable_once("dropout", dropout_op, dy, *ctx.saved_tensors, ctx.p), None, None
+
+
+def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
+    """Zeroes each element with probability p and divides the rest by 1 - p (Srivastava et al. 2014).
+
+    Saves one seed for the backward pass, no mask. Reproducible under torch.manual_seed and activation checkpointing.
+    The masks of the Triton and the ATen path differ for equal seeds.
+
+    Args:
+        x: (...), float32, float16, bfloat16 or float64, any strides.
+        p: probability of zero, in [0, 1).
+        training: False returns x itself, as does p = 0.
+
+    Returns:
+        (...), contiguous, x's dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes and probabilities that do not fit.
+    """
+    check_float("x", x)
+    check_dropout("p", p)
+    if not training or p == 0.0 or x.numel() == 0:
+        return x
+    if x.dim() == 0:
+        return dropout(x[None], p)[0]
+    seed = draw_seeds(1, x.device)
+    return _Dropout.apply(x, seed, p) if needs_autograd("dropout", x) else dropout_op(x, seed, p)

@@ -1,0 +1,155 @@
+"""Launches the kernels of the ops of LayerNorm and RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastvit.kernels import _configs, _tuned
+from fastvit.kernels.layer_norm import layer_norm_bwd_kernel, layer_norm_fwd_kernel
+from fastvit.ops.runtime import devices
+from fastvit.ops.runtime.checks import by_rows, contiguous, empty_like, row_stride
+from fastvit.ops.runtime.column_sum import column_sums
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime.epilogue import rows_per_sample
+from fastvit.ops.runtime.launch import Constants, Launch, cdiv
+from fastvit.ops.runtime.plans import AFRESH, Plans
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False,
+    *, plans: Plans = AFRESH,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (rows,) = plans.readable(by_rows, x)
+    weight, bias = plans.readable(contiguous, weight, bias)
+    launch, shape = plans.plan(_forward_plan, x, rows, None, None, eps)
+    y = empty_like(x, out_dtype)
+    mean, rstd = _statistics(x, shape, rms)
+    launch(rows, None, weight, bias, None, None, None, y, None if rms else mean, rstd)
+    return y, mean, rstd
+
+
+def add_layer_norm_fwd(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = empty_like(residual, torch.promote_types(residual.dtype, branch.dtype))
+    residual, branch = by_rows(residual), by_rows(branch)
+    vectors = map(contiguous, (weight, bias, layer_scale, row_scale))
+    launch, shape = _forward_plan(s, residual, branch, row_scale, eps)
+    y = torch.empty_like(s)
+    mean, rstd = _statistics(s, shape, rms)
+    launch(residual, branch, *vectors, s, y, None if rms else mean, rstd)
+    return s, y, mean, rstd
+
+
+def layer_norm_bwd(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, dresidual: Tensor | None,
+    row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None, *, plans: Plans = AFRESH,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    wants_total = total_dtype is not None
+    tensors = dy, dresidual, x, mean, rstd, weight
+    return _backward(*tensors, total_dtype, wants_total, row_scale=row_scale, plans=plans)
+
+
+def layer_norm_bwd_recompute(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
+    dresidual: Tensor | None, row_scale: Tensor | None = None, total_dtype: torch.dtype | None = None,
+    *, plans: Plans = AFRESH,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    y = empty_like(dy)
+    wants_total = total_dtype is not None
+    tensors = dy, dresidual, x, mean, rstd, weight
+    dx, dweight, dbias, total = _backward(
+        *tensors, total_dtype, wants_total, bias=bias, y=y, row_scale=row_scale, plans=plans
+    )
+    return dx, dweight, dbias, y, total
+
+
+def add_layer_norm_bwd(
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, branch: Tensor,
+    layer_scale: Tensor | None, row_scale: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dbranch = empty_like(branch)
+    ds, *sums = _backward(
+        dy, dsum, s, mean, rstd, weight, None if layer_scale is None else layer_scale.dtype,
+        branch=branch, dbranch=dbranch, layer_scale=layer_scale, row_scale=row_scale,
+    )  # fmt: skip
+    return ds, dbranch, *sums
+
+
+def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, Tensor]:
+    """Room for mean and rstd; RMSNorm's mean is (0,)."""
+    rstd = x.new_empty(shape, dtype=torch.float32)
+    return rstd.new_empty(0) if rms else torch.empty_like(rstd), rstd
+
+
+def _backward(
+    dy: Tensor, dsum: Tensor | None, s: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor,
+    third: torch.dtype | None, wants_total: bool = False, *,
+    bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
+    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, plans: Plans = AFRESH,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """-> ds like s; dweight and dbias (D,), and total or dlayer_scale of the dtype `third`; (0,) for dbias without mean
+    and where `third` is None. Writes y and dbranch."""
+    ds = empty_like(s)
+    rows = plans.readable(by_rows, dy, dsum, s, branch)
+    vectors = plans.readable(contiguous, weight, bias, layer_scale, row_scale)
+    dtypes = weight.dtype, None if mean is None else weight.dtype, third
+    launch, shape = plans.plan(_backward_plan, s, rows, row_scale, len(dtypes) - dtypes.count(None), wants_total)
+    if s.numel() == 0:
+        return ds, *[s.new_zeros(0 if dtype is None else s.shape[-1], dtype=dtype) for dtype in dtypes]
+    dy, dsum, s, branch = rows
+    weight, bias, layer_scale, row_scale = vectors
+    partial = s.new_empty(shape, dtype=torch.float32)
+    launch(dy, dsum, s, mean, rstd, weight, bias, branch, layer_scale, row_scale, ds, dbranch, y, partial)
+    return ds, *column_sums(partial, *dtypes, plans=plans)
+
+
+def _forward_plan(
+    x: Tensor, rows: Tensor, branch: Tensor | None, row_scale: Tensor | None, eps: float
+) -> tuple[Launch, tuple[int, ...]]:
+    """The launch for x (..., D), which is read as these rows, or is the sum of these and the branch; and the shape of
+    the statistics."""
+    M, D, programs, constants = _programs(x, row_scale, backward=False, alone=branch is None)
+    numbers = M, D, rows_per_sample(x, row_scale), row_stride(rows), row_stride(branch), eps
+    return Launch(layer_norm_fwd_kernel, programs, numbers, constants), (*x.shape[:-1], 1)
+
+
+def _backward_plan(
+    s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, tables: int, wants_total: bool
+) -> tuple[Launch, tuple[int, int, int]]:
+    """The launch, and the shape of the partial sums. rows: dy, dsum, s and the branch as they are read."""
+    M, D, programs, constants = _programs(s, row_scale, backward=True)
+    numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
+    constants = {"WANT_TOTAL": wants_total, **constants}
+    return Launch(layer_norm_bwd_kernel, programs, numbers, constants), (tables, programs, D)
+
+
+def _programs(
+    x: Tensor, row_scale: Tensor | None, *, backward: bool, alone: bool = False
+) -> tuple[int, int, int, Constants]:
+    """How many rows x (..., D) has, D, how many programs of a kernel take them, and its constants. alone: there is no
+    branch to add."""
+    D = x.shape[-1]
+    if x.dtype is torch.float64:
+        raise KernelUnsupported("float64")
+    if D > _configs.MAX_ROW:
+        raise KernelUnsupported(f"rows of more than {_configs.MAX_ROW} elements")
+    M = x.numel() // D
+    per_sm, constants = _plan(D, backward, devices.arch(x), row_scale is not None, alone)
+    programs = min(cdiv(M, constants["BLOCK_M"]), per_sm * devices.multiprocessors(x.device.index))
+    return M, D, programs, constants
+
+
+@_tuned.cached
+def _plan(D: int, backward: bool, arch: str, has_row_scale: bool, alone: bool) -> tuple[int, Constants]:
+    cfg = _configs.layer_norm(D, backward=backward, arch=arch)
+    # with a limit that every program of the grid leaves it, ptxas does not spill to fit one program more
+    limit = cfg.registers if alone and cfg.registers >= 64 and arch in _configs.FIRST_TIER else None
+    return cfg.programs_per_sm, {
+        "HAS_ROW_SCALE": has_row_scale, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,
+        "STAGES": cfg.num_stages, "num_warps": cfg.num_warps, **_configs.register_limit(limit),
+    }  # fmt: skip

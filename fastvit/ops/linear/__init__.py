@@ -1,0 +1,1 @@
+"""Linear layers with an epilogue, plain and gated."""

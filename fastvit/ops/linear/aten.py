@@ -1,0 +1,34 @@
+"""The linear ops on PyTorch's own functions."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops.runtime.activations import activate, activate_, activate_backward, activate_backward_
+from fastvit.ops.runtime.checks import as_rows
+from fastvit.ops.runtime.epilogue import add_residual_
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
+    # fresh, so what follows works in place. F.linear returns a view of a matrix, and a view that an autograd.Function
+    # returns may not be edited in place in training: `detach` makes the same memory a tensor of its own
+    y = F.linear(x, weight, bias).detach()
+    if activation != "none":
+        activate_(y, activation)
+    return add_residual_(y, *epilogue)
+
+
+def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    pre = F.linear(x, weight, bias)
+    return activate(pre, activation), pre
+
+
+def linear_dact(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    dpre = activate_backward_(dy @ weight, pre, activation)
+    return dpre, activate(pre, activation), as_rows(dpre).sum(0)
+
+
+def act_bwd(dy: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    dpre = activate_backward(dy, pre, activation)
+    return dpre, as_rows(dpre).sum(0)

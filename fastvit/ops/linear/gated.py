@@ -1,0 +1,69 @@
+"""The registered ops of gated linear layers, which gated MLPs are made of. `activation` is the gate's. On [..., D]
+of any strides; results are contiguous. `pre` is gate and value, before the activation, side by side:
+ (..., 2 * hidden)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fastvit.ops.linear import gated_aten as aten
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.registry import register
+
+
+def _fwd_fake(x: Tensor, gate_weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], gate_weight.shape[0])
+
+
+def _act_fwd_fake(x: Tensor, gate_weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _fwd_fake(x, gate_weight), x.new_empty(*x.shape[:-1], 2 * gate_weight.shape[0])
+
+
+def _act_fake(pre: Tensor, activation: str) -> Tensor:
+    return pre.new_empty(*pre.shape[:-1], pre.shape[-1] // 2)
+
+
+def _act_bwd_fake(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return pre.new_empty(pre.shape), pre.new_empty(pre.shape[-1])
+
+
+def _dact_fake(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
+    dpre, dbias = _act_bwd_fake(dy, pre, activation)
+    return dpre, _act_fake(pre, activation), dbias
+
+
+def _fwd_flops(x: Any, gate_weight: Any, *_: Any, **__: Any) -> int:
+    return int(4 * math.prod(x) * gate_weight[0])
+
+
+def _dact_flops(dy: Any, weight: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(dy) * weight[1])
+
+
+_LAYERS = "Tensor x, Tensor gate_weight, Tensor value_weight, Tensor? gate_bias, Tensor? value_bias, str activation"
+
+gated_fwd = register(
+    f"gated_fwd({_LAYERS}) -> Tensor",
+    aten=aten.gated_fwd, launch="linear.gated_launch", planned=True, fake=_fwd_fake, flops=_fwd_flops,
+    decomposition=decompositions.gated_fwd,
+)  # fmt: skip
+gated_act_fwd = register(
+    f"gated_act_fwd({_LAYERS}) -> (Tensor h, Tensor pre)",
+    aten=aten.gated_act_fwd, launch="linear.gated_launch", planned=True, fake=_act_fwd_fake, flops=_fwd_flops,
+    decomposition=decompositions.gated_act_fwd,
+)  # fmt: skip
+gated_act = register(
+    "gated_act(Tensor pre, str activation) -> Tensor",
+    aten=aten.gated_act, launch="linear.gated_launch", planned=True, fake=_act_fake,
+)  # fmt: skip
+gated_act_bwd = register(
+    "gated_act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
+    aten=aten.gated_act_bwd, launch="linear.gated_launch", planned=True, fake=_act_bwd_fake,
+)  # fmt: skip
+gated_dact = register(
+    "gated_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
+    aten=aten.gated_dact, launch="linear.gated_launch", planned=True, fake=_dact_fake, flops=_dact_flops,
+)  # fmt: skip

@@ -1,0 +1,162 @@
+"""Launches the kernels of the linear ops. What a kernel adds nothing to is the vendor's matmul."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.kernels import _configs, _tuned
+from fastvit.kernels.linear import act_bwd_kernel, linear_dact_kernel, linear_fwd_kernel
+from fastvit.ops.linear import aten
+from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime.checks import by_rows, contiguous, empty_like, row_stride
+from fastvit.ops.runtime.column_sum import launch_with_sum
+from fastvit.ops.runtime.devices import dot_precision
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+from fastvit.ops.runtime.epilogue import Epilogue, rows_per_sample
+from fastvit.ops.runtime.launch import Constants, Launch, cdiv
+from fastvit.ops.runtime.plans import AFRESH, Plans
+
+
+def linear_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None, plans: Plans = AFRESH
+) -> Tensor:
+    layer_scale, row_scale, residual = epilogue if len(epilogue) == 3 else Epilogue(*epilogue)
+    has_epilogue = activation != "none" or residual is not None or layer_scale is not None or row_scale is not None
+    if not plans.plan(is_our_matmul, x, weight.shape[0], has_epilogue):
+        return aten.linear_fwd(x, weight, bias, activation, *epilogue)
+    rows, weight, residual = plans.readable(aligned_rows, x, weight, residual)
+    bias, layer_scale, row_scale = plans.readable(contiguous, bias, layer_scale, row_scale)
+    ends = layer_scale, row_scale, residual
+    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *ends)
+    out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
+    launch(rows, weight, bias, *ends, out, None)
+    return out
+
+
+def linear_act_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *, plans: Plans = AFRESH
+) -> tuple[Tensor, Tensor]:
+    if not plans.plan(is_our_matmul, x, weight.shape[0]):
+        return aten.linear_act_fwd(x, weight, bias, activation)
+    rows, weight = plans.readable(aligned_rows, x, weight)
+    (bias,) = plans.readable(contiguous, bias)
+    launch, shape, _ = plans.plan(_forward_plan, x.shape, rows, weight, activation)
+    h = x.new_empty(shape)
+    pre = torch.empty_like(h)
+    launch(rows, weight, bias, None, None, None, h, pre)
+    return h, pre
+
+
+def linear_dact(
+    dy: Tensor, weight: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH
+) -> tuple[Tensor, Tensor, Tensor]:
+    dpre, h = empty_like(pre), empty_like(pre)
+    if not plans.plan(is_our_matmul, dy, pre.shape[-1], True, True):
+        return dpre, h, _activation_backward(dy @ weight, pre, activation, dpre, h, plans)
+    if pre.numel() == 0:
+        return dpre, h, pre.new_zeros(pre.shape[-1])
+    dy, weight, pre = plans.readable(aligned_rows, dy, weight, pre)
+    launch, shape = plans.plan(_dact_plan, dy, weight, pre, activation)
+    return dpre, h, launch_with_sum(launch, shape, (dy, weight, pre, dpre, h), pre, plans)
+
+
+def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH) -> tuple[Tensor, Tensor]:
+    if pre.dtype is torch.float64:
+        raise KernelUnsupported("float64")
+    dpre = empty_like(pre)
+    return dpre, _activation_backward(dy, pre, activation, dpre, None, plans)
+
+
+def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
+    """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
+    if x.dtype is torch.float64:
+        raise KernelUnsupported("float64")
+    if dispatch.INTERPRET:
+        return True
+    k = x.shape[-1]
+    return has_epilogue and _configs.use_triton_gemm(x.numel() // k, n, k, x.element_size(), backward, devices.arch(x))
+
+
+def gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
+    """How many programs of a kernel that multiplies a [M, K] with [K, N], and its constants."""
+    return _gemm_plan(M, N, K, a.element_size(), devices.arch(a), dot_precision(a), activation)
+
+
+@_tuned.cached
+def _gemm_plan(
+    M: int, N: int, K: int, itemsize: int, arch: str, precision: str, activation: str
+) -> tuple[int, Constants]:
+    cfg = _configs.gemm(M, N, K, itemsize, arch)
+    return cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n), gemm_constants(cfg, K, precision, activation)
+
+
+def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation: str) -> Constants:
+    """Of a kernel that sums over K."""
+    return {
+        "ACTIVATION": activation, "EVEN_K": K % cfg.block_k == 0, "PRECISION": precision,
+        "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k, "GROUP_M": cfg.group_m,
+        "num_warps": cfg.num_warps, "num_stages": cfg.num_stages, **_configs.register_limit(cfg.max_registers),
+    }  # fmt: skip
+
+
+def _forward_plan(
+    shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None
+) -> tuple[Launch, tuple[int, ...], torch.dtype]:
+    """Of linear_fwd_kernel for x, which had that shape before it was in rows, and the output's shape and dtype."""
+    ends = Epilogue(*epilogue)
+    N, K = weight.shape
+    M = x.numel() // K
+    programs, constants = gemm(M, N, K, x, activation)
+    strides = row_stride(x), row_stride(weight), row_stride(ends.residual)
+    numbers = M, N, K, rows_per_sample(x, ends.row_scale), *strides
+    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), ends.dtype(x)
+
+
+def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
+    """Of linear_dact_kernel, and the shape of the partial sums."""
+    K, N = weight.shape
+    M = pre.numel() // N
+    programs, constants = gemm(M, N, K, dy, activation)
+    numbers = M, N, K, row_stride(dy), row_stride(weight), row_stride(pre)
+    return Launch(linear_dact_kernel, programs, numbers, constants), (1, cdiv(M, constants["BLOCK_M"]), N)
+
+
+def _activation_backward(
+    dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, plans: Plans
+) -> Tensor:
+    """Writes dpre and h; -> dbias."""
+    if pre.numel() == 0:
+        return pre.new_zeros(pre.shape[-1])
+    dy, pre = plans.readable(by_rows, dy, pre)
+    launch, shape = plans.plan(_activation_plan, dy, pre, activation)
+    return launch_with_sum(launch, shape, (dy, pre, dpre, h), pre, plans)
+
+
+def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
+    """Of act_bwd_kernel, and the shape of the partial sums."""
+    N = pre.shape[-1]
+    M = pre.numel() // N
+    cfg = _configs.activation_backward(N, pre.element_size(), devices.arch(pre))
+    tiles = cdiv(M, cfg.steps * cfg.block_m)
+    constants = activation_constants(cfg, activation)
+    numbers = M, N, row_stride(dy), row_stride(pre)
+    return Launch(act_bwd_kernel, tiles * cdiv(N, cfg.block_n), numbers, constants), (1, tiles, N)
+
+
+def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str) -> Constants:
+    """Of a kernel that differentiates an activation."""
+    return {
+        "ACTIVATION": activation, "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "STEPS": cfg.steps,
+        "num_warps": cfg.num_warps,
+    }  # fmt: skip
+
+
+def aligned_rows(x: Tensor | None) -> Any:
+    """`by_rows`, but a copy where rows are not a multiple of 16 elements apart, without which the compiler sees no
+    alignment, or so far that offsets within a tile of up to 256 rows would not fit 32 bits."""
+    x = by_rows(x)
+    stride = row_stride(x)
+    return x if x is None or (stride % 16 == 0 and stride <= 1 << 22) else x.contiguous()

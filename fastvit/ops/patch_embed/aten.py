@@ -1,0 +1,114 @@
+"""Patch embedding on PyTorch's own functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops.runtime.checks import promoted_dtype
+from fastvit.ops.runtime.devices import is_fake
+
+_CHUNK = 1 << 20  # pixels that exist as a matrix of patches at a time: 4 MB, which stays in the cache
+
+
+def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
+    return height // weight.shape[2], width // weight.shape[3]
+
+
+def new_tokens(
+    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, *_: Any
+) -> Tensor:
+    """Room for the result, as the op returns it: of the weight's dtype, as a convolution; a position or prefix of a
+    wider one promotes it."""
+    N = math.prod(patch_grid(weight, *image.shape[2:])) + (0 if prefix is None else prefix.shape[0])
+    dtype = promoted_dtype(weight, pos_embed, prefix)
+    return torch.empty(image.shape[0], N, weight.shape[0], dtype=dtype, device=weight.device)
+
+
+def new_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Room for the image's gradient."""
+    return torch.empty(dout.shape[0], weight.shape[1], height, width, dtype=dtype, device=dout.device)
+
+
+def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
+    """Split the batch: -> images whose patches fit into the cache, and their slice of the batch."""
+    images = max(_CHUNK // math.prod(image.shape[1:]), 1)
+    if image.shape[0] <= images:
+        return [(image, slice(None))]
+    parts = [slice(first, first + images) for first in range(0, image.shape[0], images)]
+    # one chunk needs the memory of all
+    return [(image[part], part) for part in (parts[:1] if is_fake(image) else parts)]
+
+
+def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
+    """[B, C, H, W] -> its view [B, h, w, C, ph, pw]."""
+    (h, w), (_, C, ph, pw) = patch_grid(weight, *image.shape[2:]), weight.shape
+    return image.view(image.shape[0], C, h, ph, w, pw).permute(0, 2, 4, 1, 3, 5)
+
+
+def normalized(image: Tensor, normalize: Tensor) -> Tensor:
+    """A uint8 image in normalize's dtype."""
+    scale, shift = normalize[:, None, :, None, None]
+    return image.to(normalize.dtype).mul_(scale).add_(shift)
+
+
+def _gather(image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
+    """-> [B * n, K] in weight's dtype"""
+    if normalize is not None:
+        image = normalized(image, normalize)
+    return _as_patches(image.to(weight.dtype), weight).reshape(-1, weight.numel() // weight.shape[0])
+
+
+def patch_embed_fwd(
+    image: Tensor, weight: Tensor, bias: Tensor | None,
+    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
+) -> Tensor:  # fmt: skip
+    bias = None if bias is None else bias.to(weight.dtype)
+    matrix = weight.reshape(weight.shape[0], -1)
+    P = 0 if prefix is None else prefix.shape[0]
+    out = None
+    for pixels, part in _chunks(image):
+        patches = F.linear(_gather(pixels, weight, normalize), matrix, bias)
+        if out is None:  # when the first matrix of patches is gone
+            out = new_tokens(image, weight, bias, pos_embed, prefix)
+            if prefix is not None:
+                out[:, :P] = prefix
+        tokens = out[part, P:]
+        patches = patches.view(tokens.shape)
+        if pos_embed is None:
+            tokens.copy_(patches)
+        else:
+            torch.add(patches, pos_embed, out=tokens)
+    assert out is not None
+    return out
+
+
+def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
+    D, dtype, total = weight.shape[0], weight.dtype, None
+    n = math.prod(patch_grid(weight, *image.shape[2:]))
+    for pixels, part in _chunks(image):
+        rows, patches = dout[part, dout.shape[1] - n :].reshape(-1, D).to(dtype), _gather(pixels, weight, normalize)
+        if total is None:
+            total = rows.t() @ patches
+        elif dtype.itemsize > 2:
+            total.addmm_(rows.t(), patches)
+        else:
+            total = total.float()  # of several chunks' products the sum is float32
+            total += rows.t() @ patches
+    assert total is not None
+    return total.to(dtype).view(weight.shape)
+
+
+def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
+    dimage = new_image(dout, weight, height, width, dtype)
+    n = math.prod(patch_grid(weight, height, width))
+    matrix = weight.reshape(weight.shape[0], -1)
+    for pixels, part in _chunks(dimage):
+        patches = _as_patches(pixels, weight)
+        rows = dout[part, dout.shape[1] - n :].reshape(-1, weight.shape[0]).to(weight.dtype)
+        patches.copy_((rows @ matrix).view(patches.shape))
+    return dimage

@@ -1,0 +1,190 @@
+"""Patch embedding: registration, gradients, checks, public function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.patch_embed import aten
+from fastvit.ops.runtime import decompositions
+from fastvit.ops.runtime.autograd import FusedFunction, autocast_dtype, differentiable_once, needs_autograd
+from fastvit.ops.runtime.checks import check_float, check_image, check_like, check_statistics
+from fastvit.ops.runtime.registry import register
+
+# ---- registered ops ----
+
+
+def _gemm_flops(image: Any, weight: Any) -> int:
+    """image [B, C, H, W], weight [D, C, ph, pw]: every pixel meets every feature once."""
+    return 2 * math.prod(image) * weight[0]
+
+
+patch_embed_fwd = register(
+    "patch_embed_fwd(Tensor image, Tensor weight, Tensor? bias, Tensor? pos_embed, Tensor? prefix, Tensor? normalize)"
+    " -> Tensor",
+    aten=aten.patch_embed_fwd, launch="patch_embed.launch", fake=aten.new_tokens,
+    flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
+    decomposition=decompositions.patch_embed_fwd,
+)  # fmt: skip
+patch_embed_bwd_weight = register(
+    "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",
+    aten=aten.patch_embed_bwd_weight, launch="patch_embed.launch",
+    fake=lambda dout, image, weight, *_: weight.new_empty(weight.shape),
+    flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
+)  # fmt: skip
+patch_embed_bwd_image = register(
+    "patch_embed_bwd_image(Tensor dout, Tensor weight, SymInt height, SymInt width, ScalarType dtype) -> Tensor",
+    aten=aten.patch_embed_bwd_image, launch="patch_embed.launch", fake=aten.new_image,
+    flops=lambda dout, weight, *_, out_shape=None, **__: _gemm_flops(out_shape, weight),
+)  # fmt: skip
+
+
+Statistics = Sequence[float] | Tensor
+
+
+def _gradients(
+    wanted: Sequence[bool], dout: Tensor, image: Tensor | None, weight: Tensor, normalize: Tensor | None,
+    height: int, width: int, dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Those `wanted` of the gradients of image, weight, bias, pos_embed, prefix, in their dtypes."""
+    found = []
+    if wanted[0]:
+        found.append(patch_embed_bwd_image(dout, weight, height, width, dtypes[0]))
+    if wanted[1]:
+        found.append(patch_embed_bwd_weight(dout, image, weight, normalize))
+    if any(wanted[2:]):
+        # one pass over dout serves all three; plain sums are ATen's. A single image needs no sum over images
+        wide = torch.promote_types(dout.dtype, torch.float32)
+        sums = dout[0] if dout.shape[0] == 1 else dout.sum(0, dtype=wide)
+        n = math.prod(aten.patch_grid(weight, height, width))
+        prefix, patches = sums.split([sums.shape[0] - n, n])
+        summands = (lambda: patches.sum(0, dtype=wide)), (lambda: patches), (lambda: prefix)
+        found += [f().to(d) for f, d, w in zip(summands, dtypes[2:], wanted[2:], strict=True) if w]
+    return tuple(found)
+
+
+class _PatchEmbed(FusedFunction):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return patch_embed_fwd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        image, weight, *_, normalize = inputs
+        ctx.size = image.shape[2:]
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs[:5]]
+        # only the weight's gradient reads the image
+        ctx.save_for_backward(image if ctx.needs_input_grad[1] else None, weight, normalize)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        image, weight, normalize = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:5]
+        arguments = wanted, dout, image, weight, normalize, *ctx.size, ctx.dtypes
+        found = iter(differentiable_once("patch_embed", _gradients, *arguments))
+        return *(next(found) if w else None for w in wanted), None
+
+
+def _check(
+    image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, cast: bool
+) -> None:
+    """cast: under autocast, where dtypes may differ."""
+    if weight.dim() != 4 or 0 in weight.shape:
+        raise ValueError(f"weight must have shape (D, C, ph, pw), none of them 0, got {tuple(weight.shape)}")
+    check_image(image, weight.shape[1])
+    check_like("image", image, ("weight", weight, None, ""), dtype=not cast and image.dtype is not torch.uint8)
+    (H, W), (D, _, ph, pw) = image.shape[2:], weight.shape
+    if H % ph or W % pw or H == 0 or W == 0:
+        raise ValueError(f"image size (H, W) must be a positive multiple of the patch {(ph, pw)}, got {(H, W)}")
+    if bias is not None:
+        check_like("weight", weight, ("bias", bias, (D,), "(D,)"), dtype=not cast)
+    if pos_embed is not None:
+        n = (H // ph) * (W // pw)
+        check_like("weight", weight, ("pos_embed", pos_embed, (n, D), "(patches, D)"), dtype=not cast)
+    if prefix is not None:
+        check_like("weight", weight, ("prefix", prefix, None, ""), dtype=not cast)
+        if prefix.dim() != 2 or prefix.shape[1] != D:
+            raise ValueError(f"prefix must have shape (P, D) with D = {D}, got {tuple(prefix.shape)}")
+
+
+_constants: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor | None:
+    """(x / 255 - mean) / std as scale and shift [2, C] for a uint8 image, None for a float one."""
+    if image.dtype is not torch.uint8:
+        for name, value in (("mean", mean), ("std", std)):
+            if value is not None:
+                raise ValueError(f"{name} is for uint8 images; a {image.dtype} image is taken as it is")
+        return None
+    C, device = image.shape[1], image.device
+    mean, std = (0.0,) * C if mean is None else mean, (1.0,) * C if std is None else std
+    if isinstance(mean, Tensor) or isinstance(std, Tensor):
+        for name, value in (("mean", mean), ("std", std)):
+            count = value.numel() if isinstance(value, Tensor) else len(value)
+            if count != C:
+                raise ValueError(f"{name} must have one value for each of the {C} channels, got {count}")
+        mean, std = (torch.as_tensor(t, dtype=dtype, device=device).reshape(C) for t in (mean, std))
+        return torch.stack([1 / (255 * std), -mean / std])
+    mean, std = check_statistics("mean", mean, C), check_statistics("std", std, C)
+    values = [[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]]
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    key = (mean, std, device, dtype)
+    if key not in _constants:  # made once: a copy to the GPU would synchronise and cannot be captured in a graph
+        with torch.inference_mode(False):
+            made = torch.tensor(values, dtype=dtype, device=device)
+        if type(made) is not Tensor:  # a fake tensor must not outlive its mode
+            return made
+        _constants[key] = made
+    return _constants[key]
+
+
+def normalized(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor:
+    """A uint8 image (B, C, H, W) as (x / 255 - mean) / std in dtype, for whoever cannot hand it to the op as it is."""
+    constants = _normalization(image, mean, std, torch.promote_types(dtype, torch.float32))
+    assert constants is not None
+    return aten.normalized(image, constants).to(dtype)
+
+
+def patch_embed(
+    image: Tensor, weight: Tensor, bias: Tensor | None, *, pos_embed: Tensor | None = None,
+    prefix: Tensor | None = None, mean: Statistics | None = None, std: Statistics | None = None,
+) -> Tensor:  # fmt: skip
+    """The token buffer of a ViT from its image, in one pass (Dosovitskiy et al. 2021, equation 1):
+    the convolution with stride = kernel size, flattened row by row, plus position, behind the prefix tokens.
+
+    Args:
+        image: (B, C, H, W), any strides; float32, float16, bfloat16 or float64, taken as it is, or uint8, taken as
+            (image / 255 - mean) / std without a float copy. On a GPU rows of contiguous pixels are read in place;
+            another layout, such as channels_last, is copied first.
+        weight: (D, C, ph, pw) as `nn.Conv2d`'s, image's dtype if that is a float. ph divides H and pw divides W.
+        bias: (D,), weight's dtype, or None.
+        pos_embed: (n, D), weight's dtype: added to the n = H/ph * W/pw patches; or None.
+        prefix: (P, D), weight's dtype: CLS and register tokens, their position already added; or None.
+        mean, std: C values each, for uint8 images only: of the pixels divided by 255, so in [0, 1] and in (0, 1]; None
+            means 0 and 1. Sequences of floats, or tensors, whose values are not checked. Not differentiated.
+
+    Returns:
+        (B, P + n, D), contiguous, weight's dtype. Under autocast the convolution runs in autocast's dtype and the
+        result has, as in eager, the widest of it and the dtypes of pos_embed and prefix.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit, a patch that does
+            not divide the image, and mean or std with a float image.
+    """
+    check_float("weight", weight)
+    dtype = None
+    if isinstance(image, Tensor) and weight.dtype is not torch.float64:
+        dtype = autocast_dtype(image)
+    _check(image, weight, bias, pos_embed, prefix, dtype is not None)
+    if dtype is not None:
+        weight = weight.to(dtype)
+    normalize = _normalization(image, mean, std, torch.promote_types(weight.dtype, torch.float32))
+    if needs_autograd("patch_embed", image, weight, bias, pos_embed, prefix):
+        return _PatchEmbed.apply(image, weight, bias, pos_embed, prefix, normalize)
+    return patch_embed_fwd(image, weight, bias, pos_embed, prefix, normalize)

@@ -1,0 +1,1 @@
+"""Norms of q and k."""

@@ -1,0 +1,57 @@
+"""Norms of q and k, and their rotary positions, on PyTorch's own functions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastvit.ops.layer_norm.aten import layer_norm_bwd, layer_norm_fwd
+from fastvit.ops.rotary.aten import rotary
+from fastvit.ops.runtime.devices import stat_dtype
+
+
+def qk_norm_fwd(
+    q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    options = sin, cos, eps, rms, interleaved
+    return _forward(q, q_weight, q_bias, *options), _forward(k, k_weight, k_bias, *options)
+
+
+def qk_norm_bwd(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
+    dq: Tensor | None = None, dk: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dq, dk: where the gradients are written, dq_out and dk_out themselves or others."""
+    options = sin, cos, eps, rms, interleaved
+    dq, dq_weight, dq_bias = _backward(dq_out, q, q_weight, *options, dq)
+    dk, dk_weight, dk_bias = _backward(dk_out, k, k_weight, *options, dk)
+    if not has_bias:
+        dq_bias, dk_bias = q_weight.new_empty(0), k_weight.new_empty(0)
+    return dq, dk, dq_weight, dk_weight, dq_bias, dk_bias
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool,
+    interleaved: bool,
+) -> Tensor:  # fmt: skip
+    if sin is None or cos is None:
+        return layer_norm_fwd(x, weight, bias, eps, None, rms)[0]
+    wide = stat_dtype(x)  # in which both steps are, so that the result is rounded once
+    bias = None if bias is None else bias.to(wide)
+    y, *_ = layer_norm_fwd(x.to(wide), weight.to(wide), bias, eps, None, rms)
+    return rotary(y, sin, cos, x.shape[2], interleaved, False, y).to(x.dtype)
+
+
+def _backward(
+    dout: Tensor, x: Tensor, weight: Tensor, sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool,
+    interleaved: bool, out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype, g, wide = x.dtype, dout, stat_dtype(x)
+    if sin is not None and cos is not None:
+        x, g = x.to(wide), rotary(dout.to(wide), sin, cos, x.shape[2], interleaved, True)
+    x, w = x.contiguous(), weight.to(wide)
+    mean, rstd = layer_norm_fwd(x, w, None, eps, None, rms)[1:]
+    dx, *of_parameters, _ = layer_norm_bwd(g, x, None if rms else mean, rstd, w, None)
+    dweight, dbias = (t.to(weight.dtype) for t in of_parameters)
+    return dx.to(dtype) if out is None else out.copy_(dx), dweight, dbias

@@ -1,0 +1,159 @@
+"""Rotary positions of q and k: the tables, registration, gradient, checks, public functions."""
+
+# Without `annotations` from __future__, whose strings nobody can resolve in a NamedTuple that is documented elsewhere
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.rotary import aten
+from fastvit.ops.runtime import decompositions, registry
+from fastvit.ops.runtime.autograd import FusedFunction, differentiable_once, needs_autograd, unviewed
+from fastvit.ops.runtime.checks import check_float, check_head_dim, check_like
+from fastvit.ops.runtime.registry import register
+
+
+class Rotary(NamedTuple):
+    """Rotary positions (Su et al. 2021, arXiv:2104.09864): a head x of a patch becomes x * cos + turned(x) * sin.
+
+    sin, cos: (N - P, d), or as broadcasts of (B, H, N - P, d), for tables of a sample or a head; any float dtype.
+    num_prefix_tokens: P, the first tokens, which stay as they are.
+    interleaved: turned(x) is (-x1, x0, -x3, x2, ...) as in EVA and Perception Encoder, where False, as in DINOv3, swaps
+        halves: (-second, first).
+    """
+
+    sin: Tensor
+    cos: Tensor
+    num_prefix_tokens: int = 0
+    interleaved: bool = False
+
+
+# x [B, N, heads, d], of which the first `rotated` heads are, by tables [B or 1, H or 1, T, d] that repeat for every H
+# heads; the first N - T tokens and the other heads are copied. transposed: the gradient. What is written in the place
+# of x goes behind the arguments of the schema (see `in_place`).
+rotary_op = register(
+    "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
+    aten=aten.rotary, launch="rotary.launch", fake=lambda x, *_: x.new_empty(x.shape),
+    decomposition=decompositions.rotary,
+)  # fmt: skip
+
+
+def in_place(x: Tensor, backend: Any) -> tuple[Tensor, ...]:
+    """Return rotary_op's further argument, by which it writes into x: contiguous, and seen by the caller's node alone.
+    Empty where the dispatcher runs ops, which return new tensors."""
+    return () if backend == "dispatcher" and registry.runner is None else (x,)
+
+
+def _backward(
+    dy: Tensor, x: Tensor | None, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, wants: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """-> gradients of x, sin and cos; None if not wanted."""
+    dx = rotary_op(dy, sin, cos, rotated, interleaved, True) if wants[0] else None
+    if x is None:
+        return dx, None, None
+    g, x = (aten.rotated_part(t, sin, rotated).to(torch.promote_types(t.dtype, torch.float32)) for t in (dy, x))
+    products = (aten.signed(g * aten.swapped(x, interleaved), interleaved), sin), (g * x, cos)
+    dsin, dcos = (t.sum(2).transpose(1, 2).sum_to_size(table.shape).to(table.dtype) for t, table in products)
+    return dx, dsin if wants[1] else None, dcos if wants[2] else None
+
+
+class _Rotary(FusedFunction):
+    @staticmethod
+    def forward(name: str, *inputs: Any) -> Any:
+        return rotary_op(*inputs, False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name, x, sin, cos, *ctx.options = inputs
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:4]) else None, sin, cos)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        arguments = dy, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[1:4]
+        return None, *differentiable_once(ctx.name, _backward, *arguments), None, None
+
+
+def tables(
+    rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Checks `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name; -> its tables as
+    broadcasts of (B, H, N - P, d). instead: where tables are not differentiated, the op that does."""
+    check_tables(rotary, name, x, shape, instead)
+    return broadcast_tables(rotary)
+
+
+def broadcast_tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    sin, cos, *_ = rotary
+    if sin.dim() < 4:
+        sin, cos = (table[(None,) * (4 - table.dim())] for table in (sin, cos))
+    return sin, cos
+
+
+def check_tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None) -> None:
+    """As `tables`."""
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be an ops.Rotary, got {type(rotary).__name__}")
+    sin, cos, prefix, _ = rotary
+    B, N, H, d = shape
+    wanted = B, H, N - prefix, d
+    for of, table in (("rotary.sin", sin), ("rotary.cos", cos)):
+        check_like(name, x, (of, table, None, ""), dtype=False)
+        check_float(of, table)
+        got = (1,) * (4 - table.dim()) + tuple(table.shape)
+        if not 2 <= table.dim() <= 4 or got[2:] != wanted[2:] or got[0] not in (1, B) or got[1] not in (1, H):
+            raise ValueError(
+                f"{of} must broadcast to (B, H, N - P, d) = {wanted} in B and H, with P = num_prefix_tokens = "
+                f"{prefix}, got {tuple(table.shape)}"
+            )
+    if sin.shape != cos.shape:
+        raise ValueError(f"rotary.cos must have the shape of rotary.sin {tuple(sin.shape)}, got {tuple(cos.shape)}")
+    if instead is not None and torch.is_grad_enabled() and (sin.requires_grad or cos.requires_grad):
+        raise ValueError(f"rotary must not require a gradient: it is not differentiated here; see {instead}")
+
+
+def rotary(x: Tensor, rotary: Rotary) -> Tensor:
+    """x * cos + turned(x) * sin for the tokens behind the prefix, rounded once: q or k of rotary attention.
+
+    Args:
+        x: (B, N, H, d), float32, float16, bfloat16 or float64, any strides. d is a multiple of 8 from 16 to 256.
+        rotary: the tables, differentiated like x; they may have another dtype than x.
+
+    Returns:
+        (B, N, H, d), contiguous, x's dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, for dtypes, devices and shapes that do not fit.
+    """
+    check_float("x", x)
+    if x.dim() != 4:
+        raise ValueError(f"x must have shape (B, N, H, d), got {tuple(x.shape)}")
+    check_head_dim("head_dim", x.shape[3])
+    arguments = x, *tables(rotary, "x", x, tuple(x.shape)), x.shape[2], rotary.interleaved
+    if needs_autograd("rotary", *arguments[:3]):
+        return _Rotary.apply("rotary", *arguments)
+    return rotary_op(*arguments, False)
+
+
+def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
+    """qkv with q and k as `rotary` makes them, in one pass; v is copied.
+
+    Args:
+        qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `rotary`.
+        rotary: the tables, as in `rotary`.
+
+    Returns:
+        (B, N, 3, H, d), contiguous, qkv's dtype, for `attention_qkvpacked`.
+
+    Raises:
+        TypeError, ValueError: as `rotary`.
+    """
+    check_float("qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(f"qkv must have shape (B, N, 3, H, d), got {tuple(qkv.shape)}")
+    B, N, _, H, d = qkv.shape
+    check_head_dim("head_dim", d)
+    arguments = qkv.flatten(2, 3), *tables(rotary, "qkv", qkv, (B, N, H, d)), 2 * H, rotary.interleaved
+    if needs_autograd("rotary_qkvpacked", *arguments[:3]):
+        return _Rotary.apply("rotary_qkvpacked", *arguments).view(qkv.shape)
+    return unviewed(rotary_op(*arguments, False).view(qkv.shape))

@@ -1,0 +1,1 @@
+"""Everything the ops share: registration, the choice of a path, autograd, launches."""

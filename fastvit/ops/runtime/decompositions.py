@@ -1,0 +1,160 @@
+"""The forward ops in functions that exporters know, LayerNorm, GELU and attention among them: what `torch.onnx.export`
+traces in their place, and `fastvit.export.decompositions`. Nothing is computed in place, which torch refuses there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastvit.ops.rotary.aten import by_token, rotated_part, signed, swapped
+from fastvit.ops.runtime.activations import activate
+from fastvit.ops.runtime.checks import is_added, promoted_dtype
+from fastvit.ops.runtime.devices import stat_dtype
+from fastvit.ops.runtime.epilogue import scale_samples
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    if name == "quick_gelu":
+        return x * (1.702 * x).sigmoid()
+    return x if name == "none" else activate(x, name)
+
+
+def _add_residual(
+    x: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    x = x.to(promoted_dtype(x, layer_scale, residual))
+    x = scale_samples(x if layer_scale is None else x * layer_scale, row_scale)
+    return x if residual is None else x + residual
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None, rms: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    out_dtype, wide = out_dtype or x.dtype, x.to(stat_dtype(x))
+    if rms:
+        rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (wide * rstd * weight).to(out_dtype), rstd.new_empty(0), rstd
+    rstd = (wide.var(-1, correction=0, keepdim=True) + eps).rsqrt()
+    if weight.dtype is not x.dtype:
+        x, weight, bias = wide, weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(out_dtype), wide.mean(-1, keepdim=True), rstd
+
+
+def add_layer_norm_fwd(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
+    row_scale: Tensor | None, eps: float, rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    s = _add_residual(branch, layer_scale, row_scale, residual).to(promoted_dtype(residual, branch))
+    return s, *layer_norm_fwd(s, weight, bias, eps, None, rms)
+
+
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
+    return _add_residual(_activate(F.linear(x, weight, bias), activation), *epilogue)
+
+
+def linear_act_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+    pre = F.linear(x, weight, bias)
+    return _activate(pre, activation), pre
+
+
+def gated_fwd(
+    x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    return _activate(F.linear(x, gate_weight, gate_bias), activation) * F.linear(x, value_weight, value_bias)
+
+
+def gated_act_fwd(
+    x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate, value = F.linear(x, gate_weight, gate_bias), F.linear(x, value_weight, value_bias)
+    return _activate(gate, activation) * value, torch.cat((gate, value), dim=-1)
+
+
+def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
+    return _add_residual(F.dropout(x, p), *epilogue)
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    if k.shape[2] != q.shape[2]:
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = q.to(stat_dtype(q)) @ k.to(stat_dtype(q)).transpose(2, 3) * scale
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype is torch.bool else scores + mask
+        mask = mask if mask.dtype is torch.bool else _in_range(mask, q.dtype)
+    o = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+    lse = scores.logsumexp(-1)
+    return o.transpose(1, 2).contiguous(), torch.stack((lse, torch.ones_like(lse)), 2) if is_added(mask) else lse
+
+
+def _in_range(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, in their dtype: a finite number stays one, and excludes no key."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(mask.dtype).min < lowest:
+        mask = torch.where(mask == -torch.inf, mask, mask.clamp(min=lowest))
+    return mask.to(dtype)
+
+
+def attention_qkvpacked_fwd(qkv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv.unbind(2)
+    return attention_fwd(q, k, v, *rest)
+
+
+def attention_varlen_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """With a mask that keeps sequences apart."""
+    T, H, _ = q.shape
+    token = torch.arange(T, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True)
+    mask = (sequence[:, None] == sequence)[None, None]
+    o, lse = attention_fwd(q[None], k[None], v[None], mask, seed, scale, dropout_p)
+    first, end = cu_seqlens[sequence - 1], cu_seqlens[sequence]
+    head = torch.arange(H, device=q.device)[:, None]
+    place = first * H + head * (end - first) + token - first  # [H, T]
+    return o[0], lse.new_zeros(T * H).scatter(0, place.flatten().long(), lse.flatten())
+
+
+def rotary(x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool) -> Tensor:
+    P = x.shape[1] - sin.shape[2]
+    turned = rotated_part(x, sin, rotated).to(torch.promote_types(promoted_dtype(x, sin, cos), torch.float32))
+    y = turned * by_token(cos) + swapped(turned, interleaved) * by_token(signed(sin, interleaved, transposed))
+    y = torch.cat((y.flatten(2, 3).to(x.dtype), x[:, P:, rotated:]), 2)
+    return torch.cat((x[:, :P], y), 1).contiguous()
+
+
+def qk_norm_fwd(
+    q: Tensor, k: Tensor, q_weight: Tensor, q_bias: Tensor | None, k_weight: Tensor, k_bias: Tensor | None,
+    sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    found = []
+    for x, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)):
+        y, *_ = layer_norm_fwd(x.to(stat_dtype(x)), weight, bias, eps, None, rms)
+        y = y if sin is None or cos is None else rotary(y, sin, cos, x.shape[2], interleaved, False)
+        found.append(y.to(x.dtype).contiguous())
+    return found[0], found[1]
+
+
+def patch_embed_fwd(
+    image: Tensor, weight: Tensor, bias: Tensor | None,
+    pos_embed: Tensor | None, prefix: Tensor | None, normalize: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if normalize is not None:
+        scale, shift = normalize[:, :, None, None]
+        image = image.to(normalize.dtype) * scale + shift
+    bias = None if bias is None else bias.to(weight.dtype)
+    tokens = F.conv2d(image.to(weight.dtype), weight, bias, weight.shape[2:]).flatten(2).transpose(1, 2)
+    if pos_embed is not None:
+        tokens = tokens + pos_embed
+    dtype = promoted_dtype(weight, pos_embed, prefix)
+    if prefix is not None:
+        tokens = torch.cat([prefix.to(dtype).expand(tokens.shape[0], -1, -1), tokens.to(dtype)], dim=1)
+    return tokens.to(dtype).contiguous()

@@ -1,0 +1,212 @@
+"""Decide what runs an op: the dispatcher, Triton or ATen.
+
+The first tensor's device decides for each call, and
+
+    FASTVIT_BACKEND   auto (default: Triton on a GPU or under TRITON_INTERPRET=1, else ATen) | triton | aten
+    FASTVIT_STRICT    1: what Triton cannot take raises instead of falling back to ATen with one warning (default: 0)
+
+or `use_backend`, which overrides them. Both variables are read in every call: a change of `os.environ` counts.
+
+    FASTVIT_CACHE_DIR the folder of launch choices that `fastvit tune` measured (default: `cache_folder`), read when the
+                      first op meets a GPU
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from fastvit.ops.runtime.torch_private import (
+    are_functorch_transforms_active,
+    clear_saved_tensors,
+    has_forward_level,
+    is_any_autocast_enabled,
+    is_torch_function_mode_enabled,
+    is_tracing,
+    is_zerotensor,
+    len_torch_dispatch_stack,
+    profiler_enabled,
+)
+
+BACKENDS = ("auto", "triton", "aten")
+VARIABLES = {  # and what stands for a variable that is not set
+    "FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0",
+    "FASTVIT_CACHE_DIR": "fastvit in $XDG_CACHE_HOME or ~/.cache",
+}  # fmt: skip
+_SETTINGS = ("FASTVIT_BACKEND", "FASTVIT_STRICT")
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+HAVE_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class KernelUnsupported(ValueError):
+    """Raised by a launcher for a shape, dtype or GPU that its kernels cannot take. What it launched before counts for
+    nothing: results are fresh, and ATen writes all of them."""
+
+
+Settings = tuple[str, bool]  # backend, strict
+
+# os.environ's own dict, where there is one: 20 ns for a variable that is not set, where os.environ takes 800
+_environ: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in _SETTINGS)
+_chosen: Settings | None = None  # by use_backend
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(*_raw: Any) -> Settings:
+    """What the environment says, by its raw values."""
+    backend, strict = (os.environ.get(name) or VARIABLES[name] for name in _SETTINGS)
+    if backend not in BACKENDS:
+        raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {backend!r}")
+    if strict not in ("0", "1"):
+        raise ValueError(f"FASTVIT_STRICT must be 0 or 1, got {strict!r}")
+    return backend, strict == "1"
+
+
+def settings() -> Settings:
+    """The backend, and whether what Triton cannot take raises, as they are now."""
+    return _chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT))
+
+
+settings()  # a wrong value is an error at import
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of the user's files: $FASTVIT_CACHE_DIR, else fastvit in $XDG_CACHE_HOME, else in ~/.cache. It
+    need not be there. None for a user without a home."""
+    chosen, cache = (os.environ.get(name) for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"))
+    try:
+        return Path(chosen).expanduser() if chosen else Path(cache or "~/.cache").expanduser() / "fastvit"
+    except RuntimeError:
+        return None
+
+
+@contextlib.contextmanager
+def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
+    """Within the context every op runs on the backend of that name, whatever FASTVIT_BACKEND says.
+
+        with fastvit.ops.use_backend("aten"):
+            loss = model(images).sum()
+
+    The choice is the whole process's, since autograd runs backward passes in threads of its own, and an op asks for it
+    whenever it runs: a backward pass, and a compiled model, take what holds when they run. Contexts may be nested; of
+    several threads, one at a time may enter and leave them. A CUDA graph replays what it has captured.
+
+    Args:
+        name: "triton", "aten", or "auto": Triton for tensors on a GPU (with TRITON_INTERPRET=1 for all), else ATen.
+        strict: whether what Triton cannot take raises (True) or falls back to ATen with one warning (False); None for
+            what holds outside: the enclosing context's, or FASTVIT_STRICT's.
+
+    Raises:
+        ValueError: another name.
+        TypeError: another type of strict.
+        RuntimeError: from an op on "triton", where Triton cannot run on its tensors' device at all.
+    """
+    global _chosen
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {name!r}")
+    if not isinstance(strict, bool | None):
+        raise TypeError(f"strict must be True, False or None, got {strict!r}")
+    before = _chosen
+    _chosen = name, settings()[1] if strict is None else strict
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def wants_triton(x: Tensor) -> bool:
+    """Whether ops on x's device run Triton kernels."""
+    backend = (_chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT)))[0]  # `settings`, without its call
+    if backend == "aten" or not (HAVE_TRITON and (x.is_cuda or INTERPRET)):
+        if backend == "triton":
+            raise RuntimeError(
+                f"the backend is 'triton', by FASTVIT_BACKEND or use_backend, but Triton cannot run on {x.device}: "
+                + ("set TRITON_INTERPRET=1 for CPU tensors" if HAVE_TRITON else "triton is not installed")
+            )
+        return False
+    return True
+
+
+def is_jit_tracing() -> bool:
+    """Whether torch.jit.trace records the calls that are made now."""
+    return not is_dynamo_compiling() and is_tracing is not None and is_tracing()
+
+
+# Arguments that are what they seem: no subclass of Tensor such as a fake, a distributed or a tracer's
+_PLAIN_TYPES = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
+
+# Without one of these nobody can say whether a call is observed
+_KNOWS_OBSERVERS = has_forward_level and None not in (
+    len_torch_dispatch_stack,
+    is_torch_function_mode_enabled,
+    are_functorch_transforms_active,
+    clear_saved_tensors,
+    is_any_autocast_enabled,
+    is_tracing,
+    profiler_enabled,
+    is_zerotensor,
+)
+
+
+def is_observed() -> bool:
+    """Whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, profilers or
+    forward-mode AD are to see the calls that are made now, or may be."""
+    return bool(
+        not _KNOWS_OBSERVERS
+        or is_dynamo_compiling()
+        or len_torch_dispatch_stack()
+        or is_torch_function_mode_enabled()
+        or are_functorch_transforms_active()
+        or is_tracing()
+        or profiler_enabled()
+        or forward_ad._current_level >= 0
+    )
+
+
+@contextlib.contextmanager
+def hidden_from_profilers() -> Iterator[None]:
+    """Within the context a profiler does not count as an observer: calls run, and allocate, as they do without one. The
+    profiler sees PyTorch's functions and their memory, and no fused op."""
+    global profiler_enabled
+    before, profiler_enabled = profiler_enabled, lambda: False
+    try:
+        yield
+    finally:
+        profiler_enabled = before
+
+
+def choose_backend(*args: Any) -> str:
+    """What runs an op on these arguments, and every other op on what comes of them: "dispatcher", "triton" or "aten".
+
+    The dispatcher for whatever it would not lead straight to the implementation: calls that are observed or under
+    autocast, tensor subclasses and other devices; for Triton also a GPU that is not the current one, and lazy
+    negations, as gradients of conj() have, which ATen's functions carry out themselves. Autograd is the
+    FusedFunctions' part."""
+    x = args[0]
+    if (
+        is_observed()
+        or is_any_autocast_enabled()
+        or not _PLAIN_TYPES.issuperset(map(type, args))
+        or not (x.is_cpu or x.is_cuda)
+    ):
+        return "dispatcher"
+    if not wants_triton(x):
+        return "aten"
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return "dispatcher"
+    tensors = [a for a in args if type(a) is Tensor or type(a) is Parameter]
+    if any(map(Tensor.is_neg, tensors)) or any(map(is_zerotensor, tensors)):
+        return "dispatcher"
+    return "triton"

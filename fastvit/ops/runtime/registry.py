@@ -1,0 +1,143 @@
+"""Register an op: one schema with two implementations of its name, one on PyTorch's own functions (`aten.py` of the
+op's folder) and one that launches Triton kernels (`launch.py`, imported at the first such call).
+
+Both are one op of the `fastvit::` namespace, with a fake implementation for `torch.compile` and `torch.export`.
+`dispatch.py` decides for each call which one runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit.ops.runtime.dispatch import KernelUnsupported, choose_backend, is_jit_tracing, settings, wants_triton
+
+_LIB = torch.library.Library("fastvit", "DEF")
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> the same in functions that exporters know
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> what runs behind it: (*arguments, backend=)
+LAUNCH_MODULES: set[str] = set()  # names of modules, which are imported when a kernel is first wanted
+_warned: set[tuple[str, str]] = set()
+
+
+def register(
+    schema: str,
+    *,
+    aten: Callable[..., Any],
+    launch: str,
+    fake: Callable[..., Any],
+    flops: Callable[..., int] | None = None,
+    decomposition: Callable[..., Any] | None = None,
+    planned: bool = False,
+) -> Callable[..., Any]:
+    """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
+    where nothing could tell the difference, its implementation without the dispatcher's 3 us. From a caller that runs
+    several ops it takes `backend=`, what `choose_backend` said, or the `Plans` of the caller's call.
+
+    schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
+        and no output aliases an input or another output.
+    aten: positional arguments as in the schema.
+    launch: the module of `fastvit.ops`, such as "attention.launch", that has the function `name` with the same
+        arguments, for Triton. It may raise `KernelUnsupported`.
+    fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
+    flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
+    decomposition: the same in functions that exporters know, for a forward op.
+    planned: whether the launcher takes `plans=`.
+    """
+    name = schema[: schema.index("(")]
+    LAUNCH_MODULES.add(f"fastvit.ops.{launch}")
+
+    @functools.cache
+    def launcher() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(importlib.import_module(f"fastvit.ops.{launch}"), name)
+        return function
+
+    def op(*args: Any, backend: Any = None) -> Any:
+        if backend is None:
+            backend = choose_backend(*args)
+        if backend == "dispatcher":
+            if runner is not None:
+                with _isolated(args[0]):
+                    return runner(overload, args)
+            if decomposition is not None and _wants_functions_of_torch():
+                return decomposition(*args)
+            return overload(*args)
+        if backend == "aten":
+            return aten(*args)
+        is_plans = backend != "triton"
+        try:
+            return launcher()(*args, plans=backend) if is_plans and planned else launcher()(*args)
+        except KernelUnsupported as reason:
+            _warn_or_raise(name, str(reason))
+            if is_plans:
+                backend.abandon()
+            with _isolated(args[0]):
+                return aten(*args)
+
+    def dispatched(*args: Any) -> Any:
+        with _isolated(args[0]):
+            return op(*args, backend="triton" if wants_triton(args[0]) else "aten")
+
+    _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _LIB.impl(name, dispatched, "CPU")
+    _LIB.impl(name, dispatched, "CUDA")
+    torch.library.register_fake(f"fastvit::{name}", fake, lib=_LIB)
+    overload = getattr(torch.ops.fastvit, name).default
+    IMPLEMENTATIONS[overload] = op
+    if decomposition is not None:
+        DECOMPOSITIONS[overload] = decomposition
+    if flops is not None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        register_flop_formula(getattr(torch.ops.fastvit, name))(flops)
+    return op
+
+
+def _wants_functions_of_torch() -> bool:
+    """Whether a call is written down for readers that know PyTorch's own functions only: ONNX, and torch.jit.trace,
+    which records no `autograd.Function`, so that an opaque op in its trace would have no gradient."""
+    return is_jit_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
+
+
+runner: Callable[[Any, tuple[Any, ...]], Any] | None = None  # see `run_by`
+
+
+@contextlib.contextmanager
+def run_by(function: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Within the context function(overload, arguments) runs what the dispatcher would. For studies of memory: ops write
+    in place, as they do where nothing observes them."""
+    global runner
+    before, runner = runner, function
+    try:
+        yield
+    finally:
+        runner = before
+
+
+@contextlib.contextmanager
+def _isolated(x: Tensor) -> Iterator[None]:
+    """What the dispatcher hands over runs without autocast, because an op has chosen its dtypes; without autograd,
+    which is the FusedFunctions' and on where an exported program calls the op itself; and on x's device."""
+    kind = x.device.type
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # autocast refuses meta tensors
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if x.is_cuda:
+            stack.enter_context(torch.cuda.device(x.device))
+        yield
+
+
+def _warn_or_raise(name: str, reason: str) -> None:
+    """That Triton cannot take a call: an error if strict, else one warning for each reason."""
+    if settings()[1]:
+        raise KernelUnsupported(f"fastvit::{name}: {reason}")
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"fastvit::{name} runs on ATen instead of Triton: {reason}", stacklevel=4)

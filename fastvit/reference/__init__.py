@@ -1,0 +1,33 @@
+"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and EVA's (`eva.py`)."""
+
+from fastvit.reference.eva import Eva
+from fastvit.reference.vit import (
+    ACTIVATIONS,
+    NORMS,
+    Attention,
+    AttentionPoolLatent,
+    Block,
+    DropPath,
+    LayerScale,
+    Mlp,
+    ParallelScalingBlock,
+    PatchEmbed,
+    RMSNorm,
+    VisionTransformer,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "NORMS",
+    "Attention",
+    "AttentionPoolLatent",
+    "Block",
+    "DropPath",
+    "Eva",
+    "LayerScale",
+    "Mlp",
+    "ParallelScalingBlock",
+    "PatchEmbed",
+    "RMSNorm",
+    "VisionTransformer",
+]

@@ -1,0 +1,475 @@
+"""The Vision Transformer of Dosovitskiy et al. (2021, arXiv:2010.11929) in one file of plain PyTorch.
+
+Read it beside the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
+every step is its own line. The tests hold the fused model against it, and the benchmarks measure from it. It takes the
+same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it; it does
+without fix_init, padding (dynamic_img_pad) and other classes of embedding and attention (embed_layer, ...). EVA's
+blocks and gated MLPs are in `fastvit.reference.eva`.
+
+Later additions to the paper's model, each off by default:
+
+    LayerScale (init_values)          Touvron et al. 2021, arXiv:2103.17239
+    stochastic depth (drop_path_rate) Huang et al. 2016, arXiv:1603.09382
+    registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
+    norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
+    norms inside the branches (scale_attn_norm, scale_mlp_norm)  Wang et al. 2022, arXiv:2210.06423
+    norms of q and k (qk_norm), attention beside the MLP (block_fn="parallel_scaling")
+                                      Dehghani et al. 2023, arXiv:2302.05442
+    RMSNorm (norm_layer="rmsnorm")    Zhang & Sennrich 2019, arXiv:1910.07467
+    patches left out in training (patch_drop_rate)  Li et al. 2023, arXiv:2212.00794
+    pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
+
+Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
+factory: device and dtype of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Size = int | tuple[int, int]
+LayerFactory = Callable[..., nn.Module]  # a class, or a partial of one
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, LayerFactory] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGELU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight: LayerNorm without mean and bias. (..., D) -> (..., D)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, **factory: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, **factory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean_square = wide.square().mean(dim=-1, keepdim=True)
+        return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
+
+
+NORMS: dict[str, LayerFactory] = {"layernorm": partial(nn.LayerNorm, eps=1e-6), "rmsnorm": RMSNorm}
+
+
+def make_norm(norm_layer: str | LayerFactory | None, dim: int, **factory: Any) -> nn.Module:
+    """A norm of a class or of a name in NORMS; None for an identity."""
+    if norm_layer is None:
+        return nn.Identity()
+    return (NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer)(dim, **factory)
+
+
+class PatchEmbed(nn.Module):
+    """Equation 1: an image is a sequence of patches, each flattened and projected to D. As a convolution whose stride
+    is its kernel size. (B, C, H, W) -> (B, h*w, D)."""
+
+    def __init__(
+        self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
+        norm_layer: str | LayerFactory | None = None, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.img_size = (img_size, img_size) if isinstance(img_size, int) else img_size
+        self.patch_size = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        self.grid_size = (self.img_size[0] // self.patch_size[0], self.img_size[1] // self.patch_size[1])
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, **factory)
+        self.norm = make_norm(norm_layer, embed_dim, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
+
+
+class Attention(nn.Module):
+    """Appendix A: softmax(q k^T / sqrt(d)) v for every head, then a projection. (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: str | LayerFactory | None = None,
+        qk_norm_layer: str | LayerFactory | None = None, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"num_heads must divide dim = {dim}, got {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **factory)
+        self.q_norm = make_norm(qk_norm_layer, self.head_dim, **factory)
+        self.k_norm = make_norm(qk_norm_layer, self.head_dim, **factory)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = make_norm(norm_layer, dim, **factory)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, H, N, d) each -> (B, H, N, d)"""
+        scores = (q * self.scale) @ k.transpose(-2, -1)  # (B, H, N, N)
+        return self.attn_drop(scores.softmax(dim=-1)) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
+        out = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
+        return self.proj_drop(self.proj(self.norm(out)))
+
+
+class Mlp(nn.Module):
+    """Two layers with a non-linearity between them. (..., D) -> (..., D)."""
+
+    def __init__(
+        self, in_features: int, hidden_features: int, act_layer: LayerFactory = nn.GELU, bias: bool = True,
+        drop: float = 0.0, norm_layer: str | LayerFactory | None = None, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
+        self.act = act_layer()
+        self.drop1 = nn.Dropout(drop)
+        self.norm = make_norm(norm_layer, hidden_features, **factory)
+        self.fc2 = nn.Linear(hidden_features, in_features, bias=bias, **factory)
+        self.drop2 = nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+
+
+class LayerScale(nn.Module):
+    """A learnt factor for every channel of a branch."""
+
+    def __init__(self, dim: int, init_values: float = 1e-5, **factory: Any) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), init_values, **factory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, drops a sample's whole branch with probability p, scales the others by 1/(1-p)."""
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.drop_prob == 0.0:
+            return x
+        keep = 1.0 - self.drop_prob
+        mask = x.new_empty((x.shape[0], *[1] * (x.dim() - 1))).bernoulli_(keep)
+        return x * (mask / keep if keep else mask)
+
+
+class Block(nn.Module):
+    """Equations 2 and 3: x + Attention(LN(x)), then x + Mlp(LN(x)). (B, N, D) -> (B, N, D)."""
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
+        act_layer: LayerFactory = nn.GELU, norm_layer: str | LayerFactory = NORMS["layernorm"],
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: LayerFactory = Mlp,
+        qk_norm: bool = False, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.norm1 = make_norm(norm_layer, dim, **factory)
+        inner, of_heads = norm_layer if scale_attn_norm else None, norm_layer if qk_norm else None
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, inner, of_heads, **factory)
+        self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
+        self.norm2 = make_norm(norm_layer, dim, **factory)
+        inner = norm_layer if scale_mlp_norm else None
+        self.mlp = mlp_layer(
+            dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, norm_layer=inner, **factory
+        )
+        self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class ResPostBlock(Block):
+    """The norm at the end of each branch; init_values then initialises the norms' weights instead of a LayerScale."""
+
+    def __init__(self, dim: int, num_heads: int, *, init_values: float | None = None, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        del self.ls1, self.ls2
+        self.init_values = init_values
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        if self.init_values is not None:
+            for norm in (self.norm1, self.norm2):
+                nn.init.constant_(norm.get_parameter("weight"), self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path1(self.norm1(self.attn(x)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+class ParallelScalingBlock(nn.Module):
+    """x + Attention(LN(x)) + Mlp(LN(x)), the projections into both as one layer. (B, N, D) -> (B, N, D).
+
+    qkv_bias=False leaves a bias of the MLP's own. fuse_out_proj: one layer out of both.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
+        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
+        act_layer: LayerFactory = nn.GELU, norm_layer: str | LayerFactory = NORMS["layernorm"],
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: LayerFactory | None = None,
+        qk_norm: bool = False, fuse_out_proj: bool = False, **factory: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if scale_attn_norm or scale_mlp_norm:
+            raise ValueError("scale_attn_norm and scale_mlp_norm must be False for a ParallelScalingBlock")
+        self.num_heads, self.head_dim, hidden = num_heads, dim // num_heads, int(dim * mlp_ratio)
+        self.scale = self.head_dim**-0.5
+        self.widths = [hidden, dim, dim, dim]
+        self.in_norm = make_norm(norm_layer, dim, **factory)
+        self.in_proj = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **factory)
+        self.mlp_bias = None if qkv_bias else nn.Parameter(torch.zeros(hidden, **factory))
+        self.q_norm = make_norm(norm_layer, self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.k_norm = make_norm(norm_layer, self.head_dim, **factory) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.mlp_act = act_layer()
+        self.mlp_drop = nn.Dropout(proj_drop)
+        if fuse_out_proj:
+            self.out_proj = nn.Linear(dim + hidden, dim, bias=proj_bias, **factory)
+        else:
+            self.attn_out_proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
+            self.mlp_out_proj = nn.Linear(hidden, dim, bias=proj_bias, **factory)
+        self.ls = nn.Identity() if init_values is None else LayerScale(dim, init_values, **factory)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    attend: Any = Attention.attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        hidden, *qkv = self.in_proj(self.in_norm(x)).split(self.widths, dim=-1)
+        q, k, v = (t.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2) for t in qkv)
+        attended = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
+        if self.mlp_bias is not None:
+            hidden = hidden + self.mlp_bias
+        hidden = self.mlp_drop(self.mlp_act(hidden))
+        if hasattr(self, "out_proj"):
+            both = self.out_proj(torch.cat([attended, hidden], dim=-1))
+        else:
+            both = self.attn_out_proj(attended) + self.mlp_out_proj(hidden)
+        return x + self.drop_path(self.ls(both))
+
+
+BLOCKS: dict[str, type[nn.Module]] = {
+    "block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock,
+}  # fmt: skip
+
+
+class PatchDropout(nn.Module):
+    """In training, keeps of each sample the prefix and a random subset of the patches, in random order."""
+
+    def __init__(self, prob: float, num_prefix_tokens: int) -> None:
+        super().__init__()
+        self.prob, self.num_prefix_tokens = prob, num_prefix_tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
+        B, n, _ = patches.shape
+        order = torch.randn(B, n, device=x.device).argsort(dim=1)
+        kept = order[:, : max(1, int(n * (1 - self.prob)))]
+        return torch.cat([prefix, patches[torch.arange(B, device=x.device)[:, None], kept]], dim=1)
+
+
+class AttentionPoolLatent(nn.Module):
+    """Attention of one learnt query to the tokens, a projection, then x + Mlp(LN(x)). (B, N, D) -> (B, D)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        norm_layer: str | LayerFactory,
+        act_layer: LayerFactory,
+        **factory: Any,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.scale = (dim // num_heads) ** -0.5
+        self.latent = nn.Parameter(torch.empty(1, 1, dim, **factory))
+        self.q = nn.Linear(dim, dim, **factory)
+        self.kv = nn.Linear(dim, 2 * dim, **factory)
+        self.proj = nn.Linear(dim, dim, **factory)
+        self.norm = make_norm(norm_layer, dim, **factory)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer, **factory)
+        nn.init.trunc_normal_(self.latent, std=dim**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        H, d = self.num_heads, D // self.num_heads
+        q = self.q(self.latent).reshape(1, 1, H, d).transpose(1, 2)  # (1, H, 1, d)
+        k, v = self.kv(x).reshape(B, N, 2, H, d).permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
+        probabilities = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1)  # (B, H, 1, N)
+        y = self.proj((probabilities @ v).transpose(1, 2).reshape(B, D))
+        return y + self.mlp(self.norm(y))
+
+
+class VisionTransformer(nn.Module):
+    """Image (B, C, H, W) -> logits (B, num_classes). For the arguments see `fastvit.VisionTransformer`."""
+
+    def __init__(
+        self,
+        img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3,
+        num_classes: int = 1000, global_pool: str = "token",
+        embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
+        proj_bias: bool = True, init_values: float | None = None,
+        class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
+        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
+        pool_include_prefix: bool = False, dynamic_img_size: bool = False,
+        attn_pool_num_heads: int | None = None, attn_pool_mlp_ratio: float | None = None,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
+        scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
+        norm_layer: str | LayerFactory = "layernorm", embed_norm_layer: str | LayerFactory | None = None,
+        act_layer: str | LayerFactory = "gelu",
+        block_fn: str | LayerFactory = "block", mlp_layer: LayerFactory = Mlp,
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, qk_norm: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if (mean is None) != (std is None):
+            raise ValueError(f"mean and std must both be given or both be None, got mean={mean} and std={std}")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = partial(make_norm, norm_layer)
+        act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
+        block = BLOCKS[block_fn] if isinstance(block_fn, str) else block_fn
+        if fc_norm is None:
+            fc_norm = global_pool in ("avg", "avgmax", "max")
+
+        self.num_classes, self.global_pool, self.embed_dim = num_classes, global_pool, embed_dim
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
+        self.pool_include_prefix = pool_include_prefix
+        self.mean, self.std = mean, std
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, embed_norm_layer, **factory
+        )
+        n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **factory)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
+        self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        P = self.num_prefix_tokens
+        self.patch_drop = PatchDropout(patch_drop_rate, P) if patch_drop_rate else nn.Identity()
+        self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
+        make = partial(
+            block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
+            proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
+            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
+            mlp_layer=mlp_layer, qk_norm=qk_norm, **factory,
+        )  # fmt: skip
+        drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
+        self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()
+        self.fc_norm = norm(embed_dim, **factory) if final_norm and fc_norm else nn.Identity()
+        self.attn_pool = None
+        if global_pool == "map":
+            size = attn_pool_num_heads or num_heads, attn_pool_mlp_ratio or mlp_ratio
+            self.attn_pool = AttentionPoolLatent(embed_dim, *size, norm, act, **factory)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
+        self.init_weights(linears=weight_init != "skip")
+
+    @torch.no_grad()
+    def init_weights(self, linears: bool = True) -> None:
+        if self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+        for module in self.modules():
+            if linears and isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, P + h*w, D): patches, CLS and registers in front, positions added."""
+        B, _, H, W = x.shape
+        patch_h, patch_w = self.patch_embed.patch_size
+        if not self.dynamic_img_size and self.patch_embed.img_size != (H, W):
+            raise ValueError(f"x must have image size {self.patch_embed.img_size}, got {(H, W)}")
+        if H % patch_h or W % patch_w:
+            raise ValueError(f"patch_size {(patch_h, patch_w)} must divide the image size, got {(H, W)}")
+        if x.dtype is torch.uint8:
+            x = x.to(self.patch_embed.proj.weight.dtype) / 255
+            if self.mean is not None and self.std is not None:
+                x = (x - x.new_tensor(self.mean).view(1, -1, 1, 1)) / x.new_tensor(self.std).view(1, -1, 1, 1)
+        x = self.patch_embed(x)
+        prefix = [t.expand(B, -1, -1) for t in (self.cls_token, self.reg_token) if t is not None]
+        if self.pos_embed is None:
+            return torch.cat([*prefix, x], dim=1)
+        pos = self.positions((H // patch_h, W // patch_w))
+        if self.no_embed_class:
+            return self.pos_drop(torch.cat([*prefix, x + pos], dim=1))
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos)
+
+    def positions(self, grid: tuple[int, int]) -> Tensor:
+        """pos_embed, its grid interpolated bicubically to another image size (section 3.2)."""
+        assert self.pos_embed is not None
+        if grid == self.patch_embed.grid_size:
+            return self.pos_embed
+        P = 0 if self.no_embed_class else self.num_prefix_tokens
+        prefix, patches = self.pos_embed[:, :P], self.pos_embed[:, P:]
+        image = patches.float().unflatten(1, self.patch_embed.grid_size).permute(0, 3, 1, 2)
+        image = F.interpolate(image, size=grid, mode="bicubic", antialias=True)
+        return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.norm_pre(self.patch_drop(self.embed(x)))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
+        return self.norm(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        if self.global_pool == "":
+            return x
+        if self.global_pool == "token":
+            return x[:, 0]
+        patches = x if self.pool_include_prefix else x[:, self.num_prefix_tokens :]
+        if self.attn_pool is not None:  # map
+            return self.attn_pool(patches)
+        if self.global_pool == "avg":
+            return patches.mean(dim=1)
+        if self.global_pool == "max":
+            return patches.amax(dim=1)
+        return 0.5 * (patches.amax(dim=1) + patches.mean(dim=1))  # avgmax
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        x = self.head_drop(self.fc_norm(self.pool(x)))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable

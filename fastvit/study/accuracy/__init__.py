@@ -1,0 +1,1 @@
+"""The fused ops against float64 and eager PyTorch."""

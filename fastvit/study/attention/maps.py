@@ -1,0 +1,199 @@
+"""What a model looks at: rows of its attention, and their rollout through the layers (Abnar & Zuidema 2020,
+arXiv:2005.00928)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastvit.study.attention import recording
+from fastvit.study.attention.queries import Queries, Query, Tokens
+from fastvit.study.attention.recording import Call
+
+_CHUNK = 1 << 22  # weights at a time in a rollout: 16 MiB in float32
+_Rows = tuple[tuple[int, ...], Tensor]  # heads, and theirs
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """How much of every token goes into some tokens, the queries.
+
+    Attributes:
+        rows: (..., queries, N), each row a distribution over the N tokens: float32, or float64 of a float64 model, on
+            the model's device.
+        queries: "cls", or (row, column) of a patch.
+        num_prefix_tokens: how many tokens come before the patches: CLS, registers.
+        grid: (h, w) of the patches.
+    """
+
+    rows: Tensor
+    queries: tuple[Query, ...]
+    num_prefix_tokens: int
+    grid: tuple[int, int]
+
+    @property
+    def patches(self) -> Tensor:
+        """(..., queries, h, w): the part of the rows that is of patches."""
+        return self.rows[..., self.num_prefix_tokens :].unflatten(-1, self.grid)
+
+
+@dataclass(frozen=True)
+class AttentionMaps(TokenWeights):
+    """`rows` are (layers, heads, queries, N).
+
+    Attributes:
+        layers, heads: their numbers, from 0.
+        depth: how many layers the model has.
+    """
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    depth: int
+
+
+def attention_maps(
+    model: nn.Module, image: Tensor, layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None, queries: Queries = None,
+) -> AttentionMaps:  # fmt: skip
+    """Rows of softmax(scale * q k^T), with q and k as the model's own attention has them: behind projection, norms and
+    rotation. A bias of the scores, as for relative positions, is added as the model adds it.
+
+    The model runs once, in evaluation mode (without dropout; the mode of every module is restored) and without
+    gradients. Its attention stays fused; beside it only the rows asked for are computed, from q and k in place.
+
+    Args:
+        model: any whose attention is fastvit's or F.scaled_dot_product_attention: ours, accelerated, or untouched.
+        image: (C, H, W) or (1, C, H, W), as the model takes it.
+        layers: numbers in the order of the forward, from 0; negative ones from the last. None for all.
+        heads: likewise.
+        queries: "cls", (row, column) in the grid of patches, or a sequence of these. None for CLS, or the patch in the
+            centre for a model without CLS.
+
+    Raises:
+        ValueError: layers, heads or queries that the model does not have; a layer whose attention is not seen, because
+            it computes N x N weights, is causal, or is over windows.
+    """
+    asked, of_heads = _checked("layers", layers), _checked("heads", heads)
+    back = max((-layer for layer in asked or () if layer < 0), default=0)
+    tokens = Tokens(model, queries)
+    kept: dict[int, _Rows | str] = {}  # or why there are none
+
+    def on_call(call: Call) -> None:
+        if asked is None or back or call.layer in asked:
+            kept[call.layer] = tokens.misfit(call) or _rows(call, of_heads, tokens.numbers)
+        if asked is not None and call.layer - back not in asked:  # it is not the `back`-th from the last
+            kept.pop(call.layer - back, None)
+
+    depth = recording.run(model, _one(image), on_call)
+    numbers = _resolved("layers", asked, depth)
+    found = []
+    for layer in numbers:
+        rows = kept[layer]
+        if isinstance(rows, str):
+            raise _unseen(layer, rows)
+        found.append(rows)
+    if len({chosen for chosen, _ in found}) > 1:
+        raise ValueError(
+            "heads must be given by number, or layers one at a time: layers have different numbers of heads"
+        )
+    stacked = torch.stack([rows for _, rows in found])
+    return AttentionMaps(stacked, tokens.queries, tokens.prefix, tokens.grid, numbers, found[0][0], depth)
+
+
+def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) -> TokenWeights:
+    """Rows of A_L ... A_2 A_1, with A_l = I / 2 + (mean of layer l's weights over its heads) / 2: how much of each
+    token of the image reaches the queries if layers only mix tokens by their weights, and keep half of what they get.
+
+    A row goes through one layer at a time, from the last to the first, whose weights are computed some rows at a time
+    from the q and k that are kept of every layer: memory is O(N).
+
+    Args:
+        model, image, queries: as in `attention_maps`, which says how the model runs.
+
+    Returns:
+        `rows` are (queries, N).
+
+    Raises:
+        ValueError: as `attention_maps`, for any layer.
+    """
+    tokens = Tokens(model, queries)
+    calls: list[Call] = []
+
+    def on_call(call: Call) -> None:
+        if reason := tokens.misfit(call):
+            raise _unseen(call.layer, reason)
+        calls.append(call)
+
+    _resolved("layers", None, recording.run(model, _one(image), on_call))
+    last, count = calls[-1].q, len(tokens.numbers)
+    rows = torch.zeros(count, last.shape[1], device=last.device, dtype=_wide(last))
+    rows[range(count), tokens.numbers] = 1.0
+    for call in reversed(calls):
+        rows = (rows + _mixed(rows, call)) / 2
+    return TokenWeights(rows, tokens.queries, tokens.prefix, tokens.grid)
+
+
+def _mixed(rows: Tensor, call: Call) -> Tensor:
+    """(queries, N) times the mean of a layer's weights over its heads."""
+    H, N, _ = call.q.shape
+    chunk = max(1, _CHUNK // (H * N))
+    mixed = torch.zeros_like(rows)
+    with torch.autocast(rows.device.type, enabled=False):
+        for start in range(0, N, chunk):
+            weights = _softmax(call, slice(start, start + chunk)).mean(0)
+            mixed += rows[:, start : start + chunk] @ weights
+    return mixed
+
+
+def _rows(call: Call, heads: Sequence[int] | None, queries: list[int]) -> _Rows:
+    chosen = _resolved("heads", heads, call.q.shape[0])
+    with torch.autocast(call.q.device.type, enabled=False):
+        return chosen, _softmax(call, queries, list(chosen))
+
+
+def _softmax(call: Call, rows: slice | list[int], heads: slice | list[int] = slice(None)) -> Tensor:
+    """(heads, rows, N)"""
+    wide = _wide(call.q)
+    scores = call.scale * call.q[:, rows][heads].to(wide) @ call.k[heads].to(wide).transpose(-2, -1)
+    return (scores if call.bias is None else scores + call.bias[:, rows][heads]).softmax(-1)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+# ---- what is asked for ----
+
+
+def _one(image: Tensor) -> Tensor:
+    if not isinstance(image, Tensor):
+        raise TypeError(f"image must be a tensor, got {type(image).__name__}")
+    if image.dim() not in (3, 4) or (image.dim() == 4 and image.shape[0] != 1):
+        raise ValueError(f"image must have shape (C, H, W) or (1, C, H, W), got {tuple(image.shape)}")
+    return image if image.dim() == 4 else image[None]
+
+
+def _checked(name: str, value: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    numbers = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not numbers or any(type(number) is not int for number in numbers):
+        raise ValueError(f"{name} must be an integer, some integers, or None for all, got {value!r}")
+    return numbers
+
+
+def _resolved(name: str, numbers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """Of so many, without negative numbers."""
+    if not count:
+        raise ValueError("the model has no self-attention that is seen: neither fastvit's nor PyTorch's")
+    for number in numbers or ():
+        if not -count <= number < count:
+            raise ValueError(f"{name} must be in {-count}..{count - 1}, got {number}")
+    return tuple(range(count)) if numbers is None else tuple(number % count for number in numbers)
+
+
+def _unseen(layer: int, reason: str) -> ValueError:
+    return ValueError(f"layer {layer}'s attention is not seen: {reason}")

@@ -1,0 +1,89 @@
+"""Which tokens somebody asks about: CLS, or patches by row and column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fastvit.study.attention.recording import Call
+
+Query = str | tuple[int, int]
+Queries = Query | Sequence[Query] | None
+_CLS = ("cls_token", "class_token", "class_embedding")  # the parameter, as libraries call it
+_ALLOWED = '"cls", (row, column) of a patch, or several of these'
+
+
+class Tokens:
+    """The tokens of a model's attention and the queries among them, which the first attention that is seen tells.
+
+    Attributes:
+        queries: as asked for, or the default: CLS, or the patch in the centre of a model without CLS.
+        numbers: which tokens they are.
+        prefix: how many tokens come before the patches.
+        grid: (h, w) of the patches.
+    """
+
+    def __init__(self, model: nn.Module, queries: Queries) -> None:
+        self.kind = type(model).__name__
+        self.has_cls = any(name.rpartition(".")[2] in _CLS for name, _ in model.named_parameters())
+        self.queries = _parsed(queries)
+        self.numbers: list[int] = []
+        self.prefix = 0
+        self.grid = (0, 0)
+        self._count = 0
+
+    def misfit(self, call: Call) -> str:
+        """Why a call has no rows for the queries, or "".
+
+        Raises:
+            ValueError: queries that are not there.
+        """
+        if call.unseen:
+            return call.unseen
+        N = call.q.shape[1]
+        if self._count:
+            return "" if self._count == N else f"it is over {N} tokens, where others are over {self._count}"
+        if call.grid is None:
+            raise ValueError(f"{self.kind} has no grid of patches: no convolution strides as wide as its kernel")
+        h, w = call.grid
+        if h * w > N:
+            return f"it is over {N} tokens, of an image of {h} x {w} patches"
+        self._count, self.grid, self.prefix = N, call.grid, N - h * w
+        has_cls = self.has_cls and self.prefix > 0
+        if not self.queries:
+            self.queries = ("cls",) if has_cls else ((h // 2, w // 2),)
+        self.numbers = [self._number(query, has_cls) for query in self.queries]
+        return ""
+
+    def _number(self, query: Query, has_cls: bool) -> int:
+        h, w = self.grid
+        if isinstance(query, str):
+            if not has_cls:
+                raise ValueError(f'queries must be (row, column) of a patch, got "cls": {self.kind} has no CLS')
+            return 0
+        row, column = query
+        if not (0 <= row < h and 0 <= column < w):
+            raise ValueError(f"queries must have rows in 0..{h - 1} and columns in 0..{w - 1}, got ({row}, {column})")
+        return self.prefix + row * w + column
+
+
+def _parsed(queries: Any) -> tuple[Query, ...]:
+    """One or several as a tuple of them; () for None."""
+    if queries is None:
+        return ()
+    if _is_query(queries):
+        queries = (queries,)
+    if isinstance(queries, str) or not isinstance(queries, Sequence) or not queries:
+        raise ValueError(f"queries must be {_ALLOWED}, got {queries!r}")
+    for query in queries:
+        if not _is_query(query):
+            raise ValueError(f"queries must be {_ALLOWED}, got {query!r}")
+    return tuple(query if isinstance(query, str) else (query[0], query[1]) for query in queries)
+
+
+def _is_query(query: Any) -> bool:
+    if isinstance(query, str):
+        return query == "cls"
+    return isinstance(query, Sequence) and len(query) == 2 and all(type(i) is int for i in query)

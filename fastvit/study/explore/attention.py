@@ -1,0 +1,117 @@
+"""Attention of one picture as the page shows it: rows of every query, rounded, as many as the page has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastvit.study.attention.maps import attention_maps, attention_rollout
+from fastvit.study.explore import document
+
+ROOM = 8_000_000  # characters
+_CHUNK = 1 << 26  # weights of layers that are computed in one run of the model: 256 MiB
+
+
+def collect(
+    model: nn.Module, pixels: Tensor, layers: Sequence[int] | None,
+    progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
+) -> dict[str, Any]:  # fmt: skip
+    """Rollout and the mean of the heads of every layer, then all heads, a layer at a time, until the room is full. Of a
+    grid so fine that the means alone are too much, every second (third, ...) row and column of queries.
+
+    Args:
+        model: in float32, with fastvit's or PyTorch's attention.
+        pixels: (C, H, W).
+        layers: numbers from 0 of those whose heads come first; then the last, the first, and inwards.
+
+    Raises:
+        ValueError: layers that the model does not have.
+    """
+    try:
+        one = attention_maps(model, pixels, layers=0)
+    except ValueError as error:
+        return {"maps": None, "note": f"No attention is shown: {error}."}
+    (h, w), prefix, depth, heads = one.grid, one.num_prefix_tokens, one.depth, len(one.heads)
+    for layer in layers or ():
+        if not 0 <= layer < depth:
+            raise ValueError(f"layers must be in 0..{depth - 1}, got {layer}")
+    has_cls, tokens = "cls" in one.queries, prefix + h * w
+    stride = _stride(h, w, has_cls, tokens, depth)
+    queries: list[Any] = ["cls"] if has_cls else []
+    queries += [(row, column) for row in range(0, h, stride) for column in range(0, w, stride)]
+    numbers = [0 if query == "cls" else prefix + query[0] * w + query[1] for query in queries]
+
+    room = document.quantized_size(len(queries), tokens)
+    each = (ROOM - (depth + 1) * room) // (heads * room)  # layers whose heads there is room for
+    kept = sorted(_by_interest(depth, layers or ())[: max(0, each)])
+    maps: dict[str, Any] = {}
+    with progress(depth + 1, "attention") as step:
+        step("rollout")
+        maps["rollout"] = document.quantized(attention_rollout(model, pixels, queries).rows)
+        for layer, rows in _layers(model, pixels, queries, depth, heads * len(queries) * tokens):
+            step(f"layer {layer}")
+            maps[f"{layer}.mean"] = document.quantized(rows.mean(0))
+            if layer in kept:
+                maps |= {f"{layer}.{head}": document.quantized(rows[head]) for head in range(heads)}
+    return {
+        "grid": [h, w], "prefix": prefix, "tokens": tokens, "layers": list(range(depth)), "heads": heads,
+        "queries": numbers, "stride": stride, "prefix_names": ["CLS"] if has_cls else [],
+        "prefix_text": _prefix_text(prefix, has_cls), "maps": maps, "note": _note(depth, heads, kept, stride),
+    }  # fmt: skip
+
+
+def _layers(
+    model: nn.Module, pixels: Tensor, queries: list[Any], depth: int, weights: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Number and rows (H, queries, N) of every layer, of several in one run of the model where they are small."""
+    several = max(1, _CHUNK // weights)
+    for start in range(0, depth, several):
+        found = attention_maps(model, pixels, layers=range(start, min(depth, start + several)), queries=queries)
+        yield from zip(found.layers, found.rows, strict=True)
+
+
+def _stride(h: int, w: int, has_cls: bool, tokens: int, depth: int) -> int:
+    """The least with which rollout and means take half of the room at most."""
+    stride = 1
+    while True:
+        queries = has_cls + -(-h // stride) * -(-w // stride)
+        if (depth + 1) * document.quantized_size(queries, tokens) <= ROOM // 2 or queries <= 2:
+            return stride
+        stride += 1
+
+
+def _by_interest(depth: int, asked: Sequence[int]) -> list[int]:
+    """All layers: those asked for, then the last, the first, the last but one, ..."""
+    inwards = [layer for i in range((depth + 1) // 2) for layer in (depth - 1 - i, i)]
+    return list(dict.fromkeys([*asked, *inwards]))
+
+
+def _prefix_text(prefix: int, has_cls: bool) -> str:
+    registers = prefix - has_cls
+    names = ["CLS"] * has_cls + [f"{registers} register{'s' * (registers > 1)}"] * (registers > 0)
+    return " and ".join(names)
+
+
+def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
+    which = "every layer" if len(kept) == depth else f"layers {_ranges(kept)}" if kept else "no layer"
+    lines = [
+        f"In this page: rollout and the mean of the heads of all {depth} layers, and each of {heads} heads of {which}."
+    ]
+    if stride > 1:
+        lines.append(f"Queries are in rows and columns 0, {stride}, {2 * stride}, ... of the grid; keys are all.")
+    lines.append("A row is rounded to 255ths of its largest weight.")
+    return " ".join(lines)
+
+
+def _ranges(layers: list[int]) -> str:
+    """[0, 1, 2, 11] -> "0 to 2, 11"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}, {b}" if a + 1 == b else f"{a} to {b}" for a, b in runs)

@@ -1,0 +1,224 @@
+"""One page to explore a model: patches, embedding, memory, attention, positions, and other models beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.modules.arguments import Pair, checked_pair
+from fastvit.study.explore import attention, document, memory
+from fastvit.study.explore.picture import picture
+from fastvit.study.models.costs import ModelCost, models
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import Subject
+from fastvit.study.sources.normalization import of_subject
+
+Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
+
+_POSITIONS = 1600  # at most: of more, the N x N similarities would fill the page
+
+
+@dataclass(frozen=True)
+class PatchEmbedding:
+    """What cutting one image into patches and projecting them costs.
+
+    Attributes:
+        patches: h * w of the grid.
+        tokens: patches and prefix tokens.
+        parameters: of the projection, without positions and prefix tokens.
+        flops: two for each multiply-add of the projection.
+    """
+
+    patches: int
+    tokens: int
+    parameters: int
+    flops: int
+
+
+def patch_embedding(
+    image_size: Pair, patch_size: Pair, width: int, *, prefix_tokens: int = 1, channels: int = 3, bias: bool = True
+) -> PatchEmbedding:
+    """Of equation 1 of Dosovitskiy et al. 2021 (arXiv:2010.11929): (C P^2) x D weights, and D biases.
+
+    Args:
+        image_size, patch_size: int or (height, width) in pixels.
+        width: D.
+        prefix_tokens: how many come before the patches.
+        channels: C, of the image.
+        bias: whether the projection has one.
+
+    Raises:
+        ValueError: a patch size that does not divide the image size.
+    """
+    (H, W), (p, q) = checked_pair("image_size", image_size), checked_pair("patch_size", patch_size)
+    if H % p or W % q:
+        raise ValueError(f"patch_size must divide image_size {(H, W)}, got {(p, q)}")
+    patches, numbers = (H // p) * (W // q), channels * p * q
+    parameters = (numbers + bias) * width
+    return PatchEmbedding(patches, patches + prefix_tokens, parameters, 2 * patches * numbers * width)
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """What the page shows.
+
+    Attributes:
+        model: its name.
+        data: in JSON's types, as the page's scripts read it.
+    """
+
+    model: str
+    data: dict[str, Any]
+
+    def html(self) -> str:
+        """The page: one file that asks for no other."""
+        return document.rendered(f"{self.model} · fastvit explore", self.data)
+
+
+@contextlib.contextmanager
+def _silent(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    yield lambda now: None
+
+
+def explore(
+    model: str = "vit_base_patch16_224", image: str | Path | None = None, *, weights: str | Path | None = None,
+    image_size: Pair | None = None, layers: Sequence[int] | None = None, progress: Progress = _silent,
+) -> Exploration:  # fmt: skip
+    """What the page shows of a model: planned, counted, and computed on the CPU in float32.
+
+    Args:
+        model: as `fastvit memory` takes it.
+        image: a picture's file; None for a computed one.
+        weights: as `create_model` takes them, for a model of the zoo; None for random weights, the same in every run.
+        image_size: int or (height, width); None for the model's own.
+        layers: numbers from 0 of those whose heads come first where not all heads fit into the page.
+        progress: (how many, of what) -> the context of a function that is told what is next.
+
+    Raises:
+        ValueError: an unknown model, sizes that do not fit, no picture, weights that do not fit, layers out of range.
+        FileNotFoundError: no such file.
+        ImportError: a library that is not installed.
+    """
+    subject = find(model)
+    size, patch = subject.sizes(image_size)
+    pixels, shown = picture(image, size, *of_subject(subject))
+    built = _built(subject, size, weights)
+    facts = _facts(built, models(model, image_size=size)[0])
+    data: dict[str, Any] = {
+        "model": facts,
+        "version": fastvit.__version__,
+        "provenance": _provenance(subject, image, weights),
+        "picture": {
+            "uri": document.as_uri(shown), "height": size[0], "width": size[1], "patch_stops": patch_stops(size, patch),
+        },
+        "attention": attention.collect(built, pixels, layers, progress),
+        "positions": _positions(built, facts["grid"]),
+        "memory": memory.collect(subject, size, patch, facts["prefix"], progress),
+        "models": _model_rows(progress),
+    }  # fmt: skip
+    if weights is None and subject.source != "function":
+        for part, values in (("attention", "maps"), ("positions", "cosine")):
+            if data[part][values] is not None:
+                data[part]["note"] = f"Of random weights. {data[part]['note']}"
+    return Exploration(model, data)
+
+
+def patch_stops(size: tuple[int, int], patch: tuple[int, int]) -> list[int]:
+    """Square patches from 4 to 64 pixels that divide the image, and the model's."""
+    common = math.gcd(*size)
+    return sorted({p for p in range(4, 65) if common % p == 0 and p < common} | {patch[0]})
+
+
+def _built(subject: Subject, size: tuple[int, int], weights: str | Path | None) -> nn.Module:
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return subject.with_weights(weights, size).float().eval()
+
+
+def _facts(model: nn.Module, cost: ModelCost) -> dict[str, Any]:
+    projection = next(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    return {
+        **_row(cost), "grid": cost.grid, "prefix": cost.prefix_tokens, "width": projection.out_channels,
+        "channels": projection.in_channels, "bias": projection.bias is not None, "quoted": shlex.quote(cost.name),
+    }  # fmt: skip
+
+
+def _provenance(subject: Subject, image: str | Path | None, weights: str | Path | None) -> str:
+    if weights is not None:
+        text = f"Weights: {Path(weights).name}."
+    elif subject.source == "function":
+        text = f"Weights: as {subject.name} returns them."
+    else:
+        text = "Weights: random, since no file was given. Attention and positions are those of an untrained model."
+    return f"{text} Picture: {Path(image).name if image else 'a computed landscape, since no file was given'}."
+
+
+# ---- positions ----
+
+
+def position_similarity(positions: Tensor) -> Tensor:
+    """Cosines of every two rows: (n, D) -> (n, n)."""
+    unit = F.normalize(positions.float(), dim=-1)
+    return unit @ unit.T
+
+
+def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
+    found = learnt_positions(model, grid[0] * grid[1])
+    if found is None:
+        rotary = any(
+            "rotary" in type(m).__name__.lower() or "rope" in type(m).__name__.lower() for m in model.modules()
+        )
+        instead = "It rotates queries and keys by the place of their patch instead." if rotary else ""
+        return {"cosine": None, "note": f"This model has no learnt embeddings of positions. {instead}".strip()}
+    if not 1 < len(found) <= _POSITIONS:
+        note = f"No similarities of {len(found)} positions: this page has room for those of 2 to {_POSITIONS}."
+        return {"cosine": None, "note": note}
+    cosine = (position_similarity(found) * 127).round().clamp(-127, 127).to(torch.int8)
+    return {"grid": grid, "cosine": document.encoded(cosine), "note": "Cosines are rounded to 127ths."}
+
+
+def learnt_positions(model: nn.Module, patches: int) -> Tensor | None:
+    """The (patches, D) rows that a model adds to its patches, as libraries call them; None without."""
+    for name, parameter in model.named_parameters():
+        if "pos_embed" in name or "position_embedding" in name:
+            rows = parameter.detach().flatten(0, -2)
+            if 0 <= len(rows) - patches < 32:  # in front are prefix tokens
+                return rows[-patches:]
+    return None
+
+
+# ---- models ----
+
+_NAMES = (
+    "vit_tiny_patch16_224", "vit_small_patch16_224", "vit_small_patch32_224", "vit_base_patch8_224",
+    "vit_base_patch16_224", "vit_base_patch16_384", "vit_base_patch32_224", "vit_large_patch16_224",
+    "vit_large_patch16_384", "vit_huge_patch14_224", "vit_giant_patch14_224", "deit3_small_patch16_224",
+    "deit3_base_patch16_384", "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2",
+    "vit_giant_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "vit_base_patch16_dinov3", "vit_large_patch16_dinov3",
+    "vit_7b_patch16_dinov3", "vit_base_patch32_clip_224", "vit_large_patch14_clip_336",
+    "vit_base_patch16_siglip_gap_512", "vit_so400m_patch14_siglip_gap_378", "eva02_base_patch14_448",
+    "vit_pe_spatial_large_patch14_448", "vit_cifar_small",
+)  # fmt: skip
+
+
+def _model_rows(progress: Progress) -> list[dict[str, Any]]:
+    with progress(len(_NAMES), "models") as step:
+        return [_row(cost) for cost in models(_NAMES, step=step)]
+
+
+def _row(cost: ModelCost) -> dict[str, Any]:
+    return {
+        "name": cost.name, "image_size": cost.image_size, "patch_size": cost.patch_size, "tokens": cost.tokens,
+        "parameters": cost.parameters.total, "flops": cost.flops,
+    }  # fmt: skip

@@ -1,0 +1,113 @@
+"""The planned memory of a model at every stop of the page's sliders."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import astuple, fields
+from typing import Any
+
+from fastvit.ops.runtime import dispatch
+from fastvit.study.memory.plan import Parts, Setting, plan
+from fastvit.study.memory.scaled_plan import ScaledPlan, traced_at
+from fastvit.study.sources.model_source import PROVIDERS, Subject
+
+MODES = ("train", "infer")
+DTYPES = ("bfloat16", "float32")
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SIZES = (224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+_START = 8  # images
+NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fused": "the fused ops"}
+
+
+def collect(
+    subject: Subject, size: tuple[int, int], patch: tuple[int, int], prefix: int,
+    progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
+) -> dict[str, Any]:  # fmt: skip
+    """{"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}} and the stops; without one, why.
+
+    As on a GPU where triton is installed, whose launchers tell what they allocate; else as on a CPU.
+
+    Args:
+        size, patch: the model's, (height, width).
+        prefix: tokens before the patches.
+    """
+    if patch[0] != patch[1] or size[0] != size[1]:
+        return {"plan": None, "note": "Memory is planned for square images and patches only."}
+    providers, refused = _providers(subject)
+    if not providers:
+        return {"plan": None, "note": f"No memory is planned: {'; '.join(refused)}."}
+    patches = patch_stops(subject, size[0], patch[0])
+    sizes = size_stops(size[0], patches)
+    gpu = dispatch.HAVE_TRITON
+    at = traced_at(subject.on_meta(providers[0]), prefix, None if len(patches) > 1 else patch[0])
+    try:
+        subject.on_meta(providers[0], at.side * at.patch, at.patch)
+    except ValueError as error:
+        return {"plan": None, "note": f"No memory is planned: {error}."}
+    plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
+    runs: dict[Any, Any] = {}
+    steps = list(itertools.product(providers, MODES, DTYPES))
+    with progress(len(steps), "memory") as step:
+        for provider, mode, dtype in steps:
+            step(f"{provider}, {mode}, {dtype}")
+            one, more = (
+                ScaledPlan(subject, provider, Setting(mode, dtype), traced, gpu=gpu, runs=runs)
+                for traced in (at._replace(batch=1), at)
+            )
+            for s, p in itertools.product(sizes, patches):
+                parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
+                plans[provider][mode][dtype][f"{s}x{p}"] = parts
+    last, start = providers[-1], f"{size[0]}x{patch[0]}"  # the fused ops, whose launches depend on sizes most
+    right = plan(subject, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
+    off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
+    return {
+        "parts": [f.name for f in fields(Parts)], "providers": providers, "modes": MODES, "dtypes": DTYPES,
+        "sizes": sizes, "patches": patches, "batches": BATCHES, "plan": plans,
+        "tokens": {f"{s}x{p}": (s // p) ** 2 + prefix for s in sizes for p in patches},
+        "start": {"size": size[0], "patch": patch[0], "batch": _START, "mode": "train", "dtype": "bfloat16"},
+        "device": "cuda" if gpu else "cpu", "note": _note(gpu, last, off, size[0], refused),
+    }  # fmt: skip
+
+
+def patch_stops(subject: Subject, size: int, patch: int) -> list[int]:
+    """Half, once and twice the model's patch, as far as they divide the image and the model takes another."""
+    if subject.source == "function":
+        return [patch]
+    halves = [patch // 2] if patch % 2 == 0 and patch >= 8 else []
+    return [p for p in (*halves, patch, 2 * patch) if p == patch or (size % p == 0 and 2 * p <= size)]
+
+
+def size_stops(size: int, patches: list[int]) -> list[int]:
+    """The usual sizes, or as many times a small image, rounded to multiples of every patch; and the model's own."""
+    base = math.lcm(*patches)
+    usual = [s * size // _SIZES[0] for s in _SIZES] if size < _SIZES[0] // 2 else _SIZES
+    return sorted({max(1, round(s / base)) * base for s in usual} | {size})
+
+
+def _providers(subject: Subject) -> tuple[list[str], list[str]]:
+    """Those that the model has, and why it has not the others."""
+    found, refused = [], []
+    for provider in PROVIDERS:
+        try:
+            subject.on_meta(provider)
+        except ValueError as error:
+            refused.append(f"{provider}: {error}")
+        else:
+            found.append(provider)
+    return found, refused
+
+
+def _note(gpu: bool, provider: str, off: float, size: int, refused: list[str]) -> str:
+    where = "as on a GPU" if gpu else "as on a CPU, since triton is not installed"
+    differs = f"differs by less than {math.floor(1000 * off + 1) / 10:g} %" if off else "is the same"
+    lines = [
+        f"Planned {where}, with AdamW in training: of every provider, step and type one step of one image and"
+        " one of several are traced on tensors without data, and their allocations are scaled to the other sizes. The"
+        f" command plans each size by itself: its peak at {size} px and a batch of {_START}, of {NAMES[provider]} in"
+        f" training in bfloat16, {differs}. The workspace of a vendor's libraries is in neither.",
+        *(f"Not shown: {reason}." for reason in refused),
+    ]
+    return " ".join(lines)

@@ -1,0 +1,168 @@
+"""One transformer block as it runs: its ops in order, and what each keeps for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastvit.modules.arguments import Pair
+from fastvit.study.memory.allocations import Allocations, as_on
+from fastvit.study.memory.plan import without_data
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import DTYPES, PROVIDERS, blocks, channels, images, output_of
+
+
+@dataclass(frozen=True)
+class BlockOp:
+    """An op that writes memory.
+
+    Attributes:
+        name: of the registered op, such as "addmm" or "attention_qkvpacked_fwd".
+        kept: what it made that is kept for the backward pass, in token tensors of B * N * D elements.
+    """
+
+    name: str
+    kept: float
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """The forward pass of a model's first block in training.
+
+    Attributes:
+        provider: "eager", "sdpa" or "fused".
+        tokens: N.
+        ops: in their order, views left out.
+    """
+
+    provider: str
+    tokens: int
+    ops: tuple[BlockOp, ...]
+
+    @property
+    def kept(self) -> float:
+        """Token tensors that are kept for the backward pass, the block's input among them."""
+        return 1.0 + sum(op.kept for op in self.ops)
+
+
+class _Steps(Allocations):
+    """Also which op made which blocks of memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps: list[tuple[str, range]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outermost, first = not self._inside, len(self.blocks)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if outermost and (len(self.blocks) > first or func._schema.is_mutable):
+            self._add_step(func, first)
+        return out
+
+    def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
+        first = len(self.blocks)
+        out = super()._run_op(op, args)
+        self._add_step(op, first)
+        return out
+
+    def _add_step(self, op: Any, first: int) -> None:
+        name = op._schema.name.partition("::")[2]
+        name = name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")  # which stands in for a GPU
+        self.steps.append((name, range(first, len(self.blocks))))
+
+
+def block(
+    model: str, *, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None,
+    dtype: str = "bfloat16",
+) -> BlockCost:  # fmt: skip
+    """What the first block of a model runs in training, and what it keeps: by the model's own forward pass on fake
+    tensors, as on a GPU.
+
+    Args:
+        model, patch_size: of `memory`.
+        provider: "eager" (N x N scores), "sdpa" or "fused".
+        image_size: None for the model's own.
+        dtype: "float32", "bfloat16" or "float16".
+
+    Raises:
+        ValueError: a model without a list of blocks, and what `memory` refuses.
+    """
+    subject = find(model)
+    size, patch = subject.sizes(image_size, patch_size)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    built = subject.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
+    one, B = first_block(built), 2
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    without_data(built, fakes)
+    with fakes, as_on(gpu=True), torch.enable_grad():
+        seen = _Steps(gpu=True)
+        pixels = images(B, size, DTYPES[dtype], channels(built))
+        given = set(seen.see([*built.parameters(), *built.buffers(), pixels]))
+        marks, widths, outside = list[int](), list[int](), set[int]()
+        one.register_forward_pre_hook(lambda *_: marks.append(len(seen.steps)))
+
+        def leave(module: nn.Module, args: Any, out: Any) -> None:
+            marks.append(len(seen.steps))
+            widths.append(output_of(out).shape[-1])
+            outside.update(seen.see(out))
+
+        one.register_forward_hook(leave)
+        with seen:
+            result = built(pixels)
+        kept = seen.alive() - given - outside
+        del result
+    token = B * seen.tokens * widths[0] * DTYPES[dtype].itemsize
+    steps = seen.steps[marks[0] : marks[1]]
+    ops = (BlockOp(name, seen.bytes_of(kept & set(made)) / token) for name, made in steps)
+    return BlockCost(provider, seen.tokens, tuple(ops))
+
+
+def first_block(model: nn.Module) -> nn.Module:
+    """Raises a ValueError where there is no list of blocks."""
+    found = blocks(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no list of blocks")
+    return found[0]
+
+
+def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_size: Pair | None = None) -> Any:
+    """A matplotlib figure: the ops of a block, a column a provider; what is kept is filled."""
+    from matplotlib import rc_context
+    from matplotlib.colors import to_rgba
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyBboxPatch
+
+    from fastvit.study.memory.plot import COLOURS, NAMES
+
+    costs = [block(model, provider=provider, image_size=image_size, patch_size=patch_size) for provider in PROVIDERS]
+    most = max(len(cost.ops) for cost in costs)
+    colours = COLOURS[theme]
+    with rc_context({"font.family": "DejaVu Sans", "text.color": colours["ink"]}):
+        figure = Figure(figsize=(3.1 * len(costs), 0.36 * most + 1.3), layout="constrained")
+        for axis, cost in zip(figure.subplots(1, len(costs), squeeze=False)[0], costs, strict=True):
+            colour = colours[cost.provider]
+            axis.set(xlim=(0, 1), ylim=(-most - 0.1, 0.1))
+            axis.axis("off")
+            axis.set_title(NAMES[cost.provider], loc="left", fontsize=13, fontweight="bold", color=colour)
+            axis.text(1, 0.3, f"{len(cost.ops)} ops, keep {cost.kept:.1f}", fontsize=10, va="bottom", ha="right")
+            for i, op in enumerate(cost.ops):
+                keeps = op.kept > 0.05  # more than statistics
+                box = FancyBboxPatch(
+                    (0.02, -i - 0.86), 0.96, 0.72, boxstyle="round,pad=0,rounding_size=0.03", mutation_aspect=8,
+                    facecolor=to_rgba(colour, 0.25 if keeps else 0.0), edgecolor=colour,
+                )  # fmt: skip
+                axis.add_patch(box)
+                axis.text(0.06, -i - 0.5, op.name, fontsize=9, va="center")
+                if keeps:
+                    axis.text(0.94, -i - 0.5, f"{op.kept:.1f}", fontsize=9, va="center", ha="right", fontweight="bold")
+        caption = (
+            f"forward pass of a block of {model} in training, {costs[0].tokens} tokens, bfloat16; filled: kept\n"
+            "for the backward pass, in token tensors of B x N x D, with the block's input; views are left out"
+        )
+        figure.supxlabel(caption, fontsize=8.5, color=colours["ink"], alpha=0.75)
+        return figure

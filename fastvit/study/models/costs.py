@@ -1,0 +1,235 @@
+"""What every known model is made of and what it costs: tokens, parameters, FLOPs, activations. Nothing is computed: the
+models are built, and run, on the "meta" device, where tensors have shapes and no data."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import zoo
+from fastvit.modules.arguments import Pair
+from fastvit.study.memory.peak import saved_bytes
+from fastvit.study.models import hardware, parameter_counts, published
+from fastvit.study.models.hardware import Bound
+from fastvit.study.models.parameter_counts import Parameters
+from fastvit.study.models.published import Top1
+from fastvit.study.sources import find, model_source
+
+_DTYPE = torch.bfloat16
+Sizes = Pair | Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """One model, at one image size, patch size and batch.
+
+    Attributes:
+        name: as it was asked for.
+        image_size, patch_size: (height, width). patch_size is None for a model that is no plain ViT, such as a ResNet
+            or a Swin: it has no sequence of tokens, and all that counts tokens is None.
+        batch: images.
+        prefix_tokens: CLS and registers.
+        parameters: by part.
+        flops: of a forward of the batch, as `torch.utils.flop_counter` counts them: two for a multiply-add of a matmul
+            or convolution, none for anything else.
+        saved_bytes: that autograd keeps of the batch for the backward pass, in bfloat16, without the parameters.
+        fused: whether that is with fastvit's ops; else the model has no block for them, and it runs as its library
+            writes it.
+        least_bytes: that a forward in bfloat16 moves at least: parameters and images once in, the result once out.
+        bound: the least time of such a forward on a GPU, if one was asked for: a bound, no prediction.
+        top1: the best published accuracy on ImageNet-1k at this image size, or None where none is known.
+    """
+
+    name: str
+    image_size: tuple[int, int]
+    patch_size: tuple[int, int] | None
+    batch: int
+    prefix_tokens: int | None
+    parameters: Parameters
+    flops: int
+    saved_bytes: int
+    fused: bool
+    least_bytes: int
+    bound: Bound | None = None
+    top1: Top1 | None = None
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of the forward: half of `flops`. Papers often give these and call them FLOPs."""
+        return self.flops // 2
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Patches down and across."""
+        if self.patch_size is None:
+            return None
+        (H, W), (h, w) = self.image_size, self.patch_size
+        return H // h, W // w
+
+    @property
+    def patches(self) -> int | None:
+        return None if self.grid is None else self.grid[0] * self.grid[1]
+
+    @property
+    def tokens(self) -> int | None:
+        """Patches and prefix."""
+        return None if self.patches is None or self.prefix_tokens is None else self.patches + self.prefix_tokens
+
+    @property
+    def patch_pairs(self) -> int | None:
+        """patches^2: elements of an attention matrix as texts about ViTs count them."""
+        return None if self.patches is None else self.patches**2
+
+    @property
+    def token_pairs(self) -> int | None:
+        """tokens^2: elements of the attention matrix of one head, prefix included."""
+        return None if self.tokens is None else self.tokens**2
+
+
+SORTS: dict[str, Callable[[ModelCost], float | str]] = {
+    "name": lambda cost: cost.name,
+    "parameters": lambda cost: cost.parameters.total,
+    "tokens": lambda cost: cost.tokens or 0,
+    "flops": lambda cost: cost.flops,
+    "saved": lambda cost: cost.saved_bytes,
+    "bound": lambda cost: cost.bound.seconds if cost.bound else 0.0,
+}
+
+
+def models(
+    names: str | Sequence[str] = "*", *,
+    image_size: Sizes | None = None, patch_size: Sizes | None = None,
+    batch: int | Sequence[int] = 1, gpu: str | None = None, sort: str = "name",
+    step: Callable[[str], None] = lambda name: None, refused: Callable[[str], None] | None = None,
+) -> tuple[ModelCost, ...]:  # fmt: skip
+    """What models are made of and cost, without running them: some 0.1 s each.
+
+        fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)], gpu="H100 SXM")
+
+    Args:
+        names: a pattern of names of the zoo, or any model that a study takes; or several. Models of timm and functions
+            without attention are taken too, for comparison: `models(["vit_base_patch16_224", "resnet50"])`.
+        image_size, patch_size: pixels, or (height, width), or several of these; None for the model's own. Every
+            combination with `batch` is a row.
+        batch: images, or several such numbers.
+        gpu: for `bound`: the name of one of `fastvit.study.gpus()`.
+        sort: "name", or largest first by "parameters", "tokens", "flops", "saved", "bound".
+        step: called with the name of each model before it is counted.
+        refused: called with the reason where a size does not fit a model of a pattern, which is then left out; None
+            raises. It raises in any case where nothing is left, and where a model is named in full.
+
+    Raises:
+        ValueError: an unknown name, with the nearest; a size that the patch size does not divide; an unknown GPU.
+    """
+    if sort not in SORTS:
+        raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r}")
+    if sort == "bound" and gpu is None:
+        raise ValueError("sort='bound' wants a gpu")
+    of_gpu = None if gpu is None else hardware.gpu(gpu)
+    asked = matching(names)
+    batches = [batch] if isinstance(batch, int) else list(batch)
+    if bad := [b for b in batches if not isinstance(b, int) or b < 1]:
+        raise ValueError(f"batch must be a positive integer, got {bad[0]!r}")
+    found, reasons = [], []
+    for name, by_pattern in asked:
+        step(name)
+        subject = find.find(name, without_patches=True)
+        for image, patch in itertools.product(_several(image_size), _several(patch_size)):
+            try:
+                sizes = subject.sizes(image, patch)
+            except ValueError as error:
+                if refused is None or not by_pattern:
+                    raise
+                reasons.append(str(error))
+                continue
+            found += [_cost(subject, *sizes, b, of_gpu) for b in batches]
+    if not found:
+        raise ValueError(reasons[0] if reasons else "image_size, patch_size and batch must not be empty")
+    for reason in reasons:
+        assert refused is not None
+        refused(reason)
+    return tuple(sorted(found, key=SORTS[sort], reverse=sort != "name"))
+
+
+def matching(names: str | Sequence[str]) -> list[tuple[str, bool]]:
+    """Every name that is asked for, and whether it is by a pattern."""
+    found: dict[str, bool] = {}
+    for name in [names] if isinstance(names, str) else names:
+        if any(c in name for c in "*?["):
+            matched = fnmatch.filter(zoo.CONFIGS, name)
+            if not matched:
+                raise ValueError(f"no model of the zoo is called {name!r}; `fastvit models` lists them")
+            found.update(dict.fromkeys(sorted(matched), True))
+        else:
+            found[name] = False
+    return list(found.items())
+
+
+def _several(sizes: Sizes | None) -> Sequence[Pair | None]:
+    """One size is a list of one; (224, 448) is one of height and width."""
+    if sizes is None or isinstance(sizes, int) or (isinstance(sizes, tuple) and all(isinstance(s, int) for s in sizes)):
+        return [sizes]
+    return list(sizes)
+
+
+def _cost(
+    subject: model_source.Subject, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
+    gpu: hardware.Gpu | None,
+) -> ModelCost:  # fmt: skip
+    patch: tuple[int, int] | None = patch_size if subject.has_patches else None  # of build(), which may be None
+    try:
+        model, fused = subject.on_meta("fused", image_size, patch), True
+    except find.NoFusedForm:
+        model, fused = subject.on_meta("sdpa", image_size, patch), False
+    model = model.to(_DTYPE).train()
+    with torch.device("meta"):
+        images = model_source.images(batch, image_size, _DTYPE, model_source.channels(model))
+    parameters = parameter_counts.by_part(model)
+    has_attention = parameters.attention + parameters.other > 0  # what no name fits may be attention
+    prefix = prefix_tokens(subject, model, image_size, patch) if patch is not None and has_attention else None
+    outputs: list[Tensor] = []
+    with subject.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
+        saved = saved_bytes(lambda: outputs.append(model_source.output_of(model(images))), list(model.parameters()))
+    size = _DTYPE.itemsize
+    least = size * (parameters.total + images.numel() + outputs[0].numel())
+    flops = counter.get_total_flops()
+    bound = None if gpu is None else hardware.bound(gpu, flops, least)
+    top1 = published.TOP1.get(subject.name)
+    if top1 is not None and (image_size != (top1.image_size,) * 2 or patch_size != subject.patch_size):
+        top1 = None
+    return ModelCost(
+        subject.name, image_size, None if prefix is None else patch_size, batch, prefix, parameters, flops, saved,
+        fused, least, bound, top1,
+    )  # fmt: skip
+
+
+def prefix_tokens(
+    subject: model_source.Subject, model: nn.Module, image_size: tuple[int, int], patch_size: tuple[int, int]
+) -> int | None:
+    """How many tokens there are besides those of the patches; None where there are fewer tokens than patches: the model
+    is no plain ViT. model: of these sizes; one that does not say runs as far as its first block."""
+    said: int | None = getattr(model, "num_prefix_tokens", None)
+    if said is not None:
+        return said
+    grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
+    prefix = _tokens(subject, image_size, patch_size) - grid
+    return None if prefix < 0 else prefix
+
+
+def _tokens(subject: model_source.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
+    """How many tokens (B, N, D) the first block reads, of a library that does not say; 0 if it reads something else."""
+    model = subject.on_meta("sdpa", image_size, patch_size)
+    with torch.device("meta"):
+        images = model_source.images(1, image_size, torch.float32, model_source.channels(model))
+    seen: list[int] = []
+    for first in model_source.blocks(model)[:1]:
+        first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
+        with subject.running(), torch.no_grad():
+            model(images)
+    return seen[0] if seen else 0

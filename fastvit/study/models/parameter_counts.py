@@ -1,0 +1,87 @@
+"""Parameters of a ViT by the part that they belong to, for whatever library wrote it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+
+from torch import Tensor, nn
+
+from fastvit.study.sources.model_source import embeds_patches
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many of a model's parameters each part has. They add up to `total`: nothing is counted twice or left out.
+
+    Attributes:
+        patch_embedding: the projection of patches; of hierarchical models also convolutions that merge them.
+        positions: embeddings of positions, and prefix tokens (CLS, registers, masks).
+        attention, mlp: their linear layers, with biases.
+        norms: norms and scales (LayerScale), wherever they are.
+        head: classifier, pooler, attention pooling.
+        other: what none of these names fits.
+    """
+
+    patch_embedding: int = 0
+    positions: int = 0
+    attention: int = 0
+    mlp: int = 0
+    norms: int = 0
+    head: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+# The first that is found in a parameter's name decides, where neither its module nor its number of dimensions does:
+# the names of timm, torchvision, transformers, and Meta's DINOv2 and DINOv3
+_NAMES = (
+    ("norms", r"norm|\bln_|gamma|lambda|layer_?scale|\bls\d"),
+    ("head", r"^(attn_pool|heads?(_\w+)?\b|classifier|pooler|fc\b)|\.(head|classifier|pooler)\."),
+    ("patch_embedding", r"patch_embed|conv_proj"),
+    ("positions", r"pos_|position|token|class_embedding|rope|freqs"),
+    ("attention", r"attn|attention"),
+    ("mlp", r"mlp|fc\d|intermediate|output\.dense|ffn|\bw\d"),
+)  # fmt: skip
+
+
+_OF_BOTH = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # what blocks of attention and MLP side by side have
+
+
+def by_part(model: nn.Module) -> Parameters:
+    """Every parameter once, shared ones by their first name."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        for part, count in _shares(model, name, parameter).items():
+            counts[part] = counts.get(part, 0) + count
+    return Parameters(**counts)
+
+
+def _shares(model: nn.Module, name: str, parameter: Tensor) -> dict[str, int]:
+    """How much of a parameter belongs to each part. Of a layer into attention and MLP 3 * D rows are q's, k's and v's;
+    of a layer out of both D columns are attention's, and the bias, which is of the sum, counts there."""
+    part, total = _part(model, name), parameter.numel()
+    layer, found = model.get_submodule(name.rpartition(".")[0]), _OF_BOTH.search(name)
+    if part == "other" and found and isinstance(layer, nn.Linear):
+        D = min(layer.in_features, layer.out_features)
+        of_attention = (3 * D if found[1] == "in" else D) * (D if parameter.dim() == 2 else 1)
+        if of_attention <= total:
+            return {"attention": of_attention, "mlp": total - of_attention}
+    return {part: total}
+
+
+def _part(model: nn.Module, name: str) -> str:
+    owner = model.get_submodule(name.rpartition(".")[0])
+    kind = type(owner).__name__.lower()
+    if "norm" in kind or "layerscale" in kind:
+        return "norms"
+    if embeds_patches(owner):
+        return "patch_embedding"
+    of_layer = isinstance(owner, nn.Linear)
+    for part, pattern in _NAMES:
+        if re.search(pattern, name) and not (of_layer and part == "norms"):
+            return part
+    return "other"

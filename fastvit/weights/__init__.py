@@ -1,0 +1,1 @@
+"""Weights of other libraries. `fastvit.checkpoints` exports the public functions."""

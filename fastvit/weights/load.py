@@ -1,0 +1,265 @@
+"""Fit a file's tensors to a model: names, shapes, positions. `fastvit.checkpoints` exports it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastvit._output import printable
+from fastvit.modules.positions import Resize, antialiased, resample_abs_pos_embed
+from fastvit.vit import VisionTransformer
+from fastvit.weights.files import CheckpointError, first, locate, one_state_dict, read
+from fastvit.weights.names import SOURCES
+from fastvit.weights.source import Source
+
+Weights = str | os.PathLike[str] | Mapping[str, Any]
+
+HEADS = ("head.", "attn_pool.", "pooler.")  # behind the last norm: classifier, SigLIP's pooling, Hugging Face's pooler
+
+
+def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
+    """Copies `weights` into the model, whatever library wrote them, in the model's dtype and on its device.
+
+    Positions of another patch grid are interpolated as the library that wrote them does it. A model without a head
+    (num_classes=0) leaves the file's classifier out.
+
+    Args:
+        weights: whatever `read` takes, or a state_dict; also inside {"state_dict": ...} or {"model": ...}, and with the
+            prefixes of DistributedDataParallel and torch.compile.
+        drop_head: leave out what the file has behind the last norm (classifier, pooler, and attention pooling unless
+            the model has it too), and leave what the model has there beside that as it is.
+
+    Raises:
+        CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
+            missing, unexpected or of another shape, a line for all blocks. The model is unchanged.
+        TypeError: weights of another type.
+        FileNotFoundError: no such file, nor a repository of the Hugging Face Hub that could be downloaded.
+        ImportError: a `.safetensors` file without the package safetensors, a repository without huggingface_hub.
+        ValueError: a model on the meta device.
+    """
+    if not isinstance(weights, Mapping):
+        weights = locate(weights)
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise ValueError("device must not be 'meta' for a model that weights are loaded into")
+    if isinstance(weights, Mapping):
+        where, content = "weights", weights
+    else:
+        where, content = str(weights), read(weights)
+    model.load_state_dict(_fitted(model, one_state_dict(content, where), where, drop_head))
+
+
+def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
+    """The model's whole state_dict with the file's values, or a CheckpointError with all that does not fit."""
+    expected = model.state_dict()
+    distilled = [key for key in tensors if "dist_token" in key or "distillation_token" in key]
+    if distilled:
+        lacks = f"whose second class token the model lacks: {printable(distilled[0])}"
+        raise CheckpointError(f"{where} is a distilled DeiT, {lacks}")
+    source, prefix = _recognised(tensors, where)
+    renamed = {key: source.rename(key, prefix) for key in tensors}
+    counts = Counter(renamed.values())
+    origin = {target: key for key, target in renamed.items() if target}
+    ours = {target: tensors[key] for target, key in origin.items()}
+
+    resize = antialiased if "register_tokens" in ours else source.resize
+    _unfold_projection(ours, origin)
+    _split_pool_qkv(ours, origin, expected)
+    pooled = model.attn_pool is not None and any(target.startswith("attn_pool.") for target in ours)
+    heads = tuple(head for head in HEADS if head != "attn_pool.") if pooled else HEADS
+    for target in list(ours):
+        if target.startswith(heads) and (drop_head or (target.startswith("head.") and not model.num_classes)):
+            del ours[target]
+    if drop_head:
+        ours.update({target: own for target, own in expected.items() if target.startswith(heads)})
+    for target in ("cls_token", "pos_embed"):
+        while target in ours and ours[target].dim() < 3:  # (D,) and (N, D) elsewhere
+            ours[target] = ours[target][None]
+    _merge_qkv(ours, origin, expected)
+    _as_eva(ours, origin, expected)
+    _fold_registers(ours)
+    problems = _resize_positions(ours, model, source, resize)
+
+    wrong = {
+        "the same weight twice": [key for key, target in renamed.items() if target and counts[target] > 1],
+        "missing": [target for target in expected if target not in ours],
+        "unexpected": [origin.get(target, target) for target in ours if target not in expected],
+        "another shape or type": problems
+        + [
+            f"{origin.get(target, target)} {_described(value)}, the model's {target} {_described(expected[target])}"
+            for target, value in ours.items()
+            if target in expected and (value.shape != expected[target].shape or not value.is_floating_point())
+        ],
+    }
+    if any(wrong.values()):
+        lines = []
+        for what, keys in wrong.items():
+            if keys:
+                lines += [f"{what} ({len(keys)}):", *(f"  {line}" for line in _by_pattern(keys))]
+        lines = [f"{where} ({source.name}) does not fit the model:", *lines, *_hints(ours, expected)]
+        raise CheckpointError("\n  ".join(lines))
+    return ours
+
+
+def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]:
+    """Whose names these keys are, and the prefix in front of the vision model's."""
+    for source in SOURCES:
+        for prefix in source.prefixes:
+            if source.wrote(tensors, prefix):
+                return source, prefix
+    for source in SOURCES:
+        for key in tensors:
+            if key.endswith("." + source.marker):
+                front = key.removesuffix(source.marker)
+                raise CheckpointError(
+                    f"{where} has the names of {source.name} behind {front!r}; with its state_dict, pass weights="
+                    f"{{k.removeprefix({front!r}): v for k, v in state_dict.items() if k.startswith({front!r})}}"
+                )
+    known = "".join(f"\n  {source.name}: {source.marker}" for source in SOURCES)
+    raise CheckpointError(f"{where} has no key of a Vision Transformer that is known, but {first(tensors)}:{known}")
+
+
+def _by_pattern(keys: Iterable[str]) -> list[str]:
+    """Keys that differ in the block's number only as one line: blocks.{0-11}.norm1.weight."""
+    numbers: dict[str, list[int]] = {}
+    for key in keys:
+        found = re.search(r"(?<=[._])[0-9]+(?=\.)", key)
+        pattern = key
+        if found is not None:
+            of_block = re.compile(rf"(?<=[._]){found[0]}(?=\.)")
+            pattern = " ".join(of_block.sub("{}", word, count=1) for word in key.split(" "))
+        numbers.setdefault(pattern, []).extend([] if found is None else [int(found[0])])
+    return [printable(pattern.replace("{}", _ranges(found))) for pattern, found in numbers.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """{0-5,7}, or 7 alone."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    text = ",".join("-".join(map(str, run)) for run in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"
+
+
+def _unfold_projection(ours: dict[str, Tensor], origin: dict[str, str]) -> None:
+    """CLIP's projection, (K, D) or transposed (D, K) and without a bias -> a head with a bias of zeros."""
+    for key, transposed in (("head.projection", False), ("head.projection_t", True)):
+        if key in ours and ours[key].dim() == 2:
+            weight = ours.pop(key)
+            ours["head.weight"] = weight.T if transposed else weight
+            ours["head.bias"] = weight.new_zeros(ours["head.weight"].shape[0])
+            origin["head.weight"] = origin.pop(key)
+
+
+def _split_pool_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
+    """qkv of an attention pooling -> q and kv, where the model has them and the shapes are right."""
+    for kind in ("weight", "bias"):
+        key, q, kv = (f"attn_pool.{name}.{kind}" for name in ("qkv", "q", "kv"))
+        if key in ours and q in expected and ours[key].dim() and ours[key].shape[0] == 3 * expected[q].shape[0]:
+            packed, source = ours.pop(key), origin.pop(key)
+            ours[q], ours[kv] = packed.tensor_split([expected[q].shape[0]])
+            origin[q] = origin[kv] = source
+
+
+def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
+    """q, k and v of a block -> qkv, where all three are there and of the right shape."""
+    for key in [key for key in expected if ".attn.qkv." in key]:
+        parts = [key.replace(".qkv.", f".{name}.") for name in "qkv"]
+        shape = (expected[key].shape[0] // 3, *expected[key].shape[1:])
+        if all(part in ours and ours[part].shape == shape for part in parts):
+            ours[key] = torch.cat([ours.pop(part) for part in parts])
+            origin[key] = " + ".join(origin[part] for part in parts)
+
+
+def _as_eva(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
+    """LayerScale, a gated MLP and the biases of q and v as a model of EVA's blocks has them, whose k has no bias.
+    Biases of zeros are left out where the model has none."""
+
+    def move(old: str, new: str) -> None:
+        ours[new], origin[new] = ours.pop(old), origin[old]
+
+    for key in list(ours):
+        block, _, name = key.rpartition(".ls")
+        if name in ("1.gamma", "2.gamma") and f"{block}.gamma_{name[0]}" in expected:
+            move(key, f"{block}.gamma_{name[0]}")
+        block, _, name = key.rpartition(".mlp.up.")
+        if block:
+            gated = f"{block}.mlp.fc1_x.{name}"
+            move(key, gated if gated in expected else f"{block}.mlp.fc1.{name}")
+    for key in [key for key in ours if key.endswith((".attn.q.bias", ".attn.v.bias", ".attn.qkv.bias"))]:
+        block, _, name = key.rpartition(".attn.")
+        if key in expected or f"{block}.norm1.weight" not in expected or f"{block}.gamma_1" not in expected:
+            continue
+        if name == "qkv.bias":
+            mask = ours.pop(f"{key}_mask", None)  # Meta's: zeros for k
+            q, k, v = (ours[key] if mask is None else ours[key] * mask).chunk(3)
+            if k.any():
+                continue
+            del ours[key]
+            parts = {"q_bias": q, "v_bias": v}
+        else:
+            parts = {name[0] + "_bias": ours.pop(key)}
+        for part, bias in parts.items():
+            target = f"{block}.attn.{part}"
+            if target in expected or bias.any():
+                ours[target], origin[target] = bias, origin[key]
+
+
+def _fold_registers(ours: dict[str, Tensor]) -> None:
+    """DINOv2 with registers: the position of CLS goes into CLS, so that only patches have positions, as in timm."""
+    cls, positions = ours.get("cls_token"), ours.get("pos_embed")
+    if "register_tokens" not in ours or cls is None or positions is None:
+        return
+    if positions.dim() == 3 and cls.shape == (1, 1, positions.shape[2]) and positions.shape[0] == 1:
+        ours["reg_token"] = ours.pop("register_tokens")
+        ours["cls_token"] = cls + positions[:, :1]
+        ours["pos_embed"] = positions[:, 1:]
+
+
+def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source: Source, resize: Resize) -> list[str]:
+    """Interpolates pos_embed (1, P + n, D) to the model's patch grid, or leaves it for the check of shapes.
+
+    Returns what is wrong: a number of positions that fits the model's grid and another one."""
+    positions, grid = ours.get("pos_embed"), model.patch_embed.grid_size
+    if positions is None or positions.dim() != 3 or positions.shape[0] != 1 or positions.shape[2] != model.embed_dim:
+        return []
+    P = 0 if model.no_embed_class else model.num_prefix_tokens
+    n = positions.shape[1] - P
+    side = math.isqrt(max(n, 0))
+    if n < 1 or side * side != n or grid == (side, side):
+        return []
+    if n == grid[0] * grid[1] and not source.square:
+        choices = f"{side} x {side} or {grid[0]} x {grid[1]} patches"
+        return [f"pos_embed may be of {choices}: model.load_state_dict takes it for the latter, img_size of the former"]
+    ours["pos_embed"] = resample_abs_pos_embed(positions, grid, (side, side), P, resize)
+    return []
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)}{'' if tensor.is_floating_point() else f' {tensor.dtype}'}"
+
+
+def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """The arguments that resolve what is wrong with heads and pooling."""
+    hints = []
+    theirs = ours.get("head.weight")
+    own = expected.get("head.weight")
+    if own is not None and (theirs is None or theirs.shape[:1] != own.shape[:1]):
+        same = f"num_classes={theirs.shape[0]} is" if theirs is not None and theirs.dim() else "num_classes=0 is"
+        hints.append(f"{same} the file's; drop_head=True leaves its head out and keeps the model's, untrained")
+    if any(target.startswith(HEADS) and target not in expected for target in ours):
+        hints.append("drop_head=True leaves out what the file has behind the last norm")
+    if "attn_pool.latent" in expected and not any(target.startswith("attn_pool.") for target in ours):
+        hints.append("global_pool='avg' is without attention pooling; drop_head=True keeps the model's, untrained")
+    if "fc_norm.weight" in expected and "norm.weight" in ours:
+        hints.append("fc_norm=False, use_fc_norm=False of an Eva model, keeps the norm in front of the pooling")
+    return hints

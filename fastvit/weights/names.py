@@ -1,0 +1,184 @@
+"""The names in other libraries' checkpoints of Vision Transformers, and how those libraries interpolate positions.
+
+Each source is a table from its names to ours, which are timm's. Four of our names are intermediate: q, k and v apart
+(`attn.q`, `attn.k`, `attn.v`) or, of attention pooling, together (`attn_pool.qkv`), DINOv3's `mlp.up`, which is a gated
+MLP's fc1_x or else fc1, and CLIP's projection (`head.projection`, or `head.projection_t` for its transpose).
+
+Sources: timm 1.0.31, torchvision 0.28, transformers (weights/names_hf.py), facebookresearch/dinov2, dinov3, mae and
+perception_models, openai/CLIP, open_clip 3 and apple/ml-aim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastvit.weights.names_hf import HUGGING_FACE
+from fastvit.weights.source import Source, align_corners, bilinear, ignored, plain, with_offset
+
+_TIMM = (
+    "cls_token",
+    "reg_token",
+    "pos_embed",
+    "patch_embed",
+    "norm_pre",
+    "rope",
+    "norm",
+    "fc_norm",
+    "head",
+    "attn_pool",
+)
+_TIMM_IN_MODEL = {name: name for name in _TIMM}
+_TIMM_IN_BLOCK = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # DeiT-III's own files
+_HEADS_OF_TRAINING = ignored("dino_head", "ibot_head")
+_MAE_DECODER = ignored("decoder_embed", "decoder_pos_embed", "decoder_blocks", "decoder_norm", "decoder_pred")
+_CLIP_TEXT = ignored(
+    "transformer", "token_embedding", "positional_embedding", "ln_final", "text_projection", "text", "attn_mask",
+    "logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size",
+)  # fmt: skip
+
+_CLIP = Source(
+    name="OpenAI CLIP or open_clip",
+    marker="class_embedding",
+    prefixes=("visual.", ""),
+    block=r"transformer\.resblocks\.([0-9]+)\.(.+)",
+    in_model={
+        "class_embedding": "cls_token",
+        "positional_embedding": "pos_embed",
+        "conv1": "patch_embed.proj",
+        "ln_pre": "norm_pre",
+        "ln_post": "norm",
+        "proj": "head.projection_t",
+    },
+    in_block={
+        "ln_1": "norm1",
+        "ln_2": "norm2",
+        "attn.in_proj_weight": "attn.qkv.weight",
+        "attn.in_proj_bias": "attn.qkv.bias",
+        "attn.out_proj": "attn.proj",
+        "ls_1": "ls1",
+        "ls_2": "ls2",
+        "mlp.c_fc": "mlp.fc1",
+        "mlp.c_proj": "mlp.fc2",
+    },
+    elsewhere=_CLIP_TEXT,
+)
+# Core has attention pooling; lang and spatial have LayerScale and no last norm, which CLIP always has
+_PERCEPTION_ENCODER = [
+    replace(
+        _CLIP,
+        name="Meta's Perception Encoder",
+        marker=marker,
+        lacks=lacks,
+        in_model={
+            **_CLIP.in_model,
+            "attn_pool.probe": "attn_pool.latent",
+            "attn_pool.attn.in_proj_weight": "attn_pool.qkv.weight",
+            "attn_pool.attn.in_proj_bias": "attn_pool.qkv.bias",
+            "attn_pool.attn.out_proj": "attn_pool.proj",
+            "attn_pool.layernorm": "attn_pool.norm",
+            "attn_pool.mlp.c_fc": "attn_pool.mlp.fc1",
+            "attn_pool.mlp.c_proj": "attn_pool.mlp.fc2",
+        },
+        resize=bilinear,
+    )
+    for marker, lacks in (("attn_pool.probe", ""), ("transformer.resblocks.0.ls_1.gamma", "ln_post.weight"))
+]
+
+SOURCES = (
+    Source(
+        name="torchvision",
+        marker="conv_proj.weight",
+        prefixes=("",),
+        block=r"encoder\.layers\.encoder_layer_([0-9]+)\.(.+)",
+        in_model={
+            "class_token": "cls_token",
+            "encoder.pos_embedding": "pos_embed",
+            "conv_proj": "patch_embed.proj",
+            "encoder.ln": "norm",
+            "heads.head": "head",
+        },
+        in_block={
+            "ln_1": "norm1",
+            "ln_2": "norm2",
+            "self_attention.in_proj_weight": "attn.qkv.weight",
+            "self_attention.in_proj_bias": "attn.qkv.bias",
+            "self_attention.out_proj": "attn.proj",
+            "mlp.0": "mlp.fc1",
+            "mlp.3": "mlp.fc2",
+            "mlp.linear_1": "mlp.fc1",
+            "mlp.linear_2": "mlp.fc2",
+        },
+        resize=align_corners,
+    ),
+    *HUGGING_FACE,
+    *_PERCEPTION_ENCODER,
+    _CLIP,
+    Source(
+        name="Apple's AIMv2",
+        marker="preprocessor.patchifier.proj.weight",
+        prefixes=("", "image_encoder."),
+        block=r"trunk\.blocks\.([0-9]+)\.(.+)",
+        in_model={
+            "preprocessor.patchifier": "patch_embed",
+            "preprocessor.pos_embed": "pos_embed",
+            "trunk.post_trunk_norm": "norm",
+            "head": "pooler",
+        },
+        in_block={
+            "norm_1": "norm1",
+            "norm_2": "norm2",
+            "mlp.fc1": "mlp.fc1_g",
+            "mlp.fc3": "mlp.fc1_x",
+        },
+        elsewhere={
+            "image_projector.weight": "head.projection",
+            **ignored("text_encoder", "text_projector", "log_logit_scale"),
+        },
+    ),
+    Source(
+        name="Meta's MAE with its decoder",
+        marker="decoder_embed.weight",
+        prefixes=("",),
+        block=r"blocks\.([0-9]+)\.(.+)",
+        in_model={**_TIMM_IN_MODEL, "mask_token": "", **_MAE_DECODER},
+        in_block={},
+        resize=plain,
+    ),
+    Source(
+        name="Meta's DINOv3",
+        marker="storage_tokens",
+        prefixes=("", "backbone."),
+        block=r"blocks\.([0-9]+)\.(.+)",
+        in_model={
+            **_TIMM_IN_MODEL,
+            "storage_tokens": "reg_token",
+            **ignored("mask_token", "rope_embed", "cls_norm", "local_cls_norm"),
+        },
+        in_block={
+            "mlp.w1": "mlp.fc1_g",
+            "mlp.w2": "mlp.fc1_x",
+            "mlp.w3": "mlp.fc2",
+        },
+        elsewhere=_HEADS_OF_TRAINING,
+    ),
+    Source(
+        name="Meta's DINOv2",
+        marker="mask_token",
+        prefixes=("", "backbone."),
+        block=r"blocks\.(?:[0-9]+\.)?([0-9]+)\.(.+)",  # with block_chunks > 0 the chunk's number comes first
+        in_model={**_TIMM_IN_MODEL, "mask_token": "", "register_tokens": "register_tokens"},
+        in_block={},
+        elsewhere=_HEADS_OF_TRAINING,
+        resize=with_offset,
+    ),
+    Source(
+        name="timm",
+        marker="patch_embed.proj.weight",
+        prefixes=("", "backbone.", "visual.trunk."),
+        block=r"blocks\.([0-9]+)\.(.+)",
+        in_model=_TIMM_IN_MODEL,
+        in_block=_TIMM_IN_BLOCK,
+        elsewhere={"visual.head.proj.weight": "head.projection", **_HEADS_OF_TRAINING, **_CLIP_TEXT},
+        square=False,
+    ),
+)

@@ -1,0 +1,102 @@
+"""Models by name, under timm's names and with timm's defaults. `vit.py` and `eva.py` list the names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from fastvit import checkpoints
+from fastvit.eva import Eva
+from fastvit.modules.arguments import check_known
+from fastvit.vit import VisionTransformer
+from fastvit.weights.files import SUFFIXES, locate, one_state_dict
+from fastvit.weights.hub import repository_of_tag
+from fastvit.weights.load import Weights
+from fastvit.zoo import eva, vit
+
+Config = dict[str, Any]
+
+CONFIGS: dict[str, Config] = {**vit.CONFIGS, **eva.CONFIGS}
+
+
+def config(name: str) -> Config:
+    """The constructor arguments that a model's name stands for, as a fresh dict.
+
+    Raises:
+        ValueError: unknown name; the message has the nearest ones.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be the name of a model, got {name!r}")
+    if name not in CONFIGS:
+        near = difflib.get_close_matches(name.rpartition("/")[2], CONFIGS)
+        hint = f"; nearest: {', '.join(near)}" if near else "; list_models() has them all"
+        hint += ". A repository of the Hugging Face Hub goes into weights" if "/" in name else ""
+        raise ValueError(f"name is not a known model, got {name!r}{hint}")
+    return dict(CONFIGS[name])
+
+
+def create_model(
+    name: str, weights: Weights | bool | None = None, *, drop_head: bool = False, **overrides: Any
+) -> VisionTransformer:
+    """The model of that name, with random weights or with trained ones.
+
+        create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
+        create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
+        create_model("vit_small_patch14_dinov2", weights="facebook/dinov2-small", img_size=224)
+        create_model("vit_tiny_patch16_224.augreg_in21k", weights=True)
+
+    Args:
+        name: one of `list_models()`, or that with a tag of timm's, for weights=True.
+        weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, a folder as Hugging Face saves it, or a state_dict, of
+            timm, torchvision, Hugging Face transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip or Apple's
+            AIMv2; positions are interpolated to `img_size`. No code from a file is run. What is no path here may be a
+            repository of the Hugging Face Hub, "owner/name" or "hf-hub:owner/name@revision", or a timm name with its
+            tag, for "timm/" and that name: it is taken from the Hub's cache, or else downloaded by huggingface_hub.
+            True: of the name's tag; num_classes is the file's then, unless it is given.
+        drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
+            model's own stays untrained.
+        overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's,
+            Perception Encoder's and ROPE-ViT's models. A file does not tell the activation and the norms' eps: where
+            the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).
+
+    Raises:
+        ValueError: unknown name; the message has the nearest ones. A tag without weights, or weights=True without one.
+        TypeError: an override that the model does not take; a wrong type of name or weights.
+        CheckpointError: a ValueError: a damaged file, or one that does not fit, with the list of what does not.
+        FileNotFoundError: no such file, or nothing to download; the message has the reason and the command to run.
+        ImportError: a `.safetensors` file without the package safetensors, a repository without huggingface_hub.
+    """
+    bare, _, tag = name.partition(".") if isinstance(name, str) else (name, "", "")
+    arguments = config(bare)
+    kind = Eva if bare in eva.CONFIGS else VisionTransformer
+    check_known(overrides, kind, VisionTransformer)
+    if weights is None:
+        if drop_head:
+            raise ValueError("drop_head=True needs weights")
+        if tag:
+            raise ValueError(f"name {name!r} has a tag: weights=True loads its weights, {bare!r} has random ones")
+    elif weights is True:
+        if not tag:
+            example = "such as 'vit_tiny_patch16_224.augreg_in21k'; timm.list_pretrained lists them"
+            raise ValueError(f"weights=True needs a name with a tag of timm's, {example}; got {name!r}")
+        repository = repository_of_tag(name, CONFIGS, SUFFIXES)
+        weights = one_state_dict(checkpoints.read(repository), repository)
+        if not drop_head:
+            overrides.setdefault("num_classes", len(weights["head.weight"]) if "head.weight" in weights else 0)
+    elif not isinstance(weights, Mapping):
+        weights = locate(repository_of_tag(weights, CONFIGS, SUFFIXES))
+    model = kind(**{**arguments, **overrides})
+    if weights is not None:
+        checkpoints.load(model, weights, drop_head=drop_head)
+    return model
+
+
+def list_models(filter: str = "*") -> list[str]:
+    """Names of models, sorted.
+
+    Args:
+        filter: a shell-style pattern, such as "deit3_*_384".
+    """
+    return sorted(fnmatch.filter(CONFIGS, filter))

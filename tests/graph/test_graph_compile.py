@@ -1,0 +1,258 @@
+"""`fastvit.compile` and torch.compile(backend="fastvit") as users call them: names, options, reports, regions, shapes,
+checkpoints, memory."""
+
+import subprocess
+import sys
+import warnings
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_models import D, H, Subject, compile_and_check, details, half, heads, joined, run
+from library_imports import import_library
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastvit
+from fastvit.graph import dynamo
+from fastvit.study.memory.peak import saved_bytes
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Block(nn.Module):
+    """As somebody writes one."""
+
+    def __init__(self, D: int, H: int, **make) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(D, **make), nn.LayerNorm(D, **make)
+        self.qkv, self.proj = nn.Linear(D, 3 * D, **make), nn.Linear(D, D, **make)
+        self.fc1, self.fc2 = nn.Linear(D, 4 * D, **make), nn.Linear(4 * D, D, **make)
+        self.H = H
+
+    def attention(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.H, -1)).permute(2, 0, 3, 1, 4)
+        return x + self.proj(F.scaled_dot_product_attention(*qkv.unbind(0)).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+def test_report(x, capsys):
+    """By module and line of the source, what is alike in one row; printed, or handed to a function."""
+    model = nn.Sequential(Block(D, H), Block(D, H)).to(x.device)
+    fastvit.compile(model, inner="aot_eager", report=True)(x)
+    printed = capsys.readouterr().out
+    line = Block.attention.__code__.co_firstlineno + 1
+    assert f"*.norm* (2)  test_graph_compile.py:{line}  LayerNorm  layer_norm_attention\n" in printed
+    assert f"* (2)        test_graph_compile.py:{line + 1}  attention  layer_norm_attention\n" in printed
+    assert f"* (2)        test_graph_compile.py:{line + 5}  MLP        layer_norm_mlp\n" in printed
+    assert "\nfused: attention 2 of 2, MLP 2 of 2, LayerNorm 4 of 4; " in printed
+    reports: list = []
+    torch._dynamo.reset()
+    fastvit.compile(model, inner="aot_eager", report=reports.append)(x)
+    assert str(reports[0]).splitlines()[:-1] == printed.splitlines()[:-1]
+    assert reports[0].fused("attention") == (2, 2)
+    torch._dynamo.reset()
+    fastvit.compile(lambda x: x.sin(), inner="aot_eager", report=True)(x)
+    assert capsys.readouterr().out == "nothing in this graph for fastvit\n"
+
+
+@pytest.mark.parametrize(("forward", "reason"), [
+    (lambda x: torch.vmap(torch.sin)(x), "a transform of functorch"),
+    (lambda x: (x + 1.0).unsqueeze_(0).sin(), "unsqueeze_ reshapes a tensor in place"),
+])  # fmt: skip
+def test_report_of_a_graph_that_is_left_as_a_whole(forward, reason, x):
+    reports: list = []
+    fastvit.compile(forward, inner="aot_eager", report=reports.append)(x)
+    assert reports[0].left == (reason,)
+    assert str(reports[0]) == f"left as it was: {reason}"
+
+
+@pytest.mark.skipif(not entry_points(group="torch_dynamo_backends", name="fastvit"), reason="fastvit is not installed")
+def test_name_is_known_without_an_import():
+    program = (
+        "import torch, sys\n"
+        "block = torch.nn.TransformerEncoderLayer(32, 2, 64, 0.0, 'gelu', batch_first=True, norm_first=True)\n"
+        "assert 'fastvit' in torch._dynamo.list_backends() and 'fastvit' not in sys.modules\n"
+        "import logging; logging.basicConfig(); logging.getLogger('fastvit.graph').setLevel('INFO')\n"
+        "import fastvit.graph.dynamo as b; b.default_inner = lambda device: 'aot_eager'\n"
+        "print(torch.compile(block, backend='fastvit')(torch.randn(2, 5, 32)).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.Size([2, 5, 32])\n"
+    assert "fused: attention 1 of 1, MLP 1 of 1" in done.stderr
+
+
+def test_inner_backend_is_inductor_where_that_can_compile(monkeypatch):
+    monkeypatch.setattr(dynamo.shutil, "which", lambda name: name if name == "clang++" else None)
+    dynamo.default_inner.cache_clear()
+    assert dynamo.default_inner("cpu") == "inductor"
+    monkeypatch.setattr(dynamo.shutil, "which", lambda name: None)
+    dynamo.default_inner.cache_clear()
+    with pytest.warns(UserWarning, match=r"fastvit compiles with aot_eager: inductor has no C\+\+ compiler here"):
+        assert dynamo.default_inner("cpu") == "aot_eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert dynamo.default_inner("cpu") == "aot_eager"
+    dynamo.default_inner.cache_clear()
+
+
+def test_options_reach_the_inner_backend(x):
+    seen = {}
+
+    def inner(gm, inputs, **options):
+        seen.update(options, graph=gm)
+        return gm.forward
+
+    fastvit.compile(Block(D, H, device=x.device), inner=inner, mode="reduce-overhead", fullgraph=True)(x)
+    targets = [node.target for node in seen["graph"].graph.nodes if node.op == "call_function"]
+    assert targets == [fastvit.ops.layer_norm_attention, fastvit.ops.layer_norm_mlp]
+    assert seen["mode"] == "reduce-overhead"
+    torch._dynamo.reset()
+    fastvit.compile(Block(D, H, device=x.device), inner=inner, options={"a": 1})(x)
+    assert seen["options"] == {"a": 1}
+    with pytest.raises(Exception, match="nonsense"):
+        fastvit.compile(Block(D, H, device=x.device), inner="nonsense")(x)
+
+
+@pytest.mark.slow
+def test_inductor(x):
+    """The whole way, with an option of inductor's."""
+    model = Block(D, H, device=x.device)
+    compiled = fastvit.compile(model, inner="inductor", options={"max_autotune": False})
+    got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, atol=1e-4 * w.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("where", ["around", "within"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(where, dtype, x):
+    """Dtypes as eager has them, values up to the rounding of the operands."""
+    model = Block(D, H, device=x.device)
+
+    def call(x):
+        with torch.autocast(x.device.type, dtype):
+            return model(x)
+
+    reports: list = []
+    compiled = fastvit.compile(call if where == "within" else model, inner="aot_eager", report=reports.append)
+    with torch.autocast(x.device.type, dtype, enabled=where == "around"):
+        got = run(compiled, list(model.parameters()), [x])
+        want = run(call if where == "within" else model, list(model.parameters()), [x])
+    assert reports[0].fused("attention") == reports[0].fused("MLP") == (1, 1)
+    largest = max(w.abs().max().item() for w in want[1:])
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert g.dtype == w.dtype
+        torch.testing.assert_close(g, w, atol=0.02 * (largest if i else w.abs().max().item()), rtol=0)
+
+
+def test_autocast_within_the_graph_gives_its_dtype(x):
+    model, reports = Block(D, H, device=x.device), []
+
+    def call(x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model.fc2(F.gelu(model.fc1(x)))
+
+    out = fastvit.compile(call, inner="aot_eager", report=reports.append)(x)
+    assert out.dtype is torch.bfloat16
+    assert details(reports[0], "MLP") == ["mlp (no norm before it but an input)"]
+
+
+def test_a_pattern_across_a_change_of_grad_mode_is_left(x):
+    def forward(m, x):
+        with torch.no_grad():
+            y = m.norm(x)
+        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(y)))))
+
+    (detail,) = details(compile_and_check(half(forward), x), "attention")
+    assert detail == "attention_qkvpacked (autocast or grad mode changes within it)"
+
+
+def test_checkpointed_blocks(x):
+    def forward(m, x):
+        for block in m.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+    report = compile_and_check(half(forward, blocks=nn.ModuleList([Block(D, H), Block(D, H)])), x)
+    assert details(report, "attention") == ["layer_norm_attention"] * 2
+
+
+def test_compiled_within_compiled(x):
+    block = Block(D, H)
+    inside = half(lambda m, x: m.norm(m.block(x)), block=torch.compile(block, backend="fastvit"))
+    assert details(compile_and_check(inside, x), "attention") == ["layer_norm_attention"]
+
+
+def test_fused_modules_stay_as_they_are(x):
+    """Ours in a graph: nothing to rewrite, nothing broken."""
+    report = compile_and_check(fastvit.Block(D, H, qkv_bias=True), x)
+    assert report.entries == ()
+
+
+def test_shapes_compile_no_oftener_than_without(device):
+    """Of timm's ViT, batch sizes and image sizes, as torch's own backend does."""
+    timm = import_library("timm")
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=3).to(device)
+    graphs = {"plain": 0, "fastvit": 0}
+
+    def plain(gm, inputs):
+        graphs["plain"] += 1
+        return gm.forward
+
+    def count(report):
+        assert report.fused("attention") == report.fused("MLP") == (1, 1)
+        graphs["fastvit"] += 1
+
+    for compiled in (
+        torch.compile(model, backend=plain, dynamic=True),
+        fastvit.compile(model, inner="aot_eager", report=count, dynamic=True),
+    ):
+        torch._dynamo.reset()
+        for batch in (1, 2, 5):
+            for size in (32, 48):
+                compiled(torch.randn(batch, 3, size, size, device=device))
+    assert 0 < graphs["fastvit"] <= graphs["plain"]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_empty_batch_is_fused_as_any_other(dynamic, device):
+    layers = {"conv": nn.Conv2d(3, D, 4, 4), "block": Block(D, H)}
+    model = Subject(lambda m, image: m.block(m.conv(image).flatten(2).transpose(1, 2)), **layers).to(device)
+    images, parameters, reports = [torch.randn(0, 3, 8, 8, device=device)], list(model.parameters()), []
+    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, dynamic=dynamic)
+    for got, want in zip(run(compiled, parameters, images), run(model, parameters, images), strict=True):
+        torch.testing.assert_close(got, want)
+    assert reports[0].fused("attention") == reports[0].fused("MLP") == (1, 1)
+
+
+@pytest.mark.parametrize("library", ["own", "timm", "transformers"])
+def test_block_saves_what_fastvits_own_does(library, device):
+    """10 token tensors for its backward pass, and statistics, in bfloat16."""
+    D, H, make = 64, 4, {"dtype": torch.bfloat16, "device": device}
+    if library == "own":
+        blocks = [Block(D, H, **make) for _ in range(2)]
+    elif library == "timm":
+        timm = import_library("timm")
+        vit = timm.models.vision_transformer
+        blocks = [vit.Block(D, H, qkv_bias=True).to(**make) for _ in range(2)]
+    else:
+        transformers = import_library("transformers")
+        config = transformers.ViTConfig(
+            hidden_size=D, num_attention_heads=H, intermediate_size=4 * D, attn_implementation="sdpa"
+        )
+        layer = transformers.models.vit.modeling_vit.ViTLayer
+        blocks = [layer(config).to(**make) for _ in range(2)]
+    x = torch.randn(2, 33, D, **make).requires_grad_()
+    saved = []
+    for model in (nn.Sequential(*blocks[:1]), nn.Sequential(*blocks)):
+        torch._dynamo.reset()
+        compiled = fastvit.compile(model, inner="aot_eager")
+        compiled(x)
+        saved.append(saved_bytes(lambda f=compiled: f(x), model.parameters()))
+    statistics = 4 * (2 * 2 * 2 * 33 + 2 * H * 33)
+    assert saved[1] - saved[0] <= 10 * x.nbytes + statistics

@@ -1,0 +1,335 @@
+"""MLPs, what stands behind a linear layer, LayerNorms and patch embeddings in graphs: fused, or left, and right."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_models import B, D, N, Subject, compile_and_check, details, half, mlp
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.graph.match.calls import name_of
+
+HIDDEN = 3 * D
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "gelu_tanh, written out": lambda h: (
+        0.5 * h * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
+    ),
+    "quick_gelu": lambda h: h * torch.sigmoid(1.702 * h),
+    "relu": F.relu,
+    "relu in place": lambda h: F.relu(h, inplace=True),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_is_found(activation, x):
+    act = ACTIVATIONS[activation]
+    report = compile_and_check(mlp(lambda m, x: x + m.fc2(act(m.fc1(m.norm(x))))), x)
+    assert details(report, "MLP") == details(report, "LayerNorm") == ["layer_norm_mlp"]
+
+
+GATES = {
+    "two layers": lambda m, y: F.silu(m.gate(y)) * m.value(y),
+    "two layers, value first": lambda m, y: m.value(y) * F.silu(m.gate(y)),
+    "gate first": lambda m, y: (lambda gate, value: F.silu(gate) * value)(*m.fc1(y).chunk(2, dim=-1)),
+    "gate last": lambda m, y: (lambda value, gate: F.gelu(gate) * value)(*m.fc1(y).split(HIDDEN, -1)),
+    "inner norm": lambda m, y: m.inner(F.silu(m.gate(y)) * m.value(y)),
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gate_is_found(gate, x):
+    layers = {"gate": nn.Linear(D, HIDDEN), "value": nn.Linear(D, HIDDEN), "inner": nn.LayerNorm(HIDDEN)}
+    model = mlp(lambda m, x: x + m.fc2(GATES[gate](m, m.norm(x))), widened=2, **layers)
+    report = compile_and_check(model, x)
+    assert details(report, "MLP") == ["layer_norm_mlp"]
+
+
+LEFT = {
+    "a slice": (lambda m, h: F.gelu(h[..., :HIDDEN]), "no linear layer but getitem"),
+    "a gate of other values": (lambda m, h: F.silu(h[..., :HIDDEN]) * h[..., :HIDDEN].sin(), "a gate for sin"),
+    "a gate that overlaps": (
+        lambda m, h: F.silu(h[..., :HIDDEN]) * h[..., 1 : HIDDEN + 1],
+        "gate and value are not the two halves of a layer",
+    ),
+    "a gate of relu": (lambda m, h: (lambda a, b: F.relu(a) * b)(*h.chunk(2, -1)), "a gate with relu"),
+    "two uses": (
+        lambda m, h: (lambda a: a[..., :HIDDEN] + a[..., HIDDEN:])(F.gelu(h)),
+        "the output of its gelu is used 2 times",
+    ),
+    "a sum behind it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten behind its activation"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_mlp_is_left(name, x):
+    act, reason = LEFT[name]
+    model = mlp(lambda m, x: x + m.fc2(act(m, m.fc1(m.norm(x)))), widened=2)
+    for detail in details(compile_and_check(model, x), "MLP"):
+        assert detail.startswith(f"left: {reason}")
+
+
+def test_gate_and_value_of_different_tensors(x):
+    layers = {name: nn.Linear(D, HIDDEN) for name in ("gate", "value")}
+    model = mlp(lambda m, x: m.fc2(F.silu(m.gate(m.norm(x))) * m.value(x)), **layers)
+    assert details(compile_and_check(model, x), "MLP") == ["left: gate and value are of different tensors"]
+
+
+def test_batch_norm_between_linear_and_activation(x):
+    def forward(m, x):
+        return m.fc2(F.gelu(m.between(m.fc1(m.norm(x)).flatten(0, 1)).view(B, N, -1)))
+
+    assert not details(compile_and_check(mlp(forward, between=nn.BatchNorm1d(HIDDEN)), x), "MLP")
+
+
+def test_hidden_that_is_used_elsewhere(x):
+    def forward(m, x):
+        h = m.fc1(m.norm(x))
+        return m.fc2(F.gelu(h)), h
+
+    assert details(compile_and_check(mlp(forward), x), "MLP") == [
+        "left: the output of its linear is used elsewhere, too"
+    ]
+
+
+def test_layers_that_are_shared(x):
+    """One MLP called twice, and fc2's weight that is also a layer's of its own."""
+
+    def forward(m, x):
+        for _ in range(2):
+            x = x + m.fc2(F.gelu(m.fc1(m.norm(x))))
+        return F.linear(x, m.fc2.weight.t())
+
+    report = compile_and_check(mlp(forward), x)
+    assert details(report, "MLP") == ["layer_norm_mlp"] * 2
+
+
+def test_residual_that_is_the_norms_output(x):
+    def forward(m, x):
+        y = m.norm(x)
+        return y + m.fc2(F.gelu(m.fc1(y)))
+
+    (detail,) = details(compile_and_check(mlp(forward), x), "MLP")
+    assert detail == "mlp (the output of its layer_norm is used elsewhere, too)"
+
+
+def test_frozen_weights_and_no_gradient_of_x(x):
+    model = mlp(lambda m, x: x.detach() + m.fc2(F.gelu(m.fc1(m.norm(x.detach())))))
+    model.fc1.weight.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    assert details(compile_and_check(model, x), "MLP") == ["layer_norm_mlp"]
+
+
+def test_inference(x):
+    model = mlp(lambda m, x: x + m.fc2(F.gelu(m.fc1(m.norm(x)))))
+    with torch.no_grad():
+        assert details(compile_and_check(model, x), "MLP") == ["layer_norm_mlp"]
+
+
+def test_hooks_are_part_of_the_graph(x):
+    model = mlp(lambda m, x: x + m.fc2(m.act(m.fc1(m.norm(x)))), act=nn.GELU())
+    model.act.register_forward_hook(lambda module, inputs, output: output * 2.0)
+    assert details(compile_and_check(model, x), "MLP") == ["left: an activation times a number"]
+
+
+# ---- behind a linear layer ----
+
+
+def drop(x: Tensor, keep: float = 0.5) -> Tensor:
+    """Stochastic depth, drawn without the generator."""
+    return (torch.arange(x.shape[0], device=x.device) % 2).to(x).view(-1, 1, 1) / keep
+
+
+EPILOGUES = {
+    "residual": lambda m, x, y: x + y,
+    "residual second": lambda m, x, y: y + x,
+    "layer scale": lambda m, x, y: x + m.gamma * y,
+    "layer scale in place": lambda m, x, y: x + y.mul_(m.gamma),
+    "drop path": lambda m, x, y: x + y * drop(x),
+    "drop path, divided": lambda m, x, y: x + y.div(0.5) * drop(x, 1.0),
+    "drop path in place": lambda m, x, y: x + m.gamma * y * x.new_ones(B, 1, 1).mul_(0.5),
+    "both": lambda m, x, y: x + drop(x) * (y * m.gamma),
+    "of another tensor": lambda m, x, y: torch.add(y * m.gamma, x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_epilogue_is_found(kind, name, x):
+    def forward(m, x):
+        y = m.norm(x).sin() if kind == "linear" else F.gelu(m.fc1(m.norm(x)))
+        return EPILOGUES[name](m, x, m.fc2(y)) * 2.0
+
+    model = mlp(forward, hidden=D if kind == "linear" else HIDDEN, gamma=nn.Parameter(torch.randn(D)))
+    report = compile_and_check(model, x)
+    if kind == "mlp":
+        assert details(report, "MLP") == ["layer_norm_mlp"]
+    else:
+        assert details(report, "linear") == ["linear"]
+    assert not [e for e in report.entries if e.kind == "linear" and not e.fused]
+
+
+NO_EPILOGUES = {
+    "broadcast residual": lambda m, x, y: x[:, :1] + y,
+    "learnt row scale": lambda m, x, y: x + y * m.rows,
+    "a number": lambda m, x, y: x + 0.5 * y,
+    "squared": lambda m, x, y: x + y * y,
+    "alpha": lambda m, x, y: torch.add(x, y, alpha=2.0),
+}
+
+
+@pytest.mark.parametrize("name", NO_EPILOGUES)
+def test_what_is_no_epilogue_is_left(name, x):
+    rows = nn.Parameter(torch.randn(B, 1, 1))
+    model = mlp(lambda m, x: NO_EPILOGUES[name](m, x, m.fc2(m.norm(x).sin())), hidden=D, rows=rows)
+    assert "linear" not in details(compile_and_check(model, x), "linear")
+
+
+def test_dropout_of_an_mlp_is_that_of_the_op(x):
+    """Of fc2 as the identity on ones: every element is dropped twice, or (1 / (1 - p))**2."""
+
+    class Ones(nn.Module):
+        def __init__(self, p1: float, p2: float) -> None:
+            super().__init__()
+            self.p1, self.p2 = p1, p2
+
+        def forward(self, x, weight):
+            return F.dropout(F.linear(F.dropout(F.relu(F.linear(x, weight)), self.p1), weight), self.p2)
+
+    eye, ones = torch.eye(D, device=x.device), torch.ones(64, N, D, device=x.device)
+    for p1, p2, fused in ((0.5, 0.5, True), (0.0, 0.5, True), (0.5, 0.25, False), (0.5, 0.0, False)):
+        torch._dynamo.reset()
+        reports: list = []
+        out = fastvit.compile(Ones(p1, p2), inner="aot_eager", report=reports.append)(ones, eye)
+        assert [entry.fused for entry in reports[0].entries] == [fused]
+        kept = 1.0 / ((1 - p1) * (1 - p2))
+        torch.testing.assert_close(out.unique(), torch.tensor([0.0, kept], device=x.device))
+        assert abs((out > 0).double().mean().item() * kept - 1.0) < 0.05
+
+
+def test_dropout_of_attention_is_that_of_the_op(device):
+    """Of values that are the identity: the output is the probabilities, dropped."""
+
+    def attend(q, k, v):
+        return F.dropout((q @ k.mT).softmax(-1), 0.25, training=True) @ v
+
+    torch._dynamo.reset()
+    q = torch.zeros(4, 8, 32, 32, device=device)
+    v = torch.eye(32, device=device).expand(4, 8, 32, 32)
+    reports: list = []
+    out = fastvit.compile(attend, inner="aot_eager", report=reports.append)(q, q, v)
+    assert details(reports[0], "attention")[0].startswith("attention")
+    torch.testing.assert_close(out.unique(), torch.tensor([0.0, 1 / 32 / 0.75], device=device))
+    assert abs((out == 0).double().mean().item() - 0.25) < 0.01
+
+
+# ---- LayerNorms ----
+
+
+def test_residual_sum_before_a_layer_norm(x):
+    def forward(m, x):
+        s = x + m.proj(x.sin()).tanh()
+        return s, m.norm(s).cos()
+
+    assert details(compile_and_check(half(forward), x), "LayerNorm") == ["add_layer_norm"]
+
+
+NORMS = {
+    "no weight": lambda: nn.LayerNorm(D, elementwise_affine=False),
+    "two dimensions": lambda: nn.LayerNorm((N, D)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_layer_norm_is_left(name, x):
+    model = half(lambda m, x: m.qkv(m.other(x)), other=NORMS[name]())
+    (detail,) = details(compile_and_check(model, x), "LayerNorm")
+    assert detail.startswith("left: a LayerNorm")
+
+
+# ---- patch embeddings ----
+
+
+def embedding(forward, **layers) -> Subject:
+    return Subject(
+        forward, conv=nn.Conv2d(3, D, 4, 4), cls=nn.Parameter(torch.randn(1, 1, D)),
+        registers=nn.Parameter(torch.randn(1, 2, D)), pos=nn.Parameter(torch.randn(1, 6 + 3, D)), **layers,
+    )  # fmt: skip
+
+
+def patches(m, image):
+    return m.conv(image).flatten(2).transpose(1, 2)
+
+
+def with_prefix(m, image):
+    return torch.cat([t.expand(image.shape[0], -1, -1) for t in (m.cls, m.registers)] + [patches(m, image)], dim=1)
+
+
+EMBEDDINGS = {
+    "patches": patches,
+    "prefix": with_prefix,
+    "prefix and positions of all": lambda m, i: with_prefix(m, i) + m.pos,
+    "positions of patches, then prefix": lambda m, i: torch.cat(
+        (m.cls.expand(len(i), -1, -1), patches(m, i) + m.pos[:, 3:]), dim=1
+    ),
+    "positions of patches": lambda m, i: m.pos[0, 3:] + m.conv(i).reshape(len(i), D, -1).permute(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_patch_embedding_is_found(name, device):
+    image = torch.randn(B, 3, 8, 12, device=device)
+    report = compile_and_check(embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0), image)
+    assert details(report, "patch embedding") == ["patch_embed"]
+
+
+def test_positions_of_each_sample_are_added_behind_the_op(device):
+    image, positions = torch.randn(B, 3, 8, 12, device=device), torch.randn(B, 6, D, device=device)
+    report = compile_and_check(embedding(lambda m, i, pos: patches(m, i) + pos), image, positions)
+    assert details(report, "patch embedding") == ["patch_embed"]
+
+
+@pytest.mark.parametrize("name", [name for name in EMBEDDINGS if "positions" in name])
+def test_positions_are_added_by_the_op(name, device):
+    graphs: list = []
+
+    def inner(gm, inputs):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    model = embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0).to(device)
+    fastvit.compile(model, inner=inner)(torch.randn(B, 3, 8, 12, device=device))
+    sums = [node for node in graphs[0].nodes if name_of(node) == "add"]
+    assert all(node.meta["example_value"].shape == (3, D) for node in sums)  # prefix and positions
+
+
+OTHER_CONVOLUTIONS = {
+    "overlapping": lambda m, i: F.conv2d(i, m.conv.weight, stride=2).flatten(2).transpose(1, 2),
+    "padded": lambda m, i: F.conv2d(i, m.conv.weight, stride=4, padding=2).flatten(2).transpose(1, 2),
+    "an image": lambda m, i: m.conv(i).relu(),
+    "columns first": lambda m, i: m.conv(i).transpose(2, 3).flatten(2).transpose(1, 2),
+    "channels first": lambda m, i: m.conv(i).flatten(2),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
+def test_other_convolutions_are_left(name, device):
+    image = torch.randn(B, 3, 8, 12, device=device)
+    model = embedding(lambda m, i: OTHER_CONVOLUTIONS[name](m, i) * 2.0)
+    assert not details(compile_and_check(model, image), "patch embedding")
+
+
+def test_tokens_that_differ_between_samples_are_no_prefix(device):
+    image = torch.randn(B, 3, 8, 12, device=device)
+
+    def forward(m, image):
+        return torch.cat([m.cls * image.mean((1, 2, 3)).view(-1, 1, 1), patches(m, image)], dim=1) * 2.0
+
+    assert details(compile_and_check(embedding(forward), image), "patch embedding") == ["patch_embed"]

@@ -1,0 +1,142 @@
+"""A small model's page, and a browser for it."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fastvit
+from fastvit import study, zoo
+from fastvit.study.explore import exploration
+
+NAME = "vit_of_the_tests"
+CONFIG: dict[str, Any] = {
+    "img_size": 40, "patch_size": 8, "num_classes": 10, "embed_dim": 48, "depth": 2, "num_heads": 3, "reg_tokens": 1,
+}  # fmt: skip
+NAMES = ("vit_tiny_patch16_224", "vit_small_patch32_224", "vit_base_patch16_384", "vit_small_patch14_dinov2")
+_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+
+
+@contextmanager
+def small_model() -> Iterator[None]:
+    """Within the context the zoo has the model, and the page's table few others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(zoo.CONFIGS, NAME, CONFIG)
+        patch.setattr(exploration, "_NAMES", NAMES)
+        yield
+
+
+def weights(folder: Path) -> Path:
+    """A file for it, of values so large that attention and positions are not all alike."""
+    torch.manual_seed(0)
+    model = fastvit.VisionTransformer(**CONFIG)
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.3)
+    path = folder / "weights.pth"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def picture(folder: Path) -> Path:
+    """A picture whose name is markup."""
+    image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    path = folder / "<img src=x onerror=alert(1)>&amp;.png"
+    generator = np.random.default_rng(0)
+    image.fromarray(generator.integers(0, 255, (60, 50, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+def built(path: Path) -> nn.Module:
+    return zoo.create_model(NAME, weights=path).eval()
+
+
+def decoded(text: str, dtype: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+def rows_of(packed: dict[str, str], tokens: int) -> np.ndarray:
+    """As the page has them: (queries, N)."""
+    values = decoded(packed["values"], np.uint8).reshape(-1, tokens)
+    return values / 255 * decoded(packed["most"], "<f4")[:, None]
+
+
+def in_gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A headless browser, or a skip that says what is missing."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _PROGRAMS)), None)
+    if program is None:
+        pytest.skip("no Chromium is found: apt-get install chromium, or name one in $CHROMIUM")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """The page in a window. What it complains of, and what it asks for, is kept."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1200, **options: Any) -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        self.page = self.context.new_page()
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def number(self, within: str, name: str) -> int:
+        """Of a <dl>, without what groups its digits."""
+        return int(re.sub(r"\D", "", self.text(f'{within} [data-name="{name}"] dd', first_line=True)))
+
+    def text(self, selector: str, first_line: bool = False) -> str:
+        text: str = self.page.locator(selector).first.inner_text()
+        return text.splitlines()[0] if first_line else text
+
+    def slide(self, within: str, name: str, *keys: str) -> None:
+        """Presses keys on a slider."""
+        slider = self.page.locator(f'{within} input[data-name="{name}"]')
+        for key in keys:
+            slider.press(key)
+
+    def parts(self, provider: str) -> dict[str, int]:
+        """Bytes that the memory table has of a provider."""
+        cells = self.page.locator(f'#memory-table tr[data-part] td[data-provider="{provider}"]').all()
+        names = [row.get_attribute("data-part") for row in self.page.locator("#memory-table tr[data-part]").all()]
+        return {str(n): int(cell.get_attribute("data-bytes")) for n, cell in zip(names, cells, strict=True)}
+
+    def close(self) -> None:
+        self.context.close()
+
+
+_folder = tempfile.TemporaryDirectory()
+
+
+@functools.cache  # for the tests of all files
+def explored() -> tuple[study.Exploration, Path, Path]:
+    """The page of the model, with the files that it is of: a picture, and weights."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    folder = Path(_folder.name)
+    files = picture(folder), weights(folder)
+    with small_model():
+        return study.explore(NAME, files[0], weights=files[1]), *files

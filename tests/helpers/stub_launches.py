@@ -1,0 +1,524 @@
+"""Checks of `runtime/launch.py` in a process that is not Triton's interpreter, with a driver that launches nothing.
+
+    python tests/helpers/stub_launches.py        # prints {check: "" or what went wrong}, as JSON
+
+tests/runtime/test_launch.py runs it. A function without an underscore is a check.
+"""
+
+import gc
+import json
+import math
+import random
+import re
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from op_cases import SHAPES, function, made
+from triton.backends.compiler import GPUTarget
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.codegen.launches import recording
+from benchmarks.codegen.stub_driver import stub_gpu
+from benchmarks.gpu.tables import works
+from fastvit import ops
+from fastvit.kernels import _tuned
+from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
+from fastvit.ops.qk_norm.launch import qk_norm_bwd as launch_qk_norm
+from fastvit.ops.rotary.launch import rotary as launch_rotary
+from fastvit.ops.runtime import dispatch, plans
+from fastvit.ops.runtime import launch as runtime_launch
+from fastvit.ops.runtime.launch import launching
+from fastvit.tuning.tuner import using
+
+OPS = torch.ops.fastvit
+KERNELS = {
+    name
+    for path in sorted((Path(__file__).parents[2] / "kernels").glob("*.py"))
+    for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# ---- random calls: every kernel, with and without its optional tensors, of all alignments and strides ----
+
+
+_alignments = random.Random(0)  # drawn apart, so that one call is made with tensors of several
+
+
+def _tensor(draw, *shape, dtype):
+    """At an address that is a multiple of 2 bytes to 64, its rows contiguous, or a slice of wider ones."""
+    shift = _alignments.choice((0, 0, 0, 1, 2, 4, 8))
+    *rows, last = shape
+    wide = last + draw.choice((0, 0, 0, 1, 4, 8))
+    return torch.zeros(math.prod(rows) * wide + shift, dtype=dtype)[shift:].view(*rows, wide)[..., :last]
+
+
+def _maybe(draw, tensor):
+    return tensor if draw.random() < 0.5 else None
+
+
+def _width(draw):
+    return draw.choice((1, 7, 16, 24, 40, 64, 100, 128, 192, 200))
+
+
+def _layer_norm(draw, dtype):
+    B, N, D = draw.randint(1, 3), draw.choice((1, 2, 15, 16, 17, 33)), _width(draw)
+    x, w, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, D), (D,), (D,)))
+    rms = draw.random() < 0.5
+    b = None if rms else _maybe(draw, b)
+    _, mean, rstd = OPS.layer_norm_fwd(x, w, b, 1e-6, draw.choice((None, *DTYPES)), rms)
+    mean = None if rms else mean
+    dy, dx = _tensor(draw, B, N, D, dtype=dtype), _maybe(draw, _tensor(draw, B, N, D, dtype=dtype))
+    OPS.layer_norm_bwd(dy, x, mean, rstd, w, dx)
+    OPS.layer_norm_bwd_recompute(dy, x, mean, rstd, w, b, dx)
+    gamma, rows = _maybe(draw, _tensor(draw, D, dtype=dtype)), _maybe(draw, torch.ones(B, dtype=dtype))
+    s, _, mean, rstd = OPS.add_layer_norm_fwd(x, dy, w, b, gamma, rows, 1e-6, rms)
+    mean = None if rms else mean
+    OPS.add_layer_norm_bwd(dy, dx, s, mean, rstd, w, dy, gamma, rows)
+
+
+def _attention(draw, dtype):
+    B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197, 300)), draw.randint(1, 3), draw.choice((16, 40, 64))
+    seed, p = draw.choice(((None, 0.0), (torch.zeros(1, dtype=torch.int64), 0.1)))
+    q, do = (_tensor(draw, B, N, H, d, dtype=dtype) for _ in range(2))
+    k, v = (_tensor(draw, B, N, draw.choice((1, H)), d, dtype=dtype) for _ in range(2))
+    v = v if v.shape == k.shape else torch.zeros_like(k)
+    of = draw.choice((1, B)), draw.choice((1, H)), N, N
+    mask = _maybe(draw, _tensor(draw, *of, dtype=draw.choice((*DTYPES, torch.bool))))
+    o, lse = OPS.attention_fwd(q, k, v, mask, seed, d**-0.5, p)
+    OPS.attention_bwd(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
+    wants_mask = mask is not None and mask.dtype is not torch.bool
+    if wants_mask:
+        OPS.attention_bwd_with_mask(do, q, k, v, mask, o, lse, seed, d**-0.5, p)
+    if mask is None:
+        ends = torch.tensor([0, N // 2, N], dtype=draw.choice((torch.int32, torch.int64)))
+        images = q[0], k[0], v[0], ends
+        o, lse = OPS.attention_varlen_fwd(*images, seed, N, d**-0.5, p)
+        OPS.attention_varlen_bwd(do[0], *images, o, lse, seed, N, d**-0.5, p)
+    qkv = _tensor(draw, B, N, 3, H, d, dtype=dtype)
+    o, lse = OPS.attention_qkvpacked_fwd(qkv, mask, seed, 1.0, p)
+    OPS.attention_qkvpacked_bwd(do, qkv, mask, o, lse, seed, 1.0, p)
+    if wants_mask:
+        OPS.attention_qkvpacked_bwd_with_mask(do, qkv, mask, o, lse, seed, 1.0, p)
+
+
+def _linear(draw, dtype):
+    B, N = draw.randint(1, 3), draw.choice((1, 5, 16, 150))
+    K, M = (draw.choice((16, 64, 128, 200)) for _ in range(2))
+    x, w, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, K), (M, K), (M,)))
+    ends = (_tensor(draw, M, dtype=dtype), torch.ones(B, dtype=dtype), _tensor(draw, B, N, M, dtype=dtype))
+    OPS.linear_fwd(x, w, _maybe(draw, b), "none", *(_maybe(draw, end) for end in ends))
+    b = _maybe(draw, b)
+    for activation in ("gelu", "relu"):
+        _, pre = OPS.linear_act_fwd(x, w, b, activation)
+    OPS.linear_dact(_tensor(draw, B, N, K, dtype=dtype), _tensor(draw, K, M, dtype=dtype), pre, activation)
+    OPS.act_bwd(_tensor(draw, B, N, M, dtype=dtype), _tensor(draw, B, N, M, dtype=dtype), activation)
+    OPS.dropout(x, torch.zeros(1, dtype=torch.int64), 0.1)
+
+
+def _gated(draw, dtype):
+    B, N = draw.randint(1, 3), draw.choice((1, 5, 16, 150))
+    K, M = (draw.choice((16, 64, 128, 200)) for _ in range(2))
+    x, gate, value, b = (_tensor(draw, *s, dtype=dtype) for s in ((B, N, K), (M, K), (M, K), (M,)))
+    biases, activation = (_maybe(draw, b), _maybe(draw, b)), draw.choice(("gelu", "silu"))
+    OPS.gated_fwd(x, gate, value, *biases, activation)
+    _, pre = OPS.gated_act_fwd(x, gate, value, *biases, activation)
+    OPS.gated_dact(_tensor(draw, B, N, K, dtype=dtype), _tensor(draw, K, M, dtype=dtype), pre, activation)
+    OPS.gated_act_bwd(_tensor(draw, B, N, M, dtype=dtype), pre, activation)
+    OPS.gated_act(pre, activation)
+
+
+def _patch_embed(draw, dtype):
+    B, size, D = draw.randint(1, 3), draw.choice((4, 14, 16)), draw.choice((16, 40, 64))
+    h, w = (size * draw.randint(1, 3) for _ in range(2))
+    n = h * w // size**2
+    image, weight = _tensor(draw, B, 3, h, w, dtype=dtype), torch.zeros(D, 3, size, size, dtype=dtype)
+    prefix = _maybe(draw, _tensor(draw, 2, D, dtype=dtype))
+    bias, pos = _maybe(draw, _tensor(draw, D, dtype=dtype)), _maybe(draw, _tensor(draw, n, D, dtype=dtype))
+    out = OPS.patch_embed_fwd(image, weight, bias, pos, prefix, None)
+    OPS.patch_embed_bwd_weight(out, image, weight, None)
+    OPS.patch_embed_bwd_image(out, weight, h, w, dtype)
+
+
+def _rotary(draw, dtype):
+    B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197)), draw.randint(1, 3), draw.choice((16, 24, 64))
+    x, T, of = _tensor(draw, B, N, 3 * H, d, dtype=dtype), N - draw.randint(0, 1), draw.choice(((1, 1), (B, 1), (1, H)))
+    sin, cos = (_tensor(draw, *of, T, d, dtype=draw.choice(DTYPES)) for _ in range(2))
+    options = 2 * H, draw.choice((False, True)), draw.choice((False, True))
+    OPS.rotary(x, sin, cos, *options)
+    x = torch.zeros(B, N, 3 * H, d, dtype=dtype)
+    launch_rotary(x, sin, cos, *options, x)  # in place
+
+
+def _qk_norm(draw, dtype):
+    B, N, H, d = draw.randint(1, 3), draw.choice((1, 16, 17, 197)), draw.randint(1, 3), draw.choice((16, 24, 64))
+    packed, T, of = draw.random() < 0.5, N - draw.randint(0, 1), draw.choice(((1, 1), (B, 1), (1, H)))
+    q, k, dq, dk = (_tensor(draw, B, N, H, d, dtype=dtype) for _ in range(4))
+    if packed:
+        (q, k, _), (dq, dk, _) = (_tensor(draw, B, N, 3, H, d, dtype=dtype).unbind(2) for _ in range(2))
+    w = [_tensor(draw, d, dtype=draw.choice((dtype, torch.float32)))] * 2
+    rms, interleaved = draw.random() < 0.5, draw.random() < 0.5
+    b = None if rms else _maybe(draw, w[0])
+    tables = [_maybe(draw, _tensor(draw, *of, T, d, dtype=draw.choice(DTYPES)))] * 2
+    OPS.qk_norm_fwd(q, k, w[0], b, w[1], b, *tables, 1e-6, rms, interleaved)
+    launch_qk_norm(dq, dk, q, k, *w, *tables, 1e-6, rms, b is not None, interleaved, *((dq, dk) if packed else ()))
+
+
+_RANDOM = (_layer_norm, _attention, _linear, _gated, _patch_embed, _rotary, _qk_norm)
+
+
+def the_same_binary_as_triton_and_the_same_arguments():
+    """Each launch three times: by Triton, and twice by `launch`, of which the second has been seen before."""
+    draw = random.Random(0)
+    direct = total = 0
+    with stub_gpu() as gpu:
+        original = runtime_launch.launch
+
+        def thrice(kernel, programs, tensors, numbers, constants):
+            nonlocal direct, total
+            gpu.launches.clear()
+            kernel[(programs,)](*tensors, *numbers, **constants, **runtime_launch.OPTIONS)
+            by_triton = mock.patch.object(runtime_launch, "_by_triton", side_effect=runtime_launch._by_triton)
+            with mock.patch.object(runtime_launch, "_instead", None), by_triton as by_triton:
+                original(kernel, programs, tensors, numbers, constants)
+                first = by_triton.call_count
+                original(kernel, programs, tensors, numbers, constants)
+                assert by_triton.call_count == first, f"{kernel.__name__} was not kept"
+            total, direct = total + 1, direct + (first == 0)
+            by_triton, *ours = gpu.launches
+            assert len(ours) == 2
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+            for launched in ours:
+                assert launched.kernel is by_triton.kernel, f"{kernel.__name__}{numbers} {addresses}: another binary"
+                assert launched.grid == by_triton.grid == (programs, 1, 1)
+                assert len(launched.arguments) == len(by_triton.arguments) == len(kernel.arg_names)
+            assert list(by_triton.arguments[: len(tensors)]) == list(tensors)
+            count = len(tensors) + len(numbers)
+            assert list(ours[1].arguments[:count]) == [*addresses, *numbers]
+            assert list(by_triton.arguments[len(tensors) : count]) == list(numbers)
+            assert {*range(count, len(kernel.arg_names))} <= {*kernel.constexprs}  # places that the launcher skips
+
+        with launching(thrice):
+            for i in range(120):
+                gpu.device = i % 2  # a binary is loaded on one device
+                torch.set_float32_matmul_precision(draw.choice(("highest", "high")))
+                kind, dtype = draw.choice(_RANDOM), draw.choice(DTYPES)
+                for _ in range(4):
+                    kind(random.Random(i), dtype)
+        names = {kernel.name for kernel in gpu.compiled}
+    assert names == KERNELS
+    assert total > 1500, total
+    assert 0.02 * total < direct < 0.98 * total, (direct, total)
+
+
+NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+
+
+def _wide(name, tokens, dtype=torch.bfloat16):
+    """Tensors for which MLPs run our kernels: hidden sizes are multiples of 16."""
+    shapes = {key: tuple({40: 64, 20: 32}.get(n, n) for n in shape) for key, shape in SHAPES[name].items()}
+    with mock.patch.dict(SHAPES, {name: shapes}):
+        return made(name, 2, tokens, torch.device("cpu"), dtype)
+
+
+def _shifted(draw, tensors):
+    """The same, contiguous, at addresses of several alignments."""
+    found = {}
+    for name, t in tensors.items():
+        shift = draw.choice((0, 0, 0, 1, 2, 4, 8))
+        flat = torch.zeros(t.numel() + shift, dtype=t.dtype)
+        found[name] = flat[shift:].view(t.shape).requires_grad_(t.requires_grad)
+    return found
+
+
+def _launched(gpu, op, tensors):
+    """Binaries, grids and numbers of a training step."""
+    gpu.launches.clear()
+    out = op(**tensors)
+    torch.autograd.backward(out, torch.ones_like(out))
+    found = []
+    for step in gpu.launches:
+        passed = [a for i, a in enumerate(step.arguments) if i not in step.kernel.src.fn.constexprs]
+        numbers = [a for a in passed if isinstance(a, int | float) and abs(a) < 1 << 24 and a != 0]  # no addresses
+        found.append((step.kernel, step.grid, numbers))
+    return found
+
+
+def planned_calls_launch_what_others_do():
+    """Their plans are those of aligned tensors, or of others."""
+    draw = random.Random(0)
+    seen = direct = 0
+    with stub_gpu() as gpu:
+        for _ in range(150):
+            name, dtype, tokens = draw.choice(NODES), draw.choice(DTYPES), draw.choice((2, 16, 17, 197))
+            op, tensors = function(name), _wide(name, tokens, dtype)
+            _launched(gpu, op, tensors if draw.random() < 0.5 else _shifted(draw, tensors))
+            tensors = _shifted(draw, tensors)
+            with mock.patch.object(plans, "_kept", {}):
+                want = _launched(gpu, op, tensors)
+            with (
+                mock.patch.object(plans, "_Again", side_effect=plans._Again) as again,
+                mock.patch.object(runtime_launch, "launch", side_effect=runtime_launch.launch) as launch,
+            ):
+                got = _launched(gpu, op, tensors)
+            assert got == want, f"{name} of {tokens} tokens in {dtype}: {got}, wanted {want}"
+            seen, direct = seen + again.call_count, direct + len(got) - launch.call_count
+    assert seen > 200, seen
+    assert direct > 300, direct
+
+
+def planned_calls_differ_by_which_tensors_are_there():
+    """A scale in the place of a bias, of the same looks."""
+    with stub_gpu() as gpu:
+        op, tensors = function("layer_norm_mlp"), _wide("layer_norm_mlp", 16)
+        without = [{**tensors, name: None} for name in ("fc2_bias", "layer_scale")]
+        with mock.patch.object(plans, "_kept", {}):
+            want = _launched(gpu, op, without[1])
+        for given in (without[0], without[0], without[1]):
+            got = _launched(gpu, op, given)
+        assert got == want, f"{got}, wanted {want}"
+
+
+def _norm(rows=4):
+    """A call of one kernel."""
+    x, w = torch.zeros(rows, 64), torch.zeros(64)
+    return lambda: ops.layer_norm(x, w, w)
+
+
+def products_and_sums_are_fused_whatever_the_default():
+    fusion = mock.patch.dict("os.environ", TRITON_DEFAULT_FP_FUSION="0")
+    with stub_gpu() as gpu, torch.no_grad(), fusion:
+        _norm()()
+    assert gpu.compiled[0].metadata.enable_fp_fusion
+
+
+def hooks_see_every_launch():
+    seen = []
+    hook = lambda metadata: seen.append(metadata.get())  # noqa: E731
+    with stub_gpu() as gpu, torch.no_grad():
+        call = _norm()
+        call()
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            call()
+            call()
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+        call()
+        assert len(gpu.launches) == 4
+        assert len(gpu.compiled) == 1
+        assert len(seen) == 2, seen
+        tensors = _wide("layer_norm_mlp", 16)
+        for _ in range(2):  # the second one is planned
+            function("layer_norm_mlp")(**tensors)
+        gpu.launches.clear()
+        triton.knobs.runtime.launch_enter_hook.add(hook)
+        try:
+            function("layer_norm_mlp")(**tensors)
+        finally:
+            triton.knobs.runtime.launch_enter_hook.remove(hook)
+        assert len(seen) == 2 + len(gpu.launches) > 2
+
+
+def a_profiler_reads_names_flops_and_bytes():
+    """Of every kernel, as Proton asks for them."""
+    found = {}
+    hook = lambda metadata: found.update({metadata.get()["name"]: metadata.get()})  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        with stub_gpu() as gpu:
+            for dtype in (torch.bfloat16, torch.float32):
+                for name in SHAPES:
+                    tensors = made(name, 2, 18, torch.device("cpu"), dtype)
+                    out = function(name)(**tensors)
+                    outs = out if isinstance(out, tuple) else (out,)
+                    torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+            attention = torch.zeros(3, 197, 12, 64, dtype=torch.bfloat16)
+            OPS.attention_fwd(attention, attention, attention, None, None, 0.125, 0.0)
+            x, w = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+            OPS.layer_norm_fwd(x, w, w, 1e-6, None)
+            pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
+            OPS.linear_dact(x, torch.zeros(64, 32, dtype=torch.bfloat16), pre, "gelu")
+            gate, fc2 = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(64, 32, dtype=torch.bfloat16)
+            OPS.gated_dact(x, fc2, OPS.gated_act_fwd(x, gate, gate, None, None, "silu")[1], "silu")
+            OPS.patch_embed_fwd(
+                torch.zeros(2, 3, 8, 12), torch.zeros(16, 3, 4, 4), None, None, torch.zeros(1, 16), None
+            )
+            names = {kernel.name for kernel in gpu.compiled}
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert {name.split()[0] for name in found} == names == KERNELS
+    norm = found["layer_norm_fwd_kernel M6 D64 bfloat16"]
+    assert norm["bytes"] == 2 * (2 * 6 * 64 + 2 * 64) + 4 * 2 * 6
+    assert norm["flops16"] == 0
+    short = found["attention_short_fwd_kernel B3 N197 H12 d64 bfloat16"]
+    assert short["flops16"] == 4 * 3 * 12 * 197 * 197 * 64
+    assert short["bytes"] == 4 * 3 * 197 * 12 * 64 * 2 + 3 * 12 * 197 * 4
+    assert found["linear_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 2 * 6 * 32 * 64
+    assert found["gated_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 4 * 6 * 32 * 64
+    assert found["patch_embed_fwd_kernel patches12 D16 K48 float32"]["flops32"] == 2 * 12 * 16 * 48
+
+
+def what_does_not_fit_runs_on_aten_and_is_not_tried_again():
+    attempts = []
+
+    class Refusing:
+        metadata = SimpleNamespace(target=GPUTarget("cuda", 90, 32))
+
+        def launch_metadata(self, *_):
+            return None
+
+        @property
+        def run(self):
+            attempts.append(1)
+            raise OutOfResources(300_000, 232_448, "shared memory")
+
+    x, w = torch.randn(4, 64), torch.randn(64)
+    expected = torch.nn.functional.layer_norm(x, (64,), w, w, 1e-6)
+    with stub_gpu() as gpu, torch.no_grad():
+        gpu.compile = lambda *_, **__: Refusing()
+        with mock.patch.object(triton.compiler, "compile", gpu.compile):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    torch.testing.assert_close(ops.layer_norm(x, w, w), expected)
+            assert len(attempts) == 1, attempts
+            assert len(warned) == 1, [str(w.message) for w in warned]
+            assert "shared memory" in str(warned[0].message)
+            refused = pytest.raises(dispatch.KernelUnsupported, match="layer_norm_fwd_kernel")
+            with ops.use_backend("auto", strict=True), refused:
+                ops.layer_norm(x, w, w)
+
+
+def an_error_that_is_not_the_compiler_s_is_raised():
+    def broken(*_, **__):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    raised = pytest.raises(RuntimeError, match="illegal memory access")
+    with stub_gpu(), mock.patch.object(triton.compiler, "compile", broken), torch.no_grad(), raised:
+        _norm()()
+
+
+def versions_that_nobody_compared_and_amd_stay_with_triton():
+    for target, known in ((GPUTarget("cuda", 90, 32), False), (GPUTarget("hip", "gfx942", 64), True)):
+        with stub_gpu(target) as gpu, mock.patch.object(runtime_launch, "_DIRECT", known), torch.no_grad():
+            with mock.patch.object(runtime_launch, "_by_triton", side_effect=runtime_launch._by_triton) as by_triton:
+                call = _norm()
+                for _ in range(3):
+                    call()
+            assert by_triton.call_count == len(gpu.launches) == 3
+            assert len(gpu.compiled) == 1
+
+
+def a_kernel_has_one_key_whichever_is_the_first():
+    """Of Triton's cache on disk: what one process compiles is what another one looks for."""
+    names = [name for name in sys.modules if name.startswith("fastvit.kernels.")]
+    functions = {f for name in names for f in vars(sys.modules[name]).values() if isinstance(f, triton.JITFunction)}
+    ordered = sorted(functions, key=lambda f: f"{f.module}.{f.__name__}")
+    found = []
+    for order in (ordered, ordered[::-1]):
+        for f in ordered:
+            f.hash, f.used_global_vals = None, {}
+        found.append({f"{f.module}.{f.__name__}": f.cache_key for f in order})
+    assert found[0] == found[1]
+    assert len(found[0]) > len(KERNELS)
+
+
+def threads_compile_once():
+    with stub_gpu() as gpu, torch.no_grad():
+        calls = [_norm(rows) for rows in range(2, 12)]
+        barrier = threading.Barrier(8)
+
+        def work():
+            barrier.wait()
+            for call in calls * 20:
+                call()
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(gpu.launches) == 8 * 20 * len(calls)
+        alone = len(gpu.compiled)
+    with stub_gpu() as gpu, torch.no_grad():
+        for call in calls:
+            call()
+        assert len(gpu.compiled) == alone
+
+
+def the_tuner_reaches_every_choice_of_a_gemm():
+    """Of few rows and of many, with every epilogue, forward and backward."""
+    asked = set()
+    with recording("sm_90"):
+        for work in works():
+            if work.table == "use_triton_gemm":
+                with using({}):
+                    run = work.build(torch.device("meta"))
+                with using({}) as keys:
+                    run()
+                asked |= {key for _, table, key in keys if table == work.table}
+    rows = {(197 * B).bit_length() for B in (1, 32, 256)}
+    for D in (384, 768, 1024, 1280):
+        for m in rows:
+            assert {(m, 4 * D, D, 2, 0), (m, D, 4 * D, 2, 0), (m, D, D, 2, 0), (m, 4 * D, D, 2, 1)} <= asked, (D, m)
+
+
+def a_measured_choice_replaces_a_plan():
+    choice = {"block_rows": 1, "num_warps": 1, "programs_per_sm": 2, "num_stages": 1}
+    with stub_gpu() as gpu, torch.no_grad():
+        call = _norm()
+        call()
+        with using({("layer_norm", (64, 0)): tuple(choice[name] for name in _tuned.FIELDS["layer_norm"])}):
+            call()
+        call()
+    shipped, measured, again = (launched.kernel for launched in gpu.launches)
+    assert measured.metadata.num_warps == 1
+    assert shipped.metadata.num_warps != 1
+    assert again is shipped
+
+
+def a_kernel_that_is_called_is_held():
+    """Where Triton has forgotten it, too: what it has compiled is unloaded with it."""
+    with stub_gpu(records=False) as gpu, torch.no_grad():
+        _norm()()
+        kernel = weakref.ref(gpu.compiled.pop())
+        layer_norm_fwd_kernel.device_caches.clear()
+        gc.collect()
+        assert kernel() is not None
+        runtime_launch._compiled.clear()
+        plans._kept.clear()
+        gc.collect()
+        assert kernel() is None
+
+
+def many_shapes_do_not_pile_up():
+    with stub_gpu(records=False), mock.patch.object(runtime_launch, "_MOST", 8), torch.no_grad():
+        for rows in range(1, 40):
+            _norm(rows)()
+            assert len(runtime_launch._compiled) <= 8
+
+
+def main():
+    results = {}
+    for name, check in list(globals().items()):
+        if name[0] != "_" and getattr(check, "__module__", "") == "__main__" and callable(check) and name != "main":
+            try:
+                check()
+                results[name] = ""
+            except Exception:
+                results[name] = traceback.format_exc()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Warms up models and then runs a step of each, to nothing: prints a line a model, how many kernels its step launched
+and what that added to Triton's cache. Then the same of the candidates of some launch tables. For
+tests/tuning/test_cli_tune.py, in a process of its own."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from study_models import known
+
+from benchmarks.codegen.stub_driver import MULTIPROCESSORS, stub_gpu
+from fastvit.cli import main as fastvit
+from fastvit.study.memory.plan import DTYPES, Setting, Step
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import channels, images
+from fastvit.tuning.calls import MODES, calls_of
+from fastvit.tuning.model import Machine, ModelTuning, compile_calls, compile_candidates
+from fastvit.tuning.tuner import Tuner
+
+CACHE = Path(os.environ["TRITON_CACHE_DIR"])
+BATCH = 3
+TABLES = ("use_triton_gemm", "column_sum", "attention_bwd_short")
+MODELS = [
+    ("vit_of_two_blocks", "bf16"), ("study_models:of_timm", "amp"), ("study_models:of_a_bias", "bf16"),
+    ("eva02_tiny_patch14_224", "bf16"),
+]  # fmt: skip
+
+
+def entries() -> set[str]:
+    return {path.name for path in CACHE.iterdir()} if CACHE.exists() else set()
+
+
+def warm_up() -> None:
+    for name, dtype in MODELS:
+        size = ["--image-size", "56"] if name.startswith("eva") else []
+        wanted = [name, "--target", "sm_90", "--batch", str(BATCH), "--dtype", dtype, *size]
+        assert fastvit(["warmup", *wanted]) == 0
+        before = entries()
+        subject = find(name)
+        side = (56, 56) if size else subject.image_size
+        model = subject.build("fused", side).to(DTYPES[dtype])
+        pixels = images(BATCH, side, DTYPES[dtype], channels(model))
+        with stub_gpu(compiles=True) as gpu:
+            for mode in ("infer", "train"):
+                Step(model, pixels, Setting(mode, dtype, "none"), gpu=True).passes()
+        print("launched", name, len(gpu.binaries), len(entries() - before))
+        assert fastvit(["warmup", *wanted]) == 0
+
+
+def tune() -> None:
+    subject, machine = find("vit_of_two_blocks"), Machine("a GPU", "sm_90", MULTIPROCESSORS, torch.device("cpu"))
+    prepare = compile_candidates(machine)
+    with stub_gpu(compiles=True) as gpu, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "table.json")
+        tuner = Tuner(machine.device, lambda run: 1.0, path, machine.gpu, lambda: {"sources": ""}, rounds=(1, 3))
+        tuning = ModelTuning(calls_of(subject, subject.image_size, BATCH, "bf16", MODES), tuner, MULTIPROCESSORS)
+        compile_calls(tuning.calls, machine, {})
+        tuning.time_calls()
+        works = [work for work in tuning.works() if work.table in TABLES]
+        for work in works:
+            prepare(work, {})
+        before, gpu.binaries = entries(), set()
+        results = list(tuning.tune(works))
+    assert len(results) == len(works) >= 5, results
+    print("launched", "candidates", len(gpu.binaries), len(entries() - before))
+
+
+if __name__ == "__main__":
+    with known():
+        warm_up()
+        tune()

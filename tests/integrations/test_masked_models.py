@@ -1,0 +1,324 @@
+"""Models of other libraries whose attention has a mask, keys that heads share, norms over all heads, or sequences of
+several lengths; and blocks of attention and MLP side by side: accelerated, as they were, and fused."""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_library
+from library_models import SIZES, outcome, vit
+from models import Calls, accelerate_as_it_was, close, randomised
+from torch import Tensor, nn
+
+import fastvit
+from benchmarks.coverage import small_transformers
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.integrations.forward import checked_mask
+from fastvit.integrations.transformers.layers import register_attention
+
+Results = tuple[Tensor, dict[str, Tensor]]
+
+
+def results(model: nn.Module, call: Callable[[nn.Module], Any]) -> Results:
+    """The output, of a sequence its last tokens, and every parameter's gradient."""
+    torch.manual_seed(4)
+    out = call(model)
+    out = out if isinstance(out, Tensor) else out.last_hidden_state
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad(out, list(parameters.values()), cotangent, allow_unused=True)
+    return out.detach(), {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def assert_same(got: Results, want: Results) -> None:
+    """Within 1e-5 of the largest; of gradients that are rounding alone, of the largest of all."""
+    assert got[1].keys() == want[1].keys()
+    largest = max(float(g.abs().max()) for g in want[1].values())
+    pairs = {"output": (got[0], want[0]), **{name: (got[1][name], want[1][name]) for name in want[1]}}
+    for name, (a, b) in pairs.items():
+        scale = float(b.abs().max()) if name == "output" else max(float(b.abs().max()), 1e-2 * largest)
+        assert float((a - b).abs().max()) <= 1e-5 * scale, name
+
+
+def check(model: nn.Module, call: Callable[[nn.Module], Any], *ops: str, fused: tuple[int, int] = (2, 2)) -> None:
+    """Accelerated, a model gives what it gave, and runs these ops; nothing goes back to a module's own forward."""
+    want = results(model, call)
+    report = fastvit.accelerate(model)
+    assert report.fused("attention") == fused, str(report)
+    with warnings.catch_warnings(), Calls() as calls:
+        warnings.filterwarnings("error", ".* runs its own forward")
+        got = results(model, call)
+    assert_same(got, want)
+    assert {f"fastvit::{op}" for op in ops} <= {*calls.names}, calls.names
+
+
+def of_transformers(name: str, **options: Any) -> nn.Module:
+    """With the sizes of a small vision configuration."""
+    kind = getattr(import_library("transformers"), name)
+    return randomised(kind(kind.config_class(**{**SIZES, **options})).eval())
+
+
+# ---- masks ----
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_pixtral(implementation: str, device: torch.device) -> None:
+    """Two images of other sizes in one sequence, which a mask keeps apart."""
+    model = of_transformers("PixtralVisionModel", head_dim=16).to(device)
+    model.set_attn_implementation(implementation)
+    images, sizes = torch.randn(2, 3, 32, 32, device=device), torch.tensor([[32, 32], [16, 24]])
+    check(model, lambda m: m(images, image_sizes=sizes), "rotary", "attention_qkvpacked_fwd")
+    alone = model(images[1:, :, :16, :24], image_sizes=sizes[1:]).last_hidden_state
+    assert close(model(images, image_sizes=sizes).last_hidden_state[:, 16:], alone)
+
+
+def test_siglip2_with_padded_images(device: torch.device) -> None:
+    model = of_transformers("Siglip2VisionModel", num_patches=16, vision_use_head=False).to(device)
+    pixels, visible = torch.randn(2, 16, 192, device=device), torch.ones(2, 16, dtype=torch.int32, device=device)
+    visible[1, 9:] = 0
+    shapes = torch.tensor([[4, 4], [3, 3]], device=device)
+    call = lambda m: m(pixels, pixel_attention_mask=visible, spatial_shapes=shapes)  # noqa: E731
+    unmasked = model(pixels, torch.ones_like(visible), shapes).last_hidden_state
+    check(model, call, "attention_qkvpacked_fwd")
+    assert not close(call(model).last_hidden_state[1], unmasked[1])
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_blocks_of_timm(kind: str, device: torch.device) -> None:
+    """The mask of a call, given to a block and to attention alone."""
+    model = randomised(vit(num_classes=0)).to(device)
+    block = model.blocks[0]
+    x = torch.randn(2, 5, 192, device=device)
+    mask = torch.rand(2, 1, 5, 5, device=device) > 0.3
+    mask[..., 0] = True
+    mask = mask if kind == "bool" else torch.randn(5, 5, device=device).masked_fill(~mask, -torch.inf)
+    accelerate_as_it_was(model, lambda: (block(x, attn_mask=mask), block.attn(x, attn_mask=mask)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not close(block(x, attn_mask=mask), block(x))
+
+
+def test_a_learnt_bias_has_its_gradient(device: torch.device) -> None:
+    model = randomised(vit(num_classes=0)).to(device)
+    x = torch.randn(2, 5, 192, device=device)
+    bias = torch.randn(1, 3, 5, 5, device=device, requires_grad=True)
+    (want,) = torch.autograd.grad(model.blocks[0](x, attn_mask=bias).square().sum(), bias)
+    fastvit.accelerate(model)
+    (got,) = torch.autograd.grad(model.blocks[0](x, attn_mask=bias).square().sum(), bias)
+    assert close(got, want)
+
+
+def test_naflex(device: torch.device) -> None:
+    """Images of other sizes, padded to one number of patches; what stands at padded places is nobody's."""
+    model = import_library("timm").create_model("naflexvit_base_patch16_gap", embed_dim=64, depth=2, num_heads=2)
+    model = randomised(model.eval()).to(device)
+    inputs = {"patches": torch.randn(2, 12, 768, device=device), "patch_valid": torch.ones(2, 12, dtype=torch.bool)}
+    inputs["patch_coord"] = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij"), -1)
+    inputs["patch_coord"] = inputs["patch_coord"].view(1, 12, 2).repeat(2, 1, 1).to(device)
+    inputs["patch_valid"] = inputs["patch_valid"].to(device)
+    inputs["patch_valid"][1, 8:] = False
+    check(model, lambda m: m(inputs), "attention_qkvpacked_fwd")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 1, 17, 5), torch.zeros(17, 17, dtype=torch.int64), "blocks",
+        torch.ones(2, 17, 17),
+    ],
+    ids=["of tokens", "of other keys", "of integers", "no tensor", "of three dimensions"],
+)  # fmt: skip
+def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
+    """What `fused_forward` then leaves to the module, as tests/integrations/test_transformers.py holds."""
+    x, taken = torch.randn(2, 17, 192), torch.ones(2, 1, 1, 17)
+    assert checked_mask(taken, x) is taken
+    with pytest.raises(CannotFuse, match="an attention mask of"):
+        checked_mask(mask, x)
+
+
+# ---- keys that heads share, norms over all heads ----
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_sapiens2(qk_norm: bool, device: torch.device) -> None:
+    """The second layer has two heads of keys for four of queries."""
+    model = of_transformers(
+        "Sapiens2Model", num_key_value_heads_per_layer=[4, 2], use_qk_norm=qk_norm, num_register_tokens=2
+    ).to(device)
+    image = torch.randn(2, 3, 32, 32, device=device)
+    check(model, lambda m: m(image), "attention_fwd", "rotary")
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_attention_rope_of_timm(qk_norm: bool, device: torch.device) -> None:
+    timm = import_library("timm")
+    attention = timm.layers.AttentionRope(
+        64, 4, qkv_fused=False, num_kv_heads=2, qk_norm=qk_norm, norm_layer=timm.layers.RmsNorm, rotate_half=True
+    )
+    model = nn.ModuleList([randomised(attention)]).to(device)
+    x, rope = torch.randn(2, 7, 64, device=device), torch.randn(6, 32, device=device)
+    mask = torch.rand(7, 7, device=device) > 0.2
+    report = accelerate_as_it_was(model, lambda: (model[0](x, rope), model[0](x, rope, attn_mask=mask)))
+    norm = ["rms_norm"] * qk_norm
+    assert outcome(report, "0") == ("accelerated", ", ".join([*norm, "attention", "linear"]))
+
+
+@pytest.mark.parametrize("name", ["vit_large_patch16_sapiens2"])
+def test_sapiens2_of_timm(name: str, device: torch.device) -> None:
+    sizes = {"embed_dim": 64, "num_heads": 4, "depth": 2, "img_size": 64}
+    model = import_library("timm").create_model(name, num_kv_heads=2, num_classes=0, **sizes)
+    model = randomised(model.eval()).to(device)
+    image = torch.randn(2, 3, 64, 64, device=device)
+    check(model, lambda m: m(image), "attention_fwd")
+
+
+def test_norms_over_all_heads(device: torch.device) -> None:
+    """InternVL's of 6B."""
+    model = of_transformers("InternVLVisionModel", use_qk_norm=True, norm_type="rms_norm").to(device)
+    image = torch.randn(2, 3, 32, 32, device=device)
+    check(model, lambda m: m(image), "attention_fwd", "linear_fwd")
+    kinds = {entry.detail for entry in fastvit.accelerate(model).accelerated if entry.kind == "InternVLVisionLayer"}
+    assert kinds == {"layer_norm_linear, rms_norm, attention, linear, layer_norm_mlp"}
+
+
+def test_widths_of_norms_and_keys_that_do_not_fit() -> None:
+    timm = import_library("timm")
+    attention = timm.layers.AttentionRope(
+        64, 4, qkv_fused=False, num_kv_heads=2, qk_norm=True, norm_layer=timm.layers.RmsNorm
+    )
+    attention.q_norm = attention.k_norm = timm.layers.RmsNorm(64)
+    report = fastvit.accelerate(nn.ModuleList([attention]))
+    assert outcome(report, "0") == ("skipped", "norms of q and k over [64] of 4 heads of 16")
+    attention.q_norm = attention.k_norm = nn.Identity()
+    attention.num_kv_heads = 3
+    report = fastvit.accelerate(nn.ModuleList([attention]))
+    assert outcome(report, "0") == ("skipped", "k and v have 32 outputs for 3 heads")
+
+
+# ---- attention and MLP side by side ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"qkv_bias": True, "fuse_out_proj": True}, {"qk_norm": True, "init_values": 0.5},
+        {"qkv_bias": True, "proj_bias": False, "drop_path_rate": 0.5, "init_values": 0.5},
+    ],
+    ids=["plain", "one layer out", "qk_norm", "stochastic depth"],
+)  # fmt: skip
+def test_parallel_blocks(options: dict[str, Any], device: torch.device) -> None:
+    """Of ViT-22B; a sample that stochastic depth drops, it drops from both."""
+    timm = import_library("timm")
+    p = options.pop("drop_path_rate", 0.0)
+    block = timm.models.vision_transformer.ParallelScalingBlock(64, 4, drop_path=p, **options)
+    model = nn.ModuleList([randomised(block)]).to(device).train()
+    x = torch.randn(8, 7, 64, device=device)
+    check(model, lambda m: m[0](x), fused=(0, 0))
+    (entry,) = (e for e in fastvit.accelerate(model).entries if e.name == "0")
+    assert (entry.status, entry.detail) == ("accelerated", "layer_norm_attention, layer_norm_mlp")
+    mask = torch.rand(7, 7, device=device) > 0.2
+    own = type(block).forward
+    with torch.no_grad():
+        outputs = []
+        for forward in (block, lambda x, **more: own(block, x, **more)):
+            torch.manual_seed(3)
+            outputs.append(forward(x, attn_mask=mask))
+    assert close(*outputs)
+
+
+def test_parallel_blocks_of_a_model_and_what_is_left() -> None:
+    timm = import_library("timm")
+    small = {"embed_dim": 64, "num_heads": 4, "depth": 2, "img_size": 32}
+    model = timm.create_model("vit_base_patch16_xp_224", **small).eval()
+    image = torch.randn(2, 3, 32, 32)
+    report = accelerate_as_it_was(model, lambda: model(image))
+    assert outcome(report, "blocks.1")[0] == "accelerated"
+    block = timm.models.vision_transformer.ParallelScalingBlock(64, 4, proj_drop=0.1).train()
+    report = fastvit.accelerate(nn.ModuleList([block]))
+    assert outcome(report, "0") == ("skipped", "its two dropouts differ: 0.1 and 0.0")
+    block = timm.models.vision_transformer.ParallelScalingBlock(64, 4)
+    block.in_proj = nn.Sequential(block.in_proj)
+    report = fastvit.accelerate(nn.ModuleList([block]))
+    assert outcome(report, "0") == ("skipped", "in_proj is nn.Sequential")
+
+
+# ---- sequences of several lengths ----
+
+TOWERS = {
+    "qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
+    "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel",
+    "qwen3_vl": "Qwen3VLVisionModel",
+    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
+    "qwen3_omni_moe": "Qwen3OmniMoeVisionEncoder",
+    "qwen3_5": "Qwen3_5VisionModel",
+    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+    "qwen4_exp": "Qwen4ExpVisionModel",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeVisionTransformerPretrainedModel",
+    "cohere_compass": "CohereCompassVisionModel",
+    "glm4v": "Glm4vVisionModel",
+    "glm4v_moe": "Glm4vMoeVisionModel",
+}
+
+
+def tower(file: str) -> nn.Module:
+    import_library("transformers")
+    try:
+        module = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
+    except ImportError:
+        pytest.skip(f"this version of transformers has no {file}")
+    return randomised(small_transformers.build(getattr(module, TOWERS[file])).eval(), 0.02)
+
+
+@pytest.mark.parametrize("file", TOWERS)
+def test_images_one_behind_the_other(file: str, device: torch.device) -> None:
+    """The second of half the first one's size."""
+    model = tower(file).to(device)
+    inputs = small_transformers.inputs(model)
+    first = next(iter(inputs))
+    inputs = {**inputs, first: inputs[first][:24], "grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
+    inputs = {name: t.to(device) for name, t in inputs.items()}
+    blocks = [m for m in model.modules() if type(m).__name__.endswith("VisionAttention")]
+    call = lambda m: m(**inputs)  # noqa: E731
+    check(model, call, "rotary", "attention_varlen_fwd", "attention_varlen_bwd", fused=(len(blocks), len(blocks)))
+
+
+def test_towers_under_compile_and_with_other_arguments(device: torch.device) -> None:
+    model = tower("qwen2_5_vl").to(device)
+    attention = next(m for m in model.modules() if type(m).__name__.endswith("VisionAttention"))
+    D = attention.dim
+    x, ends = torch.randn(24, D, device=device), torch.tensor([0, 16, 24], dtype=torch.int32, device=device)
+    angles = torch.randn(24, D // attention.num_heads // 2, device=device).repeat(1, 2)
+    positions = angles.cos(), angles.sin()
+    want = attention(x, ends, positions)
+    fastvit.accelerate(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    for got in (
+        attention(x, ends, positions), attention(x, ends, positions, max_seqlen=16),
+        attention(x, cu_seqlens=ends.long(), position_embeddings=positions), compiled(x, ends, positions),
+    ):  # fmt: skip
+        assert close(got, want)
+    with pytest.warns(UserWarning, match="no cu_seqlens or no rotary positions"), pytest.raises(TypeError):
+        attention(x, ends)
+    attention.config._attn_implementation = "mine"
+    assert outcome(fastvit.accelerate(nn.ModuleList([attention])), "0") == (
+        "skipped", "its attention implementation is 'mine'",
+    )  # fmt: skip
+
+
+# ---- as an attention implementation ----
+
+
+def test_registered_attention_takes_shared_keys(device: torch.device) -> None:
+    register_attention()
+    model = of_transformers("Sapiens2Model", num_key_value_heads_per_layer=[4, 2]).to(device)
+    image = torch.randn(2, 3, 32, 32, device=device)
+    want = results(model, lambda m: m(image))
+    model.set_attn_implementation("fastvit")
+    with Calls() as calls:
+        got = results(model, lambda m: m(image))
+    assert_same(got, want)
+    assert calls.names.count("fastvit::attention_fwd") == 2

@@ -1,0 +1,230 @@
+"""Models with rotary positions, accelerated: timm's EVA blocks and transformers' DINOv3."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_library
+from library_models import hugging_face, outcome
+from models import accelerate_as_it_was, close
+from oracle import assert_as_accurate
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.study.memory.peak import saved_bytes
+
+BLOCK = "layer_norm_attention, layer_norm_mlp"
+TIMM = {  # name -> image
+    "vit_base_patch16_rope_224": (64, 96),  # interleaved, CLS
+    "vit_small_patch16_rope_mixed_ape_224": (64, 96),  # learnt frequencies, a table for each head
+    "vit_small_patch16_dinov3": (64, 96),  # halves, CLS and 4 registers
+    "vit_small_patch16_dinov3_qkvb": (64, 96),  # biases of q and v apart
+    "vit_medium_patch16_rope_reg1_gap_256": (64, 96),
+    "vit_pe_core_tiny_patch16_384": (64, 96),
+    "eva_giant_patch14_224": (56, 84),  # without rotary positions
+    "vit_small_plus_patch16_dinov3": (64, 96),  # SwiGLU of two layers
+    "eva02_tiny_patch14_224": (56, 84),  # SwiGLU of one
+    "eva02_base_patch14_224": (56, 84),  # a norm in SwiGLU; three layers for q, k and v
+    "eva02_base_patch16_clip_224": (64, 96),  # another before the projection
+}
+
+
+def eva(name: str, **options: Any) -> nn.Module:
+    """With random parameters: an initialisation has zeros where an error would hide."""
+    size = TIMM.get(name, (64, 64))
+    torch.manual_seed(0)
+    small = {"img_size": size, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 7}
+    model = import_library("timm").create_model(name, **{**small, **options}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def run(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits or tokens, and every parameter's gradient."""
+    model.zero_grad(set_to_none=True)
+    out = model(image)
+    out = out if isinstance(out, Tensor) else out.last_hidden_state
+    generator = torch.Generator().manual_seed(2)
+    out.backward(torch.randn(out.shape, generator=generator).to(out))
+    return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_runs_agree(model: nn.Module, image: Tensor) -> None:
+    """Before and after `accelerate`, in float32."""
+    want, gradients = run(model, image)
+    fastvit.accelerate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, fused = run(model, image)
+    assert close(got, want)
+    assert fused.keys() == gradients.keys()
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for name, gradient in gradients.items():
+        difference = float((fused[name] - gradient).abs().max())
+        assert difference <= 1e-5 * max(float(gradient.abs().max()), 1e-2 * largest), name
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm_float32(name: str, device: torch.device) -> None:
+    model = eva(name).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, *TIMM[name], device=device))
+    report = fastvit.accelerate(model)
+    assert outcome(report, "blocks.0") == ("accelerated", BLOCK)
+    assert outcome(report, "blocks.0.attn") == outcome(report, "blocks.0.mlp") == ("part of", "blocks.0")
+
+
+def test_post_norm_blocks_have_fused_attention_and_mlp(device: torch.device) -> None:
+    model = eva("eva02_enormous_patch14_clip_224", img_size=56).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, 56, 56, device=device))
+    report = fastvit.accelerate(model)
+    assert report.fused("attention") == report.fused("MLP") == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("vit_small_patch16_dinov3", "LayerNorm"),
+        ("vit_base_patch16_rope_224", "RmsNorm"),
+        ("vit_small_patch16_rope_mixed_ape_224", "RmsNorm"),
+        ("eva02_base_patch14_224", "LayerNorm"),
+    ],
+)
+def test_norms_of_q_and_k(name: str, norm: str, device: torch.device) -> None:
+    layer = getattr(import_library("timm").layers, norm)
+    model = eva(name, qk_norm=True, norm_layer=layer).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, *TIMM[name], device=device))
+    assert outcome(fastvit.accelerate(model), "blocks.0") == ("accelerated", BLOCK)
+
+
+def test_deepseeks_blocks_with_rms_norm(device: torch.device) -> None:
+    model = eva("deepseek_vit_412m", img_size=56).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, 56, 56, device=device))
+    assert outcome(fastvit.accelerate(model), "encoder.blocks.0") == ("accelerated", BLOCK)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_gated_mlp": True}, {"key_bias": True, "query_bias": False}], ids=str)
+def test_dinov3_of_transformers(options: dict[str, Any], device: torch.device) -> None:
+    model = hugging_face("DINOv3ViTModel", num_register_tokens=3, **options).to(device)
+    assert_runs_agree(model, torch.randn(2, 3, 32, 40, device=device))
+    report = fastvit.accelerate(model)
+    assert report.fused("attention") == report.fused("MLP") == (2, 2)
+    assert outcome(report, "embeddings.patch_embeddings") == ("accelerated", "patch_embed")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_base_patch16_rope_224"])
+def test_float32_tables_in_a_16_bit_model(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    model = eva(name).to(device, dtype)
+    image = torch.randn(2, 3, 64, 96, device=device, dtype=dtype)
+    with torch.no_grad():
+        exact, own = copy.deepcopy(model).double()(image.double()), model(image)
+        fastvit.accelerate(model)
+        assert_as_accurate(model(image), own, exact, what="logits")
+
+
+def test_jittered_positions_of_training_are_the_librarys(device: torch.device) -> None:
+    model = hugging_face("DINOv3ViTModel", pos_embed_jitter=2.0, pos_embed_rescale=2.0).to(device).train()
+    image = torch.randn(2, 3, 32, 32, device=device)
+    torch.manual_seed(5)
+    want = model(image).last_hidden_state
+    fastvit.accelerate(model)
+    torch.manual_seed(5)
+    assert close(model(image).last_hidden_state, want)
+    assert not close(model(image).last_hidden_state, want)
+
+
+def test_checkpointing_of_transformers(device: torch.device) -> None:
+    model = hugging_face("DINOv3ViTModel", pos_embed_rescale=None).to(device)
+    image = torch.randn(2, 3, 32, 32, device=device)
+    fastvit.accelerate(model)
+    want, gradients = run(model, image)
+    model.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable()
+    got, recomputed = run(model, image)
+    assert close(got, want)
+    assert all(close(recomputed[name], gradient) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_ape_224"])
+def test_compiled_without_a_break(name: str, device: torch.device) -> None:
+    model = eva(name).to(device)
+    image = torch.randn(2, 3, *TIMM[name], device=device)
+    fastvit.accelerate(model)
+    want, gradients = run(model, image)
+    torch._dynamo.reset()
+    got, compiled = run(torch.compile(model, backend="aot_eager", fullgraph=True), image)
+    assert close(got, want)
+    assert all(close(compiled[f"_orig_mod.{name}"], gradient) for name, gradient in gradients.items())
+
+
+def test_it_saves_less_than_the_library(device: torch.device) -> None:
+    model = eva("vit_small_patch16_dinov3", embed_dim=128).to(device)
+    x = torch.randn(2, 29, 128, device=device)
+    rope = torch.randn(24, 128, device=device)
+    saved = [saved_bytes(lambda: model.blocks[0](x, rope=rope), list(model.parameters()))]
+    fastvit.accelerate(model)
+    saved.append(saved_bytes(lambda: model.blocks[0](x, rope=rope), list(model.parameters())))
+    assert saved[1] < 0.75 * saved[0], saved
+
+
+def test_positions_that_do_not_fit_are_the_librarys_affair(device: torch.device) -> None:
+    """A table for fewer tokens, which broadcasting could take for one of all, is not guessed about."""
+    model = eva("vit_small_patch16_dinov3").to(device)
+    block, x = model.blocks[0], torch.randn(2, 29, 64, device=device)
+    fastvit.accelerate(model)
+    with pytest.warns(UserWarning, match="rotary positions for 20 of 29 tokens"), pytest.raises(RuntimeError):
+        block(x, rope=torch.randn(20, 64, device=device))
+
+
+def test_a_mask_is_honoured(device: torch.device) -> None:
+    model = eva("vit_small_patch16_dinov3").to(device)
+    block, x, rope = model.blocks[0], torch.randn(2, 29, 64, device=device), torch.randn(24, 64, device=device)
+    mask = torch.ones(29, 29, dtype=torch.bool, device=device).tril()
+    want = block(x, rope=rope, attn_mask=mask)
+    fastvit.accelerate(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert close(block(x, rope=rope, attn_mask=mask), want)
+    assert not close(block(x, rope=rope), want)
+
+
+def test_what_is_left_alone() -> None:
+    timm = import_library("timm")
+    options = {"dim": 64, "num_heads": 2, "scale_norm": False, "norm_layer": timm.layers.RmsNorm}
+    mixed, half, other = (timm.models.eva.EvaAttention(**options, qk_norm=True) for _ in range(3))
+    mixed.k_norm.eps, half.q_norm, other.q_norm = 1e-3, nn.Identity(), timm.layers.SimpleNorm(32)
+    for attention, reason in (
+        (timm.models.eva.EvaAttention(**options, gated=True), "a gate in attention"),
+        (mixed, "q_norm and k_norm are of two kinds"),
+        (half, "q_norm is nn.Identity"),
+        (other, "q_norm is timm.layers.norm.SimpleNorm"),
+    ):
+        model, x = nn.ModuleList([attention]), torch.randn(1, 5, 64)
+        report = accelerate_as_it_was(model, lambda model=model, x=x: model[0](x))
+        assert outcome(report, "0") == ("skipped", reason)
+
+
+def test_attention_alone_and_beside_a_hook(device: torch.device) -> None:
+    """In steps, whatever its layers; a hook on a norm leaves all of attention to the module."""
+    timm = import_library("timm")
+    rope = torch.randn(6, 64, device=device)
+    for fused in (True, False):
+        attention = timm.layers.AttentionRope(
+            64, 2, qk_norm=True, qkv_fused=fused, norm_layer=timm.layers.RmsNorm, device=device
+        )
+        x = torch.randn(2, 7, 64, device=device)
+        want, model = attention(x, rope), nn.ModuleList([attention])
+        assert outcome(fastvit.accelerate(model), "0") == ("accelerated", "qk_norm, attention, linear")
+        assert close(attention(x, rope), want)
+        seen = []
+        attention.k_norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of which there is one for all modules of a class
+            assert close(attention(x, rope), want)
+        assert seen

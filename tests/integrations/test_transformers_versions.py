@@ -1,0 +1,249 @@
+"""Layers as earlier versions of transformers 5 have them, with attention and MLP in two modules each. Their structure,
+under their names, is here in our own words; `make versions` runs test_integrations.py with these versions.
+"""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from library_imports import import_library
+from models import accelerate_as_it_was, assert_same_step, randomised
+from stand_ins import defined_in
+from torch import Tensor, nn
+
+import fastvit
+from fastvit.integrations.transformers import layers as integration
+
+D, H, HIDDEN = 48, 3, 96
+
+
+def of_library(prefix: str, suffix: str) -> Any:
+    """Gives a class the name of one of transformers."""
+
+    file = {"ViT": "vit", "Dinov2": "dinov2"}[prefix]
+    return defined_in(f"transformers.models.{file}.modeling_{file}", f"{prefix}{suffix}")
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+        self.num_attention_heads, self.dropout_prob, self.scaling, self.is_causal = H, 0.1, (D // H) ** -0.5, False
+        self.query, self.key, self.value = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        q, k, v = (layer(x).unflatten(-1, (H, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        p = self.dropout_prob if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2), None
+
+
+class SelfOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.dropout = nn.Linear(D, D), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.dropout(self.dense(x))
+
+
+class Attention(nn.Module):
+    inner: type[nn.Module]
+    behind: type[nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.output = self.inner(), self.behind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.attention(x)[0], x)
+
+
+@of_library("ViT", "SelfAttention")
+class _ViTSelfAttention(SelfAttention):
+    pass
+
+
+@of_library("ViT", "SelfOutput")
+class _ViTSelfOutput(SelfOutput):
+    pass
+
+
+@of_library("ViT", "Attention")
+class _ViTAttention(Attention):
+    inner, behind = _ViTSelfAttention, _ViTSelfOutput
+
+
+@of_library("ViT", "Intermediate")
+class _ViTIntermediate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.intermediate_act_fn = nn.Linear(D, HIDDEN), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.intermediate_act_fn(self.dense(x))
+
+
+@of_library("ViT", "Output")
+class _ViTOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.dropout = nn.Linear(HIDDEN, D), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.dropout(self.dense(x)) + residual
+
+
+class Checkpointing(nn.Module):
+    """With activation checkpointing around the call."""
+
+    gradient_checkpointing = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(super().__call__, *args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+@of_library("ViT", "Layer")
+class _ViTLayer(Checkpointing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.intermediate, self.output = _ViTAttention(), _ViTIntermediate(), _ViTOutput()
+        self.layernorm_before, self.layernorm_after = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.layernorm_before(x))
+        return self.output(self.intermediate(self.layernorm_after(x)), x)
+
+
+@of_library("Dinov2", "SelfAttention")
+class _Dinov2SelfAttention(SelfAttention):
+    pass
+
+
+@of_library("Dinov2", "SelfOutput")
+class _Dinov2SelfOutput(SelfOutput):
+    pass
+
+
+@of_library("Dinov2", "Attention")
+class _Dinov2Attention(Attention):
+    inner, behind = _Dinov2SelfAttention, _Dinov2SelfOutput
+
+
+@of_library("Dinov2", "MLP")
+class _Dinov2MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.activation, self.fc2 = nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+@of_library("Dinov2", "LayerScale")
+class _Dinov2LayerScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lambda1 = nn.Parameter(torch.ones(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.lambda1
+
+
+@of_library("Dinov2", "Layer")
+class _Dinov2Layer(Checkpointing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention, self.layer_scale1 = nn.LayerNorm(D), _Dinov2Attention(), _Dinov2LayerScale()
+        self.norm2, self.mlp, self.layer_scale2 = nn.LayerNorm(D), _Dinov2MLP(), _Dinov2LayerScale()
+        self.drop_path = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.layer_scale1(self.attention(self.norm1(x)))
+        return x + self.layer_scale2(self.mlp(self.norm2(x)))
+
+
+LAYERS = {"ViT": _ViTLayer, "Dinov2": _Dinov2Layer}
+each = pytest.mark.parametrize("prefix", LAYERS)
+
+
+def layer_of(prefix: str, device: torch.device) -> Any:
+    import_library("transformers")
+    return randomised(LAYERS[prefix]()).to(device).eval()
+
+
+def tokens(device: torch.device) -> Tensor:
+    return torch.randn(2, 17, D, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@each
+def test_a_whole_layer(prefix: str, backend: str, device: torch.device) -> None:
+    layer = layer_of(prefix, device)
+    own = copy.deepcopy(layer)
+    report = fastvit.accelerate(layer, strict=True)
+    assert report.accelerated[0].detail == "layer_norm_attention, layer_norm_mlp"
+    assert_same_step(layer, own, tokens(device))
+
+
+@each
+def test_attention_alone_returns_a_tensor(prefix: str, device: torch.device) -> None:
+    layer, x = layer_of(prefix, device), tokens(device)
+    (layer.output if prefix == "ViT" else layer.mlp).register_forward_hook(lambda *_: None)
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    assert "attention" in {entry.name for entry in report.accelerated}
+
+
+@each
+def test_dropout_applies_where_it_stands(prefix: str, device: torch.device) -> None:
+    layer = layer_of(prefix, device)
+    for training, ps in ((True, (0.1, 0.2, 0.3 if prefix == "ViT" else 0.0)), (False, (0.0, 0.0, 0.0))):
+        attention, mlp = (half.branch for half in integration.read_layer(prefix, layer.train(training)).block)
+        assert (attention.attn_drop, attention.proj_drop, mlp.drop2) == ps
+
+
+@each
+def test_what_is_put_on_inside_is_honoured(prefix: str, device: torch.device) -> None:
+    x = tokens(device)
+    for change, reason in (
+        (lambda attn: attn.register_forward_hook(lambda module, args, out: (out[0] * 2, None)), "attention has hooks"),
+        (lambda attn: setattr(attn, "is_causal", True), "its attention is causal"),
+        (lambda attn: setattr(attn.config, "_attn_implementation", "mine"), "its attention implementation is 'mine'"),
+        (lambda attn: delattr(attn, "config"), "object has no attribute 'config'"),
+    ):
+        layer = layer_of(prefix, device)
+        change(layer.attention.attention)
+        report = accelerate_as_it_was(layer, lambda layer=layer: layer(x))
+        reasons = {entry.name: entry.detail for entry in report.skipped}
+        assert reason in reasons[""]
+        assert reason in reasons["attention"]
+
+
+@each
+def test_a_checkpoint_around_the_call_is_the_only_one(prefix: str, device: torch.device) -> None:
+    layer, x, calls = layer_of(prefix, device), tokens(device), []
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = lambda function, *args: calls.append(function) or function(*args)
+    fastvit.accelerate(layer)
+    layer.train()(x)
+    assert len(calls) == 1
+
+
+def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    layer, x = layer_of("ViT", device), tokens(device)
+    monkeypatch.setattr(import_library("transformers"), "__version__", "4.57.6")
+    report = accelerate_as_it_was(layer, lambda: layer(x))
+    reasons = {entry.name: entry.detail for entry in report.skipped}
+    assert reasons[""] == reasons["attention"] == "transformers 4.57.6: its layers are known from version 5 on"
+
+
+def test_positions_of_images_beside_a_mask(device: torch.device) -> None:
+    """Pixtral's, in earlier versions: what separates images where there is no mask."""
+    x, positions = tokens(device), torch.arange(17, device=device)
+    mask = torch.zeros(1, 1, 17, 17, device=device)
+    assert integration.check_rotary_call(None, x, mask, position_ids=positions) is x
+    with pytest.raises(integration.Unsupported, match="position_ids"):
+        integration.check_rotary_call(None, x, None, position_ids=positions)

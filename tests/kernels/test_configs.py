@@ -1,0 +1,76 @@
+"""Every GPU gets launch configurations that fit it: those of a target that is compiled and judged (test_targets.py), or
+a clear word that there are no kernels for it."""
+
+from dataclasses import astuple
+
+import pytest
+import torch
+
+from fastvit import ops
+from fastvit.kernels import _attention_configs, _configs
+from fastvit.ops.runtime import devices, dispatch, registry
+
+# a compiled target, and the GPUs with no less shared memory that have its configurations
+LIKE = {
+    "sm_80": ["sm_87"],
+    "sm_90": [],
+    "sm_100": ["sm_103"],
+    "sm_120": ["sm_86", "sm_89", "sm_121"],
+    "gfx942": ["gfx90a", "gfx950", "gfx1100", "gfx1201"],
+}
+TOO_OLD = ("sm_50", "sm_61", "sm_70", "sm_75")
+
+
+def configurations(arch: str) -> list[tuple]:
+    """Of every kernel, over lengths, head dimensions, widths and dtypes."""
+    found = []
+    for n in (1, 17, 50, 64, 197, 256, 257, 577, 1024, 1370, 16385):
+        for d in range(16, 257, 8):
+            for itemsize, tf32 in ((2, False), (4, False), (4, True)):
+                for has_dropout in (False, True):
+                    shape = n, d, itemsize, has_dropout, arch, tf32
+                    short = _attention_configs.attention_bwd_short(*shape)
+                    found += [
+                        astuple(_attention_configs.attention_fwd(*shape)),
+                        astuple(_attention_configs.attention_bwd_dq(*shape)),
+                        astuple(_attention_configs.attention_bwd_dkdv(*shape)),
+                        () if short is None else astuple(short),
+                    ]
+    for m in (1, 197, 50_432):
+        for n in (192, 768, 3072):
+            for gemm in (_configs.gemm, _configs.gated_gemm):
+                found += [astuple(gemm(m, n, 768, itemsize, arch)) for itemsize in (2, 4)]
+            for itemsize, loaded in ((2, 2), (2, 4), (4, 4)):
+                options = {"itemsize": itemsize, "loaded": loaded, "arch": arch, "multiprocessors": 100}
+                found.append(astuple(_configs.patch_embed(m, n, 588, **options)))
+                found.append(astuple(_configs.patch_embed(n, 588, m, **options, split=True)))
+    for dim in (64, 768, 1664, 8192):
+        for backward in (False, True):
+            found.append(astuple(_configs.layer_norm(dim, backward=backward, arch=arch)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "arch"), [(target, arch) for target, archs in LIKE.items() for arch in [target, *archs]]
+)
+def test_every_gpu_has_the_configurations_of_a_compiled_target(target, arch):
+    assert configurations(arch) == configurations(target)
+
+
+@pytest.mark.parametrize("arch", TOO_OLD)
+def test_a_gpu_without_kernels_falls_back_and_says_so(arch, triton_backend, device, monkeypatch):
+    monkeypatch.setattr(registry, "_warned", set())
+    monkeypatch.setattr(devices, "_target", lambda x: arch)
+    x, w, b = torch.randn(2, 5, 32, device=device), torch.randn(32, device=device), torch.randn(32, device=device)
+    with pytest.raises(dispatch.KernelUnsupported, match=f"{arch} is older than sm_80"):
+        ops.layer_norm(x, w, b)
+    with ops.use_backend("auto", strict=False), pytest.warns(UserWarning, match="older than sm_80"):
+        out = ops.layer_norm(x, w, b)
+    torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (32,), w, b, 1e-6))
+
+
+def test_at_most_thirty_rows_of_tiles():
+    tables = _attention_configs
+    rows = [row for table in (tables._FORWARD, tables._DQ, tables._DKDV, tables._PLAIN) for row in table.values()]
+    short = [*tables._SHORT_FORWARD.values(), tables._SHORT_BACKWARD]
+    assert sum(map(len, [*rows, *short])) <= 30

@@ -1,0 +1,194 @@
+"""kernels/_math.py: the activations and their derivatives against float64, and how GELU's coefficients were found."""
+
+import importlib.util
+import math
+
+import formulas
+import numpy as np
+import pytest
+import torch
+from dropout_mask import mask_kernel
+from oracle import assert_as_accurate
+
+from fastvit.ops.runtime.activations import ACTIVATIONS
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from fastvit.kernels._math import activate, activate_with_grad, mills_ratio, scaled_normal_tail
+
+# numpy in the interpreter; on a GPU nothing warns
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+SQRT_HALF = math.sqrt(0.5)
+
+
+@triton.jit
+def activation_kernel(x_ptr, value_ptr, again_ptr, grad_ptr, NAME: tl.constexpr, EXACT: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i).to(tl.float32)
+    value, grad = activate_with_grad(x, NAME, EXACT)
+    tl.store(value_ptr + i, activate(x, NAME, EXACT))
+    tl.store(again_ptr + i, value)
+    tl.store(grad_ptr + i, grad)
+
+
+@triton.jit
+def tail_kernel(x_ptr, tail_ptr, ratio_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    _, tail = scaled_normal_tail(x)
+    tl.store(tail_ptr + i, tail)
+    tl.store(ratio_ptr + i, mills_ratio(x))
+
+
+def run(name, x, exact):
+    """act(x) twice, alone and with its derivative, and the derivative; float32, before any rounding to x's dtype."""
+    padded = torch.zeros(1 << (x.numel() - 1).bit_length(), dtype=x.dtype, device=x.device)
+    padded[: x.numel()] = x
+    outputs = [torch.empty_like(padded, dtype=torch.float32) for _ in range(3)]
+    activation_kernel[(1,)](padded, *outputs, NAME=name, EXACT=exact, N=padded.numel())
+    return [o[: x.numel()] for o in outputs]
+
+
+def reference(name, x):
+    """The activation in float64 without cancellation in its tail, and its derivative."""
+    x = x.double()
+    if name == "gelu":
+        cdf, density = 0.5 * torch.special.erfc(-x * SQRT_HALF), torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return x * cdf, cdf + x * density
+    if name == "relu":
+        return x.relu(), (x > 0).double()
+    k = math.sqrt(8 / math.pi)
+    z, dz = {
+        "gelu_tanh": (k * (x + 0.044715 * x**3), k * (1 + 0.134145 * x * x)),
+        "quick_gelu": (1.702 * x, 1.702 * torch.ones_like(x)),
+        "silu": (x, torch.ones_like(x)),
+    }[name]
+    return x * z.sigmoid(), z.sigmoid() * (1 + x * (-z).sigmoid() * dz)
+
+
+def bfloat16_grid(limit):
+    """Every finite bfloat16 number in [-limit, limit]."""
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return numbers[numbers.abs() <= limit]
+
+
+def bfloat16_ulps(got, exact):
+    """The error in units of the last place of a bfloat16 at the exact value. GPUs flush what is not normal to zero."""
+    smallest = torch.finfo(torch.float32).smallest_normal
+    exponent = torch.floor(torch.log2(exact.abs().clamp_min(smallest)))
+    error = (got.double() - exact).abs()
+    return torch.where(exact.abs() < smallest, (error - smallest).clamp_min(0), error) / torch.exp2(exponent - 7)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_sixteen_bit_form_is_within_an_eighth_of_an_ulp(name, device):
+    x = bfloat16_grid(40.0).to(device)
+    assert x.numel() > 33_000
+    value, again, grad = run(name, x, exact=False)
+    exact, exact_grad = reference(name, x)
+    # sigmoid(z) is 0 for z < -88, and beside its derivative GELU's tail is not scaled; GELU alone goes all the way
+    kept = exact.abs() > 1e-36
+    everywhere = torch.ones_like(kept) if name in ("gelu", "relu") else kept
+    for what, got, want in (
+        ("value", value[everywhere], exact[everywhere]),
+        ("value beside its derivative", again[kept], exact[kept]),
+        ("derivative", grad[kept], exact_grad[kept]),
+    ):
+        worst = bfloat16_ulps(got, want).max()
+        assert worst < 0.125, f"{name} {what}: {worst:.3f} ulp"
+    for got in (value, again, grad):
+        assert not got[~kept & (x < -1)].abs().gt(1e-34).any()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_float32_form_is_as_accurate_as_eager(name, device):
+    x = torch.linspace(-12, 12, 4096, device=device)
+    exact, exact_grad = reference(name, x)
+    leaf = x.clone().requires_grad_()
+    eager = formulas.ACTIVATIONS[name](leaf)
+    (eager_grad,) = torch.autograd.grad(eager.sum(), leaf)
+    value, again, grad = run(name, x, exact=True)
+    assert_as_accurate(value, eager, exact, what=name)
+    assert_as_accurate(again, eager, exact, what=name)
+    assert_as_accurate(grad, eager_grad, exact_grad, what=f"{name}'s derivative")
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["16bit", "float32"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_special_values(name, exact, device):
+    x = torch.tensor([torch.nan, torch.inf, 0.0, 1e30, -1e30], device=device)
+    value, again, grad = run(name, x, exact)
+    for got in (value, again):
+        assert got[0].isnan()
+        assert got[1] == torch.inf
+        assert got[2] == 0
+        assert got[3] == x[3]
+        assert got[4].abs() == 0
+    assert abs(float(grad[2]) - (0.0 if name == "relu" else 0.5)) < (1e-6 if exact else 2e-4)
+
+
+def log2_cdf(t):
+    """log2 Phi(-t)"""
+    return np.array([math.log2(0.5 * math.erfc(v * SQRT_HALF)) for v in t])
+
+
+def minimax(f, t, degree):
+    """The polynomial with the smallest max |f - p| on the points t (Remez exchange): its error."""
+    basis = np.polynomial.chebyshev.chebvander(2 * (t - t[0]) / (t[-1] - t[0]) - 1, degree)
+    points = np.round(np.linspace(0, len(t) - 1, degree + 2)).astype(int)
+    for _ in range(100):
+        signs = (-1.0) ** np.arange(degree + 2)
+        coefficients = np.linalg.solve(np.c_[basis[points], signs], f[points])[:-1]
+        error = f - basis @ coefficients
+        runs = np.split(np.arange(len(t)), np.flatnonzero(np.diff(np.sign(error))) + 1)
+        extrema = [run[np.abs(error[run]).argmax()] for run in runs]
+        while len(extrema) > degree + 2:
+            extrema.pop(0 if abs(error[extrema[0]]) < abs(error[extrema[-1]]) else -1)
+        assert len(extrema) == degree + 2
+        if np.array_equal(extrema, points):
+            return np.abs(error).max()
+        points = np.array(extrema)
+    raise AssertionError("Remez exchange did not converge")
+
+
+def fitted(t, device):
+    """16 Phi(-t) and the Mills ratio as the kernels compute them."""
+    x = torch.from_numpy(-t).float().to(device)
+    outputs = torch.empty_like(x), torch.empty_like(x)
+    tail_kernel[(1,)](x, *outputs, N=x.numel())
+    return [o.cpu().double().numpy() for o in outputs]
+
+
+def test_gelu_fit_beats_a_polynomial_of_as_many_steps(device):
+    t = 6.5 * (1 - np.cos(np.pi * np.arange(4096) / 4095))  # 0 to 13, dense at the ends
+    assert 4.8e-4 < math.log(2) * minimax(log2_cdf(t), t, 7) < 5.3e-4
+    tail, _ = fitted(t, device)
+    assert np.abs(np.expm1(math.log(2) * (np.log2(tail) - 4 - log2_cdf(t)))).max() < 3.6e-4
+
+
+def test_mills_ratio_serves_value_and_derivative(device):
+    t = 6.5 * (1 - np.cos(np.pi * np.arange(4096) / 4095))
+    exact = np.exp2(log2_cdf(t)) / (np.exp(-0.5 * t * t) / math.sqrt(2 * math.pi))
+    _, ratio = fitted(t, device)
+    error = np.abs(ratio - exact)
+    assert (error / exact).max() < 1.6e-4
+    # GELU'(-t) = phi(t) (ratio - t), which is 0 at t = 0.7518: float32's rounding shows there
+    assert (error / np.maximum(np.abs(exact - t), 2e-3)).max() < 2e-4
+
+
+def test_keep_mask(device):
+    N, p = 64, 0.3
+    masks = []
+    for seed in (1, 2):
+        out = torch.empty(3, N, N, dtype=torch.int8, device=device)
+        mask_kernel[(3,)](torch.tensor([seed], device=device), out, p, N=N)
+        masks.append(out.bool())
+    kept = torch.stack(masks).float().mean((2, 3))  # [seed, k]
+    assert ((kept - (1 - p)).abs() < 4 * math.sqrt(p * (1 - p)) / N).all(), kept
+    planes = [plane for mask in masks for plane in mask]
+    agreement = [(a == b).float().mean() for i, a in enumerate(planes) for b in planes[:i]]
+    assert all(abs(float(share) - (p * p + (1 - p) ** 2)) < 0.05 for share in agreement), agreement

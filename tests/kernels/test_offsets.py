@@ -1,0 +1,241 @@
+"""Offsets beyond 2**31 elements. Memory is reserved without being committed, so that only touched pages cost any; a
+wrapped offset stays inside the reservation and reads zeros: a wrong result, not a crash."""
+
+import math
+import mmap
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from oracle import inputs
+
+from fastvit import ops
+
+RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+FAR = 1_100_000_003  # twice this does not fit int32
+
+pytestmark = pytest.mark.usefixtures("triton_backend")
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_left_alone():
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def reserved(count, dtype, device):
+    if device.type == "cuda":
+        return torch.zeros(count, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags=RESERVE), dtype=dtype)
+
+
+def far_apart(t, dim, stride):
+    """A copy of t whose elements along dim are `stride` apart, in the middle of memory that a wrapped offset hits."""
+    steps = t.shape[dim] - 1
+    inner = t.select(dim, 0).contiguous()
+    strides = list(inner.stride())
+    strides.insert(dim, stride)
+    front = steps * stride
+    out = reserved(front + steps * stride + inner.numel(), t.dtype, t.device).as_strided(t.shape, strides, front)
+    return out.copy_(t)
+
+
+def results(op, tensors, dy):
+    """Output and gradients; the memory of tensors that are far apart goes with their results."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = op(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+
+def check(op, shapes, far, dim, stride, dtype, device):
+    """op of tensors of these shapes, and their gradients: the same where those named by `far`, and the gradient of the
+    output, which is shaped like the last shape, are far apart."""
+    near = [inputs("integer", *s, dtype=dtype, device=device, seed=i) for i, s in enumerate(shapes)]
+    apart = [far_apart(t, dim, stride) if i in far else t for i, t in enumerate(near)]
+    for got, want in zip(results(op, apart[:-1], apart[-1]), results(op, near[:-1], near[-1]), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride", "dtype"),
+    [
+        ((3, 20, 1, 16), 0, FAR, torch.float32),
+        ((3, 20, 1, 16), 0, FAR, torch.bfloat16),
+        ((1, 20, 3, 16), 2, FAR, torch.float32),
+        ((1, 20, 3, 16), 2, FAR, torch.bfloat16),
+        ((1, 530, 1, 16), 1, 1 << 22, torch.bfloat16),
+        ((1, 130, 1, 16), 1, 1 << 25, torch.bfloat16),  # offsets inside a tile would wrap: a copy is read
+    ],
+    ids=["batch-fp32", "batch-bf16", "heads-fp32", "heads-bf16", "tokens", "tokens-copied"],
+)
+def test_attention(shape, dim, stride, dtype, device):
+    check(ops.attention, [shape] * 4, range(4), dim, stride, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norm(dtype, device):
+    check(ops.layer_norm, [(3, 40), (40,), (40,), (3, 40)], (0, 3), 0, FAR, dtype, device)
+    check(ops.rms_norm, [(3, 40), (40,), (3, 40)], (0, 2), 0, FAR, dtype, device)
+    check(
+        lambda *t: sum(ops.add_layer_norm(*t)),
+        [(3, 40), (3, 40), (40,), (40,), (3, 40)], (0, 1, 4), 0, FAR, dtype, device,
+    )  # fmt: skip
+
+
+class Touched(NamedTuple):
+    loaded: set[int]
+    stored: set[int]
+    fresh: list[torch.Tensor]
+
+
+@pytest.fixture
+def touched(monkeypatch, device):
+    """Addresses that the last program of every launch loads from and stores to, and the memory that launchers ask for.
+    It is reserved only: loads give zeros, nothing is stored, and no other program runs."""
+    if device.type == "cuda":
+        pytest.skip("addresses are read off in the interpreter")
+    from triton.runtime import interpreter
+
+    found = Touched(set(), set(), [])
+
+    original = torch.Tensor.new_empty
+
+    def new_empty(like, shape, dtype=None, **of_the_interpreter):
+        if of_the_interpreter:
+            return original(like, shape, dtype=dtype, **of_the_interpreter)
+        found.fresh.append(reserved(math.prod(shape), dtype or like.dtype, like.device).view(shape))
+        return found.fresh[-1]
+
+    def load(at, mask, *_):
+        found.loaded.update(at.data[mask.data].tolist())
+        dtype = at.get_element_ty()
+        return interpreter.TensorHandle(np.zeros(at.data.shape, interpreter._get_np_dtype(dtype)), dtype)
+
+    def store(at, value, mask, *_):
+        found.stored.update(at.data[mask.data].tolist())
+
+    # of programs only; the language's own range has two or three arguments
+    last = lambda *bounds: [bounds[0] - 1] if len(bounds) == 1 else range(*bounds)  # noqa: E731
+    monkeypatch.setattr(interpreter, "range", last, raising=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_store", store)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    monkeypatch.setattr("fastvit.ops.attention.launch.empty_like", lambda x: new_empty(x, x.shape))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((9, 2, 1 << 19, 256), torch.bfloat16),
+        ((2, 2, 1 << 22, 256), torch.bfloat16),
+        ((2, 2, 1 << 24, 64), torch.bfloat16),
+        ((1 << 30, 3, 1, 16), torch.bfloat16),
+        ((1 << 30, 3, 1, 16), torch.float32),
+    ],
+    ids=["output", "sample", "sample-short", "statistics-short", "statistics"],
+)
+def test_attention_of_many_heads(shape, dtype, touched, device):
+    """Where output, one sample of it, or LSE has more than 2**31 elements, the last program writes the last, and so it
+    does of gradients; it reads the last statistics."""
+    d = shape[-1]
+    x = torch.ones(d, dtype=dtype).expand(shape)
+    _, lse = torch.ops.fastvit.attention_fwd(x, x, x, None, None, 2**-8, 0.0)
+    torch.ops.fastvit.attention_bwd(x, x, x, x, None, x, lse, None, 2**-8, 0.0)
+    assert len(touched.fresh) in (5, 6)  # o, LSE, three gradients; what one backward kernel leaves for the other
+    for t in touched.fresh:
+        last = t.data_ptr() + (t.numel() - 1) * t.itemsize
+        assert last in touched.stored
+        assert last in touched.loaded or t.shape[-1] == d
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_linear(dtype, device):
+    """Rows far apart, and row tiles."""
+
+    def linear(x, weight, residual):
+        return ops.linear(x, weight, residual=residual)
+
+    check(linear, [(3, 40), (24, 40), (3, 24), (3, 24)], (0, 3), 0, FAR, dtype, device)
+    check(lambda *t: ops.linear(*t, activation="gelu"), [(3, 40), (24, 40), (3, 24)], (0, 2), 0, FAR, dtype, device)
+    check(linear, [(530, 16), (24, 16), (530, 24), (530, 24)], (0, 2, 3), 0, 1 << 22, dtype, device)
+    # offsets inside a tile of the epilogue would wrap: a copy is read
+    check(linear, [(70, 16), (24, 16), (70, 24), (70, 24)], (2,), 0, 1 << 26, dtype, device)
+
+
+def test_pre_activation(device):
+    def activation_backward(dy, weight, pre):
+        return torch.ops.fastvit.linear_dact(dy, weight, pre, "gelu")[0]
+
+    dy, weight, pre = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in ((70, 16), (16, 24), (70, 24)))
+    got = activation_backward(dy, weight, far_apart(pre, 0, 1 << 26))
+    assert torch.equal(got, activation_backward(dy, weight, pre))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 20, 1, 16), 0, FAR), ((1, 20, 3, 16), 2, FAR), ((1, 530, 1, 16), 1, 1 << 22), ((1, 130, 1, 16), 1, 1 << 25)],
+    ids=["batch", "heads", "tokens", "tokens-copied"],
+)
+def test_rotary(shape, dim, stride, device):
+    table = inputs("integer", 1, 1, shape[1] - 1, 16, dtype=torch.float32, device=device)
+    check(
+        lambda x: ops.rotary(x, ops.Rotary(table, table + 1, 1)), [shape] * 2, (0, 1), dim, stride, table.dtype, device
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [((3, 20, 1, 16), 0, FAR), ((1, 20, 3, 16), 2, FAR), ((1, 530, 1, 16), 1, 1 << 22), ((1, 130, 1, 16), 1, 1 << 25)],
+    ids=["batch", "heads", "tokens", "tokens-copied"],
+)
+def test_qk_norm(shape, dim, stride, device):
+    """q, k and their gradients far apart alike, and read as they lie but where tokens are too far."""
+    table = inputs("integer", 1, 1, shape[1] - 1, 16, dtype=torch.float32, device=device)
+    norm = ops.Norm(inputs("normal", 16, dtype=torch.float32, device=device, seed=3), kind="rms")
+
+    def both(q, k):
+        return torch.cat(ops.qk_norm(q, k, norm, norm, ops.Rotary(table, table + 1, 1)), -1)
+
+    check(both, [shape, shape, (*shape[:-1], 32)], (0, 1), dim, stride, table.dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_mlp(dtype, device):
+    """Rows of x far apart, and those of one weight further than those of the other, which are read as they lie."""
+
+    def mlp(x, gate, value, weight):
+        return ops.mlp(x, (gate, value), None, weight, None, activation="swiglu")
+
+    shapes = [(3, 40), (24, 40), (24, 40), (40, 24), (3, 40)]
+    check(mlp, shapes, (0, 4), 0, FAR, dtype, device)
+    for weight in (1, 2):
+        check(mlp, shapes, (weight,), 0, 1 << 22, dtype, device)
+
+
+def test_gate_and_value(device):
+    shapes = (70, 16), (16, 24), (70, 48), (70, 24)
+    dy, weight, pre, dh = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in shapes)
+    far = far_apart(pre, 0, 1 << 26)
+    for call in (
+        lambda pre: torch.ops.fastvit.gated_dact(dy, weight, pre, "gelu")[0],
+        lambda pre: torch.ops.fastvit.gated_act_bwd(dh, pre, "gelu")[0],
+        lambda pre: torch.ops.fastvit.gated_act(pre, "gelu"),
+    ):
+        assert torch.equal(call(far), call(pre))
+
+
+def test_dropout(device):
+    torch.manual_seed(3)
+
+    def seeded(x):
+        torch.manual_seed(3)
+        return ops.dropout(x, 0.5)
+
+    check(seeded, [(3, 40), (3, 40)], (0, 1), 0, FAR, torch.float32, device)
+
+
+def test_patch_embed_gradient(device):
+    """Of tokens that are far apart; images: test_patch_embed.py."""
+    image, weight, dout = (1, 1, 12, 4), (16, 1, 4, 4), (1, 3, 16)
+    check(lambda *t: ops.patch_embed(*t, None), [image, weight, dout], (2,), 1, FAR, torch.float32, device)

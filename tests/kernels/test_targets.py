@@ -1,0 +1,387 @@
+"""Every kernel, as the ops launch it, compiled for real GPUs on a machine that needs none.
+
+By default the workloads that touch each kernel once, in bfloat16; FASTVIT_TARGETS=all (`make targets`) takes, by tier:
+
+- **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. No
+  spills, no narrow accesses, wgmma on Hopper, and the goals for issue slots. From triton 3.9 on, which takes more
+  registers and instructions, a loop may spill a little and the goals have leeway.
+- **second**, sm_100, sm_120 and gfx942, float32 and TF32: it compiles, fits the shared memory, uses tensor cores as
+  asked, and spills at most 64 bytes. One workload of each kind of kernel and class of head dimension (one part; two:
+  64 + 8, 64 + 32; 128; 256), since a spill or an overflow follows from the tile, which is chosen by class. float16
+  differs from bfloat16 in the type of the instructions only, and autocast in the type of what a kernel loads: the
+  former is left to the first tier, the latter to sm_90.
+
+Compilation runs in subprocesses, because this one may be Triton's interpreter.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compiling import needs_triton, python
+
+from benchmarks.codegen import accesses, sass
+
+ROOT = Path(__file__).parents[2]
+FULL = os.environ.get("FASTVIT_TARGETS", "quick") == "all"
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+KERNELS = {
+    name
+    for path in sorted((ROOT / "kernels").glob("*.py"))
+    for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+}
+
+Row = dict[str, Any]
+# Triton 3.9 computes the addresses of each wgmma's operands in vector registers, with instructions of their own
+NEWER = importlib.util.find_spec("triton") is not None and version("triton") >= "3.9"
+LEEWAY = 1.17 if NEWER else 1.0
+every_target = pytest.mark.parametrize("target", TARGETS)
+
+
+def selection(target: str) -> dict[str, tuple[str, ...]]:
+    """use of the workloads -> dtypes"""
+    if not FULL:
+        return {"kernels": ("bf16",)}
+    if target in ("sm_90", "sm_80"):
+        return {"compile": ("bf16", "fp16"), "second": ("fp32", "tf32", *("amp",) * (target == "sm_90"))}
+    return {"second": ("bf16", "fp32", "tf32")}
+
+
+@functools.cache
+def report(target: str) -> list[Row]:
+    """Rows of benchmarks.codegen.report, computed once a session."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for use, dtypes in selection(target).items():
+            path = Path(folder) / f"{use}.json"
+            options = [f"--target={target}", f"--use={use}", f"--json={path}", *(f"--dtype={d}" for d in dtypes)]
+            printed = python("-m", "benchmarks.codegen.report", *options)
+            assert path.exists(), printed[-3000:]
+            rows += json.loads(path.read_text())
+    return rows
+
+
+def compiled(target: str) -> list[Row]:
+    rows = [row for row in report(target) if "registers" in row]
+    assert rows
+    return rows
+
+
+@pytest.mark.slow
+@needs_triton
+@every_target
+def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:
+    broken = [f"{r['kernel']} [{r['workload']}, {r['dtype']}] {r['config']}: {r['problems']}" for r in report(target)
+              if r["problems"]]  # fmt: skip
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.slow
+@needs_triton
+@every_target
+def test_what_the_tiers_are(target: str) -> None:
+    """And that the report looks at tensor cores at all."""
+    for row in compiled(target):
+        assert row["first_tier"] is (target in ("sm_90", "sm_80") and row["dtype"] in ("bf16", "fp16"))
+        if not (row["first_tier"] and NEWER):  # whose loops the report judges
+            assert row["spill_bytes"] <= (0 if row["first_tier"] else 64)
+    matmuls = {row["kernel"] for row in compiled(target) if row["tensor_dots"] and row["tensor_instructions"]}
+    assert matmuls >= {"attention_fwd_kernel", "linear_fwd_kernel"}
+
+
+@pytest.mark.slow
+@needs_triton
+def test_every_kernel_is_launched() -> None:
+    """On the main target; others may choose between two kernels differently."""
+    assert {row["kernel"] for row in report("sm_90")} >= KERNELS
+
+
+@pytest.mark.slow
+@needs_triton
+def test_matmuls_are_wgmma_on_hopper() -> None:
+    matmuls = [row for row in compiled("sm_90") if row["first_tier"] and row["tensor_dots"]]
+    assert all(name.startswith("HGMMA") for row in matmuls for name in row["tensor_instructions"])
+
+
+# ---- goals on sm_90 in bfloat16, in issue slots a score ----
+
+
+def whole_program(row: Row) -> float:
+    """Every instruction of the one-pass backward over its scores: the loop once for each tile of keys."""
+    config = row["config"]
+    tiles = config["BLOCK_M"] // config["BLOCK_N"]
+    return (row["slots"] + (tiles - 1) * row["hot_slots"]) / (config["BLOCK_M"] ** 2 / (32 * row["num_warps"]))
+
+
+def in_the_loop(row: Row) -> float:
+    return float(row["slots_per"])
+
+
+LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the loop's, and one with a narrower tail
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize(
+    ("kernel", "lengths", "d", "read", "goal"),
+    [
+        ("attention_fwd_kernel", r"\d+", "64", in_the_loop, 7.5),
+        ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.0),
+        ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 7.5),
+        ("attention_bwd_short_kernel", "197", "64", whole_program, 16.0),
+        # a third stage takes up to 8 % more slots, and at d = 128 tiles of half the width: loads are in flight for it
+        ("attention_fwd_kernel", LONG, "(?:72|80)", in_the_loop, 7.6),
+        ("attention_fwd_kernel", LONG, "96", in_the_loop, 8.0),
+        ("attention_fwd_kernel", LONG, "128", in_the_loop, 10.25),
+        ("attention_bwd_dkdv_kernel", LONG, "(?:72|80|96)", in_the_loop, 11.25),
+        ("attention_bwd_dkdv_kernel", LONG, "128", in_the_loop, 14.75),
+        ("attention_bwd_dq_kernel", r"\d+", "(?:72|80|96)", in_the_loop, 7.5),
+        ("attention_bwd_dq_kernel", LONG, "128", in_the_loop, 8.25),
+    ],
+)
+def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Callable[[Row], float], goal: float) -> None:
+    if d != "64" and not FULL:
+        pytest.skip("other head dimensions are compiled by FASTVIT_TARGETS=all")
+    found = {
+        row["workload"]: round(read(row), 2)
+        for row in compiled("sm_90")
+        if (row["kernel"], row["dtype"]) == (kernel, "bf16")
+        and re.search(
+            rf"^attention B\d+ N{lengths} H\d+ d{d}\b(?!.*(dropout|mask|kv_heads|padding|positions))", row["workload"]
+        )
+    }
+    assert found
+    assert max(found.values()) <= goal * LEEWAY, found
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_layer_norm_backward_loads_ahead(target: str) -> None:
+    """Its loop copies a later tile's rows, and sums twice over a row with the barriers of one sum."""
+    mixes = [
+        row["mix"] for row in compiled(target) if (row["kernel"], row["dtype"]) == ("layer_norm_bwd_kernel", "bf16")
+    ]
+    assert mixes
+    assert all(mix.get("LDGSTS", 0) >= 4 and mix["BAR"] <= 4 for mix in mixes), mixes
+
+
+@pytest.mark.slow
+@needs_triton
+def test_gelu_meets_its_goal() -> None:
+    """Of the exact-erf GELU and of its derivative, an element."""
+    code = "from benchmarks.codegen.activation_probes import slots; print(*slots('gelu'))"
+    value, derivative = map(float, python("-c", code).split())
+    assert value <= 14
+    assert derivative <= 18
+
+
+# ---- the instruments ----
+
+BAD_KERNELS = """
+import dataclasses
+import json
+import torch
+import triton
+import triton.language as tl
+from benchmarks.codegen.launches import recording
+
+@triton.jit
+def copy_kernel(x_ptr, out_ptr, stride, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + at, tl.load(x_ptr + at))
+
+@triton.jit
+def square_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, tl.dot(x, x, input_precision=PRECISION))
+
+@triton.jit
+def sum_kernel(x_ptr, out_ptr, K, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for k in range(0, K):
+        x = tl.load(x_ptr + k * BLOCK * BLOCK + at)
+        acc = tl.dot(x, x, acc, input_precision="ieee")
+    tl.store(out_ptr + at, acc)
+
+def compile(kernel, target, dtype, *arguments, **options):
+    x = torch.empty(64 * 64, dtype=dtype, device="meta")
+    with recording(target) as recorder:
+        kernel[(1,)](x, x, *arguments, **options)
+    return next(iter(recorder.launches.values())).compile()
+
+wide, ragged = (compile(copy_kernel, "sm_90", torch.bfloat16, stride, BLOCK=64) for stride in (128, 129))
+small = {"BLOCK": 64, "PRECISION": "ieee", "maxnreg": 40}
+spilling = compile(square_kernel, "sm_80", torch.bfloat16, **small)
+large = compile(square_kernel, "sm_120", torch.float32, BLOCK=128, PRECISION="tf32", num_warps=8)
+unasked = dataclasses.replace(large, tensor_dots=0)  # as if the source had not asked for tf32
+waiting, ahead = (compile(sum_kernel, "sm_90", torch.bfloat16, 99, BLOCK=64, num_stages=stages) for stages in (2, 3))
+second = [dataclasses.replace(ragged, target="sm_120"), dataclasses.replace(ragged, dtype="fp32")]
+second += [dataclasses.replace(wide, target="sm_120", spill_bytes=n) for n in (64, 72)]
+print(json.dumps([c.problems for c in (wide, ragged, spilling, large, unasked, waiting, ahead, *second)]))
+"""
+
+
+@needs_triton
+def test_bad_kernels_are_seen(tmp_path: Path) -> None:
+    script = tmp_path / "bad_kernels.py"
+    script.write_text(BAD_KERNELS)
+    wide, ragged, spilling, large, unasked, waiting, ahead, *second = json.loads(python(str(script)))
+    assert wide == []
+    assert {problem.split(" at ")[0] for problem in ragged} == {"32 loads of 2 bytes", "32 stores of 2 bytes"}
+    assert any("spills" in problem for problem in spilling)
+    assert any("shared memory" in problem for problem in large)
+    assert not any("unasked" in problem for problem in large)
+    assert any("unasked" in problem for problem in unasked)
+    assert (waiting, ahead) == (["a loop that waits for the loads which it has just issued"], [])
+    assert second == [[], [], [], ["72 bytes of spills per thread"]]
+
+
+def test_spills_in_a_loop_are_counted() -> None:
+    loop = ".L_x_0:\n" + "".join(
+        f"        /*0010*/                   {text} ;\n"
+        for text in ("LDL R8, [R1+0x30]", "STL [R1+0x40], R214", "LDL.LU R21, [R1]", "LDS R2, [R3]")
+    )
+    listing = sass.parse(f"{loop}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n")
+    assert (listing.hot_loop.spilled, listing.hot_loop.slots) == (3, 5)
+
+
+LISTING = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64], P1 ;
+.L_x_1:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0030*/              @!P0 BRA `(.L_x_1) ;
+        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0050*/               @P2 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0060*/                   FFMA R3, R4, R5, R6 ;
+        /*0070*/                   MUFU.EX2 R3, R3 ;
+        /*0080*/              @!P1 BRA `(.L_x_0) ;
+        /*0090*/                   STG.E.128 desc[UR20][R2.64], R4 ;
+        /*00a0*/                   EXIT ;
+.L_x_3:
+        /*00b0*/                   IMAD.MOV.U32 R3, RZ, RZ, R4 ;
+        /*00c0*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_loops_are_found_with_what_lies_out_of_line() -> None:
+    listing = sass.parse(LISTING)
+    assert [loop.slots for loop in listing.loops] == [10, 2]
+    assert [loop.slots for loop in listing.innermost] == [2]
+    hot = listing.hot_loop
+    assert hot.slots == 10
+    assert hot.tensor == {"HGMMA.64x64x16.F32.BF16": 1}
+    assert hot.mix == {"BRA": 4, "LDGSTS": 1, "SYNCS": 1, "HGMMA": 1, "FFMA": 1, "MUFU": 1, "IMAD": 1}
+    assert hot.macs_per_thread == 64 * 64 * 16 / 128
+    assert not hot.one_by_one
+    assert listing.whole.slots == 13
+
+
+def test_a_loop_that_is_left_by_a_call_is_inside_the_one_around_it() -> None:
+    """The outer loop's loads are the inner one's first: nothing waits for them but the inner loop."""
+    matmul = "/*0010*/ HMMA.16816.F32.BF16 R72, R28, R52, R72 ;"
+    listing = sass.parse(f"""
+.L_x_0:
+        {matmul}
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;
+        /*0030*/                   LDGDEPBAR ;
+.L_x_1:
+        /*0040*/                   DEPBAR.LE SB0, 0x1 ;
+        {matmul}
+        /*0050*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;
+        /*0060*/                   LDGDEPBAR ;
+        /*0070*/               @P3 CALL.REL.NOINC `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   DEPBAR.LE SB0, 0x0 ;
+        /*00a0*/              @!P1 BRA `(.L_x_0) ;
+        /*00b0*/                   EXIT ;
+""")
+    assert [loop.slots for loop in listing.loops] == [11, 6]
+    assert [loop.slots for loop in listing.hot_loops] == [6]
+    assert listing.hot_loop.loads_in_flight == 1
+
+
+@pytest.mark.parametrize(("left", "expected"), [("0x0", True), ("0x1", False)])
+def test_serialised_wgmma_are_told_from_pipelined_ones(left: str, expected: bool) -> None:
+    step = """
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, LEFT ;
+""".replace("LEFT", left)
+    loop = f".L_x_0:{step * 4}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n"
+    assert sass.parse(loop).hot_loop.one_by_one is expected
+
+
+_WAIT, _LOAD, _MATMUL = (
+    f"        /*0010*/                   {text} ;\n"
+    for text in ("DEPBAR.LE SB0, {}", "LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;\n /*0020*/ LDGDEPBAR", "HMMA R3")
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ((_WAIT.format("0x0"), _MATMUL, _LOAD), 0),
+        ((_WAIT.format("0x1"), _MATMUL, _LOAD), 1),
+        ((_WAIT.format("0x1        ?WAIT4_END_GROUP"), _MATMUL, _LOAD), 1),
+        ((_LOAD, _MATMUL, _WAIT.format("0x0")), 1),
+        ((_WAIT.format("0x2"), _MATMUL, _LOAD, _WAIT.format("0x1"), _MATMUL, _LOAD), 1),
+        ((_WAIT.format("0x0"), _MATMUL), None),
+    ],
+)
+def test_loads_in_flight_are_counted(steps: tuple[str, ...], expected: int | None) -> None:
+    loop = (
+        f".L_x_0:\n{''.join(steps)}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n"
+    )
+    assert sass.parse(loop).hot_loop.loads_in_flight == expected
+
+
+PTX = """
+$L__BB0_0:
+	.loc	1 4 19                          // norm.py:4:19 @[ norm.py:11:52 ]
+	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd4 + 0 ];
+	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
+$L__BB0_1:
+	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
+	.loc	1 7 3                           // norm.py:7:3
+	// begin inline asm
+	.loc	1 8 3                           // norm.py:8:3
+	@%p1 st.global.L1::evict_last.b16 [ %rd4 + 0 ], { %rs1 };
+	// end inline asm
+"""
+
+TTIR = """
+#loc = loc("/somewhere/norm.py":4:19)
+    %x = tt.load %at, %mask, %zero : tensor<64x64x!tt.ptr<bf16>> loc(#loc8)
+    tt.store %at, %y, %mask : tensor<64x!tt.ptr<bf16>> loc(#loc3)
+    %seed = tt.load %seed_ptr : !tt.ptr<i64> loc(#loc1)
+#loc1 = loc("/somewhere/norm.py":11:52)
+#loc3 = loc("/somewhere/norm.py":7:3)
+#loc8 = loc(callsite(#loc9 at #loc1))
+#loc9 = loc("x"(#loc))
+"""
+
+
+def test_accesses_have_width_and_place() -> None:
+    found = accesses.global_accesses(PTX)
+    assert [str(access) for access in found] == [
+        "2 loads of 16 bytes at norm.py:4:19 < norm.py:11:52",
+        "1 store of 2 bytes at norm.py:7:3",
+    ]
+    tiles = accesses.tile_bytes(TTIR)
+    assert tiles == {"norm.py:4:19 < norm.py:11:52": 64 * 64 * 2, "norm.py:7:3": 64 * 2, "norm.py:11:52": 8}
+    assert accesses.narrow(found, tiles, threads=128) == []
+    assert accesses.narrow(found, tiles, threads=8) == [found[1]]

@@ -1,0 +1,262 @@
+"""The traffic counter on kernels whose traffic is known, and the kernels' goals at small shapes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastvit.ops.runtime import dispatch
+
+if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+    pytest.skip("traffic is counted in Triton's interpreter", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from benchmarks.codegen import traffic
+from benchmarks.codegen.traffic_counter import Traffic, count
+from benchmarks.harness.workloads import Workload
+
+BF16 = torch.bfloat16
+
+
+@triton.jit
+def scale_kernel(x_ptr, factor_ptr, out_ptr, n, REPEATS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x * factor, x loaded REPEATS times; with a masked tail."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
+    x = tl.zeros([BLOCK], tl.float32)
+    for _ in range(REPEATS):
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x * factor, mask=at < n)
+
+
+@triton.jit
+def shifted_kernel(x_ptr, out_ptr, shift, BLOCK: tl.constexpr, STRIDE: tl.constexpr):
+    """Programs store to STRIDE * program_id, and load `shift` elements further on."""
+    at = tl.program_id(0) * STRIDE + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at + shift))
+
+
+def test_counts_of_a_known_kernel() -> None:
+    n, block, repeats = 21, 8, 3
+    x, factor, out = torch.ones(n, dtype=BF16), torch.ones(1), torch.zeros(n)
+    with count() as found:
+        scale_kernel[(3,)](x, factor, out, n, REPEATS=repeats, BLOCK=block)
+    assert out.eq(1).all(), "counting changes no result"
+    (launch,) = found.launches
+    assert launch.kernel == "scale_kernel"
+    loads, factors, stores = (launch.arguments[name] for name in ("x_ptr", "factor_ptr", "out_ptr"))
+    assert (loads.loaded, loads.loaded_per_program, loads.loaded_once) == (3 * 42, 42, 42)
+    assert (loads.reloads, loads.readers) == (3.0, 1.0)
+    assert (factors.loaded, factors.loaded_once, factors.readers) == (3 * 4, 4, 3.0)
+    assert (stores.loaded, stores.stored, stores.stored_once) == (0, 84, 84)
+    assert (launch.loaded, launch.stored) == (3 * 42 + 12, 84)
+    assert launch.least == 42 + 4 + 84
+    assert launch.least_tiled == 42 + 12 + 84
+
+
+def test_arguments_in_one_storage_are_told_apart() -> None:
+    packed = torch.zeros(4, 2, 8)  # [row, which, 8]: rows of `first` and `second` alternate in memory
+    first, second = packed[:1, 0], packed[:1, 1]
+    with count() as found:
+        shifted_kernel[(1,)](first, second, 0, BLOCK=8, STRIDE=8)
+    (launch,) = found.launches
+    assert launch.arguments["x_ptr"].loaded == launch.arguments["out_ptr"].stored == 32
+    assert launch.arguments["x_ptr"].stored == launch.arguments["out_ptr"].loaded == 0
+
+
+def test_what_one_launch_passes_to_the_next_is_not_of_the_least() -> None:
+    x, factor, between, out = torch.ones(8), torch.ones(1), torch.zeros(8), torch.zeros(8)
+    with count() as found:
+        for source, target in ((x, between), (between, out)):
+            scale_kernel[(1,)](source, factor, target, 8, REPEATS=1, BLOCK=8)
+    assert found.moved == 4 * 32 + 2 * 4
+    assert found.least == 2 * 32 + 4
+
+
+@pytest.mark.parametrize(
+    ("programs", "shift", "stride", "message"),
+    [(2, 1, 8, "loads from memory outside"), (2, 0, 4, "two programs store one element of out_ptr")],
+)
+def test_out_of_bounds_and_races_raise(programs: int, shift: int, stride: int, message: str) -> None:
+    x, out = torch.zeros(16), torch.zeros(16)
+    with pytest.raises(InterpreterError, match=message), count():
+        shifted_kernel[(programs,)](x, out, shift, BLOCK=8, STRIDE=stride)
+
+
+def test_a_gap_between_views_is_outside() -> None:
+    packed = torch.zeros(2, 16)
+    with pytest.raises(InterpreterError, match="no argument covers"), count():
+        shifted_kernel[(1,)](packed[:, :8], torch.zeros(8), 4, BLOCK=8, STRIDE=8)
+
+
+def test_counting_ends_with_the_context() -> None:
+    with count() as found:
+        pass
+    scale_kernel[(1,)](torch.ones(8), torch.ones(1), torch.zeros(8), 8, REPEATS=1, BLOCK=8)
+    assert found.launches == []
+
+
+# ---- goals ----
+
+
+def passes(op: str, parts: int = 1, **sizes: Any) -> tuple[Traffic, Traffic]:
+    found = traffic.measure(Workload(op, sizes, parts=parts))
+    return found["forward"], found["backward"]
+
+
+def tiled(found: Traffic) -> float:
+    return found.moved / sum(launch.least_tiled for launch in found.launches)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"), [("layer_norm", {}), ("layer_norm", {"norm": "rms"}), ("add_layer_norm", {})]
+)
+def test_layer_norm_is_within_five_percent_of_the_least(op: str, options: dict[str, str]) -> None:
+    """At the rows that a program has at batch 256: a 132nd of the GPU."""
+    forward, backward = passes(op, parts=traffic.SMS, B=1, N=382, D=192, **options)
+    assert [launch.kernel for launch in forward.launches] == ["layer_norm_fwd_kernel"]
+    assert [launch.kernel for launch in backward.launches] == ["layer_norm_bwd_kernel", "column_sum_kernel"]
+    for found in (forward, backward):
+        assert 1.0 <= found.moved / found.least <= 1.05
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
+def test_layer_norm_moves_every_row_once(op: str) -> None:
+    """At any size; parameters are loaded by each program, and never twice by one."""
+    forward, _ = passes(op, parts=traffic.SMS, B=1, N=197, D=192)
+    (launch,) = forward.launches
+    rows = [a for a in launch.arguments.values() if a.name not in ("w_ptr", "b_ptr", "layer_scale_ptr")]
+    assert len(rows) == {"layer_norm": 4, "add_layer_norm": 6}[op]
+    assert sum(a.loaded + a.stored for a in rows) == sum(a.loaded_once + a.stored_once for a in rows)
+    assert all(a.reloads in (0.0, 1.0) for a in launch.arguments.values())
+
+
+@pytest.mark.parametrize(("N", "d"), [(50, 64), (197, 64), (256, 64), (197, 80)])
+def test_attention_loads_a_tile_once_per_program(N: int, d: int) -> None:
+    forward, backward = passes("attention", B=1, N=N, H=1, d=d)
+    assert tiled(forward) <= 1.15
+    assert tiled(backward) <= 1.15
+    (launch,) = forward.launches
+    assert launch.arguments["q_ptr"].readers == 1.0
+    assert launch.stored == N * d * 2 + N * 4, "the output and LSE, once"
+
+
+def test_short_attention_backward_moves_the_least() -> None:
+    _, backward = passes("attention", B=1, N=197, H=1, d=64)
+    assert backward.moved == backward.least == 8 * 197 * 64 * 2 + 197 * 4
+
+
+OF_AN_SM = {"parts": traffic.SMS, "B": 26, "N": 16, "H": 12, "d": 64}  # what one has of 264 samples of 197 tokens
+
+
+@pytest.mark.parametrize("spelling", ["halves", "interleaved"])
+def test_rotary_is_within_five_percent_of_the_least(spelling: str) -> None:
+    """Every head is moved once, and tables are loaded once by a program for all samples and heads."""
+    for found in passes("rotary", **OF_AN_SM, spelling=spelling):
+        (launch,) = found.launches
+        x, out = launch.arguments["x_ptr"], launch.arguments["out_ptr"]
+        assert x.loaded == x.loaded_once == out.stored == out.stored_once == 26 * 16 * 12 * 64 * 2
+        assert [launch.arguments[f"{t}_ptr"].readers for t in ("sin", "cos")] == [6.0, 6.0]
+        assert 1.0 < found.moved / found.least <= 1.05
+        assert tiled(found) == 1.0
+
+
+def test_rotary_in_place_moves_q_and_k_alone() -> None:
+    forward, backward = passes("layer_norm_attention", B=2, N=50, D=192, H=3, rotary="halves")
+    for found in (forward, backward):
+        (launch,) = (each for each in found.launches if each.kernel == "rotary_kernel")
+        moved = {name: a.loaded + a.stored for name, a in launch.arguments.items()}
+        tables = moved.pop("sin_ptr"), moved.pop("cos_ptr")
+        assert sum(moved.values()) == 2 * (2 * 49 * 2 * 192 * 2), "read once and written once"
+        assert launch.least == sum(moved.values()) + 2 * 49 * 64 * 4
+        assert tables == (3 * 49 * 64 * 4,) * 2, "four heads of 16 tokens a program, of 2 samples of 6"
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("spelling", ["halves", "interleaved"])
+def test_qk_norm_with_positions_is_within_five_percent_of_the_least(norm: str, spelling: str) -> None:
+    for found in passes("qk_norm", **OF_AN_SM, norm=norm, spelling=spelling):
+        assert 1.0 < found.moved / found.least <= 1.05
+        assert all(traffic.UNEXPLAINED not in traffic.why(launch) for launch in found.launches)
+
+
+@pytest.mark.parametrize("sizes", [{"norm": "rms"}, {"norm": "layer", "spelling": "interleaved"}], ids=str)
+def test_qk_norm_moves_q_and_k_once(sizes: dict[str, str]) -> None:
+    """Each way what is read is read once; weights and tables are loaded by every program."""
+    heads = 2 * 50 * 5 * 64 * 2
+    forward, backward = passes("qk_norm", B=2, N=50, H=5, d=64, **sizes)
+    assert [launch.kernel for launch in backward.launches] == ["qk_norm_bwd_kernel", "column_sum_kernel"]
+    for found, read, written in ((forward, ["q", "k"], ["q_out", "k_out"]),
+                                 (backward, ["q", "k", "dq_out", "dk_out"], ["dq", "dk"])):  # fmt: skip
+        arguments = found.launches[0].arguments
+        assert all(arguments[f"{x}_ptr"].loaded == heads for x in read)
+        assert all(arguments[f"{x}_ptr"].stored == heads for x in written)
+        rest = sum(a.loaded + a.stored for name, a in arguments.items() if name[:-4] not in (*read, *written))
+        assert rest == found.launches[0].loaded + found.launches[0].stored - heads * (len(read) + len(written))
+        assert tiled(found) <= 1.05
+
+
+def test_qk_norm_within_attention_writes_one_gradient() -> None:
+    """In the place of attention's, in a packed one that nothing copies; forward, into room of its own."""
+    forward, backward = passes("layer_norm_attention", B=2, N=20, D=128, H=2, rotary="halves", qk_norm="rms")
+    assert [launch.kernel for launch in forward.launches] == [
+        "layer_norm_fwd_kernel", "qk_norm_fwd_kernel", "attention_short_fwd_kernel", "linear_fwd_kernel",
+    ]  # fmt: skip
+    of_heads = [
+        launch.kernel for launch in backward.launches if "norm_bwd" not in launch.kernel or "qk" in launch.kernel
+    ]
+    assert of_heads[:4] == [
+        "qk_norm_fwd_kernel", "attention_bwd_short_kernel", "qk_norm_bwd_kernel", "column_sum_kernel",
+    ]  # fmt: skip
+    (launch,) = (launch for launch in backward.launches if launch.kernel == "qk_norm_bwd_kernel")
+    moved = {name: a.loaded + a.stored for name, a in launch.arguments.items()}
+    assert sum(moved[f"{x}_ptr"] for x in ("q", "k", "dq", "dk", "dq_out", "dk_out") if f"{x}_ptr" in moved) == (
+        3 * 2 * 2 * 20 * 128 * 2
+    ), "q, k and their gradients in, the gradients out"
+
+
+def test_patch_embed_loads_a_tile_once_per_program() -> None:
+    forward, backward = passes("patch_embed", parts=traffic.SMS, B=3, px=224, patch=16, D=128)
+    assert 1.0 <= tiled(forward) <= 1.15
+    assert 1.0 <= tiled(backward) <= 1.15
+
+
+def test_a_gate_reads_its_rows_once_for_both_layers() -> None:
+    """What is the value's is loaded as often as what is the gate's, and x no more often than for one of them."""
+    sizes = {"B": 1, "N": 150, "D": 64, "hidden": 128}
+    forward, backward = (
+        found
+        for found in traffic.measure(Workload("mlp", {**sizes, "activation": "swiglu"}, parts=traffic.SMS)).values()
+    )
+    (launch,) = (launch for launch in forward.launches if launch.kernel == "gated_fwd_kernel")
+    tiles = launch.arguments["x_ptr"].readers
+    assert launch.arguments["x_ptr"].loaded == tiles * 150 * 64 * 2
+    assert launch.arguments["gate_ptr"].loaded == launch.arguments["value_ptr"].loaded
+    assert launch.stored == 3 * 150 * 128 * 2, "h, gate and value, once"
+    assert tiled(forward) == tiled(backward) == 1.0
+
+
+def test_no_excess_is_unexplained() -> None:
+    tables = list(traffic.passes(Workload("layer_norm_mlp", {"B": 1, "N": 150, "D": 64}, parts=traffic.SMS)))
+    why = {row[0]: row[1] for _, rows in tables for row in rows}
+    assert set(why) >= {"linear_fwd_kernel", "linear_dact_kernel", "layer_norm_bwd_kernel", "all of it"}
+    assert not any(traffic.UNEXPLAINED in reasons for reasons in why.values())
+    assert "once for each row tile" in why["linear_fwd_kernel"]
+    assert max(len(line) for table in tables for line in traffic.table(*table).splitlines()) <= 100
+
+
+@pytest.mark.parametrize("mask", ["padding", "positions"])
+def test_a_mask_is_loaded_once_for_each_tile(mask: str) -> None:
+    """In whole rows of 16 elements, by the programs of every head; the gradient is stored as two sums in float32."""
+    forward, backward = traffic.measure(
+        Workload("attention", {"B": 2, "N": 70, "H": 2, "d": 64, "mask": mask})
+    ).values()
+    assert tiled(forward) == 1.0
+    assert tiled(backward) < 1.08
+    gradients = [launch for launch in backward.launches if launch.kernel == "attention_bwd_mask_kernel"]
+    assert [launch.stored for launch in gradients] == ([2 * 2 * 70 * 80 * 4] if mask == "positions" else [])
+    for launch in (*forward.launches, *backward.launches):
+        assert traffic.UNEXPLAINED not in traffic.why(launch)

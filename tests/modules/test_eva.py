@@ -1,0 +1,438 @@
+"""fastvit.eva: names, keys, positions and logits against timm; gradients against the reference; what models promise."""
+
+import copy
+import math
+import pickle
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from library_imports import assert_inputs_are_timms, import_timm
+from models import close, randomised, twins
+from oracle import GRADIENT, assert_as_accurate
+from torch import Tensor, nn
+
+import fastvit
+from fastvit import layers, ops, zoo
+from fastvit.eva import Eva
+from fastvit.eva_layers import AttentionRope, EvaAttention, EvaBlock
+from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3, RotaryEmbeddingMixed
+from fastvit.zoo.eva import CONFIGS
+
+PARAMETERS = {
+    "vit_small_patch16_dinov3": 21_586_944,
+    "vit_7b_patch16_dinov3": 6_716_030_976,
+    "eva02_large_patch14_448": 305_080_232,
+    "vit_pe_spatial_gigantic_patch14_448": 1_851_887_104,
+    "vit_pe_core_base_patch16_224": 93_673_984,
+    "eva02_enormous_patch14_clip_224": 4_350_556_928,
+    "vit_small_patch16_rope_mixed_224": 21_988_840,
+}
+# one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;
+# three layers for q, k, v and an inner norm; a norm before the projection; norm before the blocks, with attention
+# pooling and without; xy; learnt frequencies; registers alone; norms behind the branches
+KINDS = [
+    "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3", "vit_tiny_patch16_dinov3_qkvb",
+    "eva02_tiny_patch14_224", "eva02_base_patch14_448", "eva02_base_patch16_clip_224", "eva_giant_patch14_224",
+    "vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_pe_lang_gigantic_patch14_448",
+    "vit_small_patch16_rope_224", "vit_small_patch16_rope_ape_224", "vit_small_patch16_rope_mixed_224",
+    "vit_mediumd_patch16_rope_reg1_gap_256", "eva02_enormous_patch14_clip_224",
+]  # fmt: skip
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+def small(name: str, **more: Any) -> dict[str, Any]:
+    patch_size = CONFIGS[name].get("patch_size", 16)
+    size = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": (2 * patch_size, 3 * patch_size)}
+    return {**CONFIGS[name], **size, "num_classes": 5, **more}
+
+
+def images(model: Any, count: int = 2, **where: Any) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(count, 3, *model.patch_embed.img_size, **where)
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_exact_parameter_count(name: str, count: int) -> None:
+    assert sum(p.numel() for p in fastvit.create_model(name, device="meta").parameters()) == count
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_keys_and_defaults_are_timms(name: str) -> None:
+    timm = import_timm()
+    theirs, ours = (library.create_model(name, device="meta") for library in (timm, fastvit))
+    assert isinstance(ours, Eva)
+    reference = ReferenceEva(**zoo.config(name), device="meta")
+    assert shapes(ours) == shapes(theirs) == shapes(reference)
+    for attribute in (
+        "num_classes",
+        "global_pool",
+        "embed_dim",
+        "num_prefix_tokens",
+        "no_embed_class",
+        "dynamic_img_size",
+        "head_hidden_size",
+        "in_chans",
+        "feature_info",
+    ):
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert_inputs_are_timms(ours, theirs)
+    pooled = ["attn_pool.norm"] * (theirs.global_pool == "map")
+    for norm in ("norm_pre", "norm", "fc_norm", "blocks.0.norm1", *pooled):
+        assert [getattr(m.get_submodule(norm), "eps", None) for m in (ours, theirs)] == [
+            getattr(theirs.get_submodule(norm), "eps", None)
+        ] * 2, norm
+    assert ours.blocks[0].init_values == getattr(theirs.blocks[0], "init_values", None)
+    assert ours.patch_embed.grid_size == theirs.patch_embed.grid_size
+    assert ours.no_weight_decay() == theirs.no_weight_decay()
+    if ours.rope is not None and hasattr(theirs.rope, "grid_offset"):
+        assert ours.rope.grid_offset == theirs.rope.grid_offset
+
+
+@every_kind
+def test_logits_are_timms(name: str, device: torch.device) -> None:
+    """On a grid that is not square, in training mode too, where nothing is dropped."""
+    timm = import_timm()
+    arguments = small(name)
+    theirs = timm.create_model(
+        name,
+        **{k: v for k, v in arguments.items() if k in ("img_size", "embed_dim", "depth", "num_heads", "num_classes")},
+    )
+    ours = Eva(**arguments)
+    twins(ours, theirs)
+    for model in (ours, theirs):
+        model.to(device).train(name.endswith("dinov3"))
+    image = images(ours, device=device)
+    with torch.no_grad():
+        assert close(ours(image), theirs(image))
+        assert close(ours.forward_features(image), theirs.forward_features(image))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_kind
+def test_accurate(name: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    assert_accurate(small(name, depth=1), dtype, device)
+
+
+@pytest.mark.parametrize("norm_layer", ["layernorm", "rmsnorm"])
+def test_norms_of_q_and_k(norm_layer: str, backend: str, device: torch.device) -> None:
+    """With learnt frequencies, which the op of the norms does not differentiate, and with fixed ones."""
+    for name in ("vit_small_patch16_rope_mixed_224", "vit_small_patch16_dinov3"):
+        arguments = small(name, depth=1, qk_norm=True, norm_layer=norm_layer)
+        assert_accurate(arguments, torch.float32, device)
+
+
+def assert_accurate(arguments: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Logits and every gradient against the reference in the same dtype and in float64."""
+    ours = randomised(Eva(**arguments, device=device)).to(dtype)
+    if not isinstance(arguments.get("norm_layer", ""), str):
+        arguments["norm_layer"] = partial(nn.LayerNorm, eps=1e-5)
+    eager = ReferenceEva(**arguments, device=device).to(dtype)
+    eager.load_state_dict(ours.state_dict())
+    image = images(ours, device=device).to(dtype)
+    found = []
+    for model, x in ((ours, image), (eager, image), (copy.deepcopy(eager).double(), image.double())):
+        logits = model(x)
+        dlogits = torch.linspace(-1, 1, logits.numel(), device=device).view(logits.shape).to(logits)
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(logits, list(parameters.values()), dlogits)
+        found.append({"logits": logits} | dict(zip(parameters, gradients, strict=True)))
+    for key, got in found[0].items():
+        factor = 2.0 if key == "logits" else GRADIENT
+        assert_as_accurate(got, found[1][key], found[2][key], factor=factor, what=key)
+
+
+@every_kind
+def test_blocks_run_as_two_ops(name: str, device: torch.device) -> None:
+    arguments = small(name, depth=1)
+    model = Eva(**arguments, device=device)
+    image = images(model, device=device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        model(image)
+    names = [event.name for event in profile.events() if event.name.startswith("fastvit::")]
+    assert names.count("fastvit::attention_qkvpacked_fwd") == 1
+    assert names.count("fastvit::rotary") == int(arguments.get("use_rot_pos_emb", False))
+
+
+def test_a_hook_inside_is_called(device: torch.device) -> None:
+    """On a norm or what is in its place, on the projections, on the probabilities, on the gate: the same result by the
+    modules one by one."""
+    model = randomised(Eva(**small("eva02_base_patch14_448"), device=device)).eval()
+    image = images(model, device=device)
+    want = model(image)
+    seen: list[str] = []
+    names = [
+        "norm1",
+        "attn.q_proj",
+        "attn.k_norm",
+        "attn.attn_drop",
+        "attn.norm",
+        "attn.proj",
+        "mlp.fc1_g",
+        "mlp.norm",
+        "norm2",
+    ]
+    for name in names:
+        module = model.blocks[0].get_submodule(name)
+        handle = module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        assert close(model(image), want), name
+        handle.remove()
+    assert seen == names
+    packed = randomised(Eva(**small("vit_tiny_patch16_dinov3_qkvb"), device=device)).eval()
+    image = images(packed, device=device)
+    want = packed(image)
+    packed.blocks[0].attn.qkv.register_forward_hook(lambda *_: None)
+    assert close(packed(image), want)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_tiny_patch14_224"])
+def test_compile_checkpoint_copy_and_pickle(name: str, device: torch.device) -> None:
+    model = randomised(Eva(**small(name), device=device)).train()
+    image = images(model, device=device)
+    want = model(image)
+    gradients = torch.autograd.grad(want.sum(), list(model.parameters()))
+    torch._dynamo.reset()
+    assert close(torch.compile(model, backend="aot_eager", fullgraph=True)(image), want)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(image), want)
+    model.set_grad_checkpointing()
+    again = torch.autograd.grad(model(image).sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
+
+
+@pytest.mark.parametrize("fc_norm", [False, True])
+@pytest.mark.parametrize("post_norm", [False, True])
+def test_norms_behind_the_blocks_are_timms(fc_norm: bool, post_norm: bool) -> None:
+    """Either, both or none."""
+    options: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3}
+    options |= {"use_fc_norm": fc_norm, "use_post_transformer_norm": post_norm}
+    ours, theirs = Eva(**options).eval(), import_timm().models.eva.Eva(**options).eval()
+    twins(ours, theirs)
+    with torch.no_grad():
+        assert close(ours(images(ours)), theirs(images(ours)))
+
+
+@pytest.mark.parametrize(
+    "gate", [{}, {"swiglu_mlp": True}, {"swiglu_mlp": True, "scale_mlp": True, "swiglu_align_to": 24}], ids=str
+)
+def test_norms_behind_the_branches_are_timms(gate: dict[str, Any]) -> None:
+    """With every kind of MLP, rotary positions, and what such blocks take no notice of."""
+    options: dict[str, Any] = {"img_size": 32, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3, **gate}
+    options |= {"use_post_norm": True, "use_rot_pos_emb": True, "init_values": 0.5}
+    ours, theirs = Eva(**options).eval(), import_timm().models.eva.Eva(**options).eval()
+    assert shapes(ours) == shapes(theirs) == shapes(ReferenceEva(**options))
+    twins(ours, theirs)
+    with torch.no_grad():
+        assert close(ours(images(ours)), theirs(images(ours)))
+    assert_accurate(options, torch.float32, torch.device("cpu"))
+
+
+def test_other_image_sizes(device: torch.device) -> None:
+    """DINOv3's take any that patches divide, and so does a model that is told of another."""
+    timm = import_timm()
+    arguments = {"embed_dim": 64, "depth": 1, "num_heads": 2, "num_classes": 3}
+    ours, theirs = (lib.create_model("vit_small_patch16_dinov3", **arguments).eval() for lib in (fastvit, timm))
+    twins(ours, theirs)
+    image = torch.randn(1, 3, 48, 80)
+    assert close(ours(image), theirs(image))
+    ours, theirs = (lib.create_model("eva02_tiny_patch14_224", **arguments).eval() for lib in (fastvit, timm))
+    twins(ours, theirs)
+    for model in (ours, theirs):
+        model.set_input_size((56, 84))
+    image = torch.randn(1, 3, 56, 84)
+    assert close(ours(image), theirs(image))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_224", "vit_small_patch16_rope_224",
+        "eva02_enormous_patch14_clip_224",
+    ],
+)  # fmt: skip
+def test_initialised_as_timms(name: str) -> None:
+    arguments = {"embed_dim": 96, "depth": 2, "num_heads": 2, "num_classes": 400}
+    ours, theirs = (library.create_model(name, **arguments).state_dict() for library in (fastvit, import_timm()))
+    for key, want in theirs.items():
+        got = ours[key]
+        assert got.std().item() == pytest.approx(want.std().item(), rel=0.25, abs=1e-9), key
+        assert got.mean().item() == pytest.approx(want.mean().item(), abs=0.3 * want.std().item() + 1e-9), key
+
+
+# ---- positions ----
+
+COORDINATES: dict[str, dict[str, Any]] = {
+    "cat": {}, "reference": {"ref_feat_shape": (16, 8)}, "xy": {"grid_indexing": "xy", "grid_offset": 1.0},
+    "halves": {"rotate_half": True, "temperature": 100.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COORDINATES)
+def test_tables_are_timms(kind: str) -> None:
+    theirs = import_timm().layers.RotaryEmbeddingCat(32, in_pixels=False, **COORDINATES[kind])
+    assert torch.equal(RotaryEmbeddingCat(32, **COORDINATES[kind]).get_embed((5, 7)), theirs.get_embed([5, 7]))
+
+
+@pytest.mark.parametrize(
+    "augmented", [{}, {"shift_coords": 0.3}, {"jitter_coords": 2.0, "rescale_coords": 3.0}], ids=str
+)
+def test_tables_of_dinov3_are_timms(augmented: dict[str, float]) -> None:
+    """And so is what training draws."""
+    timm = import_timm()
+    ours, theirs = RotaryEmbeddingDinoV3(32, **augmented), timm.layers.RotaryEmbeddingDinoV3(32, **augmented)
+    for training in (False, True):
+        tables = []
+        for rope in (ours, theirs):
+            torch.manual_seed(3)
+            rope.train(training)
+            tables.append([rope.get_embed((5, 7)) for _ in range(2)])
+        for a, b in zip(*tables, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert torch.equal(*tables[0]) == (not (training and augmented))
+
+
+@pytest.mark.parametrize("grid_indexing", ["ij", "xy"])
+def test_learnt_tables_are_timms(grid_indexing: str) -> None:
+    """And so is what they begin with."""
+    timm, made = import_timm(), []
+    for module in (RotaryEmbeddingMixed, timm.layers.RotaryEmbeddingMixed):
+        torch.manual_seed(3)
+        made.append(module(48, 2, 3, grid_indexing=grid_indexing))
+    ours, theirs = made
+    torch.testing.assert_close(ours.freqs, theirs.freqs)
+    torch.testing.assert_close(ours.get_embed((5, 7)), theirs.get_embed((5, 7)), rtol=1e-5, atol=1e-5)
+
+
+def test_learnt_tables_under_another_default_dtype() -> None:
+    """In which PyTorch has no complex numbers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = RotaryEmbeddingMixed(48, 2, 3)
+    finally:
+        torch.set_default_dtype(before)
+    lengths = module.freqs.float().norm(dim=0)  # of angles that are drawn
+    assert module.freqs.dtype is torch.bfloat16
+    torch.testing.assert_close(lengths, RotaryEmbeddingMixed(48, 2, 3).freqs.norm(dim=0), rtol=1e-2, atol=0.0)
+
+
+def test_every_block_has_its_learnt_table(device: torch.device) -> None:
+    """In forward, in dense features and with checkpointing."""
+    model = randomised(Eva(**small("vit_small_patch16_rope_mixed_224"), device=device))
+    image, gradients = images(model, device=device), []
+    want = model.forward_features(image)
+    tokens, _ = model.forward_intermediates(image)
+    assert torch.equal(tokens, want)
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        gradients.append(torch.autograd.grad(model(image).square().sum(), model.rope.freqs)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().amin(dim=(0, 2, 3)).min() > 0  # of both blocks
+
+
+def test_tables_stay_float32(device: torch.device) -> None:
+    model = Eva(**small("vit_small_patch16_dinov3"), device=device, dtype=torch.bfloat16)
+    assert model.rope is not None
+    assert model.rope.get_embed((2, 3), device).dtype is torch.float32
+    assert not [key for key in model.state_dict() if "rope" in key]
+
+
+def test_a_jittered_model_trains_as_its_reference(device: torch.device) -> None:
+    """200 steps on digits, with tables that are drawn anew in every one of them."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    digits = datasets.load_digits()
+    pixels = torch.tensor(digits.images, dtype=torch.float32, device=device)[:, None] / 8 - 1
+    labels = torch.tensor(digits.target, device=device)
+    arguments: dict[str, Any] = {
+        **CONFIGS["vit_small_plus_patch16_dinov3"], "img_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10,
+        "embed_dim": 48, "depth": 2, "num_heads": 3, "init_values": 0.1, "rope_jitter_coords": 1.5,
+        "rope_rescale_coords": 2.0, "head_init_scale": 1.0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    eager = ReferenceEva(**arguments).to(device)
+    ours = Eva(**arguments).to(device)
+    ours.load_state_dict(eager.state_dict())
+    losses = []
+    for model in (ours, eager):
+        torch.manual_seed(7)
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+        found = []
+        for _ in range(200):
+            chosen = torch.randint(len(labels), (64,)).to(device)
+            loss = nn.functional.cross_entropy(model(pixels[chosen]), labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        losses.append(torch.tensor(found))
+    assert losses[0][-20:].mean() < 0.6 * math.log(10)
+    torch.testing.assert_close(losses[0][:50], losses[1][:50], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(losses[0][-20:].mean(), losses[1][-20:].mean(), rtol=0.1, atol=0.02)
+
+
+# ---- layers ----
+
+
+def test_layers_alone_are_timms(device: torch.device) -> None:
+    timm = import_timm()
+    rope = RotaryEmbeddingCat(24).get_embed((2, 4), device)
+    x = torch.randn(2, 9, 48, device=device)
+    norm = fastvit.LayerNorm
+    for ours, theirs in (
+        (EvaAttention(48, 2, norm_layer=norm), timm.models.eva.EvaAttention(48, 2, norm_layer=norm)),
+        (AttentionRope(48, 2, scale_norm=False, rotate_half=True), timm.layers.AttentionRope(48, 2, rotate_half=True)),
+        (AttentionRope(48, 2, scale_norm=False, qkv_fused=False), timm.layers.AttentionRope(48, 2, qkv_fused=False)),
+        (
+            EvaAttention(48, 2, scale_norm=False, qk_norm=True, norm_layer=layers.LayerNorm),
+            timm.models.eva.EvaAttention(48, 2, scale_norm=False, qk_norm=True, norm_layer=timm.layers.LayerNorm),
+        ),
+        (
+            AttentionRope(48, 2, scale_norm=False, qk_norm=True, norm_layer=layers.RmsNorm),
+            timm.layers.AttentionRope(48, 2, qk_norm=True, norm_layer=timm.layers.RmsNorm),
+        ),
+        (
+            EvaBlock(48, 2, swiglu_mlp=True, init_values=1.0),
+            timm.models.eva.EvaBlock(48, 2, swiglu_mlp=True, init_values=1.0),
+        ),
+    ):
+        twins(ours.to(device), theirs.to(device))
+        assert close(ours(x, rope), theirs(x, rope=rope))
+        assert close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (Eva, {"rope_type": "base"}, "rope_type must be one of ('cat', 'dinov3', 'mixed'), got 'base'"),
+        (Eva, {"rope_type": "mixed", "rope_rotate_half": True}, "rope_rotate_half must be False for rope_type 'mixed'"),
+        (RotaryEmbeddingMixed, {"dim": 30, "depth": 1, "num_heads": 3}, "dim must be a multiple of 4 * num_heads = 12"),
+        (Eva, {"attn_type": "rel"}, "attn_type must be one of"),
+        (Eva, {"rope_grid_indexing": "yx", "use_rot_pos_emb": True}, "grid_indexing must be one of"),
+        (Eva, {"num_heads": 5}, "num_heads must be a divisor of dim = 768, got 5"),
+        (Eva, {"num_reg_tokens": -1}, "num_reg_tokens must be at least 0"),
+        (Eva, {"head_init_scale": -1.0}, "head_init_scale must be not negative"),
+        (EvaAttention, {"dim": 32, "num_heads": 2}, "scale_norm=True needs norm_layer"),
+        (EvaAttention, {"dim": 36, "num_heads": 3, "scale_norm": False}, "head_dim = dim / num_heads = 36 / 3"),
+        (RotaryEmbeddingCat, {"dim": 6}, "dim must be a multiple of 4, got 6"),
+        (RotaryEmbeddingCat, {"dim": 8, "temperature": 0.0}, "temperature must be finite and positive"),
+        (RotaryEmbeddingDinoV3, {"dim": 8, "jitter_coords": 0.5}, "jitter_coords must be finite and at least 1"),
+        (RotaryEmbeddingDinoV3, {"dim": 8, "shift_coords": -1.0}, "shift_coords must be finite and not negative"),
+    ],
+)
+def test_bad_arguments(kind: type[nn.Module], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(**arguments)
+
+
+def test_positions_that_do_not_fit_raise(device: torch.device) -> None:
+    block = EvaBlock(32, 2, device=device)
+    with pytest.raises(ValueError, match=r"rotary\.sin must broadcast"):
+        block(torch.randn(1, 9, 32, device=device), torch.randn(5, 32, device=device))
+    assert ops.Rotary._fields == ("sin", "cos", "num_prefix_tokens", "interleaved")

@@ -1,0 +1,483 @@
+"""The modules against the reference: values, gradients, memory saved for backward, dropout."""
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from library_imports import import_timm
+from models import (
+    B,
+    Calls,
+    D,
+    H,
+    N,
+    assert_module_as_accurate,
+    assert_same_step,
+    assert_steps_as_accurate,
+    blocks,
+    randomised,
+    step,
+    tokens,
+    twins,
+)
+from oracle import inputs
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastvit
+from fastvit import eva_layers, layers, reference
+from fastvit.blocks import read_timm, submodules
+from fastvit.blocks import run as run_blocks
+from fastvit.eva import Eva
+from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit.study.memory.peak import saved_bytes
+
+BLOCKS = {
+    "plain": {},
+    "layer_scale_drop_path": {"init_values": 0.1, "drop_path": 0.5},
+    "no_biases": {"qkv_bias": False, "proj_bias": False},
+    "quick_gelu_drop_path": {"act_layer": "quick_gelu", "drop_path": 0.5},
+    "torchs_layer_norm": {"norm_layer": nn.LayerNorm},
+    "layer_norm_without_bias": {"norm_layer": functools.partial(nn.LayerNorm, bias=False)},
+    "scale_norms": {"scale_attn_norm": True, "scale_mlp_norm": True, "init_values": 0.1, "drop_path": 0.5},
+    "scale_norms_rms": {"norm_layer": nn.RMSNorm, "scale_attn_norm": True, "scale_mlp_norm": True},
+    "qk_norm": {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5},
+    "post_norm": {"kind": "ResPostBlock", "init_values": 0.5, "drop_path": 0.5},
+    "parallel": {"kind": "ParallelScalingBlock"},
+    "parallel_layer_scale_drop_path": {"kind": "ParallelScalingBlock", "init_values": 0.1, "drop_path": 0.5},
+    "parallel_no_biases": {"kind": "ParallelScalingBlock", "qkv_bias": False, "proj_bias": False},
+    "parallel_qk_norm": {
+        "kind": "ParallelScalingBlock", "qk_norm": True, "norm_layer": nn.RMSNorm, "qkv_bias": False, "drop_path": 0.5,
+    },
+    "parallel_one_layer_out": {"kind": "ParallelScalingBlock", "fuse_out_proj": True, "init_values": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", BLOCKS)
+def test_block_is_as_accurate_as_the_reference(
+    case: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    ours, theirs = blocks(**BLOCKS[case])
+    assert_module_as_accurate(ours.to(device), theirs.to(device), *tokens(4, N, D, device=device), dtype)
+
+
+@pytest.mark.parametrize("act", ["gelu_tanh", "relu", "silu", nn.ELU])
+def test_every_activation(act: str | type[nn.Module], device: torch.device) -> None:
+    """nn.ELU: one that the ops do not know, run as its own module."""
+    ours, theirs = blocks(act_layer=act)
+    assert_module_as_accurate(ours.to(device), theirs.to(device), *tokens(device=device))
+
+
+@pytest.mark.parametrize("n", [5, 17])
+def test_block_under_autocast(n: int, device: torch.device) -> None:
+    """With sharp attention: scores that the op itself rounded to bfloat16 once more would show."""
+    ours, theirs = blocks(init_values=0.5)
+    with torch.no_grad():
+        ours.attn.qkv.weight.mul_(4)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy = tokens(16, n, D, device=device)
+    exact = step(copy.deepcopy(theirs).double().to(device), x, dy)
+    results = []
+    for module in (theirs, ours):
+        module.forward = torch.autocast(device.type, torch.bfloat16)(module.forward)
+        results.append(step(module.to(device), x.float(), dy.float()))
+    assert_steps_as_accurate(results[1], results[0], exact)
+
+
+def test_activation_names() -> None:
+    for name in layers.ACT_LAYERS:
+        assert read_timm.read_mlp(layers.Mlp(8, act_layer=name)).activation == name
+    with pytest.raises(submodules.CannotFuse, match=r"act is nn\.ELU"):
+        read_timm.read_mlp(layers.Mlp(8, act_layer=nn.ELU))
+    with pytest.raises(ValueError, match=r"act_layer .*'gelu_tan'.*gelu_tanh"):
+        layers.Mlp(8, act_layer="gelu_tan")
+
+
+def test_block_without_autograd_is_the_same(backend: str, device: torch.device) -> None:
+    block, _ = blocks(init_values=0.1)
+    block.to(device)
+    x = inputs("normal", B, N, D, dtype=torch.float32, device=device)
+    expected = block(x).detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(block(x), expected, rtol=1e-6, atol=1e-6)
+    assert block(x[:0]).shape == (0, N, D)
+
+
+# ---- cost ----
+
+
+@pytest.mark.parametrize(("case", "limit"), [("plain", 34), ("layer_scale_drop_path", 38)])
+def test_python_functions_around_the_ops(case: str, limit: int) -> None:
+    """Entered by a training forward in modules and in what reads and runs them; the frames above a call of an op."""
+    block, _ = blocks(**BLOCKS[case])
+    x, _ = tokens(dtype=torch.float32)
+    package = fastvit.__file__.removesuffix("__init__.py")
+    files = tuple(f"{package}{folder}/" for folder in ("modules", "blocks"))
+    entered, above_ops = [], set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(package):
+            return
+        callers, caller = [], frame.f_back
+        while caller is not None and caller.f_code.co_filename.startswith(package):
+            callers.append(caller.f_code)
+            caller = caller.f_back
+        if frame.f_code.co_filename.startswith(files):
+            entered.append(frame.f_code.co_name)
+        elif callers[0].co_filename == run_blocks.__file__:
+            above_ops.add(tuple(code.co_name for code in callers))
+
+    block(x)
+    sys.setprofile(note)
+    block(x)
+    sys.setprofile(None)
+    assert len(entered) <= limit, entered
+    assert above_ops == {("run_attention_half", "forward"), ("run_mlp_half", "forward")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", ["plain", "layer_scale_drop_path"])
+def test_at_most_ten_token_tensors_are_saved(case: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    dim, heads = 128, 2
+    arguments = BLOCKS[case]
+    make = {"device": device, "dtype": dtype}
+    x = torch.randn(2, 16, dim, **make, requires_grad=True)
+    ours, eager = (kind.Block(dim, heads, qkv_bias=True, **make, **arguments) for kind in (layers, reference))
+    saved, by_eager = (saved_bytes(lambda m=m: m(x), list(m.parameters())) for m in (ours, eager))
+    statistics = 2 * 16 * 4 * (2 * 2 + heads)  # mean and rstd of two norms, LSE of each head, in float32
+    assert saved <= 10 * x.nbytes + 2 * statistics
+    assert by_eager > 14 * x.nbytes
+
+
+@pytest.mark.parametrize("fuse_out_proj", [False, True])
+def test_a_parallel_block_saves_nine_token_tensors(fuse_out_proj: bool, backend: str, device: torch.device) -> None:
+    """x, q, k, v and what attention makes of them, and four of fc1's; one norm's statistics, twice, and the LSE."""
+    dim, heads = 128, 2
+    make: dict[str, Any] = {"fuse_out_proj": fuse_out_proj, "device": device}
+    x = torch.randn(2, 16, dim, device=device, requires_grad=True)
+    block = layers.ParallelScalingBlock(dim, heads, init_values=0.1, drop_path=0.5, **make)
+    saved = saved_bytes(lambda: block(x), list(block.parameters()))
+    assert saved <= 9 * x.nbytes + 2 * (2 * 16 * 4 * (2 * 2 + heads))
+
+
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [
+        ({}, 1),  # of the gradient of qkv
+        ({"drop_path": 0.5}, 1),
+        ({"init_values": 0.1}, 3),  # and of LayerScale's two: a product of matrices each, with the bias apart
+        ({"proj_drop": 0.5}, 3),  # what is behind the dropout is not what reaches the residual
+    ],
+    ids=str,
+)
+def test_no_pass_of_its_own_for_a_bias_before_the_residual(
+    options: dict[str, Any], sums: int, backend: str, device: torch.device
+) -> None:
+    """The norm's backward pass reads the residual's gradient too, and has its sum over rows."""
+    block = layers.Block(32, 2, qkv_bias=True, **options).to(device)
+    out = block(torch.randn(2, 5, 32, device=device, requires_grad=True))
+    gradient = torch.randn_like(out)
+    with Calls() as calls:
+        out.backward(gradient)
+    assert calls.names.count("aten::sum") == sums
+
+
+# ---- dropout and stochastic depth ----
+
+
+def test_drop_path_statistics() -> None:
+    drop = layers.DropPath(0.25)
+    x = torch.ones(4000, 3, 2)
+    y = drop(x)
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert (y.flatten(1).amin(1) == y.flatten(1).amax(1)).all()  # whole samples
+    assert abs((y[:, 0, 0] == 0).float().mean().item() - 0.25) < 0.03
+    assert set(layers.DropPath(0.25, scale_by_keep=False)(x).unique().tolist()) == {0.0, 1.0}
+    assert not layers.DropPath(1.0)(x).any()
+    assert drop.eval()(x) is x
+
+
+def test_samples_that_are_kept_may_stay_as_they_are() -> None:
+    """scale_by_keep=False inside a fused block: a branch is there or not, and never divided."""
+    block, _ = blocks(drop_path=0.5)
+    block.drop_path1.scale_by_keep = False
+    block.drop_path2 = nn.Identity()
+    x = torch.randn(32, N, D)
+    y, kept = block(x), block.eval()(x)
+    block.attn.proj.weight.data.zero_()
+    block.attn.proj.bias.data.zero_()
+    dropped = block(x)
+    kept_rows, dropped_rows = (
+        [torch.allclose(a, b, atol=1e-5) for a, b in zip(y, z, strict=True)] for z in (kept, dropped)
+    )
+    assert 0 < sum(kept_rows) < 32
+    assert all(a != b for a, b in zip(kept_rows, dropped_rows, strict=True))
+
+
+@pytest.mark.parametrize("behind", ["proj", "act and fc2", "fc2"])
+def test_projection_dropout_in_training(behind: str, backend: str, device: torch.device) -> None:
+    """Outputs of the branch are either dropped or divided by 1 - p; reproducible under a seed; off in eval."""
+    block, _ = blocks(proj_drop=0.5)
+    block.to(device)
+    if behind == "fc2":
+        block.mlp.drop1.p = 0.0
+    x, _ = tokens(dtype=torch.float32, device=device)
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        if behind == "proj":
+            return run_blocks.run_attention_half(x, read_timm.read_attention_half(block)).detach() - x
+        return run_blocks.run_mlp_half(x, read_timm.read_mlp_half(block)).detach() - x
+
+    dropped = run(0) == 0
+    assert abs(dropped.float().mean().item() - 0.5) < 0.05
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    block.eval()
+    full = run(0)
+    assert not (full == 0).any()
+    assert torch.equal(full, run(1))
+    if behind != "act and fc2":
+        block.train()
+        torch.testing.assert_close(run(0)[~dropped], 2 * full[~dropped], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("behind", ["proj", "fc2"])
+def test_a_branch_is_scaled_behind_its_dropout(behind: str, backend: str, device: torch.device) -> None:
+    """By LayerScale, and by stochastic depth: what neither of the two drops is divided by both."""
+    block, _ = blocks(proj_drop=0.5, init_values=0.1, drop_path=0.25)
+    block.to(device).mlp.drop1.p = 0.0
+    x = inputs("normal", 32, N, D, dtype=torch.float32, device=device)
+
+    def branch() -> Tensor:
+        if behind == "proj":
+            return run_blocks.run_attention_half(x, read_timm.read_attention_half(block)).detach() - x
+        return run_blocks.run_mlp_half(x, read_timm.read_mlp_half(block)).detach() - x
+
+    got, full = branch(), block.eval() and branch()
+    dropped = got == 0
+    assert 0 < dropped.flatten(1).all(1).sum() < 32
+    torch.testing.assert_close(got[~dropped], full[~dropped] / (0.5 * 0.75), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_rates_that_differ_run_one_by_one() -> None:
+    block, theirs = blocks(proj_drop=0.5)
+    block.mlp.drop1.p = theirs.mlp.drop1.p = 0.25
+    block.attn.proj_drop.p = theirs.attn.proj_drop.p = 0.0
+    assert_same_step(block, theirs, torch.randn(B, N, D))
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "ParallelScalingBlock", "proj_drop": 0.0}], ids=["block", "parallel"])
+def test_checkpointing_repeats_the_dropout(options: dict[str, Any], backend: str, device: torch.device) -> None:
+    block, _ = blocks(**{"proj_drop": 0.3, "attn_drop": 0.3, "drop_path": 0.3, **options})
+    block.to(device)
+    x, dy = tokens(dtype=torch.float32, device=device)
+    plain = step(block, x, dy)
+
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    for name, got in step(block, x, dy).items():
+        assert torch.equal(got, plain[name]), name
+
+
+# ---- the other modules ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_patch_embed_and_norms(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    image = inputs("normal", 2, 3, 8, 12, dtype=torch.float64, device=device)
+    dy = inputs("normal", 2, 6, 32, dtype=torch.float64, device=device, seed=1)
+    ours, theirs = twins(layers.PatchEmbed((8, 12), 4, 3, 32), reference.PatchEmbed((8, 12), 4, 3, 32))
+    assert_module_as_accurate(ours.to(device), theirs.to(device), image, dy, dtype)
+    for norm, eager in (
+        twins(layers.LayerNorm(32), nn.LayerNorm(32, eps=1e-6)),
+        twins(layers.RmsNorm(32, eps=1e-2), reference.RMSNorm(32, eps=1e-2)),
+    ):
+        assert_module_as_accurate(norm.to(device), eager.to(device), dy * 3, dy.flip(0), dtype)
+
+
+def test_patch_embed_honours_hooks() -> None:
+    embed = layers.PatchEmbed(8, 4, 3, 32)
+    x, pos, prefix = torch.randn(2, 3, 8, 8), torch.randn(4, 32), torch.randn(2, 32)
+    plain = embed(x, pos, prefix)
+    embed.proj.register_forward_hook(lambda _, __, output: output * 2)
+    doubled = embed(x, pos, prefix)
+    torch.testing.assert_close(doubled[:, :2], plain[:, :2])
+    torch.testing.assert_close(doubled[:, 2:], 2 * (plain[:, 2:] - pos) + pos, rtol=1e-4, atol=1e-5)
+
+
+MODELS = {
+    "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"init_values": 0.3}),
+    "eva": (Eva, ReferenceEva, {"use_rot_pos_emb": True, "init_values": 0.3}),
+    "eva_swiglu": (Eva, ReferenceEva, {"swiglu_mlp": True, "scale_mlp": True}),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_hooks_may_edit_outputs_in_place(kind: str, device: torch.device) -> None:
+    """In training, of a model, of a block and of what is in it."""
+    own, eager, options = MODELS[kind]
+    arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3}
+    ours, theirs = (model.to(device) for model in twins(*(model(**arguments, **options) for model in (own, eager))))
+    image = inputs("normal", 2, 3, 8, 8, dtype=torch.float32, device=device)
+    for name in ("", "patch_embed", "blocks.0", "blocks.0.norm1", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp.fc2"):
+        hooks = [
+            model.get_submodule(name).register_forward_hook(lambda _, __, output: output.mul_(1.5).add_(1.0))
+            for model in (ours, theirs)
+        ]
+        assert_same_step(ours, theirs, image)
+        for hook in hooks:
+            hook.remove()
+
+
+def test_uint8_images_where_the_convolution_runs_by_itself() -> None:
+    for statistics in ({}, {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}):
+        embed = layers.PatchEmbed(8, 4, 3, 32, **statistics)
+        x = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+        plain = embed(x)
+        seen = []
+        embed.proj.register_forward_hook(lambda _, __, output, seen=seen: seen.append(output))
+        torch.testing.assert_close(embed(x), plain, rtol=1e-4, atol=1e-5)
+        assert len(seen) == 1
+
+
+def test_a_convolution_of_another_kind_runs_by_itself() -> None:
+    """Overlapping patches: the op would take its weight for one whose stride is its kernel."""
+    embed = layers.PatchEmbed(8, 4, 3, 32)
+    embed.proj = nn.Conv2d(3, 32, 4, stride=2)
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(embed(x), embed.proj(x).flatten(2).transpose(1, 2))
+
+
+def round_trips(module: nn.Module) -> Iterator[nn.Module]:
+    yield copy.deepcopy(module)
+    yield pickle.loads(pickle.dumps(module))
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    fresh = layers.Block(D, H, mlp_ratio=2.0, qkv_bias=True, init_values=1.0, act_layer="gelu_tanh")
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    yield fresh
+
+
+def test_deepcopy_pickle_and_state_dict() -> None:
+    block, _ = blocks(init_values=0.1, act_layer="gelu_tanh")
+    x = torch.randn(B, N, D)
+    for copied in round_trips(block):
+        assert torch.equal(copied(x), block(x))
+
+
+def test_keys_and_constructor_are_timms() -> None:
+    timm = import_timm()
+    vit = timm.models.vision_transformer
+    shared = {"dim": D, "num_heads": H, "mlp_ratio": 3.0, "qkv_bias": True, "proj_drop": 0.1, "attn_drop": 0.2}
+    for ours, theirs in ((layers.Block, vit.Block), (layers.ResPostBlock, vit.ResPostBlock)):
+        arguments = {**shared, "init_values": 0.1, "drop_path": 0.1, "dtype": torch.bfloat16, "act_layer": nn.SiLU}
+        a, b = ours(**arguments), theirs(**arguments)
+        assert {k: (v.shape, v.dtype) for k, v in a.state_dict().items()} == {
+            k: (v.shape, v.dtype) for k, v in b.state_dict().items()
+        }
+        assert (a.attn.attn_drop.p, a.attn.proj_drop.p, a.mlp.drop1.p) == (0.2, 0.1, 0.1)
+        torch.testing.assert_close(a.norm1.weight, b.norm1.weight)
+        assert a.drop_path1.drop_prob == b.drop_path1.drop_prob
+
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"qkv_bias": True},
+    "one_layer_out": {"qkv_bias": True, "fuse_out_proj": True, "init_values": 0.1},
+    "one_layer_out_without_bias": {"fuse_out_proj": True, "proj_bias": False},
+    "layer_scale_of_nothing": {"init_values": 0.0},
+    "qk_norm": {"qk_norm": True, "drop_path": 0.5},
+    "dropout": {"proj_drop": 0.3, "drop_path": 0.5, "init_values": 0.1},  # one by one
+    "dropout_one_layer_out": {"proj_drop": 0.3, "fuse_out_proj": True},
+    "an_activation_that_no_op_has": {"act_layer": nn.ELU, "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("case", PARALLEL)
+def test_a_parallel_block_is_timms(case: str, device: torch.device) -> None:
+    """Arguments in timm's order, keys, initial values that a draw does not make, a step, and the reference's step."""
+    vit = import_timm().models.vision_transformer
+    size = D, H, 3.0
+    options = {"norm_layer": nn.LayerNorm, "act_layer": nn.SiLU, **PARALLEL[case]}
+    pair = layers.ParallelScalingBlock(*size, **options), vit.ParallelScalingBlock(*size, **options)
+    ours, theirs = (block.to(device) for block in pair)
+    signatures = [list(inspect.signature(kind).parameters) for kind in (type(ours), type(theirs))]
+    assert signatures[0] == signatures[1]
+    states = [block.state_dict() for block in (ours, theirs)]
+    assert {k: v.shape for k, v in states[0].items()} == {k: v.shape for k, v in states[1].items()}
+    for key in ("mlp_bias", "ls.gamma", "in_norm.weight"):
+        assert (key in states[0]) == (key in states[1])
+        assert key not in states[0] or torch.equal(states[0][key], states[1][key])
+    twins(ours, theirs)
+    x, dy = tokens(dtype=torch.float32, device=device)
+    assert_same_step(ours, theirs, x, dy)
+    eager = reference.ParallelScalingBlock(*size, **options).to(device)
+    eager.load_state_dict(ours.state_dict())
+    assert_same_step(ours, eager, x, dy)
+    assert_same_step(ours.eval(), theirs.eval(), x, dy)
+
+
+@pytest.mark.parametrize(
+    "options", [{"init_values": 0.1, "drop_path": 0.3}, {"qk_norm": True, "fuse_out_proj": True}], ids=str
+)
+def test_hooks_in_a_parallel_block_run(options: dict[str, Any], device: torch.device) -> None:
+    """On any of its submodules, those that stand for nothing among them."""
+    for name, _ in blocks("ParallelScalingBlock", **options)[0].named_children():
+        ours, theirs = blocks("ParallelScalingBlock", **options)
+        for block in (ours, theirs):
+            block.to(device).get_submodule(name).register_forward_hook(lambda _, __, output: output * 2)
+        assert_same_step(ours, theirs, *tokens(dtype=torch.float32, device=device))
+
+
+def test_attn_drop_of_a_parallel_block() -> None:
+    """A hook gets the probabilities; its mode is its own; with nothing in the way the block is one op for each half."""
+    block, theirs = blocks("ParallelScalingBlock", attn_drop=0.5)
+    x, seen = torch.randn(B, N, D), []
+    with Calls() as calls:
+        dropped = block(x)
+    assert not {"aten::_softmax", "aten::gelu", "aten::cat"}.intersection(calls.names)
+    block.attn_drop.eval()
+    theirs.attn_drop.eval()
+    torch.testing.assert_close(block(x), theirs(x), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(block(x), dropped, rtol=1e-2, atol=1e-2)
+    for module in (block, theirs):
+        module.attn_drop.register_forward_hook(lambda _, __, output: seen.append(output))
+        module(x)
+    assert seen[0].shape == (B, H, N, N)
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
+
+
+def test_public_names() -> None:
+    for name in fastvit.__all__:
+        assert getattr(fastvit, name) is not None
+    assert fastvit.__version__.count(".") == 2
+
+
+@pytest.mark.parametrize("norm_layer", [layers.LayerNorm, layers.RmsNorm])
+def test_a_hook_on_a_norm_of_q_and_k(norm_layer: type[nn.Module], device: torch.device) -> None:
+    """Then attention calls its modules one by one, to the same effect."""
+    options = {"qk_norm": True, "scale_norm": False, "norm_layer": norm_layer, "device": device}
+    rope = torch.randn(6, 64, device=device)
+    x = torch.randn(2, 7, 64, device=device)
+    for attention, rest in (
+        (layers.Attention(64, 2, **options), ()),
+        (eva_layers.EvaAttention(64, 2, **options), (rope,)),
+        (eva_layers.AttentionRope(64, 2, qkv_fused=False, **options), (rope,)),
+    ):
+        attention, seen = randomised(attention), []
+        want = attention(x, *rest)
+        attention.q_norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        torch.testing.assert_close(attention(x, *rest), want, rtol=1e-5, atol=1e-6)
+        assert seen
+        attention.attn_drop.register_forward_hook(lambda *_: None)  # probabilities are materialised, too
+        torch.testing.assert_close(attention(x, *rest), want, rtol=1e-5, atol=1e-6)

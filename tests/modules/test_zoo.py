@@ -1,0 +1,264 @@
+"""The zoo: names, defaults, parameter counts and keys, against timm where it is installed. EVA's: test_eva.py."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from library_imports import assert_inputs_are_timms, import_timm
+from models import Calls, assert_same_step, twins
+
+import fastvit
+from fastvit import VisionTransformer, layers, reference, zoo
+from fastvit.study import models
+from fastvit.study.models.parameter_counts import by_part
+from fastvit.study.sources.find import find, reference_arguments
+from fastvit.zoo.eva import CONFIGS as EVAS
+
+PARAMETERS = {
+    "vit_tiny_patch16_224": 5_717_416,
+    "vit_small_patch16_224": 22_050_664,
+    "vit_base_patch16_224": 86_567_656,
+    "vit_base_patch32_224": 88_224_232,
+    "vit_base_patch8_224": 86_576_872,
+    "vit_large_patch16_224": 304_326_632,
+    "vit_gigantic_patch14_224": 1_844_440_680,
+    "vit_base_patch14_dinov2": 86_579_712,
+    "vit_small_patch14_reg4_dinov2": 22_057_344,
+    "vit_base_patch16_siglip_224": 92_884_224,
+    "vit_so400m_patch14_siglip_378": 428_225_600,
+    "aimv2_large_patch14_224": 309_197_824,
+    "aimv2_huge_patch14_336": 681_343_488,
+    "aimv2_1b_patch14_448": 1_236_531_200,
+    "aimv2_3b_patch14_448": 2_723_017_728,
+    "vit_base_patch16_xp_224": 86_512_360,
+    "vit_large_patch14_xp_224": 304_057_320,
+    "vit_huge_patch14_xp_224": 631_802_600,
+    "vit_pwee_patch16_reg1_gap_256": 15_253_480,
+    "vit_giant_patch14_reg1_tipsv2": 1_135_949_312,
+    "test_vit": 371_240,
+    "test_vit2": 455_720,
+    "test_vit3": 930_280,
+    "test_vit4": 1_020_520,
+    "vit_cifar_small": 5_362_762,
+    "vit_cifar_base": 21_342_346,
+    "vit_cifar_large": 75_722_250,
+}
+VITS = [name for name in fastvit.list_models() if name not in EVAS]
+IN_TIMM = [name for name in VITS if "cifar" not in name]
+SHARED = [name for name in fastvit.list_models() if "cifar" not in name]
+SIZES = {"img_size", "patch_size", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"}
+POOLS = ["token", "avg", "max", "avgmax", "map", ""]
+RESET: list[tuple[str, dict[str, Any]]] = [
+    ("vit_tiny_patch16_224", {}), ("vit_tiny_patch16_224", {"reg_tokens": 2}),
+    ("vit_tiny_patch16_224", {"reg_tokens": 2, "class_token": False}), ("vit_tiny_patch16_224", {"class_token": False}),
+    ("test_vit3", {}), ("vit_pe_core_tiny_patch16_384", {}), ("vit_pe_core_tiny_patch16_384", {"num_reg_tokens": 2}),
+    ("vit_pe_core_gigantic_patch14_448", {"class_token": False}), ("vit_small_patch16_dinov3", {}),
+]  # fmt: skip
+META: dict[str, Any] = {"device": "meta", "weight_init": "skip"}
+
+
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+def eps_of(model: torch.nn.Module, name: str) -> float | None:
+    return getattr(model.get_submodule(name), "eps", None)
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_exact_parameter_count(name: str, count: int) -> None:
+    assert sum(p.numel() for p in fastvit.create_model(name, device="meta").parameters()) == count
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
+    ours = fastvit.create_model(name, **META)
+    assert shapes(ours) == shapes(reference.VisionTransformer(**reference_arguments(name), **META))
+
+
+@pytest.mark.parametrize("name", IN_TIMM)
+def test_names_keys_and_defaults_are_timms(name: str) -> None:
+    timm = import_timm()
+    theirs = timm.create_model(name, **META)
+    ours = fastvit.create_model(name, **META)
+    assert shapes(ours) == shapes(theirs)
+    for attribute in (
+        "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
+        "has_class_token", "no_embed_class", "dynamic_img_size", "pool_include_prefix", "head_hidden_size", "in_chans",
+        "feature_info",
+    ):  # fmt: skip
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert_inputs_are_timms(ours, theirs)
+    for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
+        assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
+    firsts = ours.blocks[0], theirs.blocks[0]
+    parallel = "in_proj" in firsts[0]._modules
+    of_block = ["in_norm", "q_norm", "k_norm"] if parallel else ["norm1"]
+    norms = ["norm_pre", "norm", "fc_norm", *(f"blocks.0.{norm}" for norm in of_block)]
+    norms += [*["attn_pool.norm"] * (ours.global_pool == "map"), *["patch_embed.norm"] * name.startswith("aimv2")]
+    for norm in norms:
+        assert eps_of(ours, norm) == eps_of(theirs, norm), norm
+    assert len(ours.blocks) == len(theirs.blocks)
+    attention = [block if parallel else block.attn for block in firsts]
+    assert attention[0].num_heads == attention[1].num_heads
+    assert attention[0].scale == attention[1].scale
+    scales = [block.ls if parallel else getattr(block, "ls1", block) for block in firsts]  # ResPostBlock's own
+    assert getattr(scales[0], "init_values", None) == getattr(scales[1], "init_values", None)
+    assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
+
+
+@pytest.mark.parametrize("name", IN_TIMM)
+def test_features_and_logits_are_timms(name: str) -> None:
+    """Of a narrow model with one block and four patches."""
+    timm = import_timm()
+    patch_size = zoo.config(name)["patch_size"]
+    small = {"embed_dim": 96, "depth": 1, "num_heads": 4, "img_size": 2 * patch_size, "num_classes": 3}
+    ours, theirs = (library.create_model(name, **small) for library in (fastvit, timm))
+    twins(ours, theirs)
+    x = torch.randn(2, 3, 2 * patch_size, 2 * patch_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=1e-4, atol=1e-4)
+
+
+def has_class_token(name: str, **arguments: Any) -> bool:
+    return {**zoo.config(name), **arguments}.get("class_token", True)
+
+
+def with_timm(name: str, depth: int = 1, **arguments: Any) -> tuple[Any, Any]:
+    """A small model with four patches, in float64: ours and timm's, with the same keys."""
+    size = {"img_size": 2 * zoo.config(name).get("patch_size", 16), "embed_dim": 32, "depth": depth, "num_heads": 2}
+    small = {**size, "num_classes": 3, "dtype": torch.float64}
+    ours, theirs = (library.create_model(name, **small, **arguments).eval() for library in (fastvit, import_timm()))
+    assert shapes(ours) == shapes(theirs), name
+    return ours, theirs
+
+
+@pytest.mark.parametrize("global_pool", POOLS)
+@torch.inference_mode()
+def test_keys_and_logits_of_every_pooling_are_timms(global_pool: str) -> None:
+    """The keys for every name, the logits for one of the names that differ in their sizes only."""
+    done = set()
+    for name in SHARED:
+        if global_pool == "token" and not has_class_token(name):
+            continue
+        configuration = str(sorted(item for item in zoo.config(name).items() if item[0] not in SIZES))
+        ours, theirs = with_timm(name, depth=int(configuration not in done), global_pool=global_pool)
+        if configuration not in done:
+            done.add(configuration)
+            twins(ours, theirs)
+            image = torch.randn(1, 3, *ours.patch_embed.img_size, dtype=torch.float64)
+            want = theirs(image)  # rotary tables are float32
+            torch.testing.assert_close(ours(image), want, rtol=1e-7, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("made_with", POOLS)
+@torch.inference_mode()
+def test_a_reset_classifier_is_timms(made_with: str) -> None:
+    """After every reset from one pooling to another, of plain ViTs and Eva with CLS, registers, both, and neither."""
+    tokens = torch.randn(2, 9, 32, dtype=torch.float64)
+    for name, arguments in RESET:
+        if made_with == "token" and not has_class_token(name, **arguments):
+            continue
+        ours, theirs = twins(*with_timm(name, global_pool=made_with, **arguments))
+        for global_pool in (None, made_with, *POOLS, made_with):
+            refused = {"map": ours.attn_pool is None, "token": ours.cls_token is None}.get(global_pool, False)
+            for model, error in ((ours, ValueError), (theirs, AssertionError)):
+                with pytest.raises(error) if refused else nullcontext():
+                    model.reset_classifier(4, global_pool)
+            assert ours.global_pool == theirs.global_pool, (name, arguments)
+            twins(ours, theirs)
+            for pool_type in (None, "", "avg", "max", "avgmax"):
+                pooled = [model.pool(tokens, pool_type) for model in (ours, theirs)]
+                torch.testing.assert_close(*pooled, rtol=1e-10, atol=1e-10)
+            logits = [model.forward_head(tokens) for model in (ours, theirs)]
+            torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-10)
+
+
+def test_every_tower_of_timm_with_attention_pooling_is_there() -> None:
+    """But those whose image the patches do not divide: 384 px, of which timm drops the last 6, are the model of 378."""
+    timm = import_timm()
+    names = {name for kind in ("siglip", "map", "pe_core") for name in timm.list_models(f"vit_*_{kind}_*")}
+    assert names - set(fastvit.list_models()) == {
+        "vit_so400m_patch14_siglip_384",
+        "vit_so400m_patch14_siglip_gap_384",
+    }
+
+
+def test_studies_know_what_is_attentions_and_what_the_mlps_of_parallel_blocks() -> None:
+    """Of the layers of both 3 * D rows are q's, k's and v's, and D columns attention's."""
+    D, hidden, L = 48, 96, 2
+    size = {"img_size": 32, "embed_dim": D, "depth": L, "num_heads": 3, "mlp_ratio": 2.0, "device": "meta"}
+    for biases in (False, True):
+        for kind in (VisionTransformer, reference.VisionTransformer):
+            for fuse_out_proj in (False, True):
+                blocks = {VisionTransformer: layers, reference.VisionTransformer: reference}[kind]
+                block_fn = partial(blocks.ParallelScalingBlock, fuse_out_proj=fuse_out_proj)
+                counted = by_part(kind(**size, block_fn=block_fn, qkv_bias=biases))
+                assert counted.attention == L * (4 * D * D + D + 3 * D * biases)
+                assert counted.mlp == L * (2 * D * hidden + hidden + D * (not fuse_out_proj))
+                assert counted.other == 0
+
+
+def test_the_baselines_of_parallel_blocks_agree() -> None:
+    subject = find("vit_base_patch16_xp_224")
+    small = {"image_size": (32, 32), "embed_dim": 64, "num_heads": 2, "depth": 2}
+    eager, sdpa = twins(*(subject.build(provider, **small) for provider in ("eager", "sdpa")))
+    x = torch.randn(2, 3, 32, 32)
+    with Calls() as calls:
+        assert_same_step(sdpa, eager, x)
+    assert sum("scaled_dot_product" in name and "backward" not in name for name in calls.names) == 2
+
+
+def test_a_function_with_parallel_blocks_of_timm_has_a_fused_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one with blocks of our own."""
+    timm, name, D = import_timm(), "vit_pwee_patch16_reg1_gap_256", 64
+    small = {"img_size": 32, "embed_dim": D, "num_heads": 2, "depth": 1}
+    for library in (timm, fastvit):
+        monkeypatch.setattr(library, "of_pwee", partial(library.create_model, name, **small), False)
+        (cost,) = models(f"{library.__name__}:of_pwee")
+        counted = cost.parameters
+        assert (cost.tokens, counted.attention, counted.norms, counted.other) == (5, 4 * D * D + 4 * D, 5 * D, 0)
+
+
+def test_cifar_models_drop_out_a_tenth() -> None:
+    for name in fastvit.list_models("vit_cifar_*"):
+        model = fastvit.create_model(name, device="meta")
+        assert model.patch_embed.img_size == (32, 32)
+        assert model.patch_embed.patch_size == (4, 4)
+        assert model.num_classes == 10
+        assert model.pos_drop.p == 0.1
+        assert {model.blocks[0].attn.proj_drop.p, model.blocks[0].mlp.drop1.p, model.blocks[0].mlp.drop2.p} == {0.1}
+
+
+def test_overrides_reach_the_constructor() -> None:
+    model = fastvit.create_model(
+        "vit_base_patch16_224", img_size=(64, 96), num_classes=7, depth=2, qkv_bias=False, device="meta"
+    )
+    assert model.patch_embed.grid_size == (4, 6)
+    assert model.pos_embed.shape == (1, 25, 768)
+    assert model.head.weight.shape == (7, 768)
+    assert len(model.blocks) == 2
+    assert "blocks.0.attn.qkv.bias" not in model.state_dict()
+    assert fastvit.create_model("vit_base_patch16_224", device="meta").num_classes == 1000  # the table is unchanged
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"name .*'vit_base_patch16_244'.*vit_base_patch16_224"):
+        fastvit.create_model("vit_base_patch16_244")
+    with pytest.raises(ValueError, match="list_models"):
+        fastvit.create_model("resnet50")
+    with pytest.raises(TypeError, match="qk_norms"):
+        fastvit.create_model("vit_base_patch16_224", qk_norms=True)
+
+
+def test_list_models_filters() -> None:
+    assert fastvit.list_models("deit3_*_384") == [
+        "deit3_base_patch16_384",
+        "deit3_large_patch16_384",
+        "deit3_small_patch16_384",
+    ]
+    assert fastvit.list_models("nothing*") == []
+    assert fastvit.list_models() == sorted(zoo.CONFIGS)

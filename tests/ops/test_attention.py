@@ -1,0 +1,280 @@
+"""ops.attention and ops.attention_qkvpacked against float64 and eager PyTorch, on both backends."""
+
+import math
+
+import pytest
+import torch
+from attention_inputs import DTYPES, LAYOUTS
+from formulas import attention as eager
+from formulas import attention_qkvpacked
+from op_cases import assert_layout_does_not_matter, tensors_of
+from oracle import assert_as_accurate, assert_op_as_accurate, inputs
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import ops
+from fastvit.kernels import _attention_configs, _tuned
+from fastvit.ops.runtime import dispatch
+
+registered = torch.ops.fastvit
+
+# One key; fewer than a SIMD vector; one chunk of keys, three; tiles of keys with one and two tail tiles. A head of one
+# part, of two that fit exactly, of two with masked columns. float32 has no short kernel, and tiles of 32 keys.
+SHAPES = [(2, 1, 1, 16), (1, 7, 2, 80), (1, 17, 2, 72), (2, 50, 2, 64)]
+LONG = [
+    ((1, 70, 1, 96), torch.float32),
+    ((1, 197, 1, 64), torch.bfloat16),
+    ((1, 257, 1, 16), torch.float16),
+    ((1, 346, 1, 64), torch.bfloat16),
+    ((1, 337, 1, 88), torch.float16),
+    ((1, 256, 1, 128), torch.bfloat16),
+]
+
+
+def packed(B, N, H, d, dtype=torch.float32, *, device):
+    return inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
+
+
+def separate(*shape, dtype=torch.float32, device, kind="normal"):
+    return tensors_of(dict.fromkeys("qkv", shape), dtype, device, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed(shape, dtype, backend, device):
+    qkv = packed(*shape, dtype=dtype, device=device)
+    assert_op_as_accurate(ops.attention_qkvpacked, attention_qkvpacked, {"qkv": qkv})
+
+
+@pytest.mark.parametrize(("shape", "dtype"), LONG, ids=str)
+def test_separate_and_long(shape, dtype, backend, device):
+    assert_op_as_accurate(ops.attention, eager, separate(*shape, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["integer", "large"])
+def test_inputs(kind, dtype, backend, device):
+    """Integer scores are exact at scale 0.5; large ones lie hundreds apart."""
+    tensors = separate(1, 69, 2, 32, dtype=dtype, device=device, kind=kind)
+    assert_op_as_accurate(
+        lambda **t: ops.attention(**t, scale=0.5), lambda **t: eager(**t, scale=0.5), tensors, what=kind
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("d", "scale"), [(32, 0.6), (128, 0.3), (256, 0.3)])
+def test_scores_of_a_deviation_of_several(d, scale, masked, backend, device):
+    """Scales that are no power of two round the scores: forward and backward pass must round them alike."""
+    tensors = separate(2, 64 if backend == "aten" else 17, 2, d, device=device)
+    if masked:
+        tensors |= tensors_of({"attn_mask": (tensors["q"].shape[1],) * 2}, torch.float32, device)
+    assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
+
+
+@pytest.mark.parametrize("N", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_many_tokens_as_a_tile_has(dtype, N, triton_backend, device):
+    assert_op_as_accurate(ops.attention, eager, separate(1, N, 1, 128, dtype=dtype, device=device))
+
+
+def test_more_scores_than_are_held_at_once(device):
+    """Where ATen materialises them, as for a strided head dimension: one sample after the other."""
+    tensors = separate(2, 2049, 4, 16, device=device)
+    results = []
+    for layout in ("packed", "head_dim_strided"):
+        leaves = [t.detach().requires_grad_() for t in LAYOUTS[layout](*tensors.values())]
+        o = ops.attention(*leaves)
+        results.append((o, *torch.autograd.grad(o, leaves, leaves[0].detach())))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+def test_lse_and_output_of_the_registered_op(backend, device):
+    """The same layout and meaning on both paths: (B, H, N) float32, natural logarithm."""
+    for N in (9, 50):
+        q, k, v = (t.detach() for t in separate(2, N, 3, 16, device=device).values())
+        o, lse = registered.attention_fwd(q, k, v, None, None, 0.3, 0.0)
+        exact = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.3).logsumexp(-1)
+        torch.testing.assert_close(lse, exact.float())
+        assert o.is_contiguous()
+        assert lse.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
+def test_layouts(layout, backend, device):
+    """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise. Over several tiles."""
+    q, k, v = separate(2, 40, 2, 24, device=device).values()
+    strided = dict(zip("qkv", LAYOUTS[layout](q, k, v), strict=True))
+    assert_layout_does_not_matter("attention", strided, lambda do: LAYOUTS[layout](do, do, do)[1], backend == "triton")
+
+
+def test_token_slice_of_a_packed_tensor(backend, device):
+    """Views with a storage offset; what is around them is NaN. dqkv is one contiguous tensor."""
+    qkv = inputs("normal", 2, 19, 3, 2, 16, dtype=torch.float32, device=device)
+    frame = torch.full((2, 21, 3, 2, 16), torch.nan, device=device)
+    frame[:, 1:-1] = qkv
+    view, plain = (t.detach().requires_grad_() for t in (frame[:, 1:-1], qkv))
+    o, want = ops.attention_qkvpacked(view), ops.attention_qkvpacked(plain)
+    torch.testing.assert_close(o, want)
+    (dqkv,) = torch.autograd.grad(o.sum(), view)
+    torch.testing.assert_close(dqkv, torch.autograd.grad(want.sum(), plain)[0])
+    assert dqkv.is_contiguous()
+
+
+def test_packed_equals_separate(backend, device):
+    qkv = packed(1, 37, 2, 40, device=device)
+    o, other = ops.attention_qkvpacked(qkv), ops.attention(*qkv.unbind(2))
+    do = inputs("normal", 1, 37, 2, 40, dtype=torch.float32, device=device, seed=9)
+    assert torch.equal(o, other)
+    (want,), (got,) = (torch.autograd.grad(t, qkv, do) for t in (other, o))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dropout(dtype, backend, device):
+    """v = identity shows the mask; the backward pass applies the same one."""
+    N, p = 40, 0.3
+    tensors = separate(2, N, 3, N, dtype=dtype, device=device)
+    tensors["v"] = torch.eye(N, dtype=dtype, device=device)[None, :, None].expand(2, N, 3, N).detach().requires_grad_()
+    torch.manual_seed(7)
+    keep = ops.attention(**tensors, dropout_p=p).detach().transpose(1, 2) != 0
+    mask = keep / (1 - p)
+
+    def fused(q, k, v):
+        torch.manual_seed(7)
+        return ops.attention(q, k, v, dropout_p=p)
+
+    assert_op_as_accurate(fused, lambda q, k, v: eager(q, k, v, mask=mask), tensors)
+
+    n = keep.numel()
+    for share, count in (
+        (keep, n),
+        (keep.float().mean(-1), N),
+        (keep.float().mean(-2), N),
+        (keep.float().mean((2, 3)), N * N),
+    ):
+        assert ((share.float().mean() if count == n else share) - (1 - p)).abs().max() < 5 * math.sqrt(
+            p * (1 - p) / count
+        )
+    planes = keep.flatten(0, 1)
+    assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
+    torch.manual_seed(8)
+    other = ops.attention(**tensors, dropout_p=p).transpose(1, 2) != 0
+    agreement = (other == keep).float().mean() - (p * p + (1 - p) ** 2)
+    assert agreement.abs() < 5 * 0.5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("N", [190, 300])
+def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkeypatch):
+    """Over several key chunks and tiles: every tiling draws the mask of its elements."""
+    qkv = packed(1, N, 1, 16, dtype=torch.float16, device=device).detach()
+    outputs = []
+    for config in (
+        _attention_configs.attention_fwd(N, 16, 2, True, "sm_90"),
+        _attention_configs.AttentionForwardConfig(
+            "online", 64, 64, True, _attention_configs.key_chunks((N - 1) % 64 + 1, 64, 2), (16, 0), 4, 2
+        ),
+    ):
+        monkeypatch.setattr(_attention_configs, "attention_fwd", lambda *_, config=config: config)
+        _tuned.clear_caches()
+        torch.manual_seed(3)
+        outputs.append(ops.attention_qkvpacked(qkv, dropout_p=0.5))
+    torch.testing.assert_close(*outputs, atol=2e-3, rtol=2e-3)
+
+
+def test_nan_stays_in_its_row(backend, device):
+    for N in (5, 16, 34, 130):
+        qkv = packed(1, N, 2, 16, device=device).detach()
+        clean = ops.attention_qkvpacked(qkv)
+        qkv[0, 2, 0, 1, 3] = torch.nan
+        dirty = ops.attention_qkvpacked(qkv)
+        assert dirty[0, 2, 1].isnan().all()
+        dirty[0, 2, 1] = clean[0, 2, 1]
+        assert torch.equal(dirty, clean)
+        qkv[0, 1, 1, 0, 0] = torch.nan  # in a key: all rows of that head
+        assert ops.attention_qkvpacked(qkv)[0, :, 0].isnan().all()
+
+
+def test_scores_out_of_the_range_of_exp(backend, device):
+    """All scores far below zero: a padded key, whose score is zero, must not enter the maximum. Of gradients, only the
+    kernels' are held to the oracle (test_attention_backward.py): with scores of thousands, the error of PyTorch's own
+    depends on how threads share the rows."""
+    q, k, v = (t.detach() for t in separate(1, 70, 1, 16, device=device).values())
+    q, k = q.abs() * 20, k.abs() * -20
+    exact = eager(q.double(), k.double(), v.double(), scale=1.0)
+    assert_as_accurate(ops.attention(q, k, v, scale=1.0), eager(q, k, v, scale=1.0), exact)
+
+
+@pytest.mark.parametrize("largest", ["first", "last"])
+@pytest.mark.parametrize(("N", "dtype"), [(70, torch.float32), (197, torch.bfloat16), (346, torch.bfloat16)], ids=str)
+def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
+    """800 above: exp of the difference overflows, unless the maximum is that of all tiles, in whichever order."""
+    v = inputs("normal", 1, N, 1, 64, dtype=dtype, device=device)
+    q, k = torch.ones_like(v), torch.full_like(v, -6.25)
+    key = 0 if largest == "first" else N - 1
+    k[:, key] = 6.25
+    assert torch.equal(ops.attention(q, k, v, scale=1.0), v[:, key : key + 1].expand_as(v))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)], ids=str)
+def test_empty(shape, backend, device):
+    B, N, H, d = shape
+    qkv = torch.empty(B, N, 3, H, d, device=device, requires_grad=True)
+    weight = torch.ones(d, device=device, requires_grad=True)
+    for o in (ops.attention_qkvpacked(qkv * weight), ops.attention(*(qkv * weight).unbind(2), dropout_p=0.5)):
+        assert o.shape == shape
+        dqkv, dweight = torch.autograd.grad(o.sum(), (qkv, weight))
+        assert dqkv.shape == qkv.shape
+        assert torch.equal(dweight, torch.zeros(d, device=device))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scale_that_is_not_positive(scale, backend, device):
+    """The forward kernels refuse it; ATen takes it."""
+    tensors = separate(1, 20, 2, 16, device=device)
+    with ops.use_backend(backend, strict=False):
+        assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
+    if backend == "triton":
+        with pytest.raises(dispatch.KernelUnsupported, match="positive scale"):
+            ops.attention(**tensors, scale=scale)
+
+
+class Module(torch.nn.Module):
+    def forward(self, qkv):
+        return ops.attention_qkvpacked(qkv, dropout_p=0.1 if self.training else 0.0).flatten(2)
+
+
+def test_export(backend, device):
+    tokens = torch.export.Dim("tokens", min=2, max=100)
+    qkv = packed(2, 18, 2, 16, device=device).detach()
+    program = torch.export.export(Module().eval(), (qkv,), dynamic_shapes={"qkv": {1: tokens}})
+    longer = packed(2, 31, 2, 16, device=device).detach()
+    assert torch.equal(program.module()(longer), Module().eval()(longer))
+
+
+def test_flops(device):
+    qkv = packed(2, 18, 3, 16, device=device)
+    with FlopCounterMode(display=False) as counter:
+        (ops.attention_qkvpacked(qkv).sum() + ops.attention(*qkv.unbind(2)).sum()).backward()
+    assert counter.get_total_flops() == 2 * 3.5 * 4 * 2 * 3 * 18 * 18 * 16
+
+
+@pytest.mark.parametrize("largest", [16, 64, 128])
+def test_key_chunks(largest):
+    for n in range(3 * largest + 1):
+        chunks = _attention_configs.key_chunks(n, largest, 3)
+        used = [c for c in chunks if c]
+        assert all(c & (c - 1) == 0 and 16 <= c <= largest for c in used)
+        assert used == sorted(used, reverse=True)
+        assert chunks == (*used, *[0] * (3 - len(used)))
+        assert sum(used) >= n
+        assert sum(used[:-1]) < max(n, 1), "only the last chunk is masked"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])
+@pytest.mark.parametrize("d", [64, 80])
+def test_last_tile_is_not_mostly_empty(arch, d):
+    for n in (17, 64, 65, 129, 197, 257, 300, 385, 577, 1025):
+        forward = _attention_configs.attention_fwd(n, d, 2, False, arch)
+        dq = _attention_configs.attention_bwd_dq(n, d, 2, False, arch, False)
+        dkdv = _attention_configs.attention_bwd_dkdv(n, d, 2, False, arch, False)
+        for rows in (forward.block_m, dq.block_m, dkdv.block_n):
+            assert -(-n // rows) * rows <= 1.1 * -(-n // 64) * 64

@@ -1,0 +1,187 @@
+"""ops.attention_varlen against float64 and eager PyTorch, on both backends."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from attention_inputs import DTYPES, LAYOUTS
+from formulas import attention_varlen as eager
+from op_cases import assert_layout_does_not_matter, tensors_of
+from oracle import assert_op_as_accurate, inputs
+
+from fastvit import ops
+
+# One token and none; fewer than a vector; tails of a tile; several tiles. Of images of several sizes, and of windows.
+PACKS = {"images": (5, 1, 0, 33, 70), "windows": (16, 16, 16, 9), "one": (37,), "short": (1, 1)}
+LENGTHS = (5, 0, 19, 40)
+
+
+def ends_of(lengths, dtype=torch.int32, device=None):
+    return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=dtype, device=device)
+
+
+def made(lengths, heads, d, dtype=torch.float32, *, device, kv_heads=None):
+    T = sum(lengths)
+    shapes = {"q": (T, heads, d), **dict.fromkeys("kv", (T, kv_heads or heads, d))}
+    return tensors_of(shapes, dtype, device, "normal")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pack", PACKS)
+def test_as_accurate_as_eager(pack, dtype, backend, device):
+    lengths = PACKS[pack]
+    more = {"cu_seqlens": ends_of(lengths, device=device), "max_seqlen": max(lengths)}
+    assert_op_as_accurate(
+        lambda **t: ops.attention_varlen(**t, **more),
+        lambda **t: eager(**t, **more),
+        made(lengths, 2, 24, dtype, device=device),
+    )
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(80, torch.bfloat16), (128, torch.float16)], ids=str)
+def test_heads_that_share_keys_and_tiles_in_a_loop(d, dtype, triton_backend, device):
+    """Lengths on both sides of a tile's, so that programs of one launch have a loop and have none."""
+    lengths = (1, 127, 128, 129, 200)
+    more = {"cu_seqlens": ends_of(lengths, torch.int64, device)}
+    assert_op_as_accurate(
+        lambda **t: ops.attention_varlen(**t, **more, scale=0.2),
+        lambda **t: eager(**t, **more, scale=0.2),
+        made(lengths, 2, d, dtype, device=device, kv_heads=1),
+    )
+
+
+def test_one_sequence_after_the_other(backend, device):
+    """What ops.attention gives for each by itself; bitwise where both have the same tiles."""
+    lengths = PACKS["images"]
+    tensors = made(lengths, 2, 16, device=device)
+    ends = ends_of(lengths, device=device)
+    got = ops.attention_varlen(**tensors, cu_seqlens=ends, max_seqlen=max(lengths))
+    for first, end in pairwise(ends.tolist()):
+        if first < end:
+            alone = ops.attention(*(t[None, first:end] for t in tensors.values()))[0]
+            torch.testing.assert_close(got[first:end], alone, atol=2e-6, rtol=2e-6)
+    assert got.is_contiguous()
+
+
+def test_max_seqlen_changes_nothing(triton_backend, device):
+    lengths = (20, 35)
+    tensors, ends = made(lengths, 1, 16, device=device), ends_of(lengths, device=device)
+    runs = []
+    for longest in (35, 36, 60, None):
+        o = ops.attention_varlen(**tensors, cu_seqlens=ends, max_seqlen=longest)
+        runs.append((o, *torch.autograd.grad(o.sum(), list(tensors.values()))))
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["packed", "heads_first", "row_strided", "offset", "head_dim_strided"])
+def test_layouts(layout, backend, device):
+    q, k, v = (inputs("normal", 1, sum(LENGTHS), 2, 24, dtype=torch.float32, device=device, seed=i) for i in range(3))
+    tensors = {name: t[0].requires_grad_() for name, t in zip("qkv", LAYOUTS[layout](q, k, v), strict=True)}
+    tensors["cu_seqlens"] = ends_of(LENGTHS, device=device).repeat_interleave(2)[::2]
+    arrange = lambda do: LAYOUTS[layout](*(do[None],) * 3)[1][0]  # noqa: E731
+    assert_layout_does_not_matter("attention_varlen", tensors, arrange, backend == "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_dropout(dtype, backend, device):
+    """v = identity shows the mask; the backward pass applies the same one, and no two sequences or heads have one."""
+    lengths, N, p = (40, 40, 40), 40, 0.3
+    tensors = made(lengths, 2, N, dtype, device=device)
+    identity = torch.eye(N, dtype=dtype, device=device).repeat(3, 1)
+    tensors["v"] = identity[:, None].expand(3 * N, 2, N).detach().requires_grad_()
+    more = {"cu_seqlens": ends_of(lengths, device=device), "max_seqlen": N}
+    torch.manual_seed(7)
+    kept = ops.attention_varlen(**tensors, **more, dropout_p=p).detach() != 0  # (3 N, 2, N)
+    factors = kept.unflatten(0, (3, N)).transpose(1, 2) / (1 - p)
+
+    def fused(**t):
+        torch.manual_seed(7)
+        return ops.attention_varlen(**t, **more, dropout_p=p)
+
+    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, masks=factors), tensors)
+    planes = kept.unflatten(0, (3, N)).transpose(1, 2).flatten(0, 1)
+    assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
+    share = kept.float().mean() - (1 - p)
+    assert share.abs() < 5 * math.sqrt(p * (1 - p) / kept.numel())
+
+
+def test_nan_stays_in_its_sequence(backend, device):
+    lengths = (20, 35, 18)
+    tensors, ends = made(lengths, 2, 16, device=device), ends_of(lengths, device=device)
+    plain = [t.detach() for t in tensors.values()]
+    clean = ops.attention_varlen(*plain, ends, 35)
+    plain[1][25, 0, 3] = torch.nan
+    dirty = ops.attention_varlen(*plain, ends, 35)
+    assert dirty[20:55, 0].isnan().all()
+    dirty[20:55, 0] = clean[20:55, 0]
+    assert torch.equal(dirty, clean)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 16), (5, 0, 16)], ids=str)
+def test_empty(shape, backend, device):
+    q, k, v = (torch.empty(shape, device=device, requires_grad=True) for _ in range(3))
+    if shape[1] == 0:
+        with pytest.raises(ValueError, match="k must have"):
+            ops.attention_varlen(q, k, v, ends_of((5,), device=device))
+        return
+    o = ops.attention_varlen(q, k, v, ends_of((0, 0), device=device))
+    assert o.shape == shape
+    assert torch.autograd.grad(o.sum(), q)[0].shape == shape
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are counted in the interpreter")
+@pytest.mark.parametrize("ascending", [True, False])
+def test_wrong_ends_and_lengths(ascending, triton_backend, device, monkeypatch):
+    """Whatever the values are, no kernel leaves its arguments. NaN is what belongs to no sequence, or to one that is
+    longer than max_seqlen, in the output and in every gradient."""
+    traffic_counter = pytest.importorskip("benchmarks.codegen.traffic_counter")
+    if not ascending:  # sequences overlap: two programs store one element
+        monkeypatch.setattr(traffic_counter._Counter, "_move", lambda *_: None)
+    monkeypatch.setattr("fastvit.ops.attention.launch.empty_like", torch.zeros_like)  # where nobody writes is no NaN
+    draw, T = random.Random(1), 40
+    for longest in (1, 1, 5, 17, 25, 40, 60):
+        tensors = made((T,), 2, 16, device=device, kv_heads=draw.choice((1, 2)))
+        ends = [draw.choice((draw.randint(0, T), draw.randint(-9, 60), 1 << 40, -1 << 40)) for _ in range(4)]
+        ends = [3, 10, 20, 35] if longest == 17 else sorted(ends) if ascending else ends
+        inside = [min(max(end, 0), T) for end in ends]
+        with traffic_counter.count():
+            o = ops.attention_varlen(**tensors, cu_seqlens=torch.tensor(ends, device=device), max_seqlen=longest)
+            gradients = torch.autograd.grad(o, list(tensors.values()), torch.ones_like(o))
+        computed = torch.zeros(T, dtype=torch.bool, device=device)
+        for first, end in pairwise(inside if ascending else ()):
+            if 0 < end - first <= longest:
+                computed[first:end] = True
+                alone = eager(*(t[first:end] for t in tensors.values()), torch.tensor([0, end - first]))
+                torch.testing.assert_close(o[first:end], alone, atol=1e-5, rtol=1e-5)
+        for t in (o, *gradients) if ascending else ():
+            assert t[computed].isfinite().all()
+            assert t[~computed].isnan().all()
+
+
+def test_wrong_arguments():
+    q = torch.zeros(6, 2, 16)
+    good = torch.tensor([0, 2, 6])
+    cases = [
+        ((torch.zeros(2, 3, 2, 16), q, q, good), {}, ValueError, r"q must have shape \(T, H, d\)"),
+        ((q, q[:, :, :8], q, good), {}, ValueError, "k must have q's shape"),
+        ((q, q[:5], q, good), {}, ValueError, "k must have q's shape"),
+        ((q, q, q[:, :1], good), {}, ValueError, "v must have k's shape"),
+        ((q, q, q, [0, 6]), {}, TypeError, "cu_seqlens must be a tensor of int32 or int64, got list"),
+        ((q, q, q, good.float()), {}, TypeError, "cu_seqlens must be a tensor of int32 or int64, got torch.float32"),
+        ((q, q, q, good[None]), {}, ValueError, r"cu_seqlens must have shape \(B \+ 1,\)"),
+        ((q, q, q, good[:1]), {}, ValueError, r"cu_seqlens must have shape \(B \+ 1,\)"),
+        ((q, q, q, good.to("meta")), {}, ValueError, "cu_seqlens must be on q's device"),
+        ((q, q, q, torch.tensor([0, 2, 5])), {}, ValueError, "cu_seqlens must ascend from 0 to the number of tokens 6"),
+        ((q, q, q, torch.tensor([0, 4, 2, 6])), {}, ValueError, "cu_seqlens must ascend"),
+        ((q, q, q, good, 3), {}, ValueError, "max_seqlen must be at least the longest sequence's length 4, got 3"),
+        ((q, q, q, good, 2.0), {}, TypeError, "max_seqlen must be an integer or None"),
+        ((q, q, q, good, 0), {}, ValueError, "max_seqlen must be at least 1"),
+        ((q, q, q, good), {"dropout_p": 1.0}, ValueError, "dropout_p"),
+        ((q, q, q, good), {"scale": math.inf}, ValueError, "scale must be finite"),
+    ]
+    for arguments, options, error, message in cases:
+        with pytest.raises(error, match=message), ops.use_backend("aten"):
+            ops.attention_varlen(*arguments, **options)

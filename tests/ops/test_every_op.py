@@ -1,0 +1,471 @@
+"""What every op promises whatever it computes, on both backends. Values, layouts and errors: each op's own file."""
+
+import formulas
+import pytest
+import torch
+import torch.nn.functional as F
+from op_cases import (
+    FORMULAS,
+    SHAPES,
+    assert_freezing_changes_no_other_gradient,
+    assert_layout_does_not_matter,
+    function,
+    made,
+    outputs_and_gradients,
+    outputs_of,
+    results,
+    wanted,
+)
+from oracle import assert_as_accurate, inputs
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from fastvit import ops
+from fastvit.ops.runtime import dispatch, registry
+
+every_op = pytest.mark.parametrize("name", SHAPES)
+of_rows = pytest.mark.parametrize(
+    "name",
+    [
+        "layer_norm",
+        "linear",
+        "linear gelu",
+        "layer_norm_linear",
+        "mlp",
+        "layer_norm_mlp",
+        "mlp gated",
+        "layer_norm_mlp gated",
+    ],
+)
+with_formula = pytest.mark.parametrize("name", FORMULAS)
+
+
+@every_op
+def test_deterministic(name, backend, device):
+    """Over several tiles, partial sums and splits."""
+    tensors = made(name, 2, 146, device, torch.bfloat16)
+    first, again = (results(function(name), tensors) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@of_rows
+def test_nan_stays_in_its_row(name, backend, device):
+    tensors = {key: t.detach() for key, t in made(name, 2, 5, device).items()}
+    clean = function(name)(**tensors)
+    tensors["x"][1, 2, 3] = torch.nan
+    dirty = function(name)(**tensors)
+    assert dirty[1, 2].isnan().all()
+    dirty[1, 2] = clean[1, 2]
+    assert torch.equal(dirty, clean)
+
+
+TOKEN_LAYOUTS = {
+    "row_strided": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
+    "token_slice": lambda t: torch.cat([torch.full_like(t[:, :1], torch.nan), t], 1)[:, 1:],
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "column_strided": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns_first": lambda t: t.transpose(0, 2).contiguous().transpose(0, 2),
+    "expanded": lambda t: t[:, :1].expand_as(t),
+    "expanded_batch": lambda t: t[:1].expand_as(t),
+}
+PARAMETER_LAYOUTS = {
+    "gaps": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0],
+    "first_last": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "expanded": lambda t: t[-1:].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+def test_layouts_of_tokens(name, layout, backend, device):
+    """Of all of them and of the output's gradient, and of each alone."""
+    tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
+    bitwise = not name.startswith(("linear", "patch_embed"))
+    tokens = [key for key, t in tensors.items() if t.dim() == 3]
+    assert_layout_does_not_matter(
+        name, {k: arrange(t) if k in tokens else t for k, t in tensors.items()}, arrange, bitwise
+    )
+    for key in tokens:
+        assert_layout_does_not_matter(name, tensors | {key: arrange(tensors[key])}, torch.clone, bitwise)
+
+
+@pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+def test_layouts_of_parameters(name, layout, backend, device):
+    arrange = PARAMETER_LAYOUTS[layout]
+    tensors = {k: arrange(t) if t.dim() < 3 or k == "weight" else t for k, t in made(name, 3, 6, device).items()}
+    bitwise = not any(part in name for part in ("linear", "mlp", "attention"))
+    assert_layout_does_not_matter(name, tensors, torch.clone, bitwise)
+
+
+@with_formula
+def test_every_gradient_alone(name, backend, device):
+    tensors = made(name, 2, 6, device)
+    leaves = wanted(tensors).keys()
+    choices = [leaves - {leaf} for leaf in leaves]
+    assert_freezing_changes_no_other_gradient(function(name), tensors, choices)
+
+
+@of_rows
+def test_strides_of_dimensions_of_one(name, backend, device):
+    """One token a sample: contiguous to PyTorch, whatever the stride of the token dimension says."""
+    tensors = {k: t.detach() for k, t in made(name, 5, 1, device).items()}
+    odd = {k: t.as_strided(t.shape, (16, 7, 1)) if t.dim() == 3 else t for k, t in tensors.items()}
+    assert odd["x"].is_contiguous()
+    assert torch.equal(function(name)(**odd), function(name)(**tensors))
+
+
+@with_formula
+def test_gradients_of_stride_0(name, backend, device):
+    tensors = made(name, 3, 6, device)
+    leaves = list(wanted(tensors).values())
+    got, want = (
+        torch.autograd.grad(sum(o.sum() for o in outputs_of(function(name, module)(**tensors))), leaves)
+        for module in (ops, formulas)
+    )
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@every_op
+def test_compile(name, dynamic, backend, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for B in (2, 5) if dynamic else (3,):
+        tensors = made(name, B, 6, device)
+        torch.testing.assert_close(results(compiled, tensors), results(function(name), tensors))
+
+
+@every_op
+def test_func_and_checkpoint(name, backend, device):
+    tensors = made(name, 2, 18, device)
+    leaves = wanted(tensors)
+
+    def loss(*values):
+        outputs = function(name)(**tensors | dict(zip(leaves, values, strict=True)))
+        return sum(o.square().sum() for o in outputs_of(outputs))
+
+    runs = []
+    for gradients in (
+        lambda *values: torch.autograd.grad(loss(*values), values),
+        lambda *values: torch.autograd.grad(checkpoint(loss, *values, use_reentrant=False), values),
+        torch.func.grad(loss, argnums=tuple(range(len(leaves)))),
+    ):
+        torch.manual_seed(4)
+        runs.append(gradients(*leaves.values()))
+    want, recomputed, functional = runs
+    assert all(torch.equal(a, b) for a, b in zip(recomputed, want, strict=True))
+    torch.testing.assert_close(functional, want)
+
+
+@pytest.mark.parametrize(("N", "fast_mode"), [(4, False), (20, True)])
+@every_op
+def test_gradcheck(name, N, fast_mode, device):
+    tensors = made(name, 2, N, device, torch.float64)
+    leaves = wanted(tensors)
+
+    def run(*values):
+        torch.manual_seed(4)
+        return function(name)(**tensors | dict(zip(leaves, values, strict=True)))
+
+    with ops.use_backend("aten"):
+        assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=fast_mode)
+
+
+def edited(y):
+    """y, edited in place in every way that eager's result may be."""
+    y += 1.0
+    y[..., 0] = 0.0
+    y.mul_(1.5)
+    return F.relu(y, inplace=True)
+
+
+def run_and_edit(name, tensors, i, copy=lambda y: y):
+    """The gradients, where the op's output of that number is edited in place, or a copy of it."""
+    torch.manual_seed(4)
+    outputs = list(outputs_of(function(name)(**tensors)))
+    outputs[i] = edited(copy(outputs[i]))
+    return torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(wanted(tensors).values()))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@every_op
+def test_outputs_may_be_edited_in_place(name, autocast, backend, device):
+    """Unless the op saves them, which the backward pass then says. Under autocast they are rounded in other places."""
+    tensors = made(name, 2, 18 if backend == "aten" else 4, device)  # of PyTorch's attention, both kinds
+    with torch.no_grad():
+        outputs = outputs_of(function(name)(**tensors))
+    for i, output in enumerate(outputs):
+        output.mul_(torch.ones((), device=device, requires_grad=True))  # also in another mode than it was made in
+        saved = name.startswith("attention") or (name == "add_layer_norm" and i == 0)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            want = run_and_edit(name, tensors, i, torch.clone)
+            if saved:
+                with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is output 0"):
+                    run_and_edit(name, tensors, i)
+            else:
+                got = run_and_edit(name, tensors, i)
+                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("name", ["add_layer_norm", "attention", "attention_qkvpacked", "attention_varlen", "linear"])
+def test_outputs_edited_in_place_in_a_compiled_graph(name, device):
+    """Those that are saved, too, since no version of a tensor is compared there."""
+    torch._dynamo.reset()
+    tensors = made(name, 2, 18, device)
+    leaves = wanted(tensors)
+
+    def loss(*values):
+        first, *rest = outputs_of(function(name)(**tensors | dict(zip(leaves, values, strict=True))))
+        return sum(o.square().sum() for o in (edited(first), *rest))
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    got = torch.autograd.grad(compiled(*leaves.values()), list(leaves.values()))
+    torch.testing.assert_close(got, run_and_edit(name, tensors, 0, torch.clone))
+
+
+@every_op
+def test_batched_gradients(name, device):
+    """Each is taken by itself, on whatever backend."""
+    tensors = made(name, 2, 4, device)
+    outputs, leaves = outputs_of(function(name)(**tensors)), list(wanted(tensors).values())
+    douts = [torch.randn(2, *o.shape, device=device) for o in outputs]
+    each = [torch.autograd.grad(outputs, leaves, dout, retain_graph=True) for dout in zip(*douts, strict=True)]
+    for more in ({"create_graph": True}, {}):
+        got = torch.autograd.grad(outputs, leaves, douts, is_grads_batched=True, **more)
+        assert all(torch.equal(a, torch.stack(b)) for a, b in zip(got, zip(*each, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["forward_outside", "forward_inside"])
+@every_op
+def test_autocast_around_the_backward_pass(name, forward, backend, device):
+    """It changes nothing: the gradients are those of the dtypes that the forward pass has chosen."""
+    tensors, runs = made(name, 2, 4, device), []
+    for backward in (False, True):
+        torch.manual_seed(4)
+        with torch.autocast(device.type, torch.bfloat16, enabled=forward):
+            outputs = outputs_of(function(name)(**tensors))
+        douts = [inputs("normal", *o.shape, dtype=o.dtype, device=device, seed=50) for o in outputs]
+        with torch.autocast(device.type, torch.bfloat16, enabled=backward):
+            runs.append(torch.autograd.grad(outputs, list(wanted(tensors).values()), douts))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
+@with_formula
+def test_autocast_follows_eager(name, x_dtype, backend, device):
+    """In the dtypes of outputs and gradients, and about as accurate; also where the first tensor is in bfloat16."""
+    tensors = made(name, 2, 6, device)
+    (key, x), *_ = tensors.items()
+    if x.is_floating_point():
+        tensors[key] = x.detach().to(x_dtype).requires_grad_()
+    leaves, runs = wanted(tensors), []
+    for module in (ops, formulas):
+        with torch.autocast(device.type, torch.bfloat16):
+            outputs = outputs_of(function(name, module)(**tensors))
+        loss = sum(o.float().square().sum() for o in outputs)
+        runs.append((outputs, torch.autograd.grad(loss, list(leaves.values()))))
+    (got, gradients), (want, eager_gradients) = runs
+    double = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    for triple in zip(got, want, outputs_of(function(name, formulas)(**double)), strict=True):
+        assert_as_accurate(*triple, what="autocast")
+    for leaf, a, b in zip(leaves, gradients, eager_gradients, strict=True):
+        assert a.dtype == b.dtype == tensors[leaf].dtype, leaf
+        assert (a - b).norm() < 0.03 * b.norm(), leaf
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_norm",
+        "linear gelu",
+        "layer_norm_linear",
+        "mlp",
+        "mlp gated",
+        "layer_norm_mlp gated",
+        "attention_qkvpacked",
+        "layer_norm_attention",
+    ],
+)
+def test_vmap(name, backend, device):
+    """Every sample by itself; without what is drawn for each sample."""
+    tensors = made(name, 2, 18, device)
+    tensors.pop("row_scale", None)
+    (key, x), *rest = tensors.items()
+
+    def loss(x):
+        return function(name)(**{key: x}, **dict(rest)).square().sum()
+
+    (want,) = torch.autograd.grad(loss(x), x)
+    each = torch.func.vmap(torch.func.grad(loss))(x[:, None])
+    torch.testing.assert_close(each[:, 0], want)
+
+
+@every_op
+def test_other_kinds_of_differentiation_raise(name, device):
+    tensors = made(name, 2, 18, device)
+    op, (key, x) = name.split()[0], next(iter(wanted(tensors).items()))
+    total = sum(o.square().sum() for o in outputs_of(function(name)(**tensors)))
+    (dx,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=rf"ops\.{op} does not support double backward"):
+        dx.sum().backward()
+    with pytest.raises(NotImplementedError, match=rf"ops\.{op} does not support forward-mode"):
+        torch.func.jvp(lambda x: function(name)(**tensors | {key: x}), (x.detach(),), (x.detach(),))
+
+
+@with_formula
+def test_float64_falls_back_with_one_warning(name, triton_backend, device):
+    tensors = {key: t.detach() for key, t in made(name, 2, 18, device, torch.float64).items()}
+    with pytest.raises(dispatch.KernelUnsupported, match="float64"):
+        function(name)(**tensors)
+    with ops.use_backend("triton", strict=False):
+        registry._warned.clear()
+        with pytest.warns(UserWarning, match=r"runs on ATen instead of Triton: .*float64"):
+            got = function(name)(**tensors)
+    torch.testing.assert_close(got, function(name, formulas)(**tensors))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, shapes in SHAPES.items() if "row_scale" in shapes and "attention" not in name]
+)
+def test_scale_of_a_sample_of_rows_and_columns(name, backend, device):
+    """A sample (h, w, D) is one of h * w tokens."""
+    tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
+    images = {key: t.unflatten(1, (2, 3)) if t.dim() == 3 else t for key, t in tensors.items()}
+    runs = []
+    for arguments in (images, tensors):
+        torch.manual_seed(4)
+        runs.append(outputs_of(function(name)(**arguments)))
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a.flatten(1, 2), b)
+
+
+@every_op
+def test_an_empty_batch_runs_no_kernel(name, backend, device, monkeypatch):
+    of_one = outputs_of(function(name)(**made(name, 1, 18, device)))
+    launched = []
+    if backend == "triton":
+        from fastvit.kernels.linear import linear_fwd_kernel
+
+        monkeypatch.setattr(type(linear_fwd_kernel), "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    tensors = made(name, 0, 18, device)
+    outputs, gradients = outputs_and_gradients(function(name), tensors)
+    assert [o.shape for o in outputs] == [(0, *o.shape[1:]) for o in of_one]
+    assert all(torch.equal(gradient, torch.zeros_like(tensors[key])) for key, gradient in gradients.items())
+    assert not launched
+
+
+def registered_calls(device):
+    """The arguments of registered ops; behind the op's name stands what is particular."""
+    x, image, weight = (
+        inputs("normal", *shape, dtype=torch.float32, device=device).requires_grad_()
+        for shape in ((24, 24), (2, 3, 8, 6), (24, 3, 4, 2))
+    )
+    tokens, q, qkv = x.view(2, 12, 24), x.view(1, 12, 2, 24), x.view(2, 4, 3, 1, 24)
+    v, statistic, per_sample, half = x[0], x[:, :1], x[:2, 0], x.bfloat16()
+    seed, pixels, normalize = torch.tensor([3], device=device), (image.detach() * 50).to(torch.uint8), x[:2, :3]
+    heads, tables = qkv.bfloat16().unbind(2)[:2], (x[None, None, :3], x[None, None, 1:4])  # of one prefix token
+    bias = x[None, None, :12, :12]
+    mask = bias.detach() > 0.0
+    dout, of_token = tokens[:, :8], tokens[..., :1]  # of two prefix tokens and six patches; statistics
+    return {
+        "layer_norm_fwd": (x, v, v, 1e-6, None),
+        "layer_norm_fwd to bfloat16": (x, v, v, 1e-6, torch.bfloat16),
+        "layer_norm_fwd of tokens": (tokens, v, v, 1e-6, None),
+        "layer_norm_fwd rms": (x, v, None, 1e-6, None, True),
+        "layer_norm_fwd without bias": (x, v, None, 1e-6, None),
+        "layer_norm_bwd rms": (x, x, None, statistic, v, x),
+        "layer_norm_bwd_recompute rms": (x, x, None, statistic, v, None, None),
+        "add_layer_norm_fwd rms": (x, x, v, None, v, per_sample, 1e-6, True),
+        "add_layer_norm_bwd rms": (x, x, x, None, statistic, v, x, v, per_sample),
+        "layer_norm_bwd": (x, x, statistic, statistic, v, None),
+        "layer_norm_bwd residual": (x, x, statistic, statistic, v, x),
+        "layer_norm_bwd total": (half, x, statistic, statistic, v, x, per_sample, torch.bfloat16),
+        "layer_norm_bwd_recompute": (x, x, statistic, statistic, v, v, None),
+        "layer_norm_bwd_recompute residual": (x, x, statistic, statistic, v, v, x),
+        "layer_norm_bwd_recompute total": (tokens, tokens, of_token, of_token, v, v, tokens, None, x.dtype),
+        "layer_norm_bwd_recompute total rms": (half, x, None, statistic, v, None, x, per_sample, x.dtype),
+        "add_layer_norm_fwd": (x, x, v, v, None, None, 1e-6),
+        "add_layer_norm_fwd scaled": (x, x, v, v, v, per_sample, 1e-6),
+        "add_layer_norm_bwd": (x, None, x, statistic, statistic, v, x, None, None),
+        "add_layer_norm_bwd scaled": (x, x, x, statistic, statistic, v, x, v, per_sample),
+        "linear_fwd": (x, x, None, "none", None, None, None),
+        "linear_fwd gelu": (x, x, v, "gelu", None, None, None),
+        "linear_fwd of a branch": (x, x, v, "gelu", v, per_sample, x),
+        "linear_fwd wide residual": (half, half, half[0], "gelu", half[0], half[:2, 0], x),
+        "linear_fwd of tokens": (tokens, x, v, "gelu", v, per_sample, tokens),
+        "linear_act_fwd": (x, x, v, "gelu"),
+        "linear_act_fwd of tokens": (tokens, x, None, "silu"),
+        "linear_dact": (x, x, x, "gelu"),
+        "act_bwd": (x, x, "gelu"),
+        "gated_fwd": (x, x, x, None, v, "silu"),
+        "gated_fwd of tokens": (tokens, x[:12], x[12:], v[:12], v[12:], "gelu"),
+        "gated_act_fwd": (x, x, x, v, None, "gelu"),
+        "gated_act_fwd of tokens": (tokens, x[:12], x[12:], None, None, "silu"),
+        "gated_act": (x, "silu"),
+        "gated_act of tokens": (tokens, "gelu"),
+        "gated_act_bwd": (x[:, :12], x, "silu"),
+        "gated_dact": (x, x[:, :12], x, "gelu"),
+        "attention_fwd": (q, q, q, None, None, 0.2, 0.0),
+        "attention_bwd": (q, q, q, q, None, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
+        "attention_fwd mask": (q, q[:, :, :1], q[:, :, :1], mask, None, 0.2, 0.0),
+        "attention_bwd mask": (q, q, q[:, :, :1], q[:, :, :1], mask, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
+        "attention_bwd_with_mask": (q, q, q, q, bias, q, x.flatten()[:48].view(1, 2, 2, 12), seed, 0.2, 0.3),
+        "attention_bwd_with_mask of one row": (
+            q,
+            q,
+            q[:, :, :1],
+            q[:, :, :1],
+            bias[:, :, :1],
+            q,
+            x.flatten()[:48].view(1, 2, 2, 12),
+            None,
+            0.2,
+            0.0,
+        ),
+        "attention_qkvpacked_fwd": (qkv, None, seed, 0.2, 0.3),
+        "attention_qkvpacked_bwd": (qkv[:, :, 0], qkv, None, qkv[:, :, 1], x[:2, :4].view(2, 1, 4), seed, 0.2, 0.3),
+        "rotary": (tokens.unflatten(-1, (1, 24)), x[None, None, :11], x[None, None, :11], 1, True, False),
+        "rotary transposed": (q, x.view(1, 2, 12, 24), x.view(1, 2, 12, 24), 2, False, True),
+        "rotary of a part": (qkv.flatten(2, 3).bfloat16(), x[None, None, :3], x[None, None, :3], 2, False, False),
+        "qk_norm_fwd": (q, q, v, v, v, v, None, None, 1e-6, False, False),
+        "qk_norm_fwd rms": (*heads, v, None, v, None, *tables, 1e-6, True, True),
+        "qk_norm_bwd": (q, q, q, q, v, v, None, None, 1e-6, False, True, False),
+        "qk_norm_bwd rms": (*heads, *heads, v, v, *tables, 1e-6, True, False, True),
+        "dropout": (half, seed, 0.5),
+        "dropout of a branch": (half, seed, 0.5, v, per_sample, x),
+        "patch_embed_fwd": (image, weight, None, None, None, None),
+        "patch_embed_fwd all": (image, weight, v, x[:6], x[:2], None),
+        "patch_embed_fwd uint8": (pixels, weight, v, x[:6], x[:2], normalize),
+        "patch_embed_bwd_weight": (dout, image, weight, None),
+        "patch_embed_bwd_weight uint8": (dout, pixels, weight, normalize),
+        "patch_embed_bwd_image": (dout, weight, 8, 6, torch.bfloat16),
+    }
+
+
+every_call = pytest.mark.parametrize("name", registered_calls("cpu"))
+
+
+@every_call
+def test_opcheck(name, backend, device):
+    arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, registered_calls(device)[name])
+    torch.library.opcheck(getattr(torch.ops.fastvit, name.split()[0]), arguments)
+
+
+@every_call
+def test_a_registered_op_minds_neither_autocast_nor_autograd(name, backend, device):
+    """It has chosen its dtypes, and its gradient is another op's; an exported program calls it with autograd on."""
+    op, arguments = getattr(torch.ops.fastvit, name.split()[0]), registered_calls(device)[name]
+    with torch.no_grad():
+        want = outputs_of(op(*arguments))
+    for autocast in (False, True):
+        saved = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
+            torch.autocast(device.type, torch.bfloat16, enabled=autocast),
+        ):
+            got = outputs_of(op(*arguments))
+        assert not saved
+        for a, b in zip(want, got, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)

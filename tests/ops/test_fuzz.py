@@ -1,0 +1,413 @@
+"""Every op with random shapes, dtypes, layouts, left-out arguments and wanted gradients, and the model with random
+arguments and frozen parts, on both backends.
+
+    FASTVIT_FUZZ=2000 pytest tests/ops/test_fuzz.py -k mlp
+
+tries that many other cases of each op instead of the few fixed ones. A case that fails is made small and printed; it
+becomes an `@example`. How accurate the ops are is for their own tests: the oracle's rule needs many elements to compare
+errors fairly, and here is often one.
+"""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import formulas
+import pytest
+import torch
+from models import randomised
+from op_cases import gathered
+from oracle import inputs
+from torch import Tensor, nn
+
+pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
+from fuzzing import (
+    LEADING,
+    NORMED,
+    NORMED_WIDTH,
+    WIDTH,
+    Case,
+    Input,
+    assert_right,
+    branch,
+    case,
+    fuzz,
+    fuzzed,
+    of_a_kind,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastvit import VisionTransformer, ops, reference
+from fastvit.ops.runtime.activations import ACTIVATIONS, GATED
+
+
+@st.composite
+def layer_norm_cases(draw: st.DrawFn) -> Case:
+    D = draw(NORMED_WIDTH)
+    shapes = {"x": (*draw(NORMED), D), "weight": (D,), "bias": (D,)}
+    return of_a_kind(draw, draw(case(shapes, eps=st.sampled_from([1e-6, 1e-5, 0.1]))), "bias")
+
+
+test_layer_norm = fuzzed(layer_norm_cases(), ops.layer_norm, formulas.layer_norm)
+
+
+@st.composite
+def add_layer_norm_cases(draw: st.DrawFn) -> Case:
+    leading, D = draw(NORMED), draw(NORMED_WIDTH)
+    shapes = {"branch": (*leading, D), "weight": (D,), "bias": (D,), **branch(leading, D)}
+    found = draw(case(shapes, "layer_scale row_scale", "residual branch layer_scale row_scale"))
+    dtype = torch.promote_types(found.tensors["residual"].dtype, found.tensors["branch"].dtype)
+    wide = {n: replace(t, dtype=dtype) for n, t in found.tensors.items() if n in ("weight", "bias")}
+    return of_a_kind(draw, Case(found.tensors | wide, found.result, found.options), "bias")
+
+
+test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.rounded_add_layer_norm)
+
+
+@st.composite
+def linear_cases(draw: st.DrawFn) -> Case:
+    leading, K, out = draw(LEADING), draw(WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, K), "weight": (out, K), "bias": (out,), **branch(leading, out)}
+    activation = st.sampled_from([None, *ACTIVATIONS])
+    return draw(case(shapes, "bias layer_scale row_scale residual", activation=activation))
+
+
+test_linear = fuzzed(linear_cases(), ops.linear, formulas.linear)
+
+
+@st.composite
+def mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
+    leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
+    hidden, out = draw(WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, D)}
+    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
+    shapes |= {"fc1_weight": (hidden, D), "fc1_bias": (hidden,), "fc2_weight": (out, hidden), "fc2_bias": (out,)}
+    shapes |= branch(leading, out)
+    optional = "fc1_bias fc2_bias layer_scale row_scale residual"
+    found = draw(case(shapes, optional, activation=st.sampled_from(ACTIVATIONS)))
+    return of_a_kind(draw, found) if norm else found
+
+
+RECOMPUTE = st.sampled_from(["none", "activation", "all"])
+
+
+def to_itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With x as the residual, where it has the output's shape and there is no other."""
+
+    def run(x: Tensor, residual: Tensor | None, fc2_weight: Tensor, **rest: Any) -> Any:
+        if residual is None and fc2_weight.shape[0] == x.shape[-1]:
+            residual = x
+        return function(x=x, residual=residual, fc2_weight=fc2_weight, **rest)
+
+    return run
+
+
+test_mlp = fuzzed(mlp_cases(norm=False), to_itself(ops.mlp), to_itself(formulas.mlp), recompute=RECOMPUTE)
+test_layer_norm_mlp = fuzzed(
+    mlp_cases(norm=True), to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), recompute=RECOMPUTE
+)
+
+
+@st.composite
+def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
+    """Of one packed layer or of a pair; what an inner norm reads is, as in front of the other, no row of one element
+    and, by values of one row for all, none of equal ones."""
+    leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
+    pair, inner = draw(st.booleans()), draw(st.booleans())
+    hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
+    shapes = {"x": (*leading, D)}
+    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
+    if pair:
+        shapes |= {"gate_weight": (hidden, D), "gate_bias": (hidden,), "value_weight": (hidden, D)}
+        shapes |= {"value_bias": (hidden,)}
+    else:
+        shapes |= {"fc1_weight": (2 * hidden, D), "fc1_bias": (2 * hidden,)}
+    shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)} if inner else {}
+    shapes |= {"fc2_weight": (out, hidden), "fc2_bias": (out,), **branch(leading, out)}
+    optional = "fc1_bias gate_bias value_bias fc2_bias layer_scale row_scale residual"
+    found = draw(case(shapes, optional, activation=st.sampled_from(list(GATED))))
+    for name in ("fc1_weight", "value_weight"):
+        weight = found.tensors.get(name)
+        if inner and weight is not None and weight.layout == "expanded":
+            found.tensors[name] = replace(weight, layout="contiguous")
+    if inner and draw(st.booleans()):  # an RMSNorm
+        found.tensors["inner_bias"] = None
+    return of_a_kind(draw, found) if norm else found
+
+
+# Large beside the variance of rows that are all near zero, as behind one gate for all of them
+INNER_EPS = 0.1
+
+
+def gated(op: Callable[..., Any]) -> Callable[..., Any]:
+    return to_itself(gathered(op, INNER_EPS))
+
+
+test_gated_mlp = fuzzed(gated_mlp_cases(norm=False), gated(ops.mlp), gated(formulas.mlp), recompute=RECOMPUTE)
+test_gated_layer_norm_mlp = fuzzed(
+    gated_mlp_cases(norm=True), gated(ops.layer_norm_mlp), gated(formulas.layer_norm_mlp), recompute=RECOMPUTE
+)
+
+
+@st.composite
+def layer_norm_linear_cases(draw: st.DrawFn) -> Case:
+    D, layers = draw(NORMED_WIDTH), draw(st.lists(WIDTH, min_size=1, max_size=3))
+    shapes = {"x": (*draw(NORMED), D), "norm_weight": (D,), "norm_bias": (D,)}
+    shapes |= {f"{i}weight": (out, D) for i, out in enumerate(layers)}
+    shapes |= {f"{i}bias": (out,) for i, out in enumerate(layers)}
+    return of_a_kind(draw, draw(case(shapes, "0bias 1bias 2bias")))
+
+
+def side_by_side(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, norm: str, **layers: Any) -> Any:
+        weight, bias = ([t for n, t in layers.items() if n.endswith(kind)] for kind in ("weight", "bias"))
+        return function(x, norm_weight, norm_bias, weight, bias, norm=norm)
+
+    return run
+
+
+test_layer_norm_linear = fuzzed(
+    layer_norm_linear_cases(), side_by_side(ops.layer_norm_linear), side_by_side(formulas.layer_norm_linear)
+)
+
+
+SIZES = st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(1, 3), st.integers(2, 12).map(lambda n: 8 * n))
+SCALE = st.sampled_from([None, 0.3])
+
+
+@st.composite
+def layer_norm_attention_cases(draw: st.DrawFn) -> Case:
+    """Of one packed layer, or of three, none of one row for all: q and k of equal elements make scores so large that
+    the softmax is one-hot, where dP - delta is rounding and eager's, of saved probabilities, exactly zero; and what
+    comes before the projection may have a norm, too. A bias of k alone has no gradient but rounding."""
+    (B, N, H, d), D, out = draw(SIZES), draw(NORMED_WIDTH), draw(WIDTH)
+    of_qkv = {"0qkv": H * d, "1qkv": H * d, "2qkv": H * d} if draw(st.booleans()) else {"0qkv": 3 * H * d}
+    shapes = {"x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,)}
+    shapes |= {f"{layer}_weight": (rows, D) for layer, rows in of_qkv.items()}
+    shapes |= {f"{layer}_bias": (rows,) for layer, rows in of_qkv.items()}
+    shapes |= {"proj_weight": (out, H * d), "proj_bias": (out,), **branch((B, N), out)}
+    optional = "0qkv_bias 1qkv_bias 2qkv_bias proj_bias layer_scale row_scale residual"
+    found = of_a_kind(draw, draw(case(shapes, optional, num_heads=st.just(H), scale=SCALE)))
+    if draw(st.booleans()):
+        dtype, wanted, bias = found.tensors["x"].dtype, draw(st.booleans()), draw(st.booleans())
+        after = Input((H * d,), dtype, "contiguous", wanted)
+        found.tensors.update({"scale_weight": after, "scale_bias": after if bias else None})
+    for name, t in found.tensors.items():
+        if t is not None and t.layout == "expanded" and name.endswith("qkv_weight"):
+            found.tensors[name] = replace(t, layout="contiguous")
+        if t is not None and name == "1qkv_bias":
+            found.tensors[name] = replace(t, wanted=False)
+    return found
+
+
+def of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With x as the residual, where it has the output's shape and there is no other."""
+
+    def run(x: Tensor, residual: Tensor | None, proj_weight: Tensor, **rest: Any) -> Any:
+        weight, bias = ([rest.pop(n) for n in list(rest) if n.endswith(f"qkv_{kind}")] for kind in ("weight", "bias"))
+        if residual is None and proj_weight.shape[0] == x.shape[-1]:
+            residual = x
+        return function(x=x, qkv_weight=weight, qkv_bias=bias, proj_weight=proj_weight, residual=residual, **rest)
+
+    return run
+
+
+test_layer_norm_attention = fuzzed(
+    layer_norm_attention_cases(),
+    of_layers(gathered(ops.layer_norm_attention, INNER_EPS)),
+    of_layers(gathered(formulas.layer_norm_attention, INNER_EPS)),
+)
+test_attention = fuzzed(
+    SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention
+)
+test_attention_qkvpacked = fuzzed(
+    SIZES.flatmap(lambda shape: case({"qkv": (*shape[:2], 3, *shape[2:])}, scale=SCALE)),
+    ops.attention_qkvpacked,
+    formulas.attention_qkvpacked,
+)
+
+
+@st.composite
+def masked_attention_cases(draw: st.DrawFn) -> Case:
+    """A mask of every sample or one, every head or one, every query or one, or none; keys that heads share. Not of one
+    token, whose gradients of q, k and mask are rounding alone."""
+    B, N, H, d = draw(SIZES.filter(lambda shape: shape[1] > 1))
+    kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))
+    shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, N, kv_heads, d))}
+    of = draw(st.sampled_from([B, 1])), draw(st.sampled_from([H, 1])), draw(st.sampled_from([N, 1])), N
+    return draw(
+        case(
+            {**shapes, "attn_mask": of[draw(st.integers(0, 2)) if of[0] == 1 == of[1] else 0 :]},
+            "attn_mask",
+            "attn_mask",
+            scale=SCALE,
+        )
+    )
+
+
+test_attention_with_masks = fuzzed(masked_attention_cases(), ops.attention, formulas.attention)
+
+
+@st.composite
+def varlen_cases(draw: st.DrawFn) -> Case:
+    """Of up to four sequences, none of one token, nor all of whose tokens are one: see above."""
+    lengths = draw(st.lists(st.one_of(st.just(0), st.integers(2, 40)), min_size=1, max_size=4))
+    _, _, H, d = draw(SIZES)
+    kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))
+    T = sum(lengths)
+    shapes = {"q": (T, H, d), **dict.fromkeys("kv", (T, kv_heads, d))}
+    found = draw(case(shapes, scale=SCALE, lengths=st.just(tuple(lengths)), known=st.booleans()))
+    for name, t in found.tensors.items():
+        if t is not None and t.layout == "expanded":
+            found.tensors[name] = replace(t, layout="contiguous")
+    return found
+
+
+def of_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], known: bool, scale: float | None) -> Tensor:
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=q.device)
+        return function(q, k, v, ends, max(*lengths, 1) if known else None, scale=scale)
+
+    return run
+
+
+test_attention_varlen = fuzzed(varlen_cases(), of_lengths(ops.attention_varlen), of_lengths(formulas.attention_varlen))
+
+
+@st.composite
+def rotary_cases(draw: st.DrawFn) -> Case:
+    """q, k and v, and tables of every sample or one, every head or one, of all tokens or but the first ones."""
+    B, N, H, d = draw(SIZES)
+    prefix = draw(st.integers(0, min(3, N)))
+    table = [*draw(st.sampled_from([(), (1,), (H,), (B, 1), (B, H), (1, H)])), N - prefix, d]
+    options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
+    return draw(case({"qkv": (B, N, 3, H, d), "sin": tuple(table), "cos": tuple(table)}, "", "sin cos", **options))
+
+
+def of_tables(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda qkv, sin, cos, prefix, interleaved: function(qkv, ops.Rotary(sin, cos, prefix, interleaved))
+
+
+test_rotary_qkvpacked = fuzzed(rotary_cases(), of_tables(ops.rotary_qkvpacked), of_tables(formulas.rotary_qkvpacked))
+
+
+@st.composite
+def qk_norm_cases(draw: st.DrawFn) -> Case:
+    """Of q and k that lie in any way, neither of one row for all; with tables as of `rotary_cases`, or none."""
+    B, N, H, d = draw(SIZES)
+    prefix = draw(st.integers(0, min(3, N)))
+    table = (*draw(st.sampled_from([(), (H,), (B, 1), (B, H)])), N - prefix, d)
+    shapes = {"q": (B, N, H, d), "k": (B, N, H, d)} | dict.fromkeys(("q_weight", "q_bias", "k_weight", "k_bias"), (d,))
+    options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
+    found = draw(case({**shapes, "fixed_sin": table, "fixed_cos": table}, "", "fixed_sin fixed_cos", **options))
+    for name, t in found.tensors.items():
+        if name.startswith("fixed"):
+            found.tensors[name] = replace(t, wanted=False)
+        if name in ("q", "k") and t.layout == "expanded":
+            found.tensors[name] = replace(t, layout="contiguous")
+    without = ["q_bias", "k_bias"] * draw(st.booleans()) + ["fixed_sin", "fixed_cos"] * draw(st.booleans())
+    return Case(found.tensors | dict.fromkeys(without), found.result, found.options)
+
+
+def of_norms(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RMSNorm without biases."""
+
+    def run(q: Tensor, k: Tensor, prefix: int, interleaved: bool, **rest: Any) -> Any:
+        kind = "rms" if rest["q_bias"] is None else "layer"
+        norms = (ops.Norm(rest[f"{x}_weight"], rest[f"{x}_bias"], INNER_EPS, kind) for x in "qk")
+        sin, cos = rest["fixed_sin"], rest["fixed_cos"]
+        return function(q, k, *norms, None if sin is None else ops.Rotary(sin, cos, prefix, interleaved))
+
+    return run
+
+
+test_qk_norm = fuzzed(qk_norm_cases(), of_norms(ops.qk_norm), of_norms(formulas.qk_norm))
+
+
+@st.composite
+def patch_embed_cases(draw: st.DrawFn) -> Case:
+    small = st.integers(1, 4)
+    B, C, h, w, P, D = draw(st.tuples(st.integers(0, 3), small, small, small, small, WIDTH))
+    ph, pw = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    shapes = {"image": (B, C, h * ph, w * pw), "weight": (D, C, ph, pw), "bias": (D,), "pos_embed": (h * w, D)}
+    return draw(case({**shapes, "prefix": (P, D)}, "bias pos_embed prefix"))
+
+
+test_patch_embed = fuzzed(patch_embed_cases(), ops.patch_embed, formulas.patch_embed)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of a small VisionTransformer."""
+    flag = st.booleans()
+    heads, patch = draw(st.integers(1, 3)), draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    class_token = draw(flag)
+    img_size = tuple(n * draw(st.integers(1, 4)) for n in patch)
+    pools = ["", "avg", "avgmax", "max"] + ["token"] * class_token
+    pools += ["map"] * (img_size != patch)  # what attends to one patch alone has a gradient of zero, but for rounding
+    return {
+        "patch_size": patch,
+        "img_size": img_size,
+        "in_chans": draw(st.integers(1, 4)),
+        "num_classes": draw(st.integers(0, 9)),
+        "num_heads": heads,
+        "embed_dim": heads * draw(st.sampled_from([16, 24, 40])),
+        "depth": draw(st.integers(0, 2)),
+        "mlp_ratio": draw(st.sampled_from([0.5, 1.3, 4.0])),
+        "class_token": class_token,
+        "reg_tokens": draw(st.integers(0, 3)),
+        "global_pool": draw(st.sampled_from(pools)),
+        "init_values": draw(st.sampled_from([None, 0.3])),
+        "pos_embed": draw(st.sampled_from(["learn", "none"])),
+        "act_layer": draw(st.sampled_from(ACTIVATIONS)),
+        "block_fn": draw(st.sampled_from(["block", "res_post", "parallel_scaling"])),
+        **{name: draw(flag) for name in ("qkv_bias", "proj_bias", "no_embed_class", "pre_norm", "final_norm")},
+        **{name: draw(flag) for name in ("fc_norm", "pool_include_prefix", "dynamic_img_size")},
+    }
+
+
+@st.composite
+def trained(draw: st.DrawFn) -> dict[str, Any]:
+    """What of a model is trained: as in fine-tuning of a few blocks, a probe of the head, a gradient of the image."""
+    return {
+        "share": draw(st.sampled_from([0.0, 0.2, 0.8, 1.0])),
+        "seed": draw(st.integers(0, 9)),
+        "image": draw(st.booleans()),
+        "checkpointing": draw(st.booleans()),
+    }
+
+
+def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Tensor]:
+    """Logits, and the gradients of the trained part, by name."""
+    chosen = random.Random(part["seed"])
+    wanted = {}
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.requires_grad_(chosen.random() < part["share"]).requires_grad:
+            wanted[name] = parameter
+    image = image.detach().clone().requires_grad_(part["image"])
+    logits = model(image)
+    wanted |= {"image": image} if part["image"] else {}
+    dlogits = inputs("normal", *logits.shape, dtype=logits.dtype, device=image.device, seed=2)
+    gradients = torch.autograd.grad(logits, list(wanted.values()), dlogits, allow_unused=True) if wanted else ()
+    return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
+
+
+@pytest.mark.slow
+@fuzz
+@given(models(), trained(), st.integers(0, 3))
+def test_model(backend, device, arguments, part, batch):
+    model = randomised(VisionTransformer(**arguments, device=device))
+    model.set_grad_checkpointing(part["checkpointing"])
+    eager = reference.VisionTransformer(**arguments, device=device)
+    eager.load_state_dict(model.state_dict())
+    image = inputs("normal", batch, arguments["in_chans"], *arguments["img_size"], dtype=torch.float32, device=device)
+    same, exact = step(eager, image, part), step(copy.deepcopy(eager).double(), image.double(), part)
+    for name, got in step(model, image, part).items():
+        if exact[name] is None:  # of no influence on the logits: a norm behind which nothing is read
+            assert got is None or not got.any(), name
+        else:
+            assert_right(name, got, same[name], exact[name])

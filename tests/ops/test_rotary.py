@@ -1,0 +1,215 @@
+"""ops.rotary and ops.rotary_qkvpacked, and rotary positions within layer_norm_attention: values, layouts, places."""
+
+import formulas
+import pytest
+import torch
+from op_cases import tensors_of
+from oracle import assert_op_as_accurate, inputs
+from rotary_inputs import DTYPES, LAYOUTS, SPELLINGS, table
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit import ops
+from fastvit.ops.rotary.op import rotary_op
+from fastvit.study.memory.peak import saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("B", "N", "H", "d", "prefix"),
+    [
+        (2, 201, 6, 64, 5),
+        (1, 50, 3, 32, 1),
+        (3, 33, 2, 72, 0),
+        (2, 40, 1, 16, 40),
+        (1, 18, 5, 128, 1),
+        (2, 9, 2, 256, 3),
+    ],
+)
+@SPELLINGS
+@DTYPES
+def test_accuracy(B, N, H, d, prefix, interleaved, dtype, backend, device):
+    """float32 tables, whatever q and k are."""
+    qkv = inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
+    sin, cos = table(N - prefix, d, device=device)
+
+    def run(module):
+        return lambda qkv: module.rotary_qkvpacked(
+            qkv, ops.Rotary(*(t.to(torch.promote_types(t.dtype, qkv.dtype)) for t in (sin, cos)), prefix, interleaved)
+        )
+
+    assert_op_as_accurate(run(ops), run(formulas), {"qkv": qkv})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_rounded_once(dtype, backend, device):
+    """Of float32 arithmetic, as the libraries have it: nearly always to the nearest number."""
+    x = inputs("normal", 2, 50, 2, 32, dtype=dtype, device=device)
+    sin, cos = table(50, 32, device=device)
+    exact = formulas.rotary(x.double(), ops.Rotary(sin.double(), cos.double()))
+    got = ops.rotary(x, ops.Rotary(sin, cos))
+    assert (got != exact.to(dtype)).float().mean() < 0.002
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 3), (2, 1), (2, 3)], ids=str)
+@SPELLINGS
+def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
+    """And their gradients, which are sums over what shares them; in more than one block of tokens."""
+    sin, cos = (t.requires_grad_() for t in table(*shape, 75, 24, device=device))
+    qkv = inputs("normal", 2, 77, 3, 3, 24, dtype=torch.float32, device=device).requires_grad_()
+    tensors = {"qkv": qkv, "sin": sin, "cos": cos}
+    fused, eager = (
+        lambda qkv, sin, cos, module=module: module.rotary_qkvpacked(qkv, ops.Rotary(sin, cos, 2, interleaved))
+        for module in (ops, formulas)
+    )
+    assert_op_as_accurate(fused, eager, tensors)
+    alone, eager_alone = (
+        lambda qkv, sin, cos, module=module: module.rotary(qkv[:, :, 1], ops.Rotary(sin, cos, 2, interleaved))
+        for module in (ops, formulas)
+    )
+    assert_op_as_accurate(alone, eager_alone, tensors)
+
+
+@pytest.mark.parametrize("of_cos", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_tables_in_16_bits(of_cos, backend, device):
+    """Of both, or of one beside another of 32, whose gradient keeps its dtype."""
+    sin, cos = table(64, 32, device=device, dtype=torch.bfloat16)
+    sin, cos = sin.requires_grad_(), cos.to(of_cos).requires_grad_()
+    x = inputs("normal", 4, 64, 2, 32, dtype=of_cos, device=device)
+    fused, eager = (
+        lambda sin, cos, module=module: module.rotary(
+            x.to(torch.promote_types(x.dtype, sin.dtype)), ops.Rotary(sin, cos)
+        )
+        for module in (ops, formulas)
+    )
+    assert_op_as_accurate(fused, eager, {"sin": sin, "cos": cos})
+
+
+@SPELLINGS
+def test_prefix_tokens_and_values_are_copied(interleaved, backend, device):
+    """To the bit, whatever they are, and the rest does not see them; nor does a token see another."""
+    qkv = inputs("normal", 2, 20, 3, 2, 16, dtype=torch.bfloat16, device=device)
+    rotary = ops.Rotary(*table(17, 16, device=device), 3, interleaved)
+    clean = ops.rotary_qkvpacked(qkv, rotary)
+    assert torch.equal(clean[:, :, 2], qkv[:, :, 2])
+    qkv[:, :3, 0], qkv[:, :3, 1], qkv[:, :, 2], qkv[1, 7, :2] = torch.inf, -torch.inf, torch.nan, torch.nan
+    got = ops.rotary_qkvpacked(qkv, rotary)
+    assert torch.equal(got[:, :3, :2], qkv[:, :3, :2])
+    assert got[:, :, 2].isnan().all()
+    assert got[1, 7].isnan().all()
+    got[1, 7, :2] = clean[1, 7, :2]
+    assert torch.equal(got[:, 3:, :2], clean[:, 3:, :2])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, backend, device):
+    """Of q, of the tables and of the gradient."""
+    arrange = LAYOUTS[layout]
+    x, sin, cos = (inputs("normal", 2, 12, 3, 24, dtype=torch.float32, device=device, seed=i) for i in range(3))
+    sin, cos, dy = sin.transpose(1, 2), cos.transpose(1, 2), x.flip(-1)
+    runs = []
+    for change in (torch.clone, arrange):
+        leaf = change(x).detach().requires_grad_()
+        y = ops.rotary(leaf, ops.Rotary(change(sin), change(cos)))
+        assert y.is_contiguous()
+        runs.append((y, *torch.autograd.grad(y, leaf, change(dy))))
+    want = runs[0]
+    if layout == "batch_expanded":
+        x, dy, sin, cos = (t[:1].expand_as(t) for t in (x, dy, sin, cos))
+        leaf = x.contiguous().requires_grad_()
+        y = ops.rotary(leaf, ops.Rotary(sin.contiguous(), cos.contiguous()))
+        want = (y, *torch.autograd.grad(y, leaf, dy.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(want, runs[1], strict=True))
+
+
+def test_in_place_is_the_same(backend, device):
+    """What the registered op makes of a copy, in x's own memory; and the op itself leaves x alone."""
+    x = inputs("normal", 2, 85, 9, 24, dtype=torch.float32, device=device)  # several blocks of tokens
+    sin, cos = (t[None, None] for t in table(82, 24, device=device))
+    for transposed in (False, True):
+        before = x.clone()
+        want = rotary_op(x, sin, cos, 6, False, transposed)
+        assert torch.equal(x, before)
+        same = before.clone()
+        got = rotary_op(same, sin, cos, 6, False, transposed, same, backend=backend)
+        assert got is same
+        assert torch.equal(got, want)
+
+
+def test_an_expanded_table_is_one():
+    """Which a program loads once for all; what differs along a dimension stays as it is."""
+    readable_tables = pytest.importorskip("fastvit.ops.rotary.launch").readable_tables
+    one, each = torch.randn(1, 1, 5, 16), torch.randn(2, 3, 5, 16)
+    sin, cos, strides = readable_tables(one.expand(2, 3, 5, 16), one.expand(2, 3, 5, 16))
+    assert (sin.shape, cos.shape, strides) == (one.shape, one.shape, (0, 16, 0))
+    sin, _, strides = readable_tables(one.expand(2, 3, 5, 16), each)
+    assert (sin.shape, strides) == (each.shape, (240, 16, 80))
+
+
+# ---- within layer_norm_attention ----
+
+SHAPES = {
+    "x": (2, 23, 32), "norm_weight": (32,), "norm_bias": (32,), "qkv_weight": (144, 32), "qkv_bias": (144,),
+    "proj_weight": (32, 48), "proj_bias": (32,), "layer_scale": (32,), "row_scale": (2,),
+}  # fmt: skip
+
+
+@SPELLINGS
+@DTYPES
+def test_layer_norm_attention(interleaved, dtype, backend, device):
+    tensors = tensors_of(SHAPES, dtype, device)
+    sin, cos = table(2, 1, 18, 24, device=device)
+
+    def run(module):
+        def call(x, **rest):
+            tables = (t.to(torch.promote_types(t.dtype, x.dtype)) for t in (sin, cos))
+            rotary = ops.Rotary(*tables, 5, interleaved)
+            return module.layer_norm_attention(x=x, residual=x, num_heads=2, rotary=rotary, **rest)
+
+        return call
+
+    assert_op_as_accurate(run(ops), run(formulas), tensors)
+
+
+def test_directly_and_through_the_dispatcher(backend, device):
+    """In place in the packed buffer, and as an op of its own: the same bits; and a retained graph gives them twice."""
+    tensors = tensors_of(SHAPES, torch.float32, device)
+    rotary = ops.Rotary(*table(22, 24, device=device), 1)
+    wanted = [t for t in tensors.values() if t.requires_grad]
+
+    def run():
+        out = ops.layer_norm_attention(num_heads=2, rotary=rotary, residual=tensors["x"], **tensors)
+        return out, *(torch.autograd.grad(out.sum(), wanted, retain_graph=retain) for retain in (True, False))
+
+    direct, first, second = run()
+    with FlopCounterMode(display=False):
+        dispatched, third, _ = run()
+    assert torch.equal(direct, dispatched)
+    for several in zip(first, second, third, strict=True):
+        assert all(torch.equal(several[0], one) for one in several[1:])
+
+
+def test_saved(backend, device):
+    """x, q, k, v, attention's output and statistics: what is saved without rotary positions, and the tables."""
+    tensors = tensors_of(SHAPES, torch.float32, device)
+    sin, cos = table(22, 24, device=device)
+    saved = [
+        saved_bytes(
+            lambda r=r: ops.layer_norm_attention(num_heads=2, rotary=r, **tensors), [*tensors.values(), sin, cos]
+        )
+        for r in (None, ops.Rotary(sin, cos, 1))
+    ]
+    assert saved[0] == saved[1] > 0
+
+
+def test_rotation_is_relative(device):
+    """The score of two tokens depends on how far they are apart, which is what the positions are for."""
+    angles = torch.arange(12.0, device=device)[:, None] * torch.tensor(
+        [1.0, 0.3, 0.1, 0.03, 0.5, 0.7, 0.9, 0.2], device=device
+    )
+    rotary = ops.Rotary(angles.sin().repeat(1, 2), angles.cos().repeat(1, 2))
+    q, k = (
+        inputs("normal", 1, 1, 1, 16, dtype=torch.float32, device=device, seed=s).expand(1, 12, 1, 16) for s in (1, 2)
+    )
+    scores = (ops.rotary(q, rotary)[0, :, 0] @ ops.rotary(k, rotary)[0, :, 0].T).cpu()
+    for offset in range(-11, 12):
+        diagonal = scores.diagonal(offset)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-5, atol=1e-5)

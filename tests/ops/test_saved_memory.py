@@ -1,0 +1,149 @@
+"""What a pre-norm block of the public ops saves for its backward pass, counted in token tensors of B * N * D."""
+
+import sys
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import randomised
+from oracle import inputs
+
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import Workload
+from fastvit import layers, ops
+from fastvit.study.memory.peak import peak_bytes, saved_bytes
+
+B, N, H, D = 2, 17, 2, 32
+
+
+def weights_and_biases(p):
+    names = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    return ((p[f"{name}.weight"], p[f"{name}.bias"]) for name in names)
+
+
+def block(x, p, drop_path, recompute, dropout_p, **of_heads):
+    norm1, qkv, proj, norm2, fc1, fc2 = weights_and_biases(p)
+    scale1, scale2 = (None, None) if drop_path is None else drop_path
+    branch = {"layer_scale": p["ls1.gamma"], "row_scale": scale1, "residual": x}
+    x = ops.layer_norm_attention(x, *norm1, *qkv, *proj, H, **branch, **of_heads)
+    branch = {"layer_scale": p["ls2.gamma"], "row_scale": scale2, "residual": x}
+    return ops.layer_norm_mlp(x, *norm2, *fc1, *fc2, **branch, recompute=recompute, dropout_p=dropout_p)
+
+
+def eager_block(x, p):
+    norm1, qkv, proj, norm2, fc1, fc2 = weights_and_biases(p)
+    y = F.linear(F.layer_norm(x, (D,), *norm1), *qkv)
+    q, k, v = y.view(B, N, 3, H, D // H).permute(2, 0, 3, 1, 4)
+    o = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    x = x + p["ls1.gamma"] * F.linear(o, *proj)
+    h = F.gelu(F.linear(F.layer_norm(x, (D,), *norm2), *fc1))
+    return x + p["ls2.gamma"] * F.linear(h, *fc2)
+
+
+@pytest.fixture
+def x_and_parameters(device):
+    """In bfloat16, so that a token tensor kept in float32 would count double."""
+    make = {"dtype": torch.bfloat16, "device": device}
+    module = randomised(layers.Block(D, H, qkv_bias=True, init_values=1.0, **make))
+    return inputs("normal", B, N, D, **make).requires_grad_(), dict(module.named_parameters())
+
+
+# x, qkv (3), attention's output, x', fc1's pre-activation (4) [, fc1's activation (4)]
+@pytest.mark.parametrize(("recompute", "tokens"), [("all", 6), ("activation", 10), ("none", 14)])
+@pytest.mark.parametrize("options", ["plain", "drop_path", "dropout", "rotary", "qk_norm"])
+def test_block_saves_no_more_than(recompute, tokens, options, x_and_parameters, backend):
+    x, parameters = x_and_parameters
+    drop_path = None
+    extra, of_heads = 0, {}
+    if options == "drop_path":
+        drop_path = torch.full((2, B), 1.25, dtype=x.dtype, device=x.device)
+        extra = drop_path.nbytes
+    elif options == "dropout":
+        extra = 2 * 8  # seeds
+    elif options in ("rotary", "qk_norm"):
+        rotary = ops.Rotary(*torch.randn(2, N - 1, D // H, device=x.device), 1)
+        extra, of_heads["rotary"] = 2 * rotary.sin.nbytes, rotary  # of all blocks together
+    if options == "qk_norm":
+        norm = ops.Norm(torch.ones(D // H, dtype=x.dtype, device=x.device, requires_grad=True), kind="rms")
+        extra, of_heads["qk_norm"] = extra + norm.weight.nbytes, (norm, norm)
+    dropout_p = 0.1 if options == "dropout" else 0.0
+    saved = saved_bytes(lambda: block(x, parameters, drop_path, recompute, dropout_p, **of_heads), parameters.values())
+    statistics = 4 * (2 * 2 * B * N + B * H * N)  # mean and rstd of two norms, log-sum-exp, float32
+    token_tensor = B * N * D * x.element_size()
+    assert saved <= tokens * token_tensor + statistics + extra
+    assert saved > (tokens - 1) * token_tensor  # the count itself works
+
+
+def test_eager_block_saves_more(x_and_parameters):
+    """The yardstick counts what PyTorch is known to save: both norms' outputs and both scaled branches too."""
+    x, parameters = x_and_parameters
+    assert saved_bytes(lambda: eager_block(x, parameters), parameters.values()) >= 18 * B * N * D * x.element_size()
+
+
+PEAKS = {
+    "linear": {"out": 4 * 96, "activation": "gelu"},
+    "layer_norm_linear": {"out": 3 * 96},
+    "layer_norm_attention": {"H": 6},
+    "mlp": {},
+    "layer_norm_mlp": {},
+}
+
+
+@pytest.mark.parametrize("op", PEAKS)
+def test_a_training_step_peaks_no_higher_than_plain_pytorch(op, monkeypatch):
+    """Where weights are larger than tokens, gradients of weights come on top of what is still alive: a node must not
+    hold what it saved until its end."""
+    monkeypatch.setenv("FASTVIT_BACKEND", "aten")
+    workload, device = Workload(op, {"B": 1, "N": 33, "D": 96, **PEAKS[op]}), torch.device("cpu")
+    peaks = {}
+    for provider in ("sdpa" if "sdpa" in workload.providers else "eager", "fused"):
+        step, _ = workload.step(provider, "training", Draw(torch.float32, device))
+        step()
+        peaks[provider] = peak_bytes(step, device)
+    fused = peaks.pop("fused")
+    extra = 4 * (6 * 33 + 2 * 96)  # log-sum-exp of six heads; gradients of the norm, which come earlier than PyTorch's
+    assert fused <= max(peaks.values()) + extra
+    assert fused > 4 * 96 * 96 * 3  # the count itself works: there are gradients of weights
+
+
+@pytest.mark.parametrize("op", PEAKS)
+def test_a_retained_graph_keeps_what_it_saved(op):
+    workload = Workload(op, {"B": 1, "N": 18, "D": 96, **PEAKS[op]})
+    runner = workload.runner("fused", Draw(torch.float32, "cpu"))
+    (out,) = runner.outputs()
+    first, second = (torch.autograd.grad(out.sum(), runner.leaves, retain_graph=again) for again in (True, False))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), runner.leaves)
+
+
+@pytest.mark.parametrize(("activation", "dact"), [("gelu", "linear_dact"), ("swiglu", "gated_dact")])
+def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation, dact, backend, device):
+    """What stochastic depth made of it is as large as x."""
+    module = sys.modules[f"fastvit.ops.{'mlp' if activation == 'gelu' else 'gated_mlp'}"]
+    seen, alive = [], []
+
+    def noted(operation, note):
+        def call(*args, **options):
+            note(args[0])
+            return operation(*args, **options)
+
+        return call
+
+    x, norm = torch.randn(2, 5, 16, device=device, requires_grad=True), torch.ones(16, device=device)
+    fc1 = torch.randn(48, 16, device=device, requires_grad=True)
+    fc2 = torch.randn(16, 48 if activation == "gelu" else 24, device=device, requires_grad=True)
+    scale = torch.tensor([0.0, 2.0], device=device)
+    out = ops.layer_norm_mlp(x, norm, None, fc1, None, fc2, None, activation=activation, row_scale=scale, residual=x)
+    with (
+        mock.patch.object(module, dact, noted(getattr(module, dact), lambda g: seen.append(weakref.ref(g)))),
+        mock.patch.object(
+            module, "norm_backward",
+            noted(module.norm_backward, lambda _: alive.append(seen[0]())),
+        ),
+    ):  # fmt: skip
+        out.backward(torch.ones_like(out))
+    assert alive == [None]

@@ -1,0 +1,69 @@
+"""The API reference: `make docs` renders it without a warning, and everything in it is documented."""
+
+import importlib
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import pytest
+
+import fastvit
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", "")
+(PAGES,) = re.findall(r"^PAGES := (.+)$", MAKEFILE, re.MULTILINE)
+MODULES = {page: importlib.import_module(page) for page in PAGES.split()}
+MODULES |= {f"fastvit.{name}": getattr(fastvit, name) for name in fastvit.__all__}
+MODULES = {name: value for name, value in MODULES.items() if inspect.ismodule(value)}
+EXPORTED = [(page, name) for page, module in MODULES.items() for name in getattr(module, "__all__", [])]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of `make docs`, with another place for the pages."""
+    pytest.importorskip("pdoc", reason="pdoc is not installed")
+    (recipe,) = re.findall(r"^\t\$\(BIN\)/pdoc (.+)$", MAKEFILE, re.MULTILINE)
+    arguments = shlex.split(recipe.replace("$(PAGES)", PAGES))
+    folder = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "pdoc", *arguments, "--output-directory", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    warnings = [line for line in done.stderr.splitlines() if "fastvit" in line]
+    assert not warnings, warnings
+    return folder
+
+
+def test_pages(folder: Path) -> None:
+    pages = {".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.rglob("*.html")}
+    assert pages == {*MODULES, "index"}
+    for path in folder.rglob("*.html"):
+        page = path.read_text()
+        assert "<p>Args:" not in page, f"{path}: a section that is not Google's"
+        assert "performed at every call" not in page, f"{path}: torch's docstrings"
+
+
+@pytest.mark.parametrize(("module", "name"), EXPORTED)
+def test_everything_exported_is_on_its_page(folder: Path, module: str, name: str) -> None:
+    if f"{module}.{name}" in MODULES or name == "__version__":
+        return
+    page = (folder / module.replace(".", "/")).with_suffix(".html").read_text()
+    assert f'<section id="{name}">' in page
+
+
+@pytest.mark.parametrize(("module", "name"), EXPORTED)
+def test_everything_exported_has_a_docstring(module: str, name: str) -> None:
+    value = getattr(MODULES[module], name)
+    assert value.__doc__, f"{module}.{name}"
+
+
+@pytest.mark.parametrize(("module", "name"), EXPORTED)
+def test_every_argument_is_documented(module: str, name: str) -> None:
+    """But of dataclasses and errors, which are read and not made."""
+    value = getattr(MODULES[module], name)
+    if not callable(value) or is_dataclass(value) or (inspect.isclass(value) and issubclass(value, Exception)):
+        return
+    missing = [a for a in inspect.signature(value).parameters if not re.search(rf"\b{a}\b", value.__doc__)]
+    assert not missing, f"{module}.{name}'s docstring does not mention {missing}"

@@ -1,0 +1,131 @@
+"""Check what `pip install` puts where, and which requirements it has on every platform."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from collections.abc import Callable
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+pytest.importorskip("hatchling")
+
+ROOT = Path(__file__).parents[2]
+LINUX = {"platform_system": "Linux", "sys_platform": "linux", "platform_machine": "x86_64"}
+PLATFORMS = {
+    "linux": LINUX,
+    "linux-arm": LINUX | {"platform_machine": "aarch64"},
+    "linux-other": LINUX | {"platform_machine": "ppc64le"},
+    "macos": {"platform_system": "Darwin", "sys_platform": "darwin", "platform_machine": "arm64"},
+    "windows": {"platform_system": "Windows", "sys_platform": "win32", "platform_machine": "AMD64"},
+}
+
+Build = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone in a folder named `fastvit`, in which a symbolic link is a text file, as git writes it on Windows."""
+    clone = tmp_path_factory.mktemp("parent") / "fastvit"
+    for folder in ("fastvit", "kernels"):
+        shutil.copytree(ROOT / folder, clone / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in [path for path in clone.rglob("*") if path.is_symlink()]:
+        target = path.readlink().as_posix()
+        path.unlink()
+        path.write_text(target)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    return clone
+
+
+@pytest.fixture(scope="module")
+def build(clone: Path) -> Build:
+    """Build a wheel in the clone and unpack it."""
+
+    def build(kind: str) -> Path:
+        program = f"import hatchling.build as b; print(b.{kind}({str(clone.parent)!r}))"
+        run = subprocess.run([sys.executable, "-c", program], cwd=clone, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        site = clone.parent / kind
+        with zipfile.ZipFile(clone.parent / run.stdout.split()[-1]) as wheel:
+            wheel.extractall(site)
+        return site
+
+    return build
+
+
+def imported(site: Path, folder: Path, program: str) -> str:
+    """What a program prints that was started in a folder and finds packages in `site`, then in this environment."""
+    # -S, as the environment's own .pth files may lead to this checkout
+    find = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_path('purelib')!r})"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", f"{find}\n{program}"]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.slow
+def test_an_editable_install_is_imported_from_the_folder_above_the_clone(build: Build) -> None:
+    """There the clone's own folder `fastvit` is a namespace package to Python, which a real one has to come before."""
+    site = build("build_editable")
+    parent = site.parent
+    program = "import fastvit; fastvit.create_model; print(fastvit.__file__)"
+    for folder in (parent, parent / "fastvit", Path("/")):
+        assert Path(imported(site, folder, program)) == parent / "fastvit/fastvit/__init__.py"
+
+
+def test_an_editable_install_leaves_the_name_kernels_to_its_owner(build: Build) -> None:
+    site = build("build_editable")
+    (site / "kernels").mkdir()
+    (site / "kernels/__init__.py").write_text("owner = 'somebody'")
+    assert imported(site, site.parent / "fastvit", "import kernels; print(kernels.owner)") == "somebody"
+
+
+@pytest.mark.parametrize("kind", ["checkout", "build_editable", "build_wheel"])
+def test_kernels_are_imported_from_a_clone_without_symbolic_links(kind: str, clone: Path, build: Build) -> None:
+    site = clone if kind == "checkout" else build(kind)
+    folder = {"build_wheel": site / "fastvit"}.get(kind, clone)
+    program = "import fastvit.kernels._tuned as module; print(module.__file__)"
+    assert Path(imported(site, Path("/"), program)) == folder / "kernels/_tuned.py"
+
+
+def test_a_wheel_holds_the_package_and_nothing_else(build: Build) -> None:
+    site = build("build_wheel")
+    (metadata,) = site.glob("*.dist-info")
+    assert {path.name for path in site.iterdir()} == {"fastvit", metadata.name}
+    installed = {path.relative_to(site) for path in (site / "fastvit").rglob("*") if path.is_file()}
+    ours = {path.relative_to(ROOT) for folder in ("fastvit", "kernels") for path in (ROOT / folder).rglob("*.*")}
+    ours -= {Path("fastvit/kernels/__init__.py")}  # only a checkout's: it points at kernels/
+    ours = {Path("fastvit") / path if path.parts[0] == "kernels" else path for path in ours}
+    assert installed == {path for path in ours if path.suffix != ".pyc"}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_triton_is_required_only_where_it_has_wheels(platform: str, build: Build) -> None:
+    (metadata,) = build("build_wheel").glob("*.dist-info")
+    distribution = PathDistribution(metadata)
+    extras = distribution.metadata.get_all("Provides-Extra") or []
+    requirements = [Requirement(text) for text in distribution.requires or []]
+    wanted = {
+        requirement.name
+        for requirement in requirements
+        if (marker := requirement.marker) is None
+        or any(marker.evaluate(PLATFORMS[platform] | {"extra": extra}) for extra in extras)
+    }
+    without = set() if platform in ("linux", "linux-arm") else {"triton"}
+    assert wanted == {requirement.name for requirement in requirements} - without
+
+
+def test_every_extra_that_a_message_or_a_document_names_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [ROOT / "README.md", ROOT / "benchmarks/README.md", *(ROOT / "fastvit").rglob("*.py")]
+    named = re.findall(r"""(?:fastvit|["'`]\.)\[([a-z,]+)\]""", "".join(path.read_text() for path in files))
+    assert {"study", "weights", "triton", "bench"} <= set(",".join(named).split(",")) <= set(extras)

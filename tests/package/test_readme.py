@@ -1,0 +1,87 @@
+"""The README's Python runs as pasted: block after block in one namespace, and prints what the README says."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from library_imports import import_timm
+
+import fastvit
+
+README = Path(__file__).parents[2] / "README.md"
+TEXT = README.read_text()
+NEEDS_GPU = "<!-- needs a GPU -->\n"
+BLOCK = re.compile(rf"({NEEDS_GPU})?```python\n(.*?)```$", re.DOTALL | re.MULTILINE)
+RAISES = re.compile(r"^    >>> (.+)\n    (\w+): (.+)$", re.MULTILINE)
+
+
+def write_checkpoints(folder: Path) -> None:
+    """What the blocks read: timm's own weights as safetensors, and DINOv2's names and 518 px as Meta saves them.
+    Folders go before repositories of their names."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tag, dinov2_small = folder / "vit_base_patch16_224.augreg2_in21k_ft_in1k", folder / "facebook/dinov2-small"
+    for path in (tag, dinov2_small):
+        path.mkdir(parents=True)
+    save_file(import_timm().create_model("vit_base_patch16_224").state_dict(), folder / "model.safetensors")
+    (tag / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    dinov2 = fastvit.reference.VisionTransformer(
+        img_size=518, patch_size=14, embed_dim=384, num_heads=6, init_values=1e-5, num_classes=0
+    )
+    state = {**dinov2.state_dict(), "mask_token": torch.zeros(1, 384)}
+    torch.save(state, dinov2_small / "pytorch_model.bin")
+
+
+@pytest.mark.slow
+def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import_timm()
+    write_checkpoints(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    blocks = list(BLOCK.finditer(TEXT))
+    assert len(blocks) == TEXT.count("```python") == 5
+    names: dict = {}
+    for block in blocks:
+        needs_gpu, source = block.groups()
+        line = TEXT[: block.start(2)].count("\n")
+        code = compile("\n" * line + source, README, "exec")  # so that a traceback has the README's line
+        if needs_gpu:
+            assert "cuda" in source
+        if torch.cuda.is_available() or not needs_gpu:
+            exec(code, names)
+    shutil.rmtree(tmp_path)  # 430 MB, which pytest would keep
+
+    (report,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
+    assert capsys.readouterr().out.startswith(report)
+    assert names["loss"].isfinite()
+    assert names["out"].shape == (2, 197, 12, 64)
+    assert names["qkv"].grad.shape == names["qkv"].shape
+    assert names["features"].shape == (1, 257, 384)
+
+
+def test_errors() -> None:
+    """`...` at the end of a line is the rest of the message."""
+    errors = RAISES.findall(TEXT)
+    assert len(errors) == TEXT.count(">>> ") == 1
+    for call, kind, message in errors:
+        with pytest.raises(Exception, match="^" + re.escape(message).replace(r"\.\.\.", ".*") + "$") as caught:
+            eval(call, {"fastvit": fastvit})
+        assert caught.type.__name__ == kind
+
+
+def test_links() -> None:
+    """Those to files of this repository."""
+    links = re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", TEXT)
+    local = [link or picture for link, picture in links if not (link or picture).startswith("http")]
+    assert len(local) > 5
+    for path in local:
+        assert (README.parent / path).exists(), path
+
+
+def test_how_many_models_the_graph_route_fuses_is_what_the_results_say() -> None:
+    page = (README.parent / "benchmarks/results/README.md").read_text()
+    results = re.findall(r"^(\d+ of \d+) with every self-attention fused", page, re.MULTILINE)
+    text = " ".join(README.read_text().split())
+    said = re.search(r"In (\d+ of \d+) classes of transformers and (\d+ of \d+) models of timm", text)
+    assert said is not None
+    assert results[:2] == list(said.groups())

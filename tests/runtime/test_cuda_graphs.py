@@ -1,0 +1,146 @@
+"""CUDA graphs: every op is captured and replayed, seeds move on from replay to replay, and graphed models train.
+
+Without a GPU a replay runs the step again, which tries these tests but no graph. That nothing here needs the host is
+seen without one as well: launchers and ops run on meta tensors (test_targets.py) and on fake ones (test_every_op.py),
+which have no values to be read.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from op_cases import SHAPES, function, made, outputs_of, wanted
+
+import fastvit
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
+    """What runs step() again, and the tensors that it then writes."""
+    if not torch.cuda.is_available():
+        outputs = tuple(t.detach().clone() for t in step())
+
+        def again() -> None:
+            for old, new in zip(outputs, step(), strict=True):
+                old.copy_(new.detach())
+
+        return again, outputs
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and fills what is made once
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    return graph.replay, outputs
+
+
+def refill(tensors: dict[str, torch.Tensor | None]) -> None:
+    with torch.no_grad():
+        for t in tensors.values():
+            if t is not None and t.is_floating_point():
+                t.copy_(torch.randn_like(t))
+
+
+def assert_same(got: Tensors, expected: Tensors) -> None:
+    """But for what another algorithm of the vendor's matmul would change: another mask changes all."""
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_op(name: str, triton_backend: None, device: torch.device) -> None:
+    """Forward and all gradients: replays see what its tensors hold then, and draw as a call in their place would."""
+    tensors = made(name, 2, 18, device)
+    leaves = list(wanted(tensors).values())
+    gradients = [torch.randn_like(out) for out in outputs_of(function(name)(**tensors))]
+
+    def step() -> Tensors:
+        outputs = outputs_of(function(name)(**tensors))
+        return *(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, gradients)
+
+    replay, outputs = captured(step)
+    for seed in (1, 2):
+        refill(tensors)
+        torch.manual_seed(seed)
+        replay()
+        torch.manual_seed(seed)
+        assert_same(outputs, step())
+
+
+def model(device: torch.device) -> fastvit.VisionTransformer:
+    return fastvit.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5,
+        pos_drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.2, drop_path_rate=0.5, init_values=0.1,
+    ).to(device)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
+    """Dropout and DropPath in a training step: each replay draws anew, and the same after the same seed."""
+    vit, image = model(device).train(), torch.randn(4, 3, 32, 32, device=device)
+    parameters = list(vit.parameters())
+
+    def step() -> Tensors:
+        out = vit(image)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), parameters)
+
+    replay, outputs = captured(step)
+    draws = []
+    for seed in (3, None, None, 3):
+        if seed is not None:
+            torch.manual_seed(seed)
+        replay()
+        draws.append([t.clone() for t in outputs])
+    first, second, third, again = draws
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(second[0], third[0])
+    assert_same(tuple(again), tuple(first))
+
+
+def test_inference_of_a_model(triton_backend: None, device: torch.device) -> None:
+    vit, image = model(device).eval(), torch.randn(1, 3, 32, 32, device=device)
+
+    def step() -> Tensors:
+        with torch.inference_mode():
+            return (vit(image),)
+
+    replay, outputs = captured(step)
+    image.normal_()
+    replay()
+    assert_same(outputs, step())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_graphed_callables(triton_backend: None, device: torch.device) -> None:
+    """torch.cuda.make_graphed_callables: forward and backward are a graph each."""
+    vit, image = model(device).eval(), torch.randn(2, 3, 32, 32, device=device)
+    expected = vit(image)
+    parameters = list(vit.parameters())
+    gradients = torch.autograd.grad(expected.square().sum(), parameters)
+    graphed = torch.cuda.make_graphed_callables(vit, (image.clone(),))
+    got = graphed(image)
+    assert_same((got, *torch.autograd.grad(got.square().sum(), parameters)), (expected, *gradients))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_reduce_overhead(training: bool, triton_backend: None, device: torch.device) -> None:
+    """torch.compile's own graphs."""
+    torch.compiler.reset()
+    vit, image = model(device).eval(), torch.randn(2, 3, 32, 32, device=device)
+    compiled = torch.compile(vit, mode="reduce-overhead", fullgraph=True)
+    with torch.set_grad_enabled(training):
+        for _ in range(3):
+            image.normal_()
+            torch.compiler.cudagraph_mark_step_begin()
+            out = compiled(image).clone()
+            torch.testing.assert_close(out, vit(image))
+            if training:
+                vit.zero_grad()
+                compiled(image).square().sum().backward()
+                got = [p.grad.clone() for p in vit.parameters()]
+                expected = torch.autograd.grad(vit(image).square().sum(), list(vit.parameters()))
+                torch.testing.assert_close(got, list(expected))

@@ -1,0 +1,370 @@
+"""Calls that nothing observes go to an op's implementation without the dispatcher; every observer still sees the op.
+The cost of an eager call is held in Python functions entered, which unlike microseconds are the same everywhere."""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import Calls
+from op_cases import SHAPES, function, made, results
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastvit
+from fastvit import ops
+from fastvit.ops.runtime import autograd
+from fastvit.ops.runtime.registry import LAUNCH_MODULES
+
+N, D = 17, 32
+PACKAGE = f"{Path(fastvit.__file__).parent}/"
+
+
+def parameters(*sizes):
+    return [torch.nn.Parameter(torch.randn(*size)) for size in sizes]
+
+
+def cases():
+    """name -> (a call of the op, the Python functions that it may enter)."""
+    x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
+    q, qkv, image = torch.randn(1, N, 2, 16), torch.randn(1, N, 3, 2, 16), torch.randn(1, 3, 8, 8)
+    heads = parameters((3 * D, D), (3 * D,), (D, D), (D,))
+    (norm, shift, weight, bias), fc = parameters((D,), (D,), (D, D), (D,)), parameters((64, D), (64,), (D, 64), (D,))
+    rotary = ops.Rotary(*torch.randn(2, N, 16))
+    of_head = ops.Norm(torch.randn(16), torch.randn(16))
+    gated = parameters((128, D), (128,), (D, 64), (D,))
+    patch, pos_embed, prefix = parameters((D, 3, 4, 4), (4, D), (1, D))
+    return {
+        "layer_norm": (lambda: ops.layer_norm(x, norm, shift), 12),
+        "rms_norm": (lambda: ops.rms_norm(x, norm), 15),
+        "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, norm, shift), 17),
+        "linear": (lambda: ops.linear(x, weight, bias), 15),
+        "linear_residual": (lambda: ops.linear(x, weight, bias, layer_scale=norm, residual=x), 16),
+        "attention": (lambda: ops.attention(q, q, q), 18),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), 16),
+        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, norm, shift, weight, bias), 22),
+        "layer_norm_attention": (lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x), 45),
+        "layer_norm_attention_rotary": (
+            lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, rotary=rotary),
+            68,
+        ),
+        "layer_norm_attention_qk_norm": (
+            lambda: ops.layer_norm_attention(x, norm, shift, *heads, 2, residual=x, qk_norm=(of_head, of_head)),
+            65,
+        ),
+        "qk_norm": (lambda: ops.qk_norm(q, q, of_head, of_head, rotary), 64),
+        "mlp": (lambda: ops.mlp(x, *fc), 35),
+        "layer_norm_mlp": (lambda: ops.layer_norm_mlp(x, norm, shift, *fc, residual=x), 39),
+        "gated mlp": (lambda: ops.mlp(x, *gated, activation="swiglu"), 42),
+        "patch_embed": (lambda: ops.patch_embed(image, patch, bias, pos_embed=pos_embed, prefix=prefix), 24),
+        "dropout": (lambda: ops.dropout(x, 0.0), 3),
+    }
+
+
+CASES = cases()
+
+
+def functions_entered(call: Callable[[], Any]) -> list[str]:
+    """The Python functions that call() enters, itself excluded."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(f"{frame.f_code.co_filename}:{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered[1:]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_python_functions_per_call(name):
+    call, limit = CASES[name]
+    with torch.inference_mode():
+        call()
+        entered = functions_entered(call)
+    assert len(entered) <= limit, "\n".join(entered)
+    overloads = [f for f in entered if f.endswith("_ops.py:__call__")]
+    assert len(overloads) == ("attention" in name)  # ATen's attention, which has no other name
+
+
+def test_python_functions_of_a_block_in_training():
+    """Of the package, in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
+    still has its own forward."""
+    block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
+    block(x)
+    entered = [name for name in functions_entered(lambda: block(x)) if PACKAGE in name]
+    assert 50 < len(entered) <= 120, "\n".join(entered)
+
+
+class Stacks:
+    """Stands in for a kernel: notes the functions of the package on the stack of each launch, but for those of
+    runtime/launch.py, which do what Triton's own would do."""
+
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            frame, stack = sys._getframe(1), []
+            while frame is not None:
+                file = frame.f_code.co_filename
+                if PACKAGE in file and Path(file).name != "runtime/launch.py":
+                    stack.append(frame.f_code.co_name)
+                frame = frame.f_back
+            self.found.append(stack)
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.fixture
+def stacks(triton_backend, monkeypatch):
+    """Of the launches to come."""
+    found = []
+    for module in map(importlib.import_module, LAUNCH_MODULES):
+        for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
+            monkeypatch.setattr(module, name, Stacks(getattr(module, name), found))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"init_values": 0.1, "drop_path": 0.5, "proj_drop": 0.5}], ids=["plain", "dropout"]
+)
+def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
+    """Block.forward, half of a block, what the next test names, and the half's function in one step"""
+    fastvit.Block(D, 2, **arguments).to(device)(torch.randn(2, N, D, device=device, requires_grad=True))
+    assert len(stacks) >= 6
+    for stack in stacks:
+        assert stack[-1] == "forward"
+        assert len(stack) <= 8, stack
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_frames_from_a_call_to_its_kernels(training, stacks, device):
+    """public function, which for rms_norm is layer_norm's, Function.apply and forward, registered op, launcher; a half
+    of a block, and a norm in training, enters `run` instead of apply, and its function in one step"""
+    for name in SHAPES:
+        tensors = made(name, 2, 18, device)
+        stacks.clear()
+        with torch.set_grad_enabled(training):
+            function(name)(**tensors)
+        assert stacks, name
+        for stack in stacks:
+            is_norm = name in ("layer_norm", "rms_norm")
+            longer = (name == "rms_norm") + (name in HALVES or (training and is_norm))
+            assert len(stack) <= (5 if training else 4) + longer, (name, stack)
+
+
+HALVES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", HALVES)
+def test_in_one_step(name, cast, triton_backend, device):
+    """As autograd has it where transforms or the compiler look on: in two steps, with casts outside."""
+    op, tensors = function(name), made(name, 2, 18, device)
+
+    def saved_and_results():
+        kept = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t)
+        with torch.autocast(device.type, torch.bfloat16, enabled=cast), hooks:
+            return results(op, tensors), sorted(kept)
+
+    got, saved = saved_and_results()
+    with mock.patch.object(autograd, "unwrap_if_dead", None):
+        want, saved_in_two = saved_and_results()
+    assert all(map(torch.equal, got, want))
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    assert saved == saved_in_two
+
+
+class FunctionNames(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func).replace(".default", "").replace(".", "::"))
+        return func(*args, **kwargs or {})
+
+
+def by_mode(call):
+    with Calls() as mode:
+        call()
+    return set(mode.names)
+
+
+def by_function_mode(call):
+    with FunctionNames() as mode:
+        call()
+    return mode.names
+
+
+def by_profiler(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {event.key for event in profile.key_averages()}
+
+
+def by_legacy_profiler(call):
+    with torch.autograd.profiler.profile() as profile:
+        call()
+    return {event.name for event in profile.function_events}
+
+
+def by_selective_checkpoint(call):
+    names = set()
+
+    def policy(context, func, *args, **kwargs):
+        names.add(func._schema.name)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    checkpoint(lambda _: call(), torch.ones(1, requires_grad=True), use_reentrant=False,
+               context_fn=lambda: create_selective_checkpoint_contexts(policy))  # fmt: skip
+    return names
+
+
+@pytest.mark.parametrize(
+    "observer", [by_mode, by_function_mode, by_profiler, by_legacy_profiler, by_selective_checkpoint]
+)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
+def test_observers_see_the_op(name, observer):
+    """dropout(p=0) is no op"""
+    with torch.no_grad() if observer is not by_selective_checkpoint else torch.enable_grad():
+        names = observer(CASES[name][0])
+    assert any(n.startswith("fastvit::") for n in names), names
+
+
+@pytest.fixture
+def linear_arguments(device):
+    return [torch.randn(*size, device=device) for size in ((5, 16), (8, 16), (8,))]
+
+
+def test_flops_are_counted(linear_arguments):
+    x, weight, bias = linear_arguments
+    with FlopCounterMode(display=False) as counter:
+        ops.linear(x, weight, bias, activation="gelu")
+    assert counter.get_total_flops() == 2 * 5 * 16 * 8
+    assert torch.ops.fastvit.linear_fwd in counter.get_flop_counts()["Global"]
+
+
+def test_fake_tensors_stay_fake(linear_arguments, backend):
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t) for t in linear_arguments]
+        inside = ops.linear(*fakes)
+    outside = ops.linear(*fakes)  # a fake tensor carries its mode with it
+    for out in (inside, outside):
+        assert isinstance(out, FakeTensor)
+        assert out.shape == (5, 8)
+
+
+def test_meta_tensors_stay_meta(linear_arguments, backend):
+    assert ops.linear(*(t.to("meta") for t in linear_arguments)).is_meta
+
+
+def test_subclasses_see_the_op(linear_arguments):
+    seen = []
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x, weight, bias = linear_arguments
+    out = ops.linear(x, weight, bias.as_subclass(Logged))
+    assert isinstance(out, Logged)
+    assert "fastvit.linear_fwd.default" in seen
+
+
+def test_tracers_record_the_op(linear_arguments, backend):
+    graph = make_fx(lambda *args: ops.linear(*args))(*linear_arguments).graph
+    assert torch.ops.fastvit.linear_fwd.default in {node.target for node in graph.nodes}
+
+
+def test_compiled_graphs_hold_the_op(linear_arguments):
+    targets = set()
+
+    def record(module, _):
+        targets.update(node.target for node in module.graph.nodes)
+        return module.forward
+
+    out = torch.compile(ops.linear, backend=record, fullgraph=True)(*linear_arguments)
+    torch.testing.assert_close(out, ops.linear(*linear_arguments))
+    assert torch.ops.fastvit.linear_fwd.default in targets
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms(linear_arguments, backend):
+    x, weight, bias = linear_arguments
+    out = torch.func.vmap(ops.linear, in_dims=(0, None, None))(x[:, None], weight, bias)
+    torch.testing.assert_close(out[:, 0], ops.linear(x, weight, bias))
+    gradient = torch.func.grad(lambda w: ops.linear(x, w, bias).square().sum())(weight)
+    torch.testing.assert_close(gradient, 2 * ops.linear(x, weight, bias).T @ x)
+
+
+def test_no_autocast_inside():
+    """An op chooses its dtypes before it is called: float64 stays so, and LayerNorm behind a bfloat16 layer as well."""
+    x, weight = torch.randn(5, 16, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
+
+
+def test_outside_of_observers_the_results_are_the_dispatcher_s():
+    for name, (call, _) in CASES.items():
+        with torch.inference_mode():
+            direct = call()
+            with Calls():
+                dispatched = call()
+        torch.testing.assert_close(direct, dispatched, rtol=0, atol=0, msg=name)
+
+
+def test_a_lazy_negation_is_carried_out(backend: str, device: torch.device) -> None:
+    """A plain tensor to Python, whose memory holds other values: only the dispatcher knows."""
+    x, w, b = torch.randn(4, 16, device=device), torch.randn(16, device=device), torch.randn(16, device=device)
+    torch.testing.assert_close(ops.layer_norm(torch._neg_view(x), w, b), ops.layer_norm(-x, w, b))
+    fc, last = torch.randn(16, 16, device=device), torch.randn(16, device=device)  # an MLP asks once, for all its ops
+    torch.testing.assert_close(ops.mlp(x, fc, b, fc, torch._neg_view(last)), ops.mlp(x, fc, b, fc, -last))
+    w.requires_grad_()
+    out = ops.layer_norm(x, w, b)
+    (want,) = torch.autograd.grad(out, w, -x, retain_graph=True)
+    (got,) = torch.autograd.grad(out, w, torch._neg_view(x))
+    torch.testing.assert_close(got, want)
+
+
+def test_an_interpreter_that_multiplies_bfloat16_wrongly_is_warned_of_once(triton_backend, device):
+    if device.type == "cuda":
+        pytest.skip("kernels run on the GPU")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from fastvit.ops.runtime.interpreter import warn_of_bfloat16
+
+    def run(*dtypes):
+        for dtype in dtypes:
+            x = torch.ones(3, 16, dtype=dtype)
+            ops.layer_norm(x, x[0], x[0])
+
+    warn_of_bfloat16.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.bfloat16)  # as the tests have it
+    warn_of_bfloat16.cache_clear()
+    wrong = mock.patch.object(InterpreterBuilder, "create_dot", lambda self, a, b, total, *rest: total)
+    with wrong, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.float32)
+    with wrong, pytest.warns(UserWarning, match="interpreter .* multiplies bfloat16 wrongly") as record:
+        run(torch.bfloat16, torch.bfloat16)
+    assert len(record) == 1

@@ -1,0 +1,160 @@
+"""What Triton compiles a kernel by, types, alignments and constants of its arguments, recorded from its own binder
+without a GPU: a new batch size compiles nothing anew, which in the middle of an epoch would take seconds, and rows that
+Triton does not take for aligned are not moved element by element."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from compiling import needs_triton, python
+
+from fastvit.ops.runtime.checks import as_rows
+
+BATCHES = (1, 2, 3, 5, 8, 16, 17)
+
+# Kernels whose launch configuration follows the number of rows: up to three of them, not one for each batch size.
+BY_ROWS = {
+    "linear_fwd_kernel": "smaller tiles where there are few",
+    "linear_dact_kernel": "smaller tiles where there are few",
+    "gated_fwd_kernel": "smaller tiles where there are few",
+    "gated_dact_kernel": "smaller tiles where there are few",
+    "patch_embed_fwd_kernel": "smaller tiles where there are few",
+    "patch_embed_bwd_image_kernel": "smaller tiles where there are few",
+    "patch_embed_bwd_weight_kernel": "smaller tiles where there are few; a single split has no float32 partials",
+}
+
+RECORD = """
+import json
+import sys
+
+from benchmarks.codegen.launches import record
+from benchmarks.harness.workloads import Workload
+
+_BY = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "GROUP_M")
+
+def entries(op, sizes, B):
+    for launch in record([Workload(op, {"B": B, **sizes})], "sm_90", ["bf16"]):
+        constants = launch.constexprs
+        config = {name: constants.pop(name) for name in _BY if name in constants}
+        options = {name: launch.options[name] for name in ("num_warps", "num_stages", "maxnreg")}
+        rest = [launch.signature, sorted(constants.items(), key=str), sorted(launch.attrs.items())]
+        if launch.name == "patch_embed_bwd_weight_kernel":
+            config["partial"] = launch.signature.pop("partial_ptr")
+        yield launch.name, json.dumps([config, options]), json.dumps(rest, sort_keys=True, default=str)
+
+batches, cases = json.loads(sys.argv[1])
+print(json.dumps([[list(entries(op, sizes, B)) for B in batches] for op, sizes in cases]))
+"""
+
+CASES = [
+    ("layer_norm", {}),
+    ("add_layer_norm", {"row_scale": True}),
+    ("dropout", {}),
+    ("linear", {"scales": True, "activation": "gelu"}),
+    ("layer_norm_linear", {}),
+    ("layer_norm_attention", {}),
+    ("layer_norm_attention", {"rotary": "halves"}),
+    ("layer_norm_attention", {"rotary": "halves", "qk_norm": "layer"}),
+    ("rotary", {"spelling": "interleaved"}),
+    ("qk_norm", {"norm": "rms"}),
+    ("mlp", {"dropout_p": 0.1, "scales": True}),
+    ("layer_norm_mlp", {}),
+    ("layer_norm_mlp", {"activation": "swiglu", "hidden": 512}),
+    ("layer_norm_mlp", {"activation": "geglu", "hidden": 1365, "inner": True}),
+    ("attention", {}),
+    ("attention", {"separate": True, "dropout_p": 0.1}),
+    ("block", {}),
+]
+IMAGES = [(224, 16), (196, 14), (98, 14)]  # the last: images of an odd number of pixels
+
+
+def cases() -> list[tuple[str, dict[str, object]]]:
+    found: list[tuple[str, dict[str, object]]] = []
+    for N in (196, 197, 1025):
+        for D in (192, 768):
+            for op, options in CASES:
+                of_heads, width = {"H": D // 64, "d": 64}, {"D": D}
+                sizes = of_heads if op in ("attention", "rotary", "qk_norm") else width
+                sizes |= {"H": D // 64} if op in ("block", "layer_norm_attention") else {}
+                sizes |= {"out": 4 * D} if op in ("linear", "layer_norm_linear") else {}
+                found.append((op, {"N": N, **sizes, **options}))
+    for px, patch in IMAGES:
+        found += [("patch_embed", {"px": px, "patch": patch, "D": 192, "image": i}) for i in ("wanted", "uint8")]
+    return found
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "record.py"
+    script.write_text(RECORD)
+    recorded = json.loads(python(str(script), json.dumps([BATCHES, cases()])))
+    seen = set()
+    for (op, sizes), batches in zip(cases(), recorded, strict=True):
+        found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        configs: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for B, launches in zip(BATCHES, batches, strict=True):
+            for kernel, config, rest in launches:
+                found[kernel][B].add(rest)
+                configs[kernel, rest].add(config)
+        for kernel, by_batch in found.items():
+            for B in BATCHES:
+                assert by_batch[B] == by_batch[1], f"{op} {sizes}: {kernel} at B = 1 and {B}"
+        for (kernel, _), several in configs.items():
+            assert len(several) <= (3 if kernel in BY_ROWS else 1), f"{op} {sizes}: {kernel} with {several}"
+        seen |= set(found)
+    assert seen >= set(BY_ROWS) | {"attention_bwd_dq_kernel", "layer_norm_bwd_kernel", "column_sum_kernel"}
+
+
+NARROW = """
+import json
+
+import pytest
+import torch
+
+from benchmarks.codegen.launches import compile_all, recording
+from fastvit import ops
+
+def rows(width, wide):
+    return torch.empty(8, 197, wide, dtype=torch.bfloat16, device="meta")[..., :width].requires_grad_()
+
+def backward(out):
+    out = out if isinstance(out, tuple) else (out,)
+    torch.autograd.backward(out, [rows(o.shape[-1], o.shape[-1] + 8) for o in out])
+
+with recording("sm_90") as recorder:
+    for width, wide in ((200, 200), (768, 776)):
+        vector = torch.empty(width, dtype=torch.bfloat16, device="meta")
+        backward(ops.layer_norm(rows(width, wide), vector, vector))
+        scales = {"layer_scale": vector, "row_scale": torch.empty(8, device="meta")}
+        backward(ops.add_layer_norm(rows(width, wide), rows(width, wide), vector, vector, **scales))
+        backward(ops.dropout(rows(width, wide), 0.1))
+    for width, wide in ((768, 776), (1000, 1000)):
+        weight = torch.empty(width, wide, dtype=torch.bfloat16, device="meta")[:, :width].requires_grad_()
+        backward(ops.linear(rows(width, wide), weight, activation="gelu", residual=rows(width, wide)))
+        backward(ops.mlp(rows(width, wide), weight, None, weight, None, residual=rows(width, wide)))
+        gated = {"activation": "swiglu", "residual": rows(width, wide)}
+        backward(ops.mlp(rows(width, wide), (weight, weight), None, weight, None, **gated))
+    launches = list(recorder.launches.values())
+    print(json.dumps([[launch.name, c.problems] for launch, c in compile_all(launches)]))
+"""
+
+
+@pytest.mark.slow
+@needs_triton
+def test_rows_of_any_multiple_of_8_elements_move_16_bytes_at_a_time(tmp_path: Path) -> None:
+    """Triton looks for multiples of 16 only. Widths of 8 modulo 16, and rows that are such a width apart."""
+    script = tmp_path / "narrow.py"
+    script.write_text(NARROW)
+    found = json.loads(python(str(script)))
+    assert {name for name, _ in found} >= {
+        "layer_norm_fwd_kernel", "layer_norm_bwd_kernel", "dropout_kernel", "column_sum_kernel", "linear_fwd_kernel",
+        "linear_dact_kernel", "act_bwd_kernel", "gated_fwd_kernel", "gated_dact_kernel", "gated_act_kernel",
+    }  # fmt: skip
+    assert not [f"{name}: {problems}" for name, problems in found if problems]
+
+
+def test_an_expanded_row_is_laid_out_alike_at_every_batch_size() -> None:
+    assert {as_rows(torch.ones(B, 1, 8).expand(B, 5, 8)).stride() for B in (1, 2, 3)} == {(8, 1)}

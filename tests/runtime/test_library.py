@@ -1,0 +1,116 @@
+"""What every op owes to fastvit/ops/_library.py: dispatch, fallback and tracing."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fastvit import ops
+from fastvit.ops.runtime import dispatch
+
+WEIGHT = torch.linspace(-1, 1, 256).view(16, 16)
+
+REPEATS = {
+    "linear": lambda x, w: ops.linear(x, w, residual=x),
+    "mlp": lambda x, w: ops.mlp(x, w, None, w, None, residual=x),
+    "attention": lambda x, w: ops.attention(*(x.view(2, 5, 1, 16),) * 3),
+    "add_layer_norm": lambda x, w: ops.add_layer_norm(x, x, w[0], w[0])[1],
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_one_tensor_twice_compiles(name):
+    x, weight = torch.randn(2, 5, 16, requires_grad=True), WEIGHT.clone().requires_grad_()
+    function = REPEATS[name]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    got, want = (torch.autograd.grad(f(x, weight).square().sum(), x)[0] for f in (compiled, function))
+    torch.testing.assert_close(got, want)
+
+
+def test_backend_is_restored_and_checked():
+    before = dispatch.settings()
+    with pytest.raises(ValueError, match=r"backend must be one of .*, got 'cuda'"), ops.use_backend("cuda"):
+        pass
+    with pytest.raises(TypeError, match="strict must be True, False or None, got 1"), ops.use_backend("aten", strict=1):
+        pass
+    with pytest.raises(KeyError), ops.use_backend("triton"):
+        raise KeyError
+    assert dispatch.settings() == before
+
+
+def test_strict_is_what_holds_outside_unless_it_is_given():
+    with ops.use_backend("aten", strict=True):
+        with ops.use_backend("auto"):
+            assert dispatch.settings() == ("auto", True)
+            with ops.use_backend("triton", strict=False):
+                assert dispatch.settings() == ("triton", False)
+        assert dispatch.settings() == ("aten", True)
+
+
+def test_the_environment_counts_whenever_it_changes(monkeypatch):
+    """As in a notebook that sets it behind the import. A context goes before it."""
+    monkeypatch.setattr(dispatch, "_chosen", None)
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    for name in dispatch.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    x, weight = torch.randn(2, 16), WEIGHT[0]
+    ops.layer_norm(x, weight, weight)
+    assert dispatch.settings() == ("auto", False)
+    monkeypatch.setenv("FASTVIT_STRICT", "1")
+    monkeypatch.setenv("FASTVIT_BACKEND", "triton")
+    assert dispatch.settings() == ("triton", True)
+    with pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
+        ops.layer_norm(x, weight, weight)
+    with ops.use_backend("aten"):
+        ops.layer_norm(x, weight, weight)
+    monkeypatch.setenv("FASTVIT_BACKEND", "")
+    ops.layer_norm(x, weight, weight)
+    for name, value, message in (
+        ("FASTVIT_BACKEND", "cuda", "FASTVIT_BACKEND must be one of .*'aten'.*, got 'cuda'"),
+        ("FASTVIT_STRICT", "yes", "FASTVIT_STRICT must be 0 or 1, got 'yes'"),
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=message):
+            ops.layer_norm(x, weight, weight)
+        monkeypatch.delenv(name)
+
+
+def test_a_wrong_environment_is_an_error_at_import():
+    child = [sys.executable, "-c", "import fastvit.ops"]
+    done = subprocess.run(child, env=os.environ | {"FASTVIT_BACKEND": "cuda"}, capture_output=True, text=True)
+    assert done.returncode
+    assert "FASTVIT_BACKEND must be one of ('auto', 'triton', 'aten'), got 'cuda'" in done.stderr
+
+
+def test_triton_without_a_device_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    with ops.use_backend("triton"), pytest.raises(RuntimeError, match="Triton cannot run on cpu"):
+        ops.layer_norm(torch.randn(2, 16), WEIGHT[0], WEIGHT[0])
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["triton installed", "no triton"])
+def test_without_kernels(installed):
+    """Launchers and kernels are imported when one is first wanted. (torch.utils.flop_counter imports triton itself.)"""
+    lines = [
+        "import sys",
+        "" if installed else "sys.modules['triton'] = None",
+        "import torch, fastvit",
+        "fastvit.Block(32, 2)(torch.randn(2, 5, 32)).sum().backward()",
+        "from fastvit.ops.runtime.registry import LAUNCH_MODULES",
+        "kernels = ('fastvit.kernels.attention', 'fastvit.kernels.layer_norm')",
+        "assert not [name for name in sys.modules if name in LAUNCH_MODULES or name.startswith(kernels)]",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"FASTVIT_STRICT": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=environment)
+
+
+def test_an_error_of_a_launcher_s_module_is_not_hidden(triton_backend, device, monkeypatch):
+    """Only `Unsupported` falls back."""
+    launch = importlib.import_module("fastvit.ops.layer_norm.launch")
+    monkeypatch.setattr(launch, "_forward_plan", lambda *_: 1 / 0)
+    with ops.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):
+        ops.layer_norm(torch.randn(2, 16, device=device), WEIGHT[0].to(device), WEIGHT[0].to(device))

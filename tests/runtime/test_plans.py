@@ -1,0 +1,509 @@
+"""What is worked out once for all calls that look alike: fastvit.ops.runtime.plans, in Triton's interpreter.
+
+That planned calls launch what others launch, on tensors of other alignments, is in stub_launches.py.
+"""
+
+import contextlib
+import sys
+import weakref
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from op_cases import SHAPES, function, made, results
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import fastvit
+from fastvit import ops
+from fastvit.kernels import _tuned
+from fastvit.ops.runtime import launch as runtime_launch
+from fastvit.ops.runtime import plans as runtime_plans
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+
+B, N, D = 2, 16, 16  # a mask's rows are then read in place
+NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+MODULES = [sys.modules[f"fastvit.ops.block.{name}"] for name in ("attention", "mlp", "gated_mlp")]  # not the ops
+
+
+@contextlib.contextmanager
+def afresh():
+    """Within the context nothing is recalled."""
+    with contextlib.ExitStack() as stack:
+        for module in MODULES:
+            stack.enter_context(mock.patch.object(module, "recall", return_value=runtime_plans.AFRESH))
+        yield
+
+
+@contextlib.contextmanager
+def counted():
+    """Yields the number of calls that took an earlier one's plans, when left."""
+    count = []
+    original = runtime_plans._Again.__init__
+
+    def counting(self, found):
+        count.append(1)
+        original(self, found)
+
+    with mock.patch.object(runtime_plans._Again, "__init__", counting):
+        yield count
+
+
+def other(tensors):
+    """Of the same looks, with other values."""
+    with torch.no_grad():
+        return {name: (t * 0.75 + 0.125).requires_grad_(t.requires_grad) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
+    op, tensors = function(name), made(name, B, N, device)
+    with afresh():
+        want = results(op, other(tensors))
+    with counted() as count:
+        first = results(op, tensors)
+        assert not count
+        got = results(op, other(tensors))
+    assert len(count) == 2  # forward and backward
+    assert all(map(torch.equal, got, want))
+    assert not torch.equal(got[0], first[0])
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_an_empty_batch_is_planned_as_any_other(name, triton_backend, device):
+    op, tensors = function(name), made(name, 0, N, device)
+    with afresh():
+        want = results(op, tensors)
+    with counted() as count:
+        for _ in range(2):
+            assert all(map(torch.equal, results(op, tensors), want))
+    assert len(count) == 2
+
+
+def strided(t):
+    """The same in rows that are further apart, or of every other element."""
+    room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
+    view = room[..., : t.shape[-1]] if t.dim() > 1 else room[::2]
+    return view.copy_(t.detach()).requires_grad_(t.requires_grad)
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_strided_tensors(name, triton_backend, device):
+    """Copied in every call or read in place, with the strides of the first one."""
+    op, tensors = function(name), {k: strided(t) for k, t in made(name, B, N, device).items()}
+    with afresh():
+        want = results(op, tensors)
+    for _ in range(2):
+        assert all(map(torch.equal, results(op, tensors), want))
+
+
+def call(x, weights, **options):
+    return ops.layer_norm_mlp(x, *weights, **({"residual": x} | options))
+
+
+@pytest.fixture
+def weights(device):
+    torch.manual_seed(1)
+    return [torch.randn(*s, device=device) for s in ((D,), (D,), (24, D), (24,), (D, 24), (D,))]
+
+
+def x_of(device, *shape, dtype=torch.float32):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+CHANGES = {
+    "eps": {"eps": 0.5},
+    "activation": {"activation": "relu"},
+    "norm": {"norm": "rms"},
+    "residual": {"residual": None},
+    "another residual": {"residual": torch.ones(B, N, D)},
+    "layer scale": {"layer_scale": torch.full((D,), 0.5)},
+    "row scale": {"row_scale": torch.tensor([0.0, 2.0])},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_an_option_changes(change, weights, triton_backend, device):
+    """A call with it after one without, and the other way round."""
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in CHANGES[change].items()}
+    weights = [weights[0], None if change == "norm" else weights[1], *weights[2:]]
+    x = x_of(device, B, N, D)
+    with afresh():
+        want = [call(x, weights, **one) for one in ({}, options)]
+    for order in ((0, 1, 0), (1, 0, 1)):
+        _tuned.clear_caches()
+        for i in order:
+            assert torch.equal(call(x, weights, **(options if i else {})), want[i])
+    assert not torch.equal(*want)
+
+
+def attended(x, weights, heads, **options):
+    return ops.layer_norm_attention(x, *weights[:2], *heads, 1, **options)
+
+
+@pytest.fixture
+def heads(device):
+    torch.manual_seed(2)
+    return [torch.randn(*s, device=device) for s in ((48, D), (48,), (D, D), (D,))]
+
+
+def test_what_a_norm_among_the_arguments_changes(weights, heads, triton_backend, device):
+    x = x_of(device, B, N, D)
+    norms = [ops.Norm(*weights[:2]), ops.Norm(*weights[:2], eps=0.5), ops.Norm(weights[0], kind="rms")]
+    with afresh():
+        want = [attended(x, weights, heads, scale_norm=norm) for norm in norms]
+    with counted() as count:
+        for _ in range(2):
+            for norm, out in zip(norms, want, strict=True):
+                assert torch.equal(attended(x, weights, heads, scale_norm=norm), out)
+    assert len(count) == 3
+
+
+def test_precision(weights, triton_backend, device):
+    x, found = x_of(device, B, N, D), []
+    with runtime_launch.launching(lambda *step: found.append(step[-1].get("PRECISION"))):
+        for precision in ("highest", "high", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            call(x, weights)
+    assert [of for of in found if of] == ["ieee"] * 2 + ["tf32"] * 2 + ["ieee"] * 2
+
+
+def test_precision_by_its_newer_setting(weights, triton_backend, device):
+    """Behind which PyTorch does not tell the older one any more."""
+    x, found = x_of(device, B, N, D), []
+    half = [w.to(torch.bfloat16) for w in weights]
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        with runtime_launch.launching(lambda *step: found.append(step[-1].get("PRECISION"))):
+            for precision in ("tf32", "ieee"):
+                torch.backends.cuda.matmul.fp32_precision = precision
+                call(x, weights)
+                call(x.bfloat16(), half)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert [of for of in found if of] == ["tf32"] * 2 + ["ieee"] * 6
+
+
+def test_what_is_equal_and_may_change(weights, heads, triton_backend, device):
+    """Weights in a module, a number in a tensor: known by their identity, they would hide a change, and be kept."""
+    x, layers = x_of(device, B, N, D), torch.nn.ParameterList(heads[:1])
+    layers[0].requires_grad_(False)
+    for wanted in (False, True):
+        layers[0].requires_grad_(wanted)
+        out = ops.layer_norm_attention(x, *weights[:2], layers, [heads[1]], *heads[2:], 1)
+        assert out.requires_grad == wanted
+    scale, outs = torch.tensor(0.1), []
+    for value in (0.1, 0.5):
+        outs.append(attended(x, weights, heads, scale=scale.fill_(value)))
+    assert not torch.equal(*outs)
+    assert not runtime_plans._kept
+
+
+def test_meta_and_fake_tensors(weights, triton_backend):
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [torch.empty(t.shape) for t in (x_of("cpu", B, N, D), *weights)]
+    meta = [torch.empty(t.shape, device="meta") for t in fake]
+    assert call(meta[0], meta[1:]).is_meta
+    out = call(fake[0], fake[1:])
+    assert out.fake_mode is mode
+    assert out.shape == (B, N, D)
+
+
+def test_a_state_that_is_forgotten_during_a_call(weights, triton_backend, device):
+    """Whose first plans are of no use to others then."""
+    x = x_of(device, B, N, D)
+    plans = runtime_plans.recall("mlp", (x,), ())
+    assert plans is not runtime_plans.AFRESH
+    _tuned.clear_caches()
+    plans.keep()
+    assert not runtime_plans._kept
+
+
+def test_a_mask_that_is_copied(weights, heads, triton_backend, device):
+    """In every call: of 17 keys, whose rows the kernels could not read in place."""
+    x, mask = x_of(device, B, 17, D), torch.zeros(B, 1, 1, 17, device=device)
+    mask[..., 3:] = -torch.inf
+    other = mask.flip(-1)
+    with afresh():
+        want = [attended(x, weights, heads, attn_mask=m) for m in (mask, other)]
+    for m, out in zip((mask, other), want, strict=True):
+        assert torch.equal(attended(x, weights, heads, attn_mask=m), out)
+    assert not torch.equal(*want)
+
+
+def test_what_looks_change(weights, triton_backend, device):
+    """Tokens, samples, dtypes, who wants a gradient, the mode."""
+    with counted() as count:
+        for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
+            x = x_of(device, *shape)
+            with afresh():
+                want = call(x, weights)
+            assert torch.equal(call(x, weights), want)
+        half = [w.to(torch.bfloat16) for w in weights]
+        x = x_of(device, B, N, D, dtype=torch.bfloat16)
+        assert call(x, half).dtype is torch.bfloat16
+        assert not count
+        x = x_of(device, B, N, D).requires_grad_()
+        out = call(x, weights)
+        (gradient,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        with torch.no_grad():
+            assert call(x, weights).grad_fn is None
+        assert not count
+        again = call(x, weights)
+        assert torch.equal(torch.autograd.grad(again, x, torch.ones_like(out))[0], gradient)
+        assert len(count) == 2
+
+
+def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
+    """Strided, negated, of a subclass: each is seen behind a call that looked the same but for this."""
+    x = x_of(device, B, N, D)
+    want = call(x, weights)
+    with counted() as count:
+        strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.equal(call(strided, weights), want)
+        negated = torch._neg_view(-x)
+        assert negated.is_contiguous()
+        assert torch.equal(call(negated, weights), want)
+        wide = torch.empty(24, 2 * D, device=device)[:, :D].copy_(weights[2])
+        assert torch.equal(call(x, [*weights[:2], wide, *weights[3:]]), want)
+        assert not count
+        seen = []
+
+        class Seen(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        of_subclass = x.as_subclass(Seen), [*weights[:2], weights[2].as_subclass(Seen), *weights[3:]]
+        for arguments in 2 * [(of_subclass[0], weights), (x, of_subclass[1])]:
+            seen.clear()
+            call(*arguments)
+            assert seen
+        assert not count
+
+
+def test_tensors_without_memory(weights, triton_backend, device):
+    """Also in the wrapper of a functorch transform that has ended, which hides it."""
+    zeros, wrapped = torch._efficientzerotensor(B, N, D, device=device), []
+    torch.func.grad(lambda t: (wrapped.append(t), (1.0 * t).sum())[1])(zeros)
+    want = call(torch.zeros_like(zeros), weights)
+    for t in (zeros, *wrapped):
+        assert torch.equal(call(t, weights), want)
+
+
+def test_checks_are_made_behind_calls_that_passed_them(weights, heads, triton_backend, device):
+    x = x_of(device, B, N, D)
+    scale = torch.ones(B, device=device)
+    call(x, weights, row_scale=scale)
+    with pytest.raises(ValueError, match="row_scale must not require a gradient"):
+        call(x, weights, row_scale=scale.clone().requires_grad_())
+    with pytest.raises(ValueError, match=r"fc2_weight must have shape \(out, hidden\)"):
+        call(x, [*weights[:4], weights[4][:, 1:], weights[5]])
+    with pytest.raises(TypeError, match="fc1_weight must have x's dtype"):
+        call(x, [*weights[:2], weights[2].double(), *weights[3:]])
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        call(x.tolist(), weights)
+    with pytest.raises(ValueError, match="activation"):
+        call(x, weights, activation="gelu_")
+    with pytest.raises(TypeError):
+        call(x, weights, eps=[1e-6])
+    attended(x, weights, heads)
+    with pytest.raises(ValueError, match=r"num_heads = 1\.0"):
+        ops.layer_norm_attention(x, *weights[:2], *heads, 1.0)
+
+
+def test_modes_see_calls_that_look_like_earlier_ones(weights, triton_backend, device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = x_of(device, B, N, D)
+    call(x, weights)
+    with counted() as count:
+        with FlopCounterMode(display=False) as counter:
+            call(x, weights)
+        assert counter.get_total_flops() == 2 * 2 * B * N * D * 24
+        compiled = torch.compile(lambda x: call(x, weights), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), call(x, weights))
+        with ops.use_backend("aten"):
+            call(x, weights)
+    assert len(count) == 1  # the call beside the compiled one
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_autocast(name, triton_backend, device):
+    """Its dtype is one of the looks; float32 leaves get float32 gradients, those of a call that is not planned."""
+    op, tensors = function(name), made(name, B, N, device)
+
+    def run(dtype):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            return results(op, tensors)
+
+    dtypes = torch.bfloat16, torch.float16, None
+    with afresh():
+        want = {dtype: run(dtype) for dtype in dtypes}
+    with counted() as count:
+        for dtype in dtypes:
+            run(dtype)
+        assert not count
+        for dtype in dtypes:
+            got = run(dtype)
+            assert [t.dtype for t in got] == [t.dtype for t in want[dtype]]
+            assert all(map(torch.equal, got, want[dtype]))
+    assert len(count) == 2 * len(dtypes)
+    assert not torch.equal(want[torch.bfloat16][0], want[None][0])
+
+
+def test_a_kernel_that_is_refused_under_autocast(weights, heads, triton_backend, device):
+    """ATen's functions, which take its place, are not autocast's to cast again: scores of few tokens are float32."""
+    x = x_of(device, B, 8, D)
+
+    def launch(kernel, *rest):
+        raise KernelUnsupported("it does not fit")
+
+    with torch.autocast(device.type, torch.bfloat16):
+        with ops.use_backend("aten"):
+            want = attended(x, weights, heads)
+        refused = pytest.warns(UserWarning, match="it does not fit")
+        with runtime_launch.launching(launch), ops.use_backend("triton", strict=False), refused:
+            got = attended(x, weights, heads)
+    assert torch.equal(got, want)
+
+
+def test_a_tensor_that_is_there_twice(weights, triton_backend, device):
+    """Then a call with another tensor in one of the places, and the other way round."""
+    x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
+    same = [vector, vector, *weights[2:]]
+    apart = [vector, vector.flip(0), *weights[2:]]
+    with afresh():
+        want = [call(x, w) for w in (same, apart)]
+    for order in ((0, 1, 0, 1), (1, 0, 1, 0)):
+        _tuned.clear_caches()
+        with counted() as count:
+            for i in order:
+                assert torch.equal(call(x, (same, apart)[i]), want[i])
+        assert len(count) == 2
+    assert not torch.equal(*want)
+
+
+def test_a_kernel_that_is_refused_among_planned_ones(weights, heads, device, triton_backend):
+    """ATen takes its place, and what follows is not read from the plans of another op."""
+    x = x_of(device, B, N, D).requires_grad_()
+    names, refused = set(), []
+
+    def launch(kernel, *rest):
+        names.add(kernel.__name__)
+        if kernel.__name__ in refused:
+            raise KernelUnsupported(f"{kernel.__name__} does not fit")
+        runtime_launch._in_interpreter(kernel, *rest)
+
+    def run():
+        out = call(attended(x, weights, heads, residual=x), weights)
+        return out, *torch.autograd.grad(out, x, torch.ones_like(out))
+
+    with runtime_launch.launching(launch), ops.use_backend("triton", strict=False):
+        want = run()
+        with counted() as count:
+            for name in sorted(names):
+                refused[:] = [name]
+                with pytest.warns(UserWarning, match=f"runs on ATen instead of Triton: {name} does not fit"):
+                    got = run()
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)  # of scores of some hundreds
+            refused.clear()
+            assert all(map(torch.equal, run(), want))
+        assert len(names) >= 7
+        assert len(count) == 4 * len(names) + 3  # strides of one head, in statistics of ATen's, look different once
+        # a first call that fails is not kept
+        _tuned.clear_caches()
+        refused[:] = ["layer_norm_fwd_kernel"]
+        run()
+        refused.clear()
+        with counted() as count:
+            assert all(map(torch.equal, run(), want))
+        assert len(count) == 2  # of the backward passes
+
+
+def test_what_is_kept(weights, triton_backend, device, monkeypatch):
+    """So many calls, until configurations change or launches mean something else; and no tensor, nor one in what
+    compares others with it."""
+    monkeypatch.setattr(runtime_plans, "_MOST", 4)
+    for rows in range(1, 12):
+        call(x_of(device, rows, D), weights)
+        assert 1 <= len(runtime_plans._kept) <= 4
+    kept = [found for alike in runtime_plans._kept.values() for _, found in alike]
+    assert kept
+    assert not any(isinstance(t, torch.Tensor) for found in kept for t in _flat(found))
+    monkeypatch.setattr(runtime_plans, "_MOST_ALIKE", 3)
+    x = x_of(device, 5, D)
+    for hidden in range(1, 12):  # what tells their keys apart is not the first tensor
+        call(
+            x, [*weights[:2], weights[2][:hidden], weights[3][:hidden], weights[4][:, :hidden].contiguous(), weights[5]]
+        )
+    assert max(map(len, runtime_plans._kept.values())) == 3
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+    _tuned.clear_caches()
+    assert not runtime_plans._kept
+    call(x_of(device, 3, D), weights)
+    with runtime_launch.nothing_launched(4):
+        assert not runtime_plans._kept
+
+
+def _flat(value):
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _flat(part)
+    elif isinstance(value, runtime_launch.Launch):
+        yield from (value.numbers, *value.constants.values())
+    else:
+        yield value
+
+
+def test_a_model_in_training(triton_backend, device):
+    """Three steps of a small ViT, planned from the second on, are bitwise those of one that is never planned."""
+
+    def train():
+        torch.manual_seed(0)
+        model = fastvit.VisionTransformer(
+            img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=3, drop_path_rate=0.3,
+            init_values=0.1, attn_drop_rate=0.2, qkv_bias=True,
+        ).to(device)  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8, device=device)), torch.arange(4) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    with afresh():
+        want = train()
+    with counted() as count:
+        got = train()
+    assert all(map(torch.equal, got, want))
+    assert len(count) == 2 * 8  # steps of two halves of two blocks, forward and backward
+
+
+def test_python_functions_of_a_planned_block(triton_backend, device):
+    """Of the package, in inference: what queueing a block costs the host, without a clock. 11 of them, of 60 ns each,
+    ask whether a submodule's class still has its own forward."""
+    block, x = fastvit.Block(32, 2, qkv_bias=True).to(device), torch.randn(1, N, 32, device=device)
+    package, entered = f"{Path(fastvit.__file__).parent}/", []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.append(frame.f_code.co_name)
+
+    with runtime_launch.launching(lambda *_: None), torch.inference_mode():
+        for _ in range(2):
+            block(x)
+        sys.setprofile(note)
+        try:
+            block(x)
+        finally:
+            sys.setprofile(None)
+    assert entered.count("recall") == 2
+    assert entered.count("__call__") == 6  # launches
+    assert not {"choose_backend", "check_like", "needs_autograd", "in_units"} & set(entered)
+    assert len(entered) <= 112, entered

@@ -1,0 +1,126 @@
+"""The tables of the command at several widths: every number of the data is printed whole."""
+
+import argparse
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fastvit.cli import attention, doctor, memory, models, terminal, verify
+from fastvit.study import AttentionMaps, Finding, MemoryPoint, MemoryStudy, ModelCost, Parts, Setting, Verdict
+from fastvit.study.models.hardware import Bound
+from fastvit.study.models.parameter_counts import Parameters
+from fastvit.study.models.published import Top1
+
+pytest.importorskip("rich")
+LONG = "vit_mediumd_patch16_rope_reg1_gap_256"
+M = 2**20
+
+
+def print_memory() -> set[str]:
+    def point(provider: str, px: int, tokens: int, batch: int, scale: int) -> MemoryPoint:
+        parts = Parts(*(n * scale * M for n in (100, 200, 300, 40, 500, 600, 70)))
+        return MemoryPoint(provider, (px, px + 14), tokens, batch, parts, 10 * tokens, 0, 12_345 * scale * M)
+
+    sizes = [("eager", 518, 1370, 8, 7), ("fused", 518, 1370, 8, 11), ("eager", 2044, 21317, 128, 1013)]
+    found = MemoryStudy(LONG, "cuda", (14, 14), Setting(), tuple(point(*size) for size in sizes))
+    fits = [{"provider": "fused", "batch": {"518x532": 1234}, "image_size": {"8": 4321}}]
+    memory._print(found, argparse.Namespace(measured=True), fits)
+    numbers = {f"{n * scale:,}" for scale in (11, 1013) for n in (100, 200, 300, 500, 600, 110, 1810, 12_345)}
+    return {"518x532", "2044x2058", "1370", "21317", "8", "128", "1234", "4321", *numbers}
+
+
+def a_cost(name: str, batch: int, top1: Top1 | None = None, plain: bool = True) -> ModelCost:
+    parameters = Parameters(1_234_567, 2_345_678, 345_678_901, 4_567_890, 567_890, 678_901, 7_890_123)
+    bound, patch = Bound("T4", 0.10926, 0.0432), (14, 14) if plain else None
+    return ModelCost(
+        name, (518, 532), patch, batch, 5 if plain else None, parameters, 8_765_432_100_000 * batch, 987_654_321, plain,
+        1, bound, top1,
+    )  # fmt: skip
+
+
+def print_models() -> set[str]:
+    costs = [a_cost(LONG, 1, Top1("sbb2_e200_in12k_ft_in1k", 518, 85.734)), a_cost("resnet50", 64, plain=False)]
+    for kind in models._COLUMNS:
+        models._table(costs, kind)
+    columns = {"1.2M", "2.3M", "345.7M", "4.6M", "567.9k", "678.9k", "7.9M", "363.0M"}
+    cost = {"518x532/14", "518x532", "1,411", "2.0M", "8.8T", "4.4T", "561.0T", "280.5T", "987.7", "109.26", "1", "64"}
+    return columns | cost | {"85.73%"}
+
+
+def print_model() -> set[str]:
+    models._one(a_cost(LONG, 64, Top1("sbb2_e200_in12k_ft_in1k", 518, 85.734)))
+    counts = (1_234_567, 2_345_678, 345_678_901, 4_567_890, 567_890, 678_901, 7_890_123, 362_963_950)
+    flops = 8_765_432_100_000 * 64
+    more = {"518x532/14", "1,411", f"{1411**2:,}", f"{1406**2:,}", "1,406", "64", "987.7", "85.73%", "109.26", "95.2%"}
+    return {f"{count:,}" for count in (*counts, flops, flops // 2)} | more
+
+
+def print_verdicts() -> set[str]:
+    def verdict(name: str, dtype: str, output: float | None, gradient: float | None) -> Verdict:
+        return Verdict(name, dtype, 128, 1536, 4097, "interpreter", output, gradient, "x", output != 1234.5, "")
+
+    dtypes = ("float32", "bfloat16", "float16")
+    verdicts = [verdict(LONG, dtype, 0.5 + i / 2, 1.25 + i / 2) for i, dtype in enumerate(dtypes)]
+    verify._table([*verdicts, verdict("layer_norm_attention qk_norm", "float32", 1234.5, 0.98)])
+    return {"128", "4097", "0.50", "1.25", "1.00", "1.75", "1.50", "2.25", "1.23e+03", "0.98"}
+
+
+def print_attention() -> set[str]:
+    rows = torch.rand(1, 12, 1, 5 + 37 * 38, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    rows[..., 700] += 0.25
+    maps = AttentionMaps(
+        rows, layers=(11,), heads=tuple(range(12)), queries=("cls",), depth=12, grid=(37, 38), num_prefix_tokens=5
+    )
+    attention._show(argparse.Namespace(model=LONG), maps, None)
+    best = f"({695 // 38},{695 % 38})"
+    return {best, "25.1%", "0.4%", "11", "12"}
+
+
+PRINTERS = [print_memory, print_models, print_model, print_verdicts, print_attention]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("show", PRINTERS, ids=lambda show: show.__name__)
+def test_no_number_is_cut(show: Any, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    numbers = show()
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= min(columns, 100)
+    assert "…" not in out
+    assert "\x1b" not in out
+    assert numbers - set(re.split(r"[\s:;]+|, ", out)) == set()
+    if show is not print_attention:
+        for word in ("training", "bfloat16") if show is not print_verdicts else ("training", "fp32"):
+            assert word in out
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_name_wraps_between_its_words(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    models._table([a_cost(LONG, 1), a_cost("vit_b", 1)], "cost")
+    lines = capsys.readouterr().out.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("vit_mediumd_"))
+    pieces = [lines[start].split()[0]]
+    for line in lines[start + 1 :]:
+        if not line.startswith("  "):
+            break
+        pieces.append(line.strip())
+    assert "".join(pieces) == LONG
+    assert all(piece.endswith("_") for piece in pieces[:-1])
+
+
+def test_a_table_too_narrow_for_one_number_is_still_whole(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    terminal.print_table(["model", "a", "b"], [["some_name_of_a_model", "123,456,789,012", "1"], [], ["x", "2", "34"]])
+    out = capsys.readouterr().out
+    assert {"123,456,789,012", "34"} <= set(out.split())
+
+
+def test_the_doctor_breaks_no_word(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    path = "/a/very/long/path/" + "without_a_space/" * 5
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("fastvit.study.doctor", lambda: [Finding("caches", "Triton", f"{path} 123456 files")])
+    assert doctor.run(argparse.Namespace(json=False)) == 0
+    assert {path, "123456"} <= set(capsys.readouterr().out.split())

@@ -1,0 +1,475 @@
+"""Attention maps and rollout against explicit softmax: of the references, and of the libraries' own models."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dinov2_layout
+import pytest
+import torch
+import torch.nn.functional as F
+from library_imports import import_library
+from models import randomised
+from oracle import assert_as_accurate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastvit
+from benchmarks.harness.families import ARCHITECTURES, Architecture
+from fastvit import ops, reference, study
+from fastvit.eva import Eva
+from fastvit.ops import use_backend
+from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit.study.attention import maps as attention_maps
+
+SIZE: dict[str, Any] = {"img_size": (32, 48), "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
+GRID = (4, 6)
+ROPE: dict[str, Any] = {"use_rot_pos_emb": True, "use_abs_pos_emb": False}
+PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"reg_tokens": 2}),
+    "norm inside": (fastvit.VisionTransformer, reference.VisionTransformer, {"scale_attn_norm": True}),
+    "eva": (Eva, ReferenceEva, ROPE | {"num_reg_tokens": 1}),
+    "eva unfused": (Eva, ReferenceEva, ROPE | {"qkv_fused": False, "scale_attn_inner": True}),
+    "dinov3": (Eva, ReferenceEva, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),
+}
+VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def _quick() -> Iterator[None]:
+    """Triton's interpreter is slow, and q and k are the same."""
+    with use_backend("aten"):
+        yield
+
+
+def pair(kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Ours and the reference, with the same weights, far from uniform attention."""
+    of_ours, of_theirs, more = PAIRS[kind]
+    torch.manual_seed(0)
+    ours, theirs = (make(**SIZE | more | options).eval() for make in (of_ours, of_theirs))
+    theirs.load_state_dict(randomised(ours, 0.3).state_dict())
+    return ours, theirs
+
+
+def vit(**options: Any) -> nn.Module:
+    return pair("vit", **options)[0]
+
+
+def image(height: int = 32, width: int = 48) -> Tensor:
+    return torch.randn(3, height, width, generator=torch.Generator().manual_seed(3))
+
+
+def materialised(model: nn.Module, x: Tensor) -> Tensor:
+    """All weights of a reference model, (layers, H, N, N)."""
+    seen: list[Tensor] = []
+    drops = [m for name, m in model.named_modules() if name.endswith("attn_drop")]
+    handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for m in drops]
+    with torch.no_grad():
+        model(x[None])
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen)
+
+
+class Odd(nn.Module):
+    """Patches, and attention as `attend` calls it."""
+
+    def __init__(self, attend: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.patches, self.attend = nn.Conv2d(3, 32, 8, 8), attend
+
+    def heads(self, x: Tensor) -> Tensor:
+        return self.patches(x).flatten(2).unflatten(1, (2, 16)).transpose(2, 3).contiguous()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attend(self.heads(x))
+
+
+def sdpa(q: Tensor, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, q, q, **options)
+
+
+def dense_rollout(weights: Tensor) -> Tensor:
+    """(layers, H, N, N) -> (N, N), in float64."""
+    eye = torch.eye(weights.shape[-1], dtype=torch.float64)
+    product = eye
+    for layer in weights.double().mean(1):
+        product = (0.5 * layer + 0.5 * eye) @ product
+    return product
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_rows_are_the_references_softmax(kind: str) -> None:
+    ours, theirs = pair(kind)
+    found = study.attention_maps(ours, image(), queries=["cls", (1, 2), (3, 5)])
+    everything = materialised(theirs, image())
+    prefix = everything.shape[-1] - GRID[0] * GRID[1]
+    assert (found.num_prefix_tokens, found.grid, found.depth) == (prefix, GRID, 3)
+    assert (found.layers, found.heads, found.queries) == ((0, 1, 2), (0, 1, 2), ("cls", (1, 2), (3, 5)))
+    numbers = [0, prefix + 1 * 6 + 2, prefix + 3 * 6 + 5]
+    assert everything.max() > 0.3  # far from uniform
+    torch.testing.assert_close(found.rows, everything[:, :, numbers], **VISIBLE)
+    assert torch.equal(found.patches[..., 2, 5], found.rows[..., prefix + 2 * 6 + 5])
+
+
+def test_rows_in_bfloat16_are_as_accurate_as_eager_ones() -> None:
+    """The oracle's rule: rounded weights and activations err in both, and the softmax in float32 adds nothing."""
+    ours, theirs = pair("vit")
+    low, exact = copy.deepcopy(theirs).bfloat16(), copy.deepcopy(theirs)
+    exact.load_state_dict(low.state_dict())  # the rounded weights
+    x = image().bfloat16()
+    found = study.attention_maps(ours.bfloat16(), x, queries=["cls", (1, 2)])
+    expected, eager = materialised(exact.double(), x.double()), materialised(low, x).float()
+    assert found.rows.dtype is torch.float32
+    assert_as_accurate(found.rows, eager[:, :, [0, 3 + 8]], expected[:, :, [0, 3 + 8]])
+
+
+def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones() -> None:
+    ours, theirs = pair("vit")
+    expected = materialised(copy.deepcopy(theirs).double(), image().double())
+    with torch.autocast("cpu", torch.bfloat16):
+        maps, rollout = study.attention_maps(ours, image()), study.attention_rollout(ours, image())
+        eager = materialised(theirs, image()).float()
+    assert_as_accurate(maps.rows[:, :, 0], eager[:, :, 0], expected[:, :, 0])
+    assert_as_accurate(rollout.rows[0], dense_rollout(eager)[0].float(), dense_rollout(expected)[0])
+    for found in (maps, rollout):
+        torch.testing.assert_close(found.rows.sum(-1), torch.ones(found.rows.shape[:-1]), rtol=0.0, atol=1e-6)
+
+
+def test_rows_are_the_same_on_both_backends(backend: str) -> None:
+    ours, theirs = pair("eva", img_size=16, depth=1)
+    found = study.attention_maps(ours, image(16, 16), queries=(1, 0))
+    torch.testing.assert_close(found.rows[:, :, 0], materialised(theirs, image(16, 16))[:, :, 2 + 2], **VISIBLE)
+
+
+def test_a_model_in_float64_has_rows_in_float64() -> None:
+    ours, theirs = pair("vit")
+    found = study.attention_maps(ours.double(), image().double())
+    torch.testing.assert_close(found.rows[:, :, 0], materialised(theirs.double(), image().double())[:, :, 0])
+
+
+NAMES = (
+    "deit_small_distilled_patch16_224", "vit_small_patch16_dinov3_qkvb", "vit_pe_spatial_tiny_patch16_512",
+    "DeiTForImageClassification", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel",
+    "vit_b_32",
+)  # fmt: skip
+LIBRARIES = [architecture for architecture in ARCHITECTURES if architecture.name in NAMES]
+
+
+def explicit(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """All weights of a model that calls F.scaled_dot_product_attention, (layers, H, N, N), without heads that pool."""
+    seen: list[Tensor] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
+        weights = (q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)).softmax(-1)
+        if weights.shape[-1] == weights.shape[-2]:
+            seen.append(weights[0])
+        return weights @ v
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(F, "scaled_dot_product_attention", attend)
+        patch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+        model(x)
+    return torch.stack(seen)
+
+
+@pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
+def test_models_of_libraries_accelerated_and_not(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_library(architecture.library)
+    model = architecture.model()
+    x = architecture.image(model, 1)
+    expected = explicit(model, x, monkeypatch)
+    untouched = study.attention_maps(model, x, queries=(1, 2))
+    assert fastvit.accelerate(model).accelerated
+    fused = study.attention_maps(model, x, queries=(1, 2))
+    h, w = fused.grid
+    assert (h * w, fused.depth) == ((x.shape[2] // model_patch(model)) ** 2, 2)
+    query = fused.num_prefix_tokens + w + 2
+    assert fused.num_prefix_tokens == expected.shape[-1] - h * w
+    for found in (untouched, fused):
+        torch.testing.assert_close(found.rows[:, :, 0], expected[:, :, query], **VISIBLE)
+
+
+def model_patch(model: nn.Module) -> int:
+    return next(m.stride[0] for m in model.modules() if isinstance(m, nn.Conv2d))
+
+
+class Meta(nn.Module):
+    """In the layout of Meta's DINOv2, with positions left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = dinov2_layout.PatchEmbed(32, 8, 3, 48)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 48))
+        self.blocks = nn.ModuleList(dinov2_layout.NestedTensorBlock(48, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x)], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_metas_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomised(Meta().eval(), 0.3)
+    x = image(32, 32)[None]
+    expected = explicit(model, x, monkeypatch)
+    assert any(entry.kind == "NestedTensorBlock" for entry in fastvit.accelerate(model).accelerated)
+    torch.testing.assert_close(study.attention_maps(model, x).rows[:, :, 0], expected[:, :, 0], **VISIBLE)
+
+
+# ---- what is computed, and what is left as it was ----
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (1, 2, 24, 24), (24,)], ids=str)
+def test_a_bias_of_the_scores_is_added(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_maps, "_CHUNK", 2 * 24 * 7)
+    bias = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    model = Odd(lambda q: sdpa(q, attn_mask=bias.expand(24, 24) if bias.dim() == 1 else bias))
+    with torch.no_grad():
+        q = model.heads(image()[None])[0]
+    weights = (q @ q.transpose(1, 2) / 4 + bias).softmax(-1).view(1, 2, 24, 24)
+    found = study.attention_maps(model, image(), heads=1, queries=[(0, 1), (3, 0)])
+    torch.testing.assert_close(found.rows[0, 0], weights[0, 1, [1, 18]], **VISIBLE)
+    rollout = study.attention_rollout(model, image(), queries=(3, 0))
+    torch.testing.assert_close(rollout.rows[0].double(), dense_rollout(weights)[18], **VISIBLE)
+
+
+def test_a_mask_is_a_bias() -> None:
+    mask = torch.ones(24, 24, dtype=torch.bool)
+    mask[1, 5:] = False
+    rows = study.attention_maps(Odd(lambda q: sdpa(q, attn_mask=mask)), image(), queries=[(0, 1), (0, 2)]).rows
+    assert rows[..., 0, :5].gt(0).all()
+    assert rows[..., 0, 5:].eq(0).all()
+    assert rows[..., 1, :].gt(0).all()
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_and_shared_keys_of_fused_attention(kind: str) -> None:
+    """Both heads look at the first one's keys."""
+    mask = torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
+    given = mask if kind == "bool" else torch.zeros(24, 24).masked_fill(~mask, -torch.inf)
+
+    def attend(q: Tensor) -> Tensor:
+        q = q.transpose(1, 2)
+        return ops.attention(q, q[:, :, :1], q[:, :, :1], attn_mask=given).transpose(1, 2)
+
+    model = Odd(attend)
+    with torch.no_grad():
+        q = model.heads(image()[None])[0]
+    weights = (q @ q[:1].transpose(1, 2) / 4).masked_fill(~mask, -torch.inf).softmax(-1)
+    found = study.attention_maps(model, image(), queries=[(0, 1), (3, 0)])
+    torch.testing.assert_close(found.rows[0], weights[:, [1, 18]], **VISIBLE)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any result. Outside of the study's own mode, it sees what that one computes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("function", [study.attention_maps, study.attention_rollout], ids=["maps", "rollout"])
+def test_no_matrix_of_all_weights(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_maps, "_CHUNK", 200_000)
+    model = vit(img_size=256, depth=2)
+    with Largest() as largest:
+        found = function(model, image(256, 256), queries=(0, 0))
+    N = found.rows.shape[-1]
+    assert N > 1000
+    assert largest.elements < N * N / 2  # of one head
+
+
+def test_only_the_layers_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And computed, where that is known before the last one."""
+    computed: list[int] = []
+    rows = attention_maps._rows
+
+    def counted(call: Any, *rest: Any) -> Any:
+        computed.append(call.layer)
+        return rows(call, *rest)
+
+    monkeypatch.setattr(attention_maps, "_rows", counted)
+    study.attention_maps(vit(), image(), layers=[2, 0])
+    assert computed == [0, 2]
+
+
+def test_evaluation_mode_and_no_gradient_and_both_restored() -> None:
+    model = vit(attn_drop_rate=0.5, pos_drop_rate=0.5, drop_path_rate=0.5)
+    expected = study.attention_maps(model, image()).rows
+    model.train()
+    model.blocks[1].attn.eval()
+    before = {name: m.training for name, m in model.named_modules()}
+    x = image().requires_grad_()
+    found = study.attention_maps(model, x)
+    assert torch.equal(found.rows, expected)
+    assert not found.rows.requires_grad
+    with pytest.raises(ValueError, match="heads must be"):
+        study.attention_maps(model, x, heads=7)
+    assert {name: m.training for name, m in model.named_modules()} == before
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_what_is_compiled_runs_as_what_it_was_compiled_from() -> None:
+    model = vit(depth=1)
+    expected = study.attention_maps(model, image()).rows
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert torch.equal(study.attention_maps(compiled, image()).rows, expected)
+        with torch.no_grad():
+            compiled(image()[None])  # from here on there is a graph
+
+
+def test_no_compiler_is_loaded() -> None:
+    """It takes seconds, of which `fastvit attention` would be most."""
+    program = """
+import sys, torch, fastvit
+from fastvit import study
+study.attention_rollout(fastvit.VisionTransformer(32, 8, embed_dim=32, depth=1, num_heads=2), torch.zeros(3, 32, 32))
+assert "torch._dynamo" not in sys.modules
+"""
+    environment = os.environ | {"FASTVIT_BACKEND": "aten"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+# ---- what is asked for ----
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "queries"),
+    [
+        (1, 2, (0, 3)), (-1, -1, "cls"), ([-1, 0, -3], [2, 0], [(3, 5), "cls"]), (range(3), None, None),
+        ([2, -2], 1, [[1, 1]]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_some_of_them_are_those_of_all(layers: Any, heads: Any, queries: Any) -> None:
+    model = vit()
+    every = [(r, c) for r in range(4) for c in range(6)]
+    everything = study.attention_maps(model, image(), queries=["cls", *every])
+    found = study.attention_maps(model, image(), layers, heads, queries)
+    assert all(number >= 0 for number in (*found.layers, *found.heads))
+    numbers = [0 if q == "cls" else 1 + every.index(q) for q in found.queries]
+    expected = everything.rows[list(found.layers)][:, list(found.heads)][:, :, numbers]
+    torch.testing.assert_close(found.rows, expected, rtol=0.0, atol=1e-6)
+    wanted = [layers] if isinstance(layers, int) else layers
+    assert found.layers == tuple(layer % 3 for layer in wanted)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": 3}, r"layers must be in -3\.\.2, got 3"),
+        ({"layers": [0, -4]}, r"layers must be in -3\.\.2, got -4"),
+        ({"layers": []}, r"layers must be an integer, some integers, or None for all, got \[\]"),
+        ({"layers": 1.0}, r"layers must be .*got 1\.0"),
+        ({"heads": True}, r"heads must be .*got True"),
+        ({"heads": 3}, r"heads must be in -3\.\.2, got 3"),
+        ({"queries": "all"}, "queries must be \"cls\", .*got 'all'"),
+        ({"queries": (4, 0)}, r"rows in 0\.\.3 and columns in 0\.\.5, got \(4, 0\)"),
+        ({"queries": (0, -1)}, r"columns in 0\.\.5, got \(0, -1\)"),
+        ({"queries": [(0, 1), (1, 2, 3)]}, r"queries must be .*got \(1, 2, 3\)"),
+        ({"queries": []}, r"queries must be .*got \[\]"),
+    ],
+)
+def test_what_the_model_has_not(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        study.attention_maps(vit(), image(), **arguments)
+
+
+def test_images_that_are_not_one() -> None:
+    with pytest.raises(ValueError, match=r"image must have shape .* got \(2, 3, 32, 48\)"):
+        study.attention_maps(vit(), torch.zeros(2, 3, 32, 48))
+    with pytest.raises(TypeError, match="image must be a tensor, got str"):
+        study.attention_rollout(vit(), "cat.jpg")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+def test_without_cls_the_patch_in_the_centre(registers: int) -> None:
+    model = vit(class_token=False, reg_tokens=registers, global_pool="avg")
+    found = study.attention_maps(model, image())
+    assert (found.queries, found.num_prefix_tokens) == (((2, 3),), registers)
+    with pytest.raises(ValueError, match=r'got "cls": VisionTransformer has no CLS'):
+        study.attention_maps(model, image(), queries="cls")
+
+
+# ---- attention that is not seen ----
+
+
+def test_a_layer_that_computes_its_weights_itself_is_named() -> None:
+    model = vit()
+    model.blocks[1].attn.attn_drop.register_forward_hook(lambda *_: None)  # which wants the weights
+    everything = study.attention_maps(vit(), image(), layers=[0, 2])
+    torch.testing.assert_close(study.attention_maps(model, image(), layers=[0, -1]).rows, everything.rows, **VISIBLE)
+    message = r"layer 1's attention is not seen: it computes 27 x 27 weights \(aten::_softmax\)"
+    for layers in (1, None, [0, -2]):
+        with pytest.raises(ValueError, match=message):
+            study.attention_maps(model, image(), layers)
+    with pytest.raises(ValueError, match=message):
+        study.attention_rollout(model, image())
+
+
+@pytest.mark.parametrize(
+    ("attend", "message"),
+    [
+        (lambda q: sdpa(q, is_causal=True), "it is causal"),
+        (lambda q: sdpa(q.unflatten(2, (2, 12))[0].transpose(0, 1)), "2 sequences of 12 tokens, as in windows"),
+        (lambda q: sdpa(q[:, :, ::2]), "over 12 tokens, of an image of 4 x 6 patches"),
+        (
+            lambda q: ops.attention_varlen(*(q[0].transpose(0, 1),) * 3, torch.tensor([0, 10, 24])).transpose(0, 1),
+            "sequences of several lengths",
+        ),
+        (lambda q: (q @ q.transpose(2, 3)).softmax(-1), "computes 24 x 24 weights"),
+        (lambda q: (q[0] @ q[0].transpose(1, 2)).softmax(-1), "computes 24 x 24 weights"),
+    ],
+    ids=["causal", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
+)  # fmt: skip
+def test_attention_of_other_kinds_is_named(attend: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):
+        study.attention_maps(Odd(attend), image())
+
+
+def test_layers_of_other_sizes_are_named() -> None:
+    def attend(q: Tensor) -> Any:
+        return [sdpa(t) for t in (q, torch.cat([q, q], 2), q[:, :1])]
+
+    with pytest.raises(ValueError, match="layer 1's attention is not seen: it is over 48 tokens, where others"):
+        study.attention_maps(Odd(attend), image())
+    with pytest.raises(ValueError, match="layers have different numbers of heads"):
+        study.attention_maps(Odd(attend), image(), layers=[0, 2])
+    assert study.attention_maps(Odd(attend), image(), layers=[0, 2], heads=0).rows.shape == (2, 1, 1, 24)
+
+
+def test_models_without_attention_or_patches() -> None:
+    with pytest.raises(ValueError, match="no self-attention that is seen"):
+        study.attention_maps(Odd(lambda q: q), image())
+    model = Odd(lambda q: sdpa(q))
+    model.patches = nn.Conv2d(3, 32, 9, 8)  # patches that overlap
+    with pytest.raises(ValueError, match="Odd has no grid of patches"):
+        study.attention_maps(model, image())
+
+
+# ---- rollout ----
+
+
+@pytest.mark.parametrize("chunk", [1, 600, 1 << 22], ids=["a row at a time", "some", "all"])
+@pytest.mark.parametrize("kind", ["vit", "eva"])
+def test_rollout_is_its_definition(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_maps, "_CHUNK", chunk)
+    ours, theirs = pair(kind)
+    found = study.attention_rollout(ours, image(), queries=["cls", (2, 1)])
+    expected = dense_rollout(materialised(theirs, image()))
+    numbers = [0, found.num_prefix_tokens + 2 * 6 + 1]
+    torch.testing.assert_close(found.rows.double(), expected[numbers], **VISIBLE)
+    assert (found.queries, found.grid, found.patches.shape) == (("cls", (2, 1)), GRID, (2, *GRID))

@@ -1,0 +1,315 @@
+"""The data of `fastvit explore`, and the page as a text."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import exploring
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from exploring import NAME, decoded, rows_of
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastvit
+from fastvit import study, zoo
+from fastvit.cli import main
+from fastvit.study.explore import attention as explored_attention
+from fastvit.study.explore import document, exploration
+from fastvit.study.explore import memory as explored_memory
+from fastvit.study.memory.plan import Setting, plan
+from fastvit.study.memory.scaled_plan import ScaledPlan, traced_at
+from fastvit.study.sources.find import find
+
+Explored = tuple[study.Exploration, Path, Path]
+
+
+@pytest.fixture
+def explored() -> Iterator[Explored]:
+    with exploring.small_model():
+        yield exploring.explored()
+
+
+@pytest.mark.parametrize(("size", "patch", "bias"), [(224, 16, True), ((32, 48), 8, False)])
+def test_patch_embedding_is_a_convolution(size, patch: int, bias: bool) -> None:
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        projection = nn.Conv2d(3, 192, patch, patch, bias=bias)
+        out = projection(torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size))))
+    found = study.patch_embedding(size, patch, 192, prefix_tokens=5, bias=bias)
+    assert found.patches == out[0, 0].numel()
+    assert found.tokens == found.patches + 5
+    assert found.parameters == sum(p.numel() for p in projection.parameters())
+    assert found.flops == counter.get_total_flops()
+    with pytest.raises(ValueError, match="must divide image_size"):
+        study.patch_embedding(225, patch, 192)
+
+
+# ---- what the page has is what the functions say ----
+
+
+def test_facts_and_models(explored: Explored) -> None:
+    data = explored[0].data
+    (cost,) = study.models(NAME)
+    facts = data["model"]
+    assert (facts["tokens"], facts["prefix"], facts["grid"]) == (27, 2, (5, 5))
+    assert (facts["parameters"], facts["flops"]) == (cost.parameters.total, cost.flops)
+    assert (facts["width"], facts["channels"], facts["bias"]) == (48, 3, True)
+    for row, other in zip(data["models"], study.models(exploring.NAMES), strict=True):
+        assert (row["name"], row["tokens"], row["flops"]) == (other.name, other.tokens, other.flops)
+        assert row["parameters"] == other.parameters.total
+
+
+def test_table_is_of_known_models() -> None:
+    assert set(exploration._NAMES) <= set(zoo.CONFIGS)
+    assert len(exploration._NAMES) == len(set(exploration._NAMES)) <= 40
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_attention_is_that_of_attention_maps(explored: Explored, layer: int) -> None:
+    found, image, weights = explored
+    attention = found.data["attention"]
+    model = exploring.built(weights)
+    pixels = study.read_picture(image, 40, (0.5,) * 3, (0.5,) * 3).pixels
+    queries = ["cls", *((row, column) for row in range(5) for column in range(5))]
+    assert attention["queries"] == [0, *range(2, 27)]
+    rows = study.attention_maps(model, pixels, layer, queries=queries).rows[0]
+    for name, right in [(f"{layer}.{head}", rows[head]) for head in range(3)] + [(f"{layer}.mean", rows.mean(0))]:
+        near(rows_of(attention["maps"][name], 27), right)
+    near(rows_of(attention["maps"]["rollout"], 27), study.attention_rollout(model, pixels, queries).rows)
+
+
+def near(ours: np.ndarray, right: torch.Tensor) -> None:
+    """To half of a 255th of the largest weight of each row."""
+    most = right.amax(-1, keepdim=True)
+    assert most.max() > 3 / 27, "all rows are flat: this test could not tell them apart"
+    assert ((torch.from_numpy(ours) - right).abs() <= most * 0.5001 / 255).all()
+
+
+def test_positions(explored: Explored) -> None:
+    found, _, weights = explored
+    positions = exploring.built(weights).pos_embed[0, 2:]
+    right = F.cosine_similarity(positions[:, None], positions[None], dim=-1)
+    ours = decoded(found.data["positions"]["cosine"], np.int8).reshape(25, 25) / 127
+    assert np.abs(ours - right.detach().numpy()).max() <= 0.5001 / 127
+    assert right.min() < 0 < 0.1 < right.fill_diagonal_(0).max()
+
+
+def test_a_model_with_rotary_positions_has_none_to_show() -> None:
+    model = zoo.create_model("vit_small_patch16_dinov3", depth=1, img_size=32)
+    found = exploration._positions(model, (2, 2))
+    assert found["cosine"] is None
+    assert "rotates queries and keys" in found["note"]
+
+
+@pytest.mark.parametrize("provider", ["eager", "sdpa", "fused"])
+def test_memory_of_the_page_is_that_of_the_study(explored: Explored, provider: str) -> None:
+    memory = explored[0].data["memory"]
+    assert memory["patches"] == [4, 8]
+    for mode, dtype, size, patch, batch in [
+        ("train", "bfloat16", 272, 8, 32),
+        ("train", "float32", 40, 4, 1),
+        ("infer", "float32", 64, 4, 2),
+    ]:
+        study_ = study.memory(
+            NAME, image_sizes=[size], patch_size=patch, batches=[batch], mode=mode, dtype=dtype, providers=[provider],
+            device="cuda",
+        )  # fmt: skip
+        (point,) = study_.points
+        ours = dict(zip(memory["parts"], memory["plan"][provider][mode][dtype][f"{size}x{patch}"][batch], strict=True))
+        assert memory["tokens"][f"{size}x{patch}"] == point.tokens
+        assert ours == asdict(point.planned)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize("provider", ["eager", "sdpa", "fused"])
+def test_a_plan_scaled_from_one_step_is_the_plan(provider: str, mode: str, gpu: bool, monkeypatch) -> None:
+    """From one of several images, or of one for one."""
+    scaled_is_planned(monkeypatch, "vit_small_patch16_224", 1, provider, Setting(mode), gpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("vit_small_plus_patch16_dinov3", 5), ("aimv2_large_patch14_224", 0), ("vit_small_patch16_rope_mixed_224", 1)],
+)
+def test_plans_of_rotary_gated_and_qk_normed_models_scale(name: str, prefix: int, monkeypatch) -> None:
+    scaled_is_planned(monkeypatch, name, prefix, "fused", Setting(), gpu=True)
+
+
+def scaled_is_planned(
+    monkeypatch: pytest.MonkeyPatch, name: str, prefix: int, provider: str, setting: Setting, gpu: bool
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setitem(zoo.CONFIGS, name, zoo.config(name) | {"depth": 2})
+    subject = find(name)
+    with torch.device("meta"):
+        at = traced_at(subject.build(), prefix)
+    (patch, _), options = subject.patch_size, {"gpu": gpu}
+    one, more = (ScaledPlan(subject, provider, setting, traced, **options) for traced in (at._replace(batch=1), at))
+    for grid, p, batch, scaled in [(14, patch // 2, 8, more), (32, patch, 3, more), (14, 2 * patch, 1, one)]:
+        right = plan(subject, provider, (grid * p,) * 2, batch, setting, **options, patch_size=(p, p)).parts
+        assert scaled.parts(grid * p, p, batch) == right
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
+def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix: int) -> None:
+    widths = 17 * 19, 23 * 47
+    with torch.device("meta"):
+        at = traced_at(nn.ModuleList([nn.Linear(*widths)]), prefix)
+    assert at.grow() == (
+        at.batch, at.side, at.side**2 + 1, at.side**2 + prefix, (2 * at.side - 1) ** 2 + 3 * prefix, at.patch
+    )  # fmt: skip
+    tell = set(at.grow()) - {at.side**2}
+    assert len(tell) == (5 if prefix < 2 else 6)
+    for n in tell:  # what is left without the others' primes divides no width
+        for m in (*widths, *tell - {n}):
+            while (common := math.gcd(n, m)) > 1:
+                n //= common
+        assert n > 1
+
+
+def test_every_extent_scales_by_what_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers without positions, as transformers' DINOv2 has them, and tables of relative positions, as BEiT."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    for name, prefix in [("study_models:of_registers", 3), ("study_models:of_relative_positions", 1)]:
+        subject = find(name)
+        at = traced_at(subject.on_meta("sdpa"), prefix, 8)
+        scaled = ScaledPlan(subject, "sdpa", Setting(), at, gpu=True)
+        right = plan(subject, "sdpa", (48, 48), 3, Setting(), gpu=True, patch_size=(8, 8)).parts
+        assert scaled.parts(48, 8, 3) == right
+
+
+@pytest.mark.parametrize(
+    ("size", "patches", "stops"),
+    [
+        (224, [8, 16, 32], [224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048]),
+        (518, [7, 14], [224, 252, 322, 378, 448, 518, 644, 770, 1022, 1540, 2044]),
+        (40, [4, 8], [40, 48, 56, 64, 80, 88, 112, 136, 184, 272, 368]),
+    ],
+)
+def test_stops(size: int, patches: list[int], stops: list[int]) -> None:
+    assert explored_memory.size_stops(size, patches) == stops
+    assert all(stop % p == 0 for stop in stops for p in patches)
+
+
+@pytest.mark.parametrize(
+    ("patch", "stops"), [(16, [4, 7, 8, 14, 16, 28, 32, 56]), (112, [4, 7, 8, 14, 16, 28, 32, 56, 112])]
+)
+def test_patches_that_divide(patch: int, stops: list[int]) -> None:
+    assert exploration.patch_stops((224, 224), (patch, patch)) == stops
+
+
+# ---- room ----
+
+
+@pytest.mark.parametrize(("room", "whole"), [(20_000, {0, 1}), (40_000, {1}), (60_000, {0, 1})])
+def test_attention_stays_within_its_room(room: int, whole: set[int], monkeypatch) -> None:
+    monkeypatch.setattr(explored_attention, "ROOM", room)
+    model = fastvit.VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).eval()
+    found = explored_attention.collect(model, torch.randn(3, 32, 32), [1], exploration._silent)
+    maps = found["maps"]
+    assert len(json.dumps(maps)) <= room + 40 * len(maps)  # and the names
+    assert found["stride"] == (2 if room == 20_000 else 1)
+    assert whole == {layer for layer in (0, 1) if f"{layer}.0" in maps}
+    assert {"rollout", "0.mean", "1.mean"} <= set(maps)
+    for name in maps:
+        assert rows_of(maps[name], 65).shape == (len(found["queries"]), 65)
+
+
+def test_the_rooms_together_are_within_the_limit() -> None:
+    positions = 4 * -(-(exploration._POSITIONS**2) // 3)
+    static = len(document.rendered("", {}))
+    assert explored_attention.ROOM + positions + static + 450_000 < 12_000_000  # memory and the picture
+
+
+@pytest.mark.parametrize(("depth", "asked", "order"), [(5, [], [4, 0, 3, 1, 2]), (4, [2], [2, 3, 0, 1]), (1, [0], [0])])
+def test_layers_by_interest(depth: int, asked: list[int], order: list[int]) -> None:
+    assert explored_attention._by_interest(depth, asked) == order
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"), [([3], "3"), ([0, 1, 5], "0, 1, 5"), ([0, 1, 2, 7, 8, 9, 11], "0 to 2, 7 to 9, 11")]
+)
+def test_layers_in_words(layers: list[int], text: str) -> None:
+    assert explored_attention._ranges(layers) == text
+
+
+def test_a_model_whose_attention_is_not_seen_says_so() -> None:
+    found = explored_attention.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), None, exploration._silent)
+    assert found["maps"] is None
+    assert found["note"].startswith("No attention is shown: ")
+
+
+# ---- the page as a text ----
+
+
+def test_nothing_leads_out_of_the_page(explored: Explored) -> None:
+    page = explored[0].html()
+    assert set(re.findall(r"\w+://[^\s\"'<>)]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, never asked for
+    assert not re.search(r"<(link|iframe|object|embed|img|script)\b[^>]*\b(src|href)=", page)
+    assert not re.search(r"url\(|@import|\bimport\(|\bfetch\(|XMLHttpRequest|sendBeacon|WebSocket", page)
+    assert "default-src 'none'" in page
+    assert "@@" not in page
+    assert len(page.encode()) < 12_000_000
+
+
+def test_names_are_no_markup(explored: Explored) -> None:
+    found, image, _ = explored
+    page = found.html()
+    assert image.name not in page
+    assert "onerror=alert(1)>" not in page
+    assert found.data["provenance"].endswith(f"Picture: {image.name}.")
+    nasty = "</script><script>alert(1)</script><!--"
+    page = document.rendered(nasty, {"name": nasty, "@@STYLE@@": r"\1"})
+    assert page.count("<script") == 2 == page.count("</script>")
+    assert "<!--" not in page
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    assert json.loads(data) == {"name": nasty, "@@STYLE@@": r"\1"}
+
+
+# ---- the command ----
+
+
+def test_command(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a picture and weights, at a size whose memory is not planned."""
+    monkeypatch.setattr(exploration, "_NAMES", exploring.NAMES[:1])
+    monkeypatch.setitem(zoo.CONFIGS, NAME, exploring.CONFIG)
+    out = tmp_path / "page.html"
+    assert main(["explore", NAME, "--image-size", "16x24", "--out", str(out), "--layers", "0,1"]) == 0
+    page = out.read_text()
+    assert capsys.readouterr().err == f"wrote {out}\n"
+    (data,) = re.findall(r'id="data">(.*?)</script>', page)
+    data = json.loads(data)
+    assert data["model"]["tokens"] == 2 * 3 + 2
+    assert "random, since no file was given" in data["provenance"]
+    assert data["attention"]["note"].startswith("Of random weights. ")
+    assert "a computed landscape" in data["provenance"]
+    assert data["picture"]["patch_stops"] == [4, 8]
+    assert data["memory"] == {"plan": None, "note": "Memory is planned for square images and patches only."}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vit_base_patch16_244"], "is not a known model; nearest: vit_base_patch16_224"),
+        ([NAME, "--image-size", "33"], "image size 33 is not a multiple of the patch size 8"),
+        ([NAME, "nothing.png"], "No such file or directory: nothing.png"),
+        ([NAME, __file__], "is no picture that Pillow reads"),
+        ([NAME, "--weights", "nothing.pth"], "nothing.pth: no such file"),
+        ([NAME, "--layers", "12"], "layers must be in 0..1, got 12"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(zoo.CONFIGS, NAME, exploring.CONFIG)
+    out = tmp_path / "page.html"
+    assert main(["explore", *arguments, "--out", str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not out.exists()

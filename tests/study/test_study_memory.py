@@ -1,0 +1,371 @@
+"""Planned memory against what allocators record, and against arithmetic."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from study_models import CONFIG, SMALL, TIMM, known
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastvit import ops, study, zoo
+from fastvit.ops.runtime import devices, dispatch
+from fastvit.study.memory import measurement, scaled_plan
+from fastvit.study.memory import plan as memory_plan
+from fastvit.study.memory.allocations import Allocations, as_on
+from fastvit.study.memory.block import first_block
+from fastvit.study.memory.growth import Search, _largest
+from fastvit.study.memory.plan import Setting, plan
+from fastvit.study.sources import find
+
+GPU_PLAN = pytest.param("cuda", marks=pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed"))
+KINDS = pytest.mark.parametrize("kind", ["cpu", GPU_PLAN])
+
+
+@pytest.fixture(autouse=True)
+def _models() -> Iterator[None]:
+    with known():
+        yield
+
+
+def assert_planned_is_measured(found: study.MemoryStudy) -> None:
+    for point in found.points:
+        assert point.measured == pytest.approx(point.planned.peak, rel=0.05), point
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize(("model", "sizes"), [(SMALL, (32, 48, 64)), (TIMM, (64, 96, 128))], ids=["ours", "timm"])
+def test_planned_is_measured(model, sizes, mode, device):
+    options = {"mode": mode, "dtype": "float32", "device": device.type, "measured": True}
+    found = study.memory(model, image_sizes=sizes, batches=(4,), **options)
+    assert len(found.points) == 9
+    assert_planned_is_measured(found)
+
+
+def test_rotary_positions_are_planned_in_place(device, monkeypatch):
+    """Calls that nothing observes copy no q, k and v, and nor does the plan. In inference the peak lies there."""
+    name = "vit_small_patch16_dinov3"
+    monkeypatch.setitem(zoo.CONFIGS, name, {**zoo.CONFIGS[name], "depth": 2, "embed_dim": 128, "num_heads": 2})
+    options = {"mode": "infer", "dtype": "float32", "device": device.type, "measured": True, "providers": ("fused",)}
+    assert_planned_is_measured(study.memory(name, image_sizes=(256,), batches=(8,), **options))
+
+
+@pytest.mark.parametrize("dtype", ["amp", "bfloat16"])
+def test_planned_is_measured_in_16_bits(dtype, device, monkeypatch):
+    """At a size where 0.1 MB that a CPU's matrix product takes for itself do not count, nor the keys and values of one
+    block, 0.7 MB, that PyTorch's attention packs for a CPU with AMX."""
+    monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG | {"depth": 4})
+    options = {"dtype": dtype, "optimizer": "sgd", "device": device.type, "measured": True}
+    assert_planned_is_measured(study.memory(SMALL, image_sizes=(64,), batches=(12,), **options))
+
+
+@KINDS
+def test_dropout_saves_its_seed(kind, monkeypatch):
+    saved = []
+    for rate in (0.0, 0.1):
+        monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG | {"proj_drop_rate": rate, "attn_drop_rate": rate})
+        found = study.memory(SMALL, image_sizes=(64,), batches=(4,), device=kind, providers=("fused",))
+        saved.append(found.points[0].planned.saved)
+    assert saved[1] - saved[0] <= 2 * 4 * 512
+
+
+@KINDS
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_how_memory_grows(kind, mode):
+    found = study.memory(SMALL, image_sizes=(32, 64, 128, 256), batches=(2,), mode=mode, device=kind)
+    assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
+    eager, fused = found.exponents("eager"), found.exponents("fused")
+    assert eager["attention"] == pytest.approx(2.0, abs=0.05)
+    assert fused["activations"] == pytest.approx(1.0, abs=0.05)
+    assert "attention" not in fused
+    assert all(p.attention == p.planned.attention == 0 for p in found.of("fused"))
+    one = found.of("eager")[-1]
+    matrix = 2 * 3 * one.tokens**2 * 2  # B, H, N, N in bfloat16
+    assert one.tokens == 64 * 64 + 1
+    # a block keeps probabilities; two more are there while their gradients, or scores, are computed
+    assert one.attention // matrix == (CONFIG["depth"] if mode == "train" else 0) + 2
+
+
+@KINDS
+def test_the_parts_of_a_step(kind):
+    subject = find.find("vit_tiny_patch16_224")
+    parameters = list(subject.build("fused").parameters())
+    weights = sum(2 * p.numel() for p in parameters)
+    rounded = 512 * len(parameters) if kind == "cuda" else 0
+
+    def parts(**setting: object) -> study.Parts:
+        return plan(subject, "fused", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
+
+    B = 8  # at fewer the peak is the optimizer's step
+    step = parts()
+    assert weights <= step.weights <= weights + rounded
+    assert 2 * step.weights <= step.optimizer <= 2 * step.weights + 512 * len(parameters)
+    assert step.inputs == B * 3 * 224 * 224 * 2
+    tokens = B * 197 * 192 * 2
+    statistics = 12 * (2 * 2 * 4 + 3 * 4) * 197 * B  # two norms' mean and rstd, and an LSE a head
+    assert 12 * 10 * tokens < step.saved < 12 * 10 * tokens + statistics + 4 * tokens
+    assert step.peak == sum(vars(step).values())
+    assert step.weights <= parts(optimizer="sgd").optimizer <= step.weights + 512 * len(parameters)
+    assert parts(optimizer="none").optimizer == 0
+    inference = parts(mode="infer", optimizer="none")
+    assert inference.saved == inference.gradients == inference.optimizer == 0
+    checkpointed, kept = parts(checkpointing=True, optimizer="none"), parts(optimizer="none")
+    assert kept.peak - checkpointed.peak > 6 * 10 * tokens  # of 12 blocks; by then there are gradients, which is more
+
+
+def test_autocast_on_a_gpu_has_scores_in_float32():
+    """On a CPU, whose tensors stand in for a GPU's, autocast leaves them in bfloat16."""
+    pytest.importorskip("triton")
+    subject = find.find(SMALL)
+    matrices = [plan(subject, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
+    assert matrices[1] > 1.3 * matrices[0]
+
+
+def test_what_an_op_allocates_by_itself_is_seen():
+    """The partial sums of the gradient of a LayerNorm's weight: a row for each program of 132 multiprocessors."""
+    pytest.importorskip("triton")
+    with FakeTensorMode(), as_on(gpu=True):
+        x, weight, bias = (torch.empty(*shape, requires_grad=True) for shape in ((65536, 64), (64,), (64,)))
+        with Allocations(gpu=True) as seen:
+            ops.layer_norm(x, weight, bias).sum().backward()
+    (partial,) = [block for block in seen.blocks if len(block.shape) == 3]
+    count, programs, D = partial.shape
+    assert (count, D) == (2, 64)
+    assert programs % 132 == 0
+    assert partial.nbytes == 2 * programs * 64 * 4
+
+
+def test_a_gpus_attention_drops_out_in_its_kernel():
+    """On a CPU SDPA with dropout computes N x N matrices."""
+    pytest.importorskip("triton")
+    with_dropout, without = (
+        study.memory(name, image_sizes=(64,), device="cuda", providers=("sdpa",)).points[0]
+        for name in ("study_models:of_timm_with_dropout", TIMM)
+    )
+    assert with_dropout.tokens == 65
+    assert with_dropout.attention == 0
+    assert with_dropout.planned.peak == pytest.approx(without.planned.peak, rel=0.01)
+    on_cpu = study.memory("study_models:of_timm_with_dropout", image_sizes=(64,), device="cpu", providers=("sdpa",))
+    assert on_cpu.points[0].tokens == 65
+    assert on_cpu.points[0].attention > 0
+
+
+@pytest.mark.parametrize("provider", ["sdpa", "fused"])
+def test_a_function_that_reads_values_while_it_makes_the_model(provider):
+    got, want = (
+        study.memory(name, image_sizes=(32,), device="cpu", mode="infer", providers=(provider,)).points[0]
+        for name in ("study_models:of_values", TIMM)
+    )
+    assert got.planned == want.planned
+
+
+def test_gradients_are_planned_where_they_are_off_outside():
+    pytest.importorskip("triton")
+    want = study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block("vit_tiny_patch16_224")
+    with torch.no_grad():
+        assert (study.memory(SMALL, image_sizes=(32,), device="cpu"), study.block("vit_tiny_patch16_224")) == want
+
+
+def test_a_model_without_attention():
+    with pytest.raises(ValueError, match="no attention is seen in study_models:of_a_convolution"):
+        study.memory("study_models:of_a_convolution", image_sizes=(32,), providers=("sdpa",), device="cpu")
+
+
+def test_a_cpu_without_memory(monkeypatch):
+    """As CUDA's error of its own, it leaves the point unmeasured; another error is none of these."""
+
+    def measure(*_: object) -> int:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(measurement, "measure", measure)
+    options = {"image_sizes": (32,), "device": "cpu", "providers": ("fused",), "mode": "infer", "measured": True}
+    message = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    assert study.memory(SMALL, **options).points[0].measured is None
+    message = "another"
+    with pytest.raises(RuntimeError, match="another"):
+        study.memory(SMALL, **options)
+
+
+def test_planning_leaves_no_trace():
+    """Launchers launch again, and the interpreter interprets."""
+    pytest.importorskip("triton")
+    from fastvit.ops.runtime import launch
+
+    before = launch._instead, dispatch.INTERPRET, devices.without_gpu
+    study.memory(SMALL, image_sizes=(32,), batches=(1,), device="cuda")
+    assert (launch._instead, dispatch.INTERPRET, devices.without_gpu) == before
+    x = torch.randn(3, 32)
+    with ops.use_backend("auto"):
+        got = ops.layer_norm(x, torch.ones(32), torch.zeros(32), 1e-6)
+    torch.testing.assert_close(got, torch.nn.functional.layer_norm(x, (32,), eps=1e-6))
+
+
+@given(
+    st.integers(0, 10**6), st.integers(1, 10**4), st.sampled_from([1.0, 2.0, 4.0]), st.integers(1, 10**9),
+    st.integers(1, 97),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_the_largest_that_fits(start, slope, power, budget, step):
+    """Whatever the way in which a peak grows: evenly, bent, in stairs."""
+
+    def peak(n: int) -> int:
+        return start + slope * int((n // step * step + 1) ** power)
+
+    found = _largest(peak, budget)
+    assert not found or peak(found) <= budget
+    assert peak(found + 1) > budget
+
+
+def test_a_budget():
+    options = {"provider": "eager", "mode": "infer", "optimizer": "none", "device": "cpu"}
+    budget = 64 << 20
+    batch = study.largest_batch(SMALL, budget, image_size=48, **options)
+    size = study.largest_image(SMALL, budget, batch=batch, **options)
+    peaks = study.memory(
+        SMALL, image_sizes=(size, size + 4), batches=(batch,), mode="infer", providers=("eager",), device="cpu"
+    ).of("eager")
+    assert peaks[0].planned.peak <= budget < peaks[1].planned.peak
+    assert size == 48
+    assert study.largest_batch(SMALL, 1 << 16, **options) == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", [SMALL, TIMM, "study_models:of_registers"])
+def test_a_search_traces_few_steps(name, batch, monkeypatch):
+    """One for all that it searches, one more for each that it finds; and those of one image."""
+    traced = []
+
+    def counted(*args, **options):
+        traced.append(args)
+        return run(*args, **options)
+
+    run = memory_plan.run
+    monkeypatch.setattr(memory_plan, "run", counted)
+    monkeypatch.setattr(scaled_plan, "run", counted)
+    budget, size = 512 << 20, 64
+    search = Search(name, provider="eager", device="cpu")
+    found = tuple(search.largest_batch(budget, px) for px in (size, 2 * size))
+    found = *found, search.largest_image(budget, batch)
+    assert found[0] > found[1] > 1
+    assert len(traced) == 4 + (batch == 1)
+    more = found[0] + 1, found[1] + 1, found[2] + find.find(name).patch_size[0]
+    for (first, second, px), fits in ((found, True), (more, False)):
+        for side, images in ((size, first), (2 * size, second), (px, batch)):
+            peak = plan(find.find(name), "eager", (side, side), images, Setting(), gpu=False).parts.peak
+            assert (peak <= budget) is fits
+
+
+def test_a_search_that_cannot_scale(monkeypatch):
+    """A model of one size; and a plan that differs from the scaled one, as of functions that go by size."""
+    options = {"provider": "fused", "device": "cpu"}
+    batch = study.largest_batch("study_models:of_one_size", 64 << 20, **options)
+    assert batch == study.largest_batch(TIMM, 64 << 20, **options) > 1
+    with pytest.raises(ValueError, match="takes no image_size"):
+        study.largest_image("study_models:of_one_size", 64 << 20, **options)
+    parts = scaled_plan.ScaledPlan.parts
+    monkeypatch.setattr(scaled_plan.ScaledPlan, "parts", lambda self, *sizes: parts(self, *sizes[:2], 2 * sizes[2]))
+    assert study.largest_batch(TIMM, 64 << 20, **options) == batch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": "vit_base_patch16_244"}, ValueError, "vit_base_patch16_244.*nearest: vit_base_patch16_224"),
+        ({"image_sizes": (33,)}, ValueError, "image size 33 is not a multiple of the patch size 4.*nearest: 32"),
+        ({"image_sizes": (32,), "patch_size": 5}, ValueError, "32 is not a multiple of the patch size 5"),
+        ({"mode": "training"}, ValueError, "mode must be one of train, infer, got 'training'"),
+        ({"dtype": "int8"}, ValueError, "dtype must be one of .*got 'int8'"),
+        ({"optimizer": "lion"}, ValueError, "optimizer must be one of"),
+        ({"providers": ("flash",)}, ValueError, "providers must be of .*got 'flash'"),
+        ({"providers": ("compile",)}, ValueError, "'compile' has no planned figures"),
+        ({"device": "tpu"}, ValueError, "device must be one of"),
+        ({"batches": (0,)}, ValueError, "a batch must be a positive integer, got 0"),
+        ({"model": "no/such/config.json"}, FileNotFoundError, "no/such/config.json"),
+        ({"model": "study_models:missing"}, ValueError, "study_models has no function 'missing'"),
+        ({"model": "study_models:of_nothing"}, ValueError, "must return an nn.Module, got NoneType"),
+        ({"model": "study_models:of_one_size", "image_sizes": (64,)}, ValueError, "takes no image_size"),
+        ({"model": "study_models:of_the_reference"}, ValueError, "the reference has no fused form"),
+        (
+            {"model": "study_models:of_no_library", "providers": ("fused",)},
+            ValueError,
+            "accelerate knows no block of Seq",
+        ),
+        ({"model": "study_models:of_no_library"}, ValueError, "Sequential has no switch for eager attention"),
+        ({"model": "study_models:of_mistakes"}, ValueError, "of_mistakes: RuntimeError: what went wrong$"),
+        ({"model": "no_such_module:vit"}, ImportError, "no_such_module"),
+    ],
+)
+def test_what_it_refuses(arguments, error, message):
+    arguments = {"model": SMALL, "image_sizes": (32,), "device": "cpu"} | arguments
+    with pytest.raises(error, match=message):
+        study.memory(**arguments)
+
+
+def test_a_configuration_of_transformers(tmp_path, import_transformers):
+    config = tmp_path / "config.json"
+    values = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
+    config.write_text(json.dumps({"model_type": "dinov2", **values}))
+    for name in (config, tmp_path):
+        found = study.memory(str(name), image_sizes=(28, 56), batches=(2,), device="cpu")
+        assert [p.tokens for p in found.of("fused")] == [5, 17]
+        assert [found.of(provider)[1].attention > 0 for provider in ("eager", "sdpa", "fused")] == [True, False, False]
+    config.write_text("{")
+    with pytest.raises(ValueError, match="is not a configuration in JSON"):
+        study.memory(str(config))
+    config.write_text("{}")
+    with pytest.raises(ValueError, match="no model_type"):
+        study.memory(str(config))
+
+
+@pytest.fixture
+def import_transformers():
+    from library_imports import import_library
+
+    return import_library("transformers")
+
+
+@pytest.mark.parametrize(
+    ("provider", "kept", "ops"),
+    [("eager", 16 + 197 / 64, 17), ("sdpa", 16, 10), ("fused", 10, 7)],
+)
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_small_patch16_224"])
+def test_what_a_block_keeps(model, provider, kept, ops):
+    """Token tensors, of ViTs whose heads are of 64: eager has H * N^2 probabilities beside SDPA's."""
+    pytest.importorskip("triton")
+    cost = study.block(model, provider=provider)
+    assert cost.tokens == 197
+    assert cost.kept == pytest.approx(kept, abs=0.2)
+    assert len(cost.ops) == ops
+    assert ("softmax" in [op.name for op in cost.ops]) == (provider == "eager")
+
+
+def test_a_block_of_timm_and_of_rotary_positions():
+    pytest.importorskip("triton")
+    eva = study.block("eva02_tiny_patch14_336")  # whose MLP has a norm of its own, wider than the tokens
+    (attention,) = [op.kept for op in eva.ops if op.name == "attention_qkvpacked_fwd"]
+    assert attention == pytest.approx(1.03, abs=0.02)
+    kept = study.block(TIMM, image_size=64).kept
+    assert 10 < kept < 11  # with statistics, which count beside 48 channels
+    names = [op.name for op in study.block("vit_small_patch16_dinov3").ops]
+    assert "rotary" in " ".join(names)
+
+
+def test_a_model_without_blocks():
+    with pytest.raises(ValueError, match="Conv2d has no list of blocks"):
+        first_block(torch.nn.Conv2d(3, 8, 4))
+
+
+def test_measuring_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        study.memory(SMALL, image_sizes=(32,), device="cuda", measured=True)
+
+
+def test_compile_is_measured_only(device):
+    found = study.memory(
+        TIMM, image_sizes=(32,), batches=(1,), mode="infer", providers=("compile",), device=device.type, measured=True
+    )
+    assert found.points[0].planned is None
+    assert found.points[0].measured > 0

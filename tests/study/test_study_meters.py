@@ -1,0 +1,107 @@
+"""What studies and benchmarks measure with: memory, exponents, errors. A wrong meter would make every figure wrong."""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+from fastvit.ops.runtime.dispatch import choose_backend
+from fastvit.study.accuracy import formulas as eager
+from fastvit.study.accuracy import rule
+from fastvit.study.accuracy.rule import error_ratio
+from fastvit.study.memory.peak import exponent, peak_bytes, running_peak, saved_bytes
+
+CPU = torch.device("cpu")
+MB = 1 << 20
+
+
+def test_peak_of_a_known_temporary() -> None:
+    x = torch.zeros(1 << 20)  # 4 MB, allocated before: does not count
+
+    def work() -> torch.Tensor:
+        temporary = torch.empty(16 << 20)  # 64 MB
+        del temporary
+        return x + 1  # 4 MB, when the 64 are gone
+
+    work()
+    assert 64 * MB <= peak_bytes(work, CPU) < 64.1 * MB
+
+
+def test_peak_counts_what_lives_together() -> None:
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty(8 * MB, dtype=torch.int8), torch.empty(24 * MB, dtype=torch.int8)
+
+    work()
+    assert 32 * MB <= peak_bytes(work, CPU) < 32.1 * MB
+
+
+def test_peak_sees_allocations_inside_ops_and_in_backward() -> None:
+    x = torch.randn(1, 256, 3, 4, 16, requires_grad=True)
+    scores = 4 * 256 * 256 * 4
+
+    def step() -> object:
+        return torch.autograd.grad(eager.attention(x).sum(), x)
+
+    step()
+    peak = peak_bytes(step, CPU)
+    assert 2 * scores <= peak <= 5 * scores  # probabilities, and at least their gradient, at one time
+
+
+def test_peak_is_of_the_path_that_runs_without_a_profiler() -> None:
+    """Under the dispatcher rotary positions are no longer written into the buffer that they are read from."""
+    paths: list[str] = []
+    peak_bytes(lambda: paths.append(choose_backend(torch.ones(1))), CPU)
+    with profile():
+        paths.append(choose_backend(torch.ones(1)))
+    assert paths[0] == choose_backend(torch.ones(1)) != paths[1] == "dispatcher"
+
+
+def test_running_peak_follows_the_order() -> None:
+    assert running_peak([10, -10, 7, 5, -12, 11]) == 12
+    assert running_peak([-100, 30]) == 0  # releases of what was allocated before
+    assert running_peak([]) == 0
+
+
+def test_saved_bytes_counts_a_storage_once_and_no_parameter() -> None:
+    x = torch.randn(128, 64, requires_grad=True)
+    linear = nn.Linear(64, 64)
+
+    def forward() -> torch.Tensor:
+        h = linear(x)  # saves x and the weight
+        return h.exp() + x.view(64, 128).square().sum()  # saves exp's output, and x again as a view
+
+    parameters = tuple(linear.parameters())
+    assert saved_bytes(forward, parameters) == 2 * x.nbytes
+    assert saved_bytes(forward, ()) == 2 * x.nbytes + linear.weight.nbytes
+
+
+@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
+def test_exponent_of_a_power_law(power: float) -> None:
+    sizes = [197, 577, 1025, 4097]
+    assert exponent(sizes, [3.0 * n**power for n in sizes]) == pytest.approx(power)
+
+
+def test_exponent_needs_points() -> None:
+    with pytest.raises(ValueError, match="at least two"):
+        exponent([1.0], [1.0])
+
+
+def test_error_ratio_is_the_rule() -> None:
+    exact = torch.full((4,), 1.0, dtype=torch.float64)
+    ulp = 2.0**-23
+    near, far = (torch.tensor([1.0 + k * ulp] * 4) for k in (1, 3))
+    assert error_ratio(near, near, exact, 2.0) == pytest.approx(1 / 1.5)
+    assert error_ratio(far, near, exact, 2.0) == pytest.approx(2.0)  # 3 ulp = 2 * 1 + 1: just allowed
+    assert error_ratio(torch.full((4,), torch.nan), near, exact, 2.0) == float("inf")
+    with pytest.raises(ValueError, match="float16"):
+        error_ratio(near.half(), near, exact, 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_an_ulp_is_the_spacing_of_the_dtype(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    x = torch.randn(1000, dtype=torch.float64) * 10.0 ** torch.linspace(-9, 3, 1000).double()
+    x = torch.cat([x, torch.tensor([0.0, 1.0, 2.0, -1.0, limits.tiny, limits.tiny / 4], dtype=torch.float64)])
+    near = x.to(dtype).abs()
+    spacing = (torch.nextafter(near, torch.full_like(near, torch.inf)) - near).double()
+    assert torch.equal(rule.ulp(x, dtype), spacing)

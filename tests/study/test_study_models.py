@@ -1,0 +1,278 @@
+"""`fastvit models`: tokens, parameters, FLOPs, activations and bounds of known models."""
+
+import csv
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from library_imports import import_library, import_timm
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastvit
+from fastvit.cli import main
+from fastvit.cli import models as verb
+from fastvit.study import gpus, models
+from fastvit.study.memory.peak import saved_bytes
+from fastvit.study.models import costs as model_costs
+from fastvit.study.models import parameter_counts
+from fastvit.study.models.hardware import GPUS
+from fastvit.study.models.published import TOP1, Top1
+from fastvit.study.sources import find
+
+FEW = (  # a plain one, with LayerScale and registers, gated MLPs, rotary positions, norms of its own, none of a head;
+    # attention beside the MLP
+    "vit_tiny_patch16_224", "vit_cifar_small", "vit_small_patch14_reg4_dinov2", "vit_small_plus_patch16_dinov3",
+    "eva02_tiny_patch14_224", "vit_pe_spatial_tiny_patch16_512", "vit_medium_patch16_rope_reg1_gap_256",
+    "vit_pwee_patch16_reg1_gap_256",
+)  # fmt: skip
+
+
+def test_vit_base_at_384_is_counted_as_texts_count_it():
+    (cost,) = models("vit_base_patch16_384")
+    assert (cost.grid, cost.patches, cost.tokens) == ((24, 24), 576, 577)
+    assert (cost.patch_pairs, cost.token_pairs) == (331_776, 332_929)
+    D, N, L = 768, 577, 12
+    linear = L * 2 * N * (3 * D * D + D * D + 8 * D * D)
+    assert cost.flops == linear + L * 4 * N * N * D + 2 * 576 * 768 * D + 2 * D * 1000
+
+
+def test_parameters_of_vit_base_by_hand():
+    (cost,) = models("vit_base_patch16_224")
+    D, L = 768, 12
+    assert asdict(cost.parameters) == {
+        "patch_embedding": D * 768 + D,
+        "positions": D + 197 * D,
+        "attention": L * (4 * D * D + 4 * D),
+        "mlp": L * (8 * D * D + 5 * D),
+        "norms": (2 * L + 1) * 2 * D,
+        "head": 1000 * D + 1000,
+        "other": 0,
+    }
+    assert cost.parameters.total == 86_567_656
+
+
+def check_against_the_reference(name):
+    (cost,) = models(name)
+    subject = find.find(name)
+    with torch.device("meta"):
+        reference = subject.build("eager").eval().requires_grad_(False)
+        images = torch.empty(1, 3, *subject.image_size)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        reference(images)
+    assert cost.flops == counter.get_total_flops()
+    assert cost.parameters.total == sum(p.numel() for p in reference.parameters())
+    assert parameter_counts.by_part(reference) == cost.parameters
+    assert cost.parameters.other == 0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_flops_and_parameters_are_the_reference_s(name):
+    check_against_the_reference(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(fastvit.list_models()) - set(FEW)))
+def test_flops_and_parameters_are_the_reference_s_of_every_model(name):
+    check_against_the_reference(name)
+
+
+def test_another_size_and_batch():
+    small, large = models("vit_tiny_patch16_224", image_size=[(64, 96), (224, 224)], batch=1)
+    assert small.grid == (4, 6)
+    assert large.grid == (14, 14)
+    assert small.parameters.positions == (1 + 25) * 192
+    one, four = models("vit_tiny_patch16_224", image_size=64, patch_size=8, batch=[1, 4])
+    assert one.tokens == four.tokens == 65
+    assert four.flops == 4 * one.flops
+    assert four.saved_bytes == 4 * one.saved_bytes
+
+
+def test_saved_bytes_are_those_of_a_real_step():
+    """Counted on the meta device, they are what autograd keeps of real tensors, by the benchmarks' own count."""
+    (cost,) = models("vit_cifar_small", batch=2)
+    model = find.find("vit_cifar_small").build("fused").bfloat16().train()
+    images = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
+    assert cost.saved_bytes == saved_bytes(lambda: model(images), list(model.parameters()))
+    N, D, L = 65, 192, 12
+    assert cost.saved_bytes > L * 10 * 2 * N * D * 2  # of every block ten token tensors
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_storage_counts_once_and_a_parameter_s_not_at_all(device):
+    x, weight = (torch.ones(100, device=device, requires_grad=True) for _ in range(2))
+    y = x * 2
+    saved = saved_bytes(lambda: (y * y, y[:50] * y[50:], y * weight), [weight])
+    assert saved == 400
+
+
+def test_a_bound_is_the_larger_of_arithmetic_and_memory():
+    costs = models("vit_tiny_patch16_224", batch=[1, 256], gpu="h100-sxm", sort="bound")
+    assert [(cost.batch, cost.bound.limit) for cost in costs] == [(256, "FLOPs"), (1, "bytes")]
+    gpu = GPUS["H100 SXM"]
+    many, one = costs
+    assert many.bound.seconds == many.flops / gpu.flops
+    out, images = 1000, 3 * 224 * 224
+    assert one.least_bytes == 2 * (one.parameters.total + images + out)
+    assert one.bound.seconds == one.least_bytes / gpu.bandwidth
+
+
+def test_the_table_of_gpus_is_of_dense_rates():
+    assert len({gpu.name for gpu in gpus()}) == 16
+    for gpu in gpus():
+        assert 60e12 < gpu.flops < 3000e12
+        assert 0.2e12 < gpu.bandwidth < 10e12
+        assert 15e9 < gpu.memory < 300e9
+        assert "NVIDIA" in gpu.source or "AMD" in gpu.source
+
+
+def test_models_of_other_libraries():
+    import_timm()
+    (cost,) = models("deit_tiny_distilled_patch16_224")
+    assert (cost.prefix_tokens, cost.tokens, cost.parameters.other) == (2, 198, 0)
+
+
+# Multiply-adds and parameters as the papers and timm's tables have them
+@pytest.mark.parametrize(
+    ("name", "parameters", "gigamacs", "fused"),
+    [
+        ("resnet50", 25_557_032, 4.09, False),
+        ("swin_tiny_patch4_window7_224", 28_288_354, 4.49, True),  # windows: no sequence of all tokens
+        ("mixer_b16_224", 59_880_472, 12.60, True),  # tokens, and no attention
+        ("torchvision.models:resnet50", 25_557_032, 4.09, False),
+    ],
+)
+def test_models_that_are_no_plain_vits_are_rows_without_tokens(name, parameters, gigamacs, fused):
+    import_timm()
+    import_library("torchvision")
+    larger = {"image_size": [224, 448]} if "resnet" in name else {"batch": [1, 2]}
+    small, large = models(name, **larger)
+    assert small.parameters.total == parameters
+    assert small.parameters.attention == 0 or "swin" in name
+    assert round(small.macs / 1e9, 2) == gigamacs
+    assert small.fused == fused
+    assert (small.patch_size, small.tokens, small.token_pairs, small.grid) == (None,) * 4
+    assert large.flops > 1.9 * small.flops
+    assert small.saved_bytes > 10e6
+
+
+def test_other_studies_want_patches():
+    import_timm()
+    with pytest.raises(ValueError, match="no plain ViT"):
+        find.find("resnet50")
+    with pytest.raises(ValueError, match=r"patch_size must be None for resnet50, which has no patches, got \(8, 8\)"):
+        models("resnet50", patch_size=(8, 8))
+
+
+def test_macs_are_what_papers_count():
+    base, large = models(["vit_base_patch16_224", "vit_large_patch16_224"])
+    assert (round(base.macs / 1e9, 1), round(large.macs / 1e9, 1)) == (17.6, 61.6)
+
+
+def test_a_gpu_by_a_part_of_its_name():
+    from fastvit.study.models.hardware import gpu
+
+    assert [gpu(name).name for name in ("A6000", "3090", "v100", "A10", "h100sxm")] == [
+        "RTX A6000", "RTX 3090", "V100 SXM2", "A10", "H100 SXM",
+    ]  # fmt: skip
+    for name in ("L40", "A100", "A10G", ""):  # another GPU, two of them, another one, none
+        with pytest.raises(ValueError, match="is not in the table"):
+            gpu(name)
+    assert [gpu(name).dtype for name in ("T4", "V100", "A10")] == ["float16", "float16", "bfloat16"]
+
+
+def test_published_accuracy_is_of_names_in_the_zoo_at_their_own_size():
+    assert set(TOP1) <= set(fastvit.list_models())
+    assert all(find.find(name).image_size == (top1.image_size,) * 2 for name, top1 in TOP1.items())
+    own, other = models("vit_base_patch16_224", image_size=[224, 384])
+    assert own.top1 == Top1("augreg2_in21k_ft_in1k", 224, 85.108)
+    assert other.top1 is None
+
+
+def test_a_configuration_of_transformers(tmp_path):
+    import_library("transformers")
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    path.write_text(json.dumps({"model_type": "vit", "image_size": 64, "patch_size": 16, **sizes}))
+    (cost,) = models(str(path))
+    of = cost.parameters
+    assert (cost.prefix_tokens, cost.tokens) == (1, 17)
+    assert (of.attention, of.mlp, of.other) == (2 * 4 * 65 * 64, 2 * (64 * 128 + 128 + 128 * 64 + 64), 0)
+
+
+def test_what_is_wrong_is_named():
+    with pytest.raises(ValueError, match="nearest: vit_base_patch16_224"):
+        models("vit_base_patch16_244")
+    with pytest.raises(ValueError, match=r"no model of the zoo is called 'foo\*'"):
+        models("foo*")
+    with pytest.raises(ValueError, match="nearest: 384"):
+        models("vit_base_patch16_384", image_size=385)
+    with pytest.raises(ValueError, match=r"'H100' is not in the table; nearest: .*H100 SXM"):
+        models("vit_base_patch16_384", gpu="H100")
+    with pytest.raises(ValueError, match="sort must be one of name, "):
+        models("vit_base_patch16_384", sort="colour")
+    with pytest.raises(ValueError, match="batch must be a positive integer, got 0"):
+        models("vit_base_patch16_384", batch=0)
+    with pytest.raises(ValueError, match="sort='bound' wants a gpu"):
+        models("vit_base_patch16_384", sort="bound")
+
+
+# ---- the command ----
+
+
+def rows_of(capsys, *arguments):
+    assert main(["models", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_choices_of_the_command_are_the_function_s():
+    assert set(verb._SORTS) == set(model_costs.SORTS)
+
+
+def test_a_pattern_leaves_out_what_does_not_fit_and_says_so(capsys):
+    found = rows_of(capsys, "vit_tiny_patch16_*", "vit_small_patch14_dinov?", "--image-size", "64", "--sort", "tokens")
+    names = [row["model"] for row in found["models"]]
+    assert set(names) == {"vit_tiny_patch16_224", "vit_tiny_patch16_384", "vit_tiny_patch16_dinov3_qkvb"}
+    assert names[0] == "vit_tiny_patch16_dinov3_qkvb"  # four registers
+    assert found["left_out"] == [
+        "image size 64 is not a multiple of the patch size 14 of vit_small_patch14_dinov2; nearest: 70"
+    ]
+    assert main(["models", "vit_small_patch14_dinov2", "--image-size", "64"]) == 2
+    assert main(["models", "vit_small_patch14_dinov?", "--image-size", "64"]) == 2
+    assert capsys.readouterr().err.count("nearest: 70") == 2
+
+
+def test_csv_has_what_json_has(capsys):
+    arguments = ("vit_tiny_patch16_224", "--gpu", "L4", "--batch", "2")
+    (of_json,) = rows_of(capsys, *arguments)["models"]
+    assert main(["models", *arguments, "--csv"]) == 0
+    (of_csv,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert of_csv["grid"] == "14x14"
+    for key, value in of_json.items():
+        assert of_csv[key] == ("x".join(map(str, value)) if isinstance(value, list) else str(value))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--parts",), ("--top1",), ("--gpu", "RTX 5090", "--batch", "1,64")], ids=str
+)
+def test_tables_are_no_wider_than_100(arguments, capsys):
+    assert main(["models", "vit_mediumd_patch16_*", "vit_tiny_patch16_224", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= 100 for line in lines)
+    assert any(line.startswith("vit_mediumd_patch16_rope_reg1_gap_") for line in lines)
+    assert any(line.split()[:2] == ["vit_tiny_patch16_224", "224/16"] for line in lines)
+
+
+def test_one_model_is_shown_in_full(capsys):
+    assert main(["models", "vit_base_patch16_384", "--gpu", "H100 SXM"]) == 0
+    out = capsys.readouterr().out
+    for text in ("332,929", "331,776", "86,859,496", "28,348,416", "110,968,700,928", "no prediction", "datasheet"):
+        assert text in out
+
+
+def test_grey_images(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers"))
+    (cost,) = models("study_models:of_grey_images")
+    assert cost.parameters.patch_embedding == (64 + 1) * 48

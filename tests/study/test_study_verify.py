@@ -1,0 +1,241 @@
+"""`fastvit verify`: what is right passes, and what is wrong in any of these ways does not."""
+
+import json
+import math
+
+import pytest
+import torch
+from library_imports import import_library
+
+from fastvit import ops
+from fastvit.cli import main
+from fastvit.ops.runtime import dispatch
+from fastvit.study import verify
+from fastvit.study.accuracy import rule, verification
+
+QUICK = {"dtypes": ["float32"], "head_dims": [32], "device": "cpu"}
+
+
+def test_every_public_op_is_verified_and_right():
+    verdicts = list(verify(**QUICK))
+    assert {verdict.name.split()[0] for verdict in verdicts} == set(verification.OPS)
+    assert not [verdict for verdict in verdicts if not verdict.passed]
+    for verdict in verdicts:
+        assert 0 < verdict.output <= 2
+        assert 0 < verdict.gradient <= 3
+        assert verdict.path == "ATen"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_other_dtypes_and_head_dims(dtype):
+    names = ["attention", "rotary_qkvpacked", "linear"]
+    verdicts = list(verify(dtypes=[dtype], head_dims=[72, 80], names=names, device="cpu"))
+    assert all(verdict.passed and verdict.dtype == dtype for verdict in verdicts)
+    assert [verdict.head_dim for verdict in verdicts] == [72] * 3 + [80] * 3 + [None] * 2
+
+
+def test_kernels_of_triton_are_verified(triton_backend):
+    (verdict,) = verify(names=["dropout"], **QUICK)
+    assert verdict.passed
+    assert verdict.path in ("Triton", "interpreter")
+
+
+def test_gradients_of_everything_are_compared(monkeypatch):
+    seen = []
+    ratio = rule.errors
+    monkeypatch.setattr(rule, "errors", lambda *triple: seen.append(triple[0].shape) or ratio(*triple))
+    list(verify(names=["add_layer_norm"], **QUICK))
+    tokens = (2, 197, 192)
+    assert seen == [tokens, tokens, tokens, tokens, (192,), (192,), (192,)]  # two outputs, five gradients
+
+
+# ---- ops that are wrong ----
+
+
+def wrong(monkeypatch, name, change):
+    real = getattr(ops, name)
+    monkeypatch.setattr(ops, name, lambda *args, **options: change(real(*args, **options)))
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (1 + 1e-4)
+
+
+WRONG = {
+    "a factor": lambda out: out * (1 + 1e-4),
+    "an offset of one element": lambda out: out + torch.zeros_like(out).index_fill_(0, torch.tensor([1]), 1e-4),
+    "not a number": lambda out: out * torch.where(torch.arange(out.shape[0]) == 0, torch.nan, 1.0).view(-1, 1, 1),
+    "the gradient": _WrongBackward.apply,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_op_fails_and_the_status_is_1(kind, monkeypatch, capsys):
+    wrong(monkeypatch, "layer_norm", WRONG[kind])
+    assert main(["verify", "--ops", "layer_norm,linear", "--dtype", "fp32", "--device", "cpu"]) == 1
+    out, err = capsys.readouterr()
+    assert [line.split()[-1] for line in out.splitlines()[2:5]] == ["FAIL", "PASS", "PASS"]
+    assert "2 of 3 hold" in out
+    assert err.startswith("FAIL  layer_norm float32, width 192, 197 tokens, ATen: ")
+    (verdict,) = verify(names=["layer_norm"], **QUICK)
+    assert (verdict.output <= 2) is (kind == "the gradient")
+    assert math.isinf(verdict.output) is (kind == "not a number")
+
+
+def test_an_op_that_raises_fails_and_the_others_go_on(monkeypatch, capsys):
+    wrong(monkeypatch, "layer_norm", lambda out: out[:, :, :0] @ out)
+    assert main(["verify", "--ops", "layer_norm,dropout", "--dtype", "fp32", "--device", "cpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    dropout, norm = found["verdicts"]
+    assert (found["passed"], dropout["passed"], norm["passed"], norm["output"]) == (False, True, False, None)
+    assert norm["note"].startswith("RuntimeError: ")
+
+
+@pytest.mark.parametrize("change", [lambda x, p: x, lambda x, p: x * 0], ids=["keeps all", "drops all"])
+def test_a_dropout_that_drops_none_or_all_fails(change, monkeypatch):
+    monkeypatch.setattr(ops, "dropout", change)
+    (verdict,) = verify(names=["dropout"], **QUICK)
+    assert not verdict.passed
+    assert "of all elements" in verdict.note
+
+
+def test_what_triton_cannot_take_is_noted_and_verified_on_aten(triton_backend, monkeypatch):
+    real = ops.layer_norm
+
+    def refused(*args, **options):
+        if dispatch.settings()[1]:
+            raise dispatch.KernelUnsupported("rows of more than 65536 elements")
+        with ops.use_backend("aten"):
+            return real(*args, **options)
+
+    monkeypatch.setattr(ops, "layer_norm", refused)
+    (verdict,) = verify(names=["layer_norm"], **QUICK)
+    assert (verdict.passed, verdict.path, verdict.note) == (True, "ATen", "rows of more than 65536 elements")
+
+
+def test_one_unlucky_element_is_judged_with_other_draws(monkeypatch):
+    """A miss of the first draw alone is none of all draws, where eager has such elements too."""
+    draws = []
+
+    def compared(draw):
+        draws.append(draw)
+        exact = torch.zeros(1000, dtype=torch.float64)
+        got, eager = torch.full((2, 1000), 1e-3).unbind()
+        (got if draw == 0 else eager)[0] = 9e-3
+        yield rule.Compared("output 0", got, eager, exact)
+
+    assert rule.pooled_ratios(compared)["output 0"] == pytest.approx(1, abs=0.1)
+    assert draws == [0, 1, 2, 3]
+
+
+def test_errors_of_several_tensors_are_those_of_one():
+    exact = torch.randn(4, 100, dtype=torch.float64)
+    got, eager = (exact + torch.randn_like(exact) * 1e-3).float(), (exact + torch.randn_like(exact) * 1e-3).float()
+    of_each = [rule.errors(*triple) for triple in zip(got, eager, exact, strict=True)]
+    for whole, parts in zip(rule.errors(got, eager, exact), zip(*of_each, strict=True), strict=True):
+        pooled = rule.Error.pooled(parts)
+        assert pooled.norm == whole.norm
+        assert pooled[1:] == pytest.approx(whole[1:], rel=1e-12)
+
+
+def test_both_norms_count():
+    exact = torch.ones(1000, dtype=torch.float64)
+    one, all_of_them = torch.ones(2, 1000).unbind()
+    one[0] += 1e-3
+    all_of_them += 1e-3
+    assert rule.error_ratio(all_of_them, one, exact, 2.0) > 10  # the maximum is the same
+    assert rule.error_ratio(one, all_of_them / 2 + 0.5, exact, 2.0) == pytest.approx(2, rel=1e-2)
+
+
+def test_infinities_have_to_be_in_place():
+    exact = torch.tensor([1.0, math.inf], dtype=torch.float64)
+    right, finite = exact.float(), torch.ones(2)
+    assert rule.error_ratio(right, right, exact, 2.0) == 0
+    assert rule.error_ratio(finite, right, exact, 2.0) == math.inf
+
+
+# ---- whole models ----
+
+
+def test_a_model_is_verified_with_the_sizes_of_its_ops(capsys):
+    assert main(["verify", "vit_cifar_small", "--depth", "1", "--ops", "attention", "--dtype", "fp32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["verdicts"]
+    assert [(row["name"], row["head_dim"], row["width"]) for row in found] == [
+        ("attention", 64, 192), ("attention", 64, 192), ("attention mask", 64, 192), ("vit_cifar_small", 64, 192)
+    ]  # fmt: skip
+    assert found[-1]["worst"].startswith(("blocks.0.", "patch_embed.", "norm.", "head.", "pos_embed", "cls_token"))
+
+
+def test_a_wrong_model_fails(monkeypatch, capsys):
+    from fastvit import layers
+
+    monkeypatch.setattr(layers.Block, "forward", lambda self, x, **_: x + self.mlp(self.norm2(x)))
+    arguments = ["vit_cifar_small", "--depth", "1", "--ops", "linear", "--dtype", "fp32"]
+    assert main(["verify", *arguments]) == 1
+    assert "FAIL  vit_cifar_small float32" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_whose_keys_have_a_bias(tmp_path):
+    """Its gradient is zero, which neither of the two hits."""
+    import_library("transformers")
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    path.write_text(json.dumps({"model_type": "vit", "image_size": 64, "patch_size": 16, **sizes}))
+    *_, verdict = verify(str(path), dtypes=["float32"], names=["linear"], depth=1, device="cpu")
+    assert verdict.passed, verdict
+    assert "k_proj.bias" not in verdict.worst
+
+
+def test_nothing_outside_is_changed():
+    before = torch.get_rng_state(), torch.backends.cudnn.allow_tf32, dispatch.settings()
+    flags = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    list(verify(names=["dropout"], **QUICK))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.backends.cudnn.allow_tf32, dispatch.settings()) == before[1:]
+    assert flags == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
+
+
+BAD = {
+    "no op is called 'conv'; the ops are add_layer_norm": ["--ops", "conv"],
+    "device must be cpu, cuda or cuda:N, got 'tpu'": ["--device", "tpu"],
+    "device cuda:99 is not there": ["--device", "cuda:99"],
+    "a multiple of 8 from 16 to 256, got 20": ["--head-dim", "20"],
+    "depth is for a model": ["--depth", "2"],
+    "nearest: vit_cifar_small": ["vit_cifar_smal"],
+    "study_models:of_one_size takes no depth": ["study_models:of_one_size", "--depth", "1"],
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_mistake_is_one_line_and_status_2(message, capsys):
+    assert main(["verify", *BAD[message]]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_dtype_is_a_mistake(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "--dtype", "int8"])
+    assert ended.value.code == 2
+    assert "must be of fp32, bf16, fp16, got 'int8'" in capsys.readouterr().err
+
+
+def test_where_eager_overflows_it_is_no_measure():
+    """Its infinite error would allow everything."""
+    exact = torch.tensor([60000.0, 1.0], dtype=torch.float64)
+    eager = torch.tensor([float("inf"), 1.0], dtype=torch.float16)
+    right, wrong = torch.tensor([60000.0, 1.0]).half(), torch.tensor([60000.0, 1.5]).half()
+    assert rule.error_ratio(right, eager, exact, 2.0) <= 2.0
+    assert rule.error_ratio(wrong, eager, exact, 2.0) > 2.0
+
+
+def test_nothing_to_verify():
+    with pytest.raises(ValueError, match="nothing would be verified"):
+        verify(names=[])

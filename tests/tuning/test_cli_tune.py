@@ -1,0 +1,310 @@
+"""The commands `fastvit tune` and `fastvit warmup`."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from study_models import SMALL, known
+from tuned_tables import ARCH, FILE, GPU, ONLINE, write
+
+from fastvit.cli import main
+from fastvit.kernels import _attention_configs, _tuned
+from fastvit.ops.runtime import dispatch
+from fastvit.study.sources import find
+
+if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+    pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
+
+from fastvit.ops.runtime.launch import launching
+from fastvit.ops.runtime.registry import LAUNCH_MODULES
+from fastvit.tuning import launches, model, tuner
+from fastvit.tuning.calls import OpCall
+from fastvit.tuning.model import Machine
+
+ROOT = Path(__file__).parents[2]
+for _module in LAUNCH_MODULES:  # kernels are the interpreter's, if it is on when they are imported
+    importlib.import_module(_module)
+
+
+pytestmark = pytest.mark.usefixtures("nothing_tuned")
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU that launches nothing, on which attention is faster with 128 rows, and all else takes a second. Returns the
+    path of the user's table."""
+    monkeypatch.setenv("FASTVIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr(model, "gpu_at_hand", lambda: Machine(GPU, ARCH, 132, torch.device("cpu")))
+    monkeypatch.setattr(model, "compile_calls", lambda *_: None)
+    monkeypatch.setattr(model, "compile_candidates", lambda machine: lambda work, entries: None)
+    monkeypatch.setattr(tuner, "timer_of", lambda device: lambda run: 1.0 if block_m() == 64 else 0.5)
+    monkeypatch.setattr(find, "find", lambda name: model.tiny_model())
+    plain = OpCall.run
+
+    def run(call: OpCall, arguments: Any) -> tuple[torch.Tensor, ...]:
+        with launching(lambda *_: None):
+            plain(call, arguments)
+        return (torch.ones(1),)
+
+    monkeypatch.setattr(OpCall, "run", run)
+    return tmp_path / "cache" / FILE
+
+
+def block_m() -> int:
+    return _attention_configs.attention_fwd(5, 16, 2, False, ARCH).block_m
+
+
+TUNE = ["tune", "a_model", "--batch", "2", "--mode", "infer"]
+
+
+def test_tuning_a_model(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TUNE) == 0
+    out = capsys.readouterr().out
+    assert "attention forward N=5 d=16: 1000000.0 -> 500000.0 us, all keys at once, 128x128, 8 warps, 2 stages" in out
+    assert "norm forward D=32: 1000000.0 us, as shipped" in out
+    assert f"choices that differ from the shipped ones: 1, in {gpu}" in out
+    # attention's entry makes every call as fast, of which only attention's own is timed again
+    assert "8 fused ops of a forward pass: 8000.00 -> 7500.00 ms" in out
+    assert list(_tuned.users(ARCH, GPU, gpu.parent).choices) == [("attention_fwd", 5, 16, 2, 0, 0)]  # type: ignore
+    written = gpu.read_text()
+    assert main(TUNE) == 0
+    assert ", 0 choices to measure" in capsys.readouterr().out
+    assert gpu.read_text() == written
+
+
+def test_another_model_adds_to_the_table(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TUNE, "--dtype", "fp16"]) == 0
+    before = json.loads(gpu.read_text())["samples"]
+    assert main([*TUNE, "--mode", "train"]) == 0
+    assert json.loads(gpu.read_text())["samples"].items() > before.items()
+
+
+def test_without_a_model_the_default_is_named(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--mode", "infer", "--minutes", "1e-9"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "no MODEL is given: vit_base_patch16_224\n"
+    assert "choices not measured: " in said.out
+    assert not gpu.exists()
+
+
+def test_an_interruption_keeps_what_is_measured(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, count = tuner.Tuner.tune, iter(range(99))
+
+    def tune(self: tuner.Tuner, work: tuner.Work) -> list[tuner.Result]:
+        if next(count) == 2:
+            raise KeyboardInterrupt
+        return plain(self, work)
+
+    monkeypatch.setattr(tuner.Tuner, "tune", tune)
+    assert main(TUNE) == 130
+    assert len(json.loads(gpu.read_text())["samples"]) == 2
+    out = capsys.readouterr().out
+    assert "the same command goes on with them" in out
+    assert str(gpu) in out
+
+
+def test_a_stale_table_is_replaced(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.parent.mkdir()
+    write(gpu.parent, ONLINE, measured={"sources": "other kernels"})
+    assert main(TUNE) == 0
+    assert f"{gpu} is replaced: it was measured with other kernels" in capsys.readouterr().err
+    assert set(json.loads(gpu.read_text())["tables"]["attention_fwd"]) == {"5,16,2,0,0"}
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_measured(
+    gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    path = write(gpu.parent, ONLINE, measured={"sources": "other kernels"})
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    assert main(TUNE) == 2
+    said = capsys.readouterr()
+    assert said.err == f"fastvit: {gpu.parent} cannot be written: Permission denied; FASTVIT_CACHE_DIR names another\n"
+    assert path.exists()
+
+
+def test_tables_are_shown_and_forgotten(
+    gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "--show"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{GPU}, sm_90", "shipped: none", "yours: none; `fastvit tune` measures one"
+    ]  # fmt: skip
+    shipped = write(
+        tmp_path / "shipped", {}, tables={"attention_fwd": dict.fromkeys(("5,16,2,0,0", "7,16,2,0,0"), ONLINE)}
+    )
+    monkeypatch.setattr(_tuned, "FOLDER", shipped.parent)
+    assert main(TUNE) == 0
+    capsys.readouterr()
+    assert main(["tune", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert f"shipped: {shipped}, 2 choices" in out
+    assert f"yours: {gpu}, 1 choices" in out
+    own = "attention forward N=5 d=16: all keys at once, 128x128, 8 warps, 2 stages, 500000.0 us; shipped: "
+    assert f"{own}64x64, 4 warps, 2 stages, 1000000.0 us\n" in out
+    assert "attention forward N=7 d=16: 64x64, 4 warps, 2 stages (shipped)\n" in out
+    write(gpu.parent, ONLINE, measured={})
+    assert main(["tune", "--show"]) == 0
+    assert f"yours: {gpu} is ignored: it was measured with other kernels" in capsys.readouterr().out
+    assert main(["tune", "--forget"]) == 0
+    assert capsys.readouterr().out == f"deleted {gpu}\n"
+    assert not gpu.exists()
+    assert main(["tune", "--forget"]) == 0
+    assert capsys.readouterr().out == f"there is no table for {GPU}: {gpu}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no GPU")
+@pytest.mark.parametrize("words", [["tune"], ["tune", "--show"], ["tune", "--forget"], ["warmup", SMALL]])
+def test_without_a_gpu_a_line_says_so(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with known():
+        assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastvit: no GPU: ")
+    assert ("--rehearse" if words[0] == "tune" else "--target") in line
+
+
+@pytest.mark.parametrize("words", [["tune"], ["tune", "--rehearse"], ["warmup", SMALL, "--target", "sm_90"]])
+def test_without_triton_a_line_says_how_to_install_it(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(dispatch, "HAVE_TRITON", False)
+    monkeypatch.setattr(model, "tiny_model", lambda: pytest.fail("went on"))
+    assert main(words) == 2
+    assert "pip install 'fastvit[triton]'" in capsys.readouterr().err
+
+
+def test_in_the_interpreter_nothing_is_compiled_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["tune"], ["warmup", SMALL, "--target", "sm_90"]):
+        assert main(words) == 2
+        assert "with TRITON_INTERPRET=1 no" in capsys.readouterr().err
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["tune", "--out", "x"], "--out is for --rehearse"),
+    (["tune", SMALL, "--rehearse"], "has a tiny model of its own: leave out"),
+    (["warmup", SMALL, "--multiprocessors", "3"], "--multiprocessors is for --target"),
+    (["warmup", SMALL, "--target", "sm_70"], "--target must be one of sm_80, "),
+    (["warmup", "no_model", "--target", "sm_80"], "'no_model' is not a known model"),
+    (["warmup", SMALL, "--target", "sm_80", "--image-size", "33"], "not a multiple of the patch size"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), WRONG)
+def test_mistakes_are_one_line(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with known():
+        assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+@pytest.mark.parametrize("words", ["-1", "0", "nan", "inf", "soon"])
+def test_minutes_are_positive(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--minutes", words])
+    assert "must be a positive number of minutes" in capsys.readouterr().err
+
+
+def test_a_model_without_kernels_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("fastvit.tuning.calls.record", lambda *_: None)
+    with known():
+        assert main(["warmup", SMALL, "--target", "sm_90"]) == 2
+    assert "Triton takes none of its ops" in capsys.readouterr().err
+
+
+def test_warmup_compiles_for_every_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel that fails is named, and the status is 1."""
+    seen = []
+
+    def record(found: Any, recorder: Any, multiprocessors: int) -> None:
+        seen.append(([call.leaves[0].shape[0] for call in found if call.name == "patch_embed_fwd"], multiprocessors))
+        recorder.launches = {n: SimpleNamespace(name=f"{n}_kernel") for n in "abc"}
+
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("fastvit.tuning.calls.record", record)
+    monkeypatch.setattr(
+        launches, "compile_all", lambda all, processes: zip(all, (True, False, "ptxas says no"), strict=True)
+    )
+    with known():
+        words = ["warmup", SMALL, "--target", "sm_90", "--batch", "1,8", "--multiprocessors", "114", "--mode", "infer"]
+        assert main([*words, "--processes", "2"]) == 1
+    assert seen == [([1, 8], 114)]
+    said = capsys.readouterr()
+    assert said.err == "fastvit: c_kernel does not compile: ptxas says no\n"
+    assert f"{SMALL}, batch 1, 8, 32 px, bf16, infer, for sm_90:" in said.out
+    assert "3 kernels, 1 of them compiled before, in " in said.out
+
+
+def program(*words: str, **environment: str) -> str:
+    """Return what a process prints that does not interpret kernels."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER")}
+    inherited["PYTHONPATH"] = f"{ROOT}{os.pathsep}{inherited.get('PYTHONPATH', '')}"
+    run = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=inherited | environment
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_a_rehearsal_takes_every_step(tmp_path: Path) -> None:
+    out = program("-m", "fastvit", "tune", "--rehearse", "--out", str(tmp_path))
+    assert "a tiny ViT, batch 2, 16 px, fp32: 13 ops, 13 choices to measure" in out
+    assert out.count(" tried, ") + out.count(" -> ") >= 15
+    assert "fused ops of a training step" in out
+    data = json.loads((tmp_path / "tuned_interpreter.json").read_text())
+    assert len(data["samples"]) == 13
+    assert data["measured"]["sources"] == _tuned.sources()
+
+
+@pytest.mark.slow
+def test_what_warmup_compiles_is_what_a_step_launches(tmp_path: Path) -> None:
+    """Models of the zoo, of timm under autocast, with a mask, and with rotary positions, forward and backward. So is
+    what tuning compiles beforehand."""
+    out = program(str(ROOT / "tests" / "warmed.py"), TRITON_CACHE_DIR=str(tmp_path))
+    launched = [line.split()[1:] for line in out.splitlines() if line.startswith("launched ")]
+    assert len(launched) == 5
+    assert all(int(kernels) > 8 and added == "0" for _, kernels, added in launched), out
+    assert out.count("compiled before") == 8
+    for again in out.split("launched ")[1:-1]:
+        kernels, before = again.splitlines()[2].split(" of them compiled before")[0].split(" kernels, ")
+        assert kernels == before, "a second call compiles nothing"
+
+
+@pytest.mark.slow
+def test_compile_time_is_measured_from_an_empty_cache(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"model": {}, "results": {"1.0": {}}}))
+    words = ["-m", "benchmarks.codegen.compile_time", "--out", str(path), "--target", "sm_90", "--mode", "infer"]
+    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    for _ in range(2):
+        program(*words, "--model", "vit_tiny_patch16_224", "--batch", "2", **cache)
+    data = json.loads(path.read_text())
+    ((version, found),) = data["results"].items()
+    assert found["environment"]["triton"] == version
+    (case,) = found["cases"]
+    assert case["target"] == "sm_90"
+    assert len(case["kernels"]) >= 5
+    assert all(kernel["seconds"] > 0.02 for kernel in case["kernels"]), "compiled, not found"
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,371 @@
+"""Tuning a model: its calls, what is measured in which order, the user's table."""
+
+import functools
+import math
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from study_models import SMALL, known
+from tuned_tables import ARCH, FILE, GPU, ONLINE, SHORT, write
+
+from fastvit import ops
+from fastvit.kernels import _attention_configs, _tuned
+from fastvit.ops.runtime import dispatch, registry
+from fastvit.study.sources import find
+
+if not (dispatch.INTERPRET and dispatch.HAVE_TRITON):
+    pytest.skip("tuning is tested in Triton's interpreter", allow_module_level=True)
+
+from fastvit.tuning import candidates, launches, tuner
+from fastvit.tuning.calls import MODES, OpCall, calls_of, on_meta
+from fastvit.tuning.model import ModelTuning, Skipped
+from fastvit.tuning.names import choice_in_words, key_in_words
+
+CPU = torch.device("cpu")
+
+
+pytestmark = pytest.mark.usefixtures("nothing_tuned")
+
+
+@functools.cache
+def calls(name: str, dtype: str = "bf16", size: int = 32, modes: tuple[str, ...] = MODES) -> list[OpCall]:
+    with known():
+        return calls_of(find.find(name), (size, size), 2, dtype, modes)
+
+
+def counted(name: str, mode: str, **options: Any) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for call in calls(name, **options):
+        found[call.name] += call.counts[mode]
+    return +found
+
+
+# ---- the calls of a model ----
+
+
+def test_the_calls_of_a_model_of_the_zoo() -> None:
+    """Two blocks: two norms, attention, two linear layers after it and in the MLP; and the norm after them."""
+    one = {"patch_embed_fwd": 1, "layer_norm_fwd": 5, "attention_qkvpacked_fwd": 2}
+    assert counted(SMALL, "infer") == one | {"linear_fwd": 6}
+    backward = {"layer_norm_bwd": 1, "layer_norm_bwd_recompute": 4, "attention_qkvpacked_bwd": 2, "linear_dact": 2}
+    forward = one | {"linear_fwd": 4, "linear_act_fwd": 2}
+    assert counted(SMALL, "train") == forward | backward | {"patch_embed_bwd_weight": 1}
+
+
+def test_equal_calls_are_one() -> None:
+    found = [call for call in calls(SMALL) if call.name == "attention_qkvpacked_fwd"]
+    assert [call.counts for call in found] == [{"infer": 2, "train": 2}]
+    assert len(set(calls(SMALL))) == len(calls(SMALL))
+
+
+def test_the_calls_of_an_accelerated_model() -> None:
+    """Under autocast: float32 parameters, 16-bit attention."""
+    assert counted("study_models:of_timm", "infer", dtype="amp")["attention_qkvpacked_fwd"] == 2
+    attention = next(c for c in calls("study_models:of_timm", dtype="amp") if c.name == "attention_qkvpacked_fwd")
+    assert attention.leaves[0].dtype is torch.bfloat16
+
+
+def test_the_calls_of_a_model_with_rotary_positions() -> None:
+    name = "eva02_tiny_patch14_224"
+    assert counted(name, "train", size=28)["rotary"] == 24, "forward and backward"
+    assert counted(name, "train", size=28)["gated_dact"] == 12
+
+
+def test_a_masked_call_has_one_choice_to_measure() -> None:
+    """The sum of the mask's gradient over programs; kernels with masks take no measured choice."""
+    masked = [c for c in calls("study_models:of_a_bias") if "attention" in c.name]
+    names = {"attention_qkvpacked_fwd", "attention_qkvpacked_bwd_with_mask"}
+    assert {call.name for call in masked} == names
+    with on_meta(ARCH, 132):
+        for call in masked:
+            run = functools.partial(call.run, call.arguments(torch.device("meta")))
+            asked = {table for table in _tuned.FIELDS if tuner.keys_of(run, table, {})}
+            assert asked == ({"column_sum"} if call.name.endswith("with_mask") else set())
+
+
+@pytest.mark.parametrize("name", [SMALL, "study_models:of_a_bias"])
+def test_drawn_arguments_look_like_the_recorded_ones(name: str) -> None:
+    """In shape, strides and dtype, and nothing that an op computes of them overflows."""
+    for call in calls(name):
+        arguments = call.arguments(CPU)
+        again = torch.utils._pytree.tree_leaves(arguments)
+        for drawn, leaf in zip(again, call.leaves, strict=True):
+            if isinstance(drawn, torch.Tensor):
+                assert (drawn.shape, drawn.stride(), drawn.dtype) == (leaf.shape, leaf.stride, leaf.dtype)
+        with ops.use_backend("aten"), torch.no_grad():
+            out = registry.IMPLEMENTATIONS[call.op](*arguments, backend="aten")
+        out = (out,) if isinstance(out, torch.Tensor) else out
+        assert all(t.isfinite().all() for t in out if isinstance(t, torch.Tensor)), call.name
+
+
+def test_no_probability_of_a_drawn_backward_pass_exceeds_one() -> None:
+    """Kernels bound it in their last tile: with other data choices whose tiles differ would have other results."""
+    (call,) = (call for call in calls(SMALL) if call.name == "attention_qkvpacked_bwd")
+    names = [argument.name for argument in call.op._schema.arguments]
+    given = dict(zip(names, call.arguments(CPU), strict=True))
+    q, k, _ = given["qkv"].float().transpose(1, 3).unbind(2)
+    scores = given["scale"] * q @ k.transpose(2, 3)
+    assert (scores.amax(-1) <= given["lse"] + 1e-3).all()
+
+
+def test_a_model_without_fused_ops_is_refused() -> None:
+    subject = SimpleNamespace(name="a model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "fastvit.tuning.calls.run_on_fakes", lambda *_, **__: SimpleNamespace(seen=SimpleNamespace(calls=[]))
+        )
+        with pytest.raises(ValueError, match="a model runs none of fastvit's ops"):
+            calls_of(subject, (32, 32), 1, "bf16", ["infer"])  # type: ignore[arg-type]
+
+
+# ---- what is measured, and in which order ----
+
+
+def stand_in(seconds: dict[str, float], **options: Any) -> ModelTuning:
+    """The tuning of SMALL on a GPU that takes so long for a call, by its name."""
+    of = SimpleNamespace(arch=ARCH, device=CPU, shipped={}, entries={}, has=lambda table, key: False, **options)
+    tuning = ModelTuning(calls(SMALL), of, 132)  # type: ignore[arg-type]
+    tuning.seconds = {i: seconds.get(call.name, 1e-6) for i, call in enumerate(tuning.calls)}
+    return tuning
+
+
+def test_the_largest_share_of_the_step_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRET", False)  # where all matmuls are Triton's
+    works = stand_in({"attention_qkvpacked_bwd": 1.0, "patch_embed_fwd": 1.9, "linear_dact": 0.4}).works()
+    tables = [work.table for work in works]
+    assert tables[0] == "patch_embed", "1.9 s in each of two steps"
+    assert tables[1:4] == ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short"], "1 s twice, in training"
+    at = {table: tables.index(table) for table in tables}
+    assert at["activation_backward"] < at["gemm"] < at["use_triton_gemm"], "a choice between kernels comes after theirs"
+    assert len({(work.table, work.label) for work in works}) == len(works)
+
+
+def test_every_table_that_a_model_asks_for_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of kernels that the shipped choices do not launch, as the two of attention's backward on sm_90."""
+    monkeypatch.setattr(dispatch, "INTERPRET", False)
+    assert {work.table for work in stand_in({}).works()} == set(_tuned.FIELDS)
+
+
+def test_a_call_is_measured_by_the_op_that_takes_most() -> None:
+    tuning = stand_in({"layer_norm_bwd": 2.0})
+    (norm,) = (work for work in tuning.works() if (work.table, work.label) == ("layer_norm", "norm backward D=48"))
+    assert norm.build.args[0].name == "layer_norm_bwd"  # type: ignore[attr-defined]
+
+
+def test_what_is_left_when_the_time_is_up_is_not_measured() -> None:
+    tuning = stand_in({}, tune=lambda work: pytest.fail("measured"))
+    works = tuning.works()
+    found = list(tuning.tune(works, until=-math.inf))
+    assert [result.label for result in found] == [work.label for work in works]  # type: ignore[union-attr]
+    assert all(isinstance(result, Skipped) and result.late for result in found)
+
+
+def test_one_that_cannot_be_timed_does_not_stop_the_others() -> None:
+    def tune(work: tuner.Work) -> list[str]:
+        if work.table == "gemm":
+            raise tuner.HostBound("the GPU waited")
+        return [work.table]
+
+    tuning = stand_in({}, tune=tune)
+    works = tuning.works()
+    found = list(tuning.tune(works))
+    assert len(found) == len(works)
+    assert {r.reason for r in found if isinstance(r, Skipped)} == {"the GPU waited"}
+
+
+def test_a_call_that_cannot_be_timed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(call: OpCall, choices: Any, rounds: int) -> list[float]:
+        if call.name == "linear_dact":
+            raise dispatch.KernelUnsupported("too wide")
+        return [1.0]
+
+    tuning = stand_in({})
+    tuning.seconds = {}
+    monkeypatch.setattr(tuning, "_timed", timed)
+    assert tuning.time_calls() == [Skipped("linear_dact", "too wide")]
+    assert len(tuning.seconds) == len(tuning.calls) - 1
+
+
+def test_only_calls_with_other_choices_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (attention,) = (c for c in calls(SMALL) if c.name == "attention_qkvpacked_fwd")
+    tuning = stand_in({call.name: 1.0 for call in calls(SMALL)})
+    tuning.tuner.entries[("attention_fwd", (65, 16, 2, 0, 0))] = (0, 64, 64, 4, 2)
+    timed = []
+
+    def two(call: OpCall, choices: Any, rounds: int) -> list[float]:
+        timed.append(call)
+        return [1.0, 0.25]
+
+    monkeypatch.setattr(tuning, "_timed", two)
+    infer, train = tuning.step("infer"), tuning.step("train")
+    assert timed == [attention], "once for both steps"
+    assert infer == (14.0, 14.0 - 2 * 0.75, 14)
+    assert train.before - train.after == pytest.approx(2 * 0.75)
+
+
+def test_the_baseline_is_the_shipped_table(tmp_path: Path) -> None:
+    """A choice has to beat the one that would run without the user's table."""
+    key = ("attention_fwd", (20, 16, 2, 0, 0))
+    shipped = {key: (0, 64, 64, 4, 2)}
+    use = lambda: (torch.ones(1) * bool(_tuned.choice(ARCH, key[0], *key[1])),)  # noqa: E731
+    of = lambda choice: 1.0 if choice == shipped[key] else 2.0  # noqa: E731
+    one = tuner.Tuner(
+        CPU, lambda run: of(_tuned.choice(ARCH, key[0], *key[1])), tmp_path / FILE, GPU, lambda: {"sources": ""},
+        shipped=shipped, most=2,
+    )  # fmt: skip
+    (result,) = one.tune(tuner.Work(key[0], "a call", lambda device: use))
+    assert (result.shipped, result.chosen) == (1.0, None)
+    assert one.entries == shipped
+
+
+def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path: Path) -> None:
+    """The number of programs of another table's choice is the number of rows to add up."""
+
+    def run() -> tuple[torch.Tensor, ...]:
+        _tuned.choice(ARCH, "column_sum", 9 if _tuned.choice(ARCH, "layer_norm", 768, 1) is None else 10, 768)
+        return (torch.ones(1),)
+
+    norm = {("layer_norm", (768, 1)): (4, 4, 4, 1)}
+    one = tuner.Tuner(CPU, lambda run: 1.0, tmp_path / FILE, GPU, lambda: {"sources": ""}, shipped=norm, most=1)
+    (result,) = one.tune(tuner.Work("column_sum", "a call", lambda device: run))
+    assert result.key == (10, 768)
+
+
+def test_results_in_memory_that_is_written_again_are_compared(tmp_path: Path) -> None:
+    """Some ops write into a tensor that they are given: the candidate's result must not be compared with itself."""
+    out = torch.ones(1)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return (out.fill_(1.0 if _tuned.choice(ARCH, "attention_fwd", 20, 16, 2, 0, 0) is None else 2.0),)
+
+    one = tuner.Tuner(CPU, lambda run: 1.0, tmp_path / FILE, GPU, lambda: {"sources": ""}, most=1)
+    (result,) = one.tune(tuner.Work("attention_fwd", "a call", lambda device: run))
+    assert (result.tried, result.unfit) == (0, 1)
+
+
+def test_long_sequences_have_no_kernel_for_short_ones_to_try() -> None:
+    assert candidates.candidates("attention_bwd_short", (1025, 64, 2, 0, 0)) == []
+
+
+def test_compilation_ends_with_its_caller(tmp_path: Path) -> None:
+    """Ctrl-C leaves no kernels to compile in the background."""
+
+    def compile(number: int) -> None:
+        time.sleep(0.01)
+        (tmp_path / str(number)).touch()
+
+    done = launches.in_processes(compile, range(300), 1)  # type: ignore[type-var]
+    next(done)
+    done.close()  # type: ignore[attr-defined]
+    assert len(list(tmp_path.iterdir())) < 300
+
+
+# ---- the user's table ----
+
+
+def algorithm(n: int) -> str:
+    return _attention_configs.attention_fwd(n, 64, 2, False, ARCH).algorithm
+
+
+def test_the_users_choices_go_before_the_shipped_ones_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = {"197,64,2,0,0": ONLINE, "50,64,2,0,0": ONLINE}
+    monkeypatch.setattr(_tuned, "FOLDER", write(tmp_path / "shipped", {}, tables={"attention_fwd": shipped}).parent)
+    write(tmp_path / "user", SHORT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tuned.load(ARCH, GPU, tmp_path / "user")
+    assert (algorithm(197), algorithm(50), algorithm(100)) == ("short", "online", "short")
+    _tuned.forget()
+    _tuned.load(ARCH, GPU, None)
+    assert algorithm(197) == "online"
+
+
+def test_a_second_model_of_an_arch_changes_no_choice_of_the_first(tmp_path: Path) -> None:
+    """The first one has no table, and its launches stay the same throughout a run."""
+    write(tmp_path, ONLINE)
+    _tuned.load(ARCH, "A GPU without a table", tmp_path)
+    _tuned.load(ARCH, GPU, tmp_path)
+    assert algorithm(197) == "short"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"measured": {"sources": "other kernels"}}, "measured with other kernels than these; `fastvit tune` measures"),
+    ({"measured": {}}, "measured with other kernels"),
+    ({"measured": []}, "no attribute"),
+    ({"gpu": "Another"}, "made on 'Another'"),
+    ({"tables": []}, "tables is no object"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), BAD)
+def test_a_damaged_or_stale_table_is_ignored_with_one_warning(changes: Any, why: str, tmp_path: Path) -> None:
+    path = write(tmp_path, ONLINE, **changes)
+    with pytest.warns(UserWarning, match=why) as caught:
+        [_tuned.load(ARCH, GPU, tmp_path) for _ in range(2)]
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert algorithm(197) == "short"
+
+
+def test_a_folder_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "file").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tuned.load(ARCH, GPU, tmp_path / "file" / "below")
+        monkeypatch.setattr(Path, "read_bytes", refused)
+        _tuned.forget()
+        _tuned.load(ARCH, GPU, tmp_path)
+    assert not (tmp_path / "file" / "below").exists()
+
+
+def test_the_digest_is_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any change of them makes a user's table stale; a table next to them is no source."""
+    _tuned.sources.cache_clear()
+    (tmp_path / "kernel.py").write_text("a = 1")
+    monkeypatch.setattr(_tuned, "__file__", str(tmp_path / "_tuned.py"))
+    found = set()
+    for name, text in (("kernel.py", "a = 1"), ("kernel.py", "a = 2"), ("other.py", ""), ("tuned_x.json", "{}")):
+        (tmp_path / name).write_text(text)
+        found.add(_tuned.sources())
+        _tuned.sources.cache_clear()
+    assert len(found) == 3
+
+
+FOLDERS: list[tuple[dict[str, str], str]] = [
+    ({"FASTVIT_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"), ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
+    ({}, "/a/home/.cache/fastvit"), ({"FASTVIT_CACHE_DIR": "~/x"}, "/a/home/x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("environment", "folder"), FOLDERS)
+def test_the_folder_of_the_users_tables(environment: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/a/home"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert dispatch.cache_folder() == Path(folder)
+
+
+def test_keys_and_choices_in_words() -> None:
+    assert key_in_words("attention_fwd", (197, 64, 2, 0, 0)) == "attention forward N=197 d=64"
+    assert key_in_words("gemm", (13, 3072, 768, 2)) == "linear 768->3072 M<8192"
+    which = key_in_words("use_triton_gemm", (13, 3072, 768, 2, 1))
+    assert which == "linear backward 768->3072 M<8192, Triton or cuBLAS"
+    assert key_in_words("layer_norm", (768, 1)) == "norm backward D=768"
+    assert choice_in_words("attention_fwd", (0, 128, 64, 8, 3)) == "128x64, 8 warps, 3 stages"
+    assert choice_in_words("use_triton_gemm", (0,)) == "cuBLAS"
+    assert choice_in_words("attention_bwd_short", (0, 64, 64, 4, 2)) == "two kernels"
+    for table, fields in _tuned.FIELDS.items():
+        assert key_in_words(table, (16,) * len(_tuned.KEY[table]))
+        assert choice_in_words(table, (16,) * len(fields))
