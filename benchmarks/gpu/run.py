@@ -56,9 +56,9 @@ def gpu_steps(results: Path) -> list[Step]:
     tables = sorted({table.name: None for table in TABLES}, key=lambda name: _rank(_TUNED_FIRST, name))
     steps = [_step("compile candidates", "-m", "benchmarks.gpu.precompile", "--out", str(results), "--tables", *tables)]
     steps += [_step(f"tune {table}", "-m", "benchmarks.gpu.tune", "--table", table) for table in tables]
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if path.stem not in _WITHOUT_GPU:
-            steps.append(_step(f"tests {path.stem}", *_PYTEST, f"tests/{path.name}"))
+            steps.append(_step(f"tests {path.stem}", *_PYTEST, str(path.relative_to(ROOT))))
     for tool in ("memcheck", "racecheck"):
         for op in sanitize.ops():
             steps.append(_step(f"sanitize {tool} {op}", "-m", "benchmarks.gpu.sanitize", "--tool", tool, "--op", op))

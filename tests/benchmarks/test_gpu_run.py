@@ -168,7 +168,7 @@ def alive(pid: int) -> bool:
 
 def test_steps_are_complete() -> None:
     names = [tuple(step.name.split()) for step in gpu.gpu_steps(Path("results"))]
-    tests = {path.stem for path in (provenance.ROOT / "tests").glob("test_*.py")}
+    tests = {path.stem for path in (provenance.ROOT / "tests").rglob("test_*.py")}
     assert {name[1] for name in names if name[0] == "tests"} == tests - gpu._WITHOUT_GPU
     benches = {path.stem.removeprefix("bench_") for path in (provenance.ROOT / "benchmarks").glob("bench_*.py")}
     assert {name[1] for name in names if name[0] == "bench"} == benches

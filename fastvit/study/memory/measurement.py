@@ -13,7 +13,7 @@ def measure(
     subject: Subject, provider: str, image_size: tuple[int, int], batch: int, setting: Setting, device: torch.device,
     patch_size: tuple[int, int] | None = None,
 ) -> int:  # fmt: skip
-    """The peak of a real step in bytes, with everything that `memory/plan.py` counts: what is there before the step, and
+    """The peak of a real step in bytes, with everything that `memory/plan.py` counts: what is there before the step and
     the most that it allocates over that. provider: or "compile", SDPA under torch.compile."""
     dtype = DTYPES[setting.dtype]
     with device:
