@@ -1,4 +1,4 @@
-"""What every op owes to fastvit/ops/_library.py: dispatch, fallback and tracing."""
+"""What every op owes to fastvit/ops/runtime: dispatch, fallback and tracing."""
 
 import importlib
 import os

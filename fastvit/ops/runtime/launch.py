@@ -127,7 +127,7 @@ def launch(
 
 
 class Launch:
-    """A launch but for its tensors, which look alike in every call, for `_plans.Plans`: what two launches of one kernel
+    """A launch but for its tensors, which look alike in every call, for `plans.Plans`: what two launches of one kernel
     may differ in is then where tensors lie, and that is soon compared."""
 
     __slots__ = ("_direct", "constants", "kernel", "numbers", "programs")

@@ -36,7 +36,7 @@ _MOST = 8192  # keys, some 3 KB each: beyond that, as many shapes in one process
 _MOST_ALIKE = 16  # calls of one key that look different
 Kept = dict[Key, tuple[tuple[Alike, list[Any]], ...]]
 _kept: Kept = {}
-launches_are_watched: Callable[[], bool] = bool  # False, until `_launch` is imported and asks Triton's hooks
+launches_are_watched: Callable[[], bool] = bool  # False, until `launch.py` is imported and asks Triton's hooks
 _VALUES = frozenset({bool, int, float, str, type(None), tuple, torch.dtype, type})  # the same where they are equal
 _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a fake, a distributed or a tracer's
 

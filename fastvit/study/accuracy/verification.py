@@ -1,4 +1,4 @@
-"""The fused ops against float64 on the machine at hand, by the rule of `_oracle`: outputs and all gradients."""
+"""The fused ops against float64 on the machine at hand, by the rule of `rule.py`: outputs and all gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study is about: a model that can be built at other sizes, as each provider runs it. `_sources.find` has it
+"""What a study is about: a model that can be built at other sizes, as each provider runs it. `find.py` has it
 by name, file or function."""
 
 from __future__ import annotations
