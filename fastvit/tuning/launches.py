@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from fastvit.ops.runtime import devices, dispatch
+from fastvit.ops.runtime import autograd, devices, dispatch
 
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
@@ -117,10 +117,10 @@ class _ToLaunchers(TorchDispatchMode):
 
 @contextlib.contextmanager
 def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
-    """Replace functions of `runtime/dispatch.py` and `runtime/devices.py` by name, wherever they are used."""
+    """Replace functions of `fastvit.ops.runtime` by name, wherever they are used."""
     with contextlib.ExitStack() as stack:
         for name, substitute in substitutes.items():
-            original = getattr(dispatch if hasattr(dispatch, name) else devices, name)
+            original = next(getattr(module, name) for module in (dispatch, devices, autograd) if hasattr(module, name))
             for module in [module for key, module in sys.modules.items() if key.startswith("fastvit.ops")]:
                 if getattr(module, name, None) is original:
                     stack.enter_context(mock.patch.object(module, name, substitute))
