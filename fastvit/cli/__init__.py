@@ -43,12 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for verb, line in VERBS.items():
         of_verb = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
         if verb == chosen:
-            importlib.import_module(f"fastvit.cli._{verb}").configure(of_verb)
+            importlib.import_module(f"fastvit.cli.{verb}").configure(of_verb)
     if not argv:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
-    return terminal.guarded(lambda: importlib.import_module(f"fastvit.cli._{args.verb}").run(args), args.traceback)
+    return terminal.guarded(lambda: importlib.import_module(f"fastvit.cli.{args.verb}").run(args), args.traceback)
 
 
 class _Version(argparse.Action):

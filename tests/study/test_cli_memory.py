@@ -187,7 +187,7 @@ def test_the_package_runs_as_a_program_which_prints_its_help(command):
 @pytest.mark.parametrize("verb", VERBS)
 def test_examples_are_commands(verb, monkeypatch):
     """Every line that a verb's help shows is taken by the verb, as far as it can be told without running it."""
-    module = importlib.import_module(f"fastvit.cli._{verb}")
+    module = importlib.import_module(f"fastvit.cli.{verb}")
     parser = terminal.Parser(f"fastvit {verb}")
     module.configure(parser)
     lines = re.sub(r" \\\n +", " ", parser.epilog).splitlines()

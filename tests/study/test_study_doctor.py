@@ -212,7 +212,7 @@ def test_bench_collects_the_quick_cases(monkeypatch):
 
 def test_bench_outside_a_checkout_says_what_to_do(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site/fastvit/cli/_bench.py"))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site/fastvit/cli/bench.py"))
     assert main(["bench"]) == 2
     err = capsys.readouterr().err
     assert "clone the repository" in err

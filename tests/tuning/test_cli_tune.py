@@ -282,7 +282,7 @@ def test_a_rehearsal_takes_every_step(tmp_path: Path) -> None:
 def test_what_warmup_compiles_is_what_a_step_launches(tmp_path: Path) -> None:
     """Models of the zoo, of timm under autocast, with a mask, and with rotary positions, forward and backward. So is
     what tuning compiles beforehand."""
-    out = program(str(ROOT / "tests" / "warmed.py"), TRITON_CACHE_DIR=str(tmp_path))
+    out = program(str(ROOT / "tests" / "helpers" / "warmed.py"), TRITON_CACHE_DIR=str(tmp_path))
     launched = [line.split()[1:] for line in out.splitlines() if line.startswith("launched ")]
     assert len(launched) == 5
     assert all(int(kernels) > 8 and added == "0" for _, kernels, added in launched), out

@@ -26,7 +26,7 @@ def rendered(title: str, data: dict[str, Any]) -> str:
         title: any text.
         data: what json takes, without NaN and infinities.
     """
-    folder = resources.files("fastvit.study") / "page"
+    folder = resources.files("fastvit.study.explore") / "page"
     # a "<" in a script element could end it; "&" and ">" are as well said otherwise
     content = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     content = content.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
