@@ -58,7 +58,7 @@ PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.eva_layers fastvit.feat
 
 docs: $(INSTALLED)  ## the API reference, from the docstrings: out/docs/index.html
 	$(BIN)/pdoc --docformat google --template-directory .pdoc --no-include-undocumented \
-		--output-directory out/docs $(PAGES) '!fastvit\.ops\..*'
+		--output-directory out/docs $(PAGES) '!fastvit\.(ops|reference|study)\..*'
 
 # A machine with a GPU may have torch already, and no network to install it: then PYTHON itself runs the steps. So it does
 # where its torch is built for GPUs and finds none, and says why. Asked once, without importing torch, which takes seconds.

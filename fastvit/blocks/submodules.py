@@ -94,7 +94,7 @@ def submodules(
         if child is None:
             raise CannotFuse(f"it has no {name}")
         kind = type(child)
-        if kind not in allowed and qualified_name(child) not in allowed:
+        if kind not in allowed and f"{kind.__module__}.{kind.__qualname__}" not in allowed:  # without another call
             raise CannotFuse(f"{name} is {class_name(kind)}")
         if kind is not checked:
             if not has_own_forward(kind, kind.forward):

@@ -67,10 +67,9 @@ class RMSNorm(nn.Module):
         self.normalized_shape = (channels,)
         self.eps = eps
         weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if elementwise_affine else None
+        self.weight: nn.Parameter | None
         self.register_parameter("weight", weight)
         self.reset_parameters()
-
-    weight: nn.Parameter | None
 
     def reset_parameters(self) -> None:
         if self.weight is not None:

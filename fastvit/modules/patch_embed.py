@@ -40,8 +40,6 @@ class PatchEmbed(nn.Module):
 
     __module__ = "fastvit.layers"
 
-    img_size: tuple[int, int]
-
     def __init__(
         self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
         strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
@@ -56,7 +54,8 @@ class PatchEmbed(nn.Module):
         self.strict_img_size = strict_img_size
         self.dynamic_img_pad = dynamic_img_pad
         self.mean, self.std = checked_statistics(mean, std, in_chans)
-        self.set_input_size(checked_pair("img_size", img_size))
+        self.img_size = checked_pair("img_size", img_size)
+        self.set_input_size(self.img_size)
         self.proj = nn.Conv2d(
             in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias, device=device, dtype=dtype
         )

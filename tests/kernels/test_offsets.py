@@ -1,6 +1,7 @@
 """Offsets beyond 2**31 elements. Memory is reserved without being committed, so that only touched pages cost any; a
 wrapped offset stays inside the reservation and reads zeros: a wrong result, not a crash."""
 
+import importlib
 import math
 import mmap
 from typing import NamedTuple
@@ -120,7 +121,8 @@ def touched(monkeypatch, device):
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_store", store)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    monkeypatch.setattr("fastvit.ops.attention.launch.empty_like", lambda x: new_empty(x, x.shape))
+    launch = importlib.import_module("fastvit.ops.attention.launch")
+    monkeypatch.setattr(launch, "empty_like", lambda x: new_empty(x, x.shape))
     return found
 
 

@@ -1,5 +1,6 @@
 """ops.attention_varlen against float64 and eager PyTorch, on both backends."""
 
+import importlib
 import math
 import random
 from itertools import pairwise
@@ -140,7 +141,8 @@ def test_wrong_ends_and_lengths(ascending, triton_backend, device, monkeypatch):
     traffic_counter = pytest.importorskip("benchmarks.codegen.traffic_counter")
     if not ascending:  # sequences overlap: two programs store one element
         monkeypatch.setattr(traffic_counter._Counter, "_move", lambda *_: None)
-    monkeypatch.setattr("fastvit.ops.attention.launch.empty_like", torch.zeros_like)  # where nobody writes is no NaN
+    launch = importlib.import_module("fastvit.ops.attention.launch")
+    monkeypatch.setattr(launch, "empty_like", torch.zeros_like)  # where nobody writes is no NaN
     draw, T = random.Random(1), 40
     for longest in (1, 1, 5, 17, 25, 40, 60):
         tensors = made((T,), 2, 16, device=device, kv_heads=draw.choice((1, 2)))

@@ -123,7 +123,7 @@ def test_a_retained_graph_keeps_what_it_saved(op):
 @pytest.mark.parametrize(("activation", "dact"), [("gelu", "linear_dact"), ("swiglu", "gated_dact")])
 def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation, dact, backend, device):
     """What stochastic depth made of it is as large as x."""
-    module = sys.modules[f"fastvit.ops.{'mlp' if activation == 'gelu' else 'gated_mlp'}"]
+    module = sys.modules[f"fastvit.ops.block.{'mlp' if activation == 'gelu' else 'gated_mlp'}"]
     seen, alive = [], []
 
     def noted(operation, note):

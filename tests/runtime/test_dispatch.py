@@ -120,7 +120,7 @@ class Stacks:
             frame, stack = sys._getframe(1), []
             while frame is not None:
                 file = frame.f_code.co_filename
-                if PACKAGE in file and Path(file).name != "runtime/launch.py":
+                if PACKAGE in file and not file.endswith("ops/runtime/launch.py"):
                     stack.append(frame.f_code.co_name)
                 frame = frame.f_back
             self.found.append(stack)
