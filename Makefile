@@ -17,8 +17,10 @@ test-quick: $(INSTALLED)  ## of these one case of every test and backend
 test-slow: $(INSTALLED)  ## the slowest, which CI runs too
 	$(PYTEST) -m slow $(ARGS)
 
-mutants: $(INSTALLED)  ## deliberate faults, each of which a test has to catch; ARGS="-k attention"
-	$(BIN)/python tests/mutants.py $(ARGS)
+mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS="--since main", ARGS="dropout"
+	$(BIN)/python -c "import cosmic_ray" 2>/dev/null \
+		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mutants]"
+	PYTHONPATH=tests $(BIN)/python -m mutation.run $(ARGS)
 
 # Each with what it wants beside it, in a folder that goes before .venv
 TRANSFORMERS := 5.0.0 5.8.1 5.12.1 5.17.0 5.20.2 5.24.0
