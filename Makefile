@@ -20,7 +20,7 @@ test-slow: $(INSTALLED)  ## the slowest, which CI runs too
 mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS="--since main", ARGS="dropout"
 	$(BIN)/python -c "import cosmic_ray" 2>/dev/null \
 		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mutants]"
-	PYTHONPATH=tests $(BIN)/python -m mutation.run $(ARGS)
+	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 # Each with what it wants beside it, in a folder that goes before .venv
 TRANSFORMERS := 5.0.0 5.8.1 5.12.1 5.17.0 5.20.2 5.24.0

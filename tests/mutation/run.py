@@ -1,4 +1,12 @@
-"""Run mutants, keep their results, sum them up. `python -m mutation.run --help`; needs cosmic-ray."""
+"""Mutation testing with cosmic-ray: change one thing in a copy of the checkout; a test of its room has to fail.
+
+    python -m tests.mutation.run --list                     rooms and the mutants drawn of their files
+    python -m tests.mutation.run dropout kernels/rotary.py  a room and a file; all rooms without a name
+    python -m tests.mutation.run --since main               only lines that changed since `main`
+
+A room is some files of code and the tests that have to notice a change there (rooms.toml). Results are kept in out/: a
+second call runs only what is missing or has changed.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +35,8 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkItem, WorkResult
 
 from fastvit._output import write_file
-from mutation import operators, summary
-from mutation.rooms import ROOT, Mutant, Room, changed_lines, in_random_order, read_rooms
+from tests.mutation import operators, summary
+from tests.mutation.rooms import ROOT, Mutant, Room, changed_lines, in_random_order, read_rooms
 
 plugins.OPERATOR_PROVIDERS["fastvit"] = operators.PROVIDER
 KINDS = {kind: [f"core/{name}" for name in names] for kind, names in operators.LIBRARY.items()}
@@ -178,7 +186,7 @@ def git(*arguments: str) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Mutation testing by rooms; see tests/mutation/rooms.toml.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rooms", nargs="*", help="names of rooms, or paths of code; all rooms without one")
     parser.add_argument(
         "--since", metavar="REF", help="only lines that changed since a branch or commit; writes no results"

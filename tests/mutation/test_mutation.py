@@ -1,8 +1,9 @@
 """Mutation testing: what our operators write, which mutants are drawn, what the summary counts. No cosmic-ray."""
 
 import pytest
-from mutation import operators, rooms, summary
-from mutation.rooms import Mutant
+
+from tests.mutation import operators, rooms, summary
+from tests.mutation.rooms import Mutant
 
 
 def mutants(kind: str, text: str) -> list[str]:
