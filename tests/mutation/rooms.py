@@ -48,7 +48,7 @@ def _find(root: Path, room: str, patterns: list[str], taken: set[str]) -> list[s
     """Files in the order of their patterns, each once."""
     found: dict[str, None] = {}
     for pattern in patterns:
-        paths = sorted(p.relative_to(root).as_posix() for p in root.glob(pattern) if p.name != "__init__.py")
+        paths = sorted(p.relative_to(root).as_posix() for p in root.glob(pattern))
         if not set(paths) - taken - set(found):
             raise ValueError(f"rooms.toml, {room}: {pattern} finds no file that is not in a room already")
         found |= dict.fromkeys(path for path in paths if path not in taken)
