@@ -1,10 +1,12 @@
-"""Launch configurations of attention, as _configs.py has them for the other kernels.
+"""Launch configurations of attention; those of other kernels are in _configs.py.
 
-A program owns a tile of one sequence and loops along the other: `own` x `loop` scores at a time. The tables hold, by
-the instructions that the target's matmuls compile to, the widest tiles that spill no registers, up to a head dimension.
-What no table has (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere. A `kind` of
-attention ("mask", "groups" of heads that share keys, sequences of several "lengths") has no kernels for short
-sequences, and no measured choices yet; "" is plain attention.
+A program owns a tile of one sequence (queries or keys) and loops along the other: `own` x `loop` scores at a time. The
+tables are keyed by the instructions that matmuls compile to on the target. They hold the widest tiles that spill no
+registers, up to a head dimension. Everything else (float32, AMD, head dimensions over 128) takes a plain tile that fits
+everywhere.
+
+`kind` is "" for plain attention, "mask", "groups" (several heads share keys) or "lengths" (packed sequences). All but
+"" have no kernels for short sequences and no measured choices yet.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-_Rows = tuple[tuple[int, Tile], ...]  # up to which head dimension
+_Rows = tuple[tuple[int, Tile], ...]  # (largest head dimension, tile)
 
 _FORWARD: dict[str, _Rows] = {
     "wgmma": ((96, Tile(128, 128, 8)), (128, Tile(128, 64, 8)), (256, Tile(128, 32, 8))),
@@ -44,15 +46,15 @@ _PLAIN: dict[str, _Rows] = {
     "float32": ((128, Tile(32, 32, 8)), (256, Tile(16, 16, 8))),
     "tf32": ((64, Tile(32, 32, 4)), (256, Tile(16, 16, 4))),
 }
-# Up to which head dimension and length the scores of 64 queries with all keys fit into the registers of 4 warps.
+# (head dimension, length) up to which the scores of 64 queries and all keys fit in the registers of 4 warps.
 _SHORT_FORWARD = {"wgmma": ((64, 288), (96, 208)), "mma": ((64, 208),)}
-# Up to which head dimension and length a whole head fits a program of that many warps, on sm_90 only: a quarter fewer
-# instructions and a third less traffic than two kernels, but all of the registers: with dropout only the first fits.
+# (head dimension, length, warps) up to which a whole head fits in one program, on sm_90 only. It takes a quarter fewer
+# instructions and a third less traffic than two kernels, but all registers: with dropout only the first row fits.
 _SHORT_BACKWARD = ((64, 64, 4), (128, 128, 8), (64, 256, 8))
 
 
 def _instructions(itemsize: int, arch: str, tf32: bool) -> str:
-    """What matmuls compile to: a key of the tables."""
+    """Return what matmuls compile to, which is a key of the tables."""
     if itemsize > 2:
         return "tf32" if tf32 else "float32"
     if arch.startswith("gfx"):
@@ -61,14 +63,16 @@ def _instructions(itemsize: int, arch: str, tf32: bool) -> str:
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """(D0, D1), powers of two with D0 + D1 >= head_dim and little waste: 80 = 64 + 16; D1 is 0 where one part does."""
+    """Return (D0, D1), powers of two with D0 + D1 >= head_dim and little padding: 80 = 64 + 16. D1 is 0 if one part is
+    enough."""
     lower = 1 << head_dim.bit_length() - 1
     rest = max(next_power_of_2(head_dim - lower), 16) if head_dim > lower else 0
     return (lower, rest) if rest < lower else (2 * lower, 0)
 
 
 def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
-    """The same, but two halves of a wide one: fewer operands at a time in registers, which wgmma's are not."""
+    """Split the head dimension, and a single wide part into two halves unless matmuls are wgmma: others keep their
+    operands in registers, and halves need fewer at a time."""
     parts = split_head_dim(head_dim)
     return (parts[0] // 2, parts[0] // 2) if parts[1] == 0 and parts[0] > 64 and instructions != "wgmma" else parts
 
@@ -78,20 +82,21 @@ def _tile(
 ) -> Tile:
     plain = _PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps = next(tile for limit, tile in (*rows.get(instructions, ()), *plain) if head_dim <= limit)
-    if kind == "mask" or (has_dropout and head_dim > 64):  # which take registers
+    if kind == "mask" or (has_dropout and head_dim > 64):  # both take registers
         loop = max(loop // 2, 16)
     if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
         own, num_warps = 64, 4
-    return Tile(own, loop, min(num_warps, 4) if arch.startswith("gfx") else num_warps)  # of 64 threads there
+    return Tile(own, loop, min(num_warps, 4) if arch.startswith("gfx") else num_warps)  # AMD: warps of 64 threads
 
 
 def _last(n: int, block: int) -> int:
-    """How many of n are in the last tile: 1 to block."""
+    """Return how many of n rows are in the last tile: 1 to block."""
     return (n - 1) % block + 1
 
 
 def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
-    """n keys as `count` tiles: falling powers of two, at least 16, then zeros. All but the last one are full."""
+    """Split n keys into `count` tiles or fewer: falling powers of two, at least 16, padded with zeros to `count`. All
+    but the last one are full."""
     total = -(-n // 16) * 16
     while True:
         chunks, rest = [], total
@@ -105,8 +110,9 @@ def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AttentionForwardConfig:
-    """algorithm: "online" has a `loop` over tiles of block_n keys, or none, and `chunks` behind it, of their own width;
-    "short" takes all keys at once, in chunks. parts: the head dimension's, (D0, D1)."""
+    """Query tiles of block_m. algorithm: "online" loops over full tiles of block_n keys if `loop`; the rest of the keys
+    is in `chunks`, of their own widths. "short" takes all keys at once, in chunks. parts: (D0, D1) of the head
+    dimension."""
 
     algorithm: Literal["online", "short"]
     block_m: int
@@ -122,6 +128,7 @@ class AttentionForwardConfig:
 def attention_fwd(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = ""
 ) -> AttentionForwardConfig:
+    """Configure attention_fwd_kernel or attention_short_fwd_kernel for n keys."""
     instructions = _instructions(itemsize, arch, tf32)
     tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind), _stages(itemsize, arch)
     if kind == "mask" and instructions == "mma" and head_dim > 64:
@@ -145,8 +152,8 @@ def attention_fwd(
 
 @dataclass(frozen=True)
 class AttentionBackwardConfig:
-    """Score tile [block_m queries, block_n keys]; the last one is `tail` wide, and there is a `loop` before it or none.
-    parts: the head dimension's, (D0, D1). max_registers: a thread."""
+    """Score tiles [block_m queries, block_n keys]. The last one is `tail` wide; full tiles come before it if `loop`.
+    parts: (D0, D1) of the head dimension. max_registers: of a thread."""
 
     block_m: int
     block_n: int
@@ -162,13 +169,13 @@ class AttentionBackwardConfig:
 def attention_bwd_dq(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig:
-    """A program owns queries and loops along the keys."""
+    """Configure attention_bwd_dq_kernel, whose programs own queries and loop along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
     block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind)
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
-    # a wide last tile takes a few registers more than leave room for two programs on an SM; ptxas can save them
+    # With a wide last tile, a program takes a few registers too many for two programs on an SM; ptxas can save them.
     limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64
     limited = limited and not (has_dropout or kind)
     parts = _parts(head_dim, instructions)
@@ -179,7 +186,7 @@ def attention_bwd_dq(
 def attention_bwd_dkdv(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig:
-    """A program owns keys and loops along the queries."""
+    """Configure attention_bwd_dkdv_kernel, whose programs own keys and loop along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
     block_n, block_m, num_warps = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
@@ -193,12 +200,13 @@ def attention_bwd_dkdv(
 
 
 def _stages(itemsize: int, arch: str) -> int:
-    """With 2, a loop waits for its loads right after it has issued them; with 3, while another tile's are under way."""
+    """Return the stages of a loop. With 2 it waits for its loads right after issuing them; with 3 the loads of another
+    tile are in flight while it waits."""
     return 3 if itemsize == 2 and arch in FIRST_TIER else 2
 
 
 def _loop(n: int, block: int) -> tuple[bool, int]:
-    """Whether tiles come before the last one, and the width of that."""
+    """Return whether full tiles come before the last one, and the width of the last one."""
     return n > block, max(next_power_of_2(_last(n, block)), 16)
 
 
@@ -206,7 +214,7 @@ def _loop(n: int, block: int) -> tuple[bool, int]:
 def attention_bwd_short(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = ""
 ) -> AttentionBackwardConfig | None:
-    """For the kernel that takes a whole head, where its tiles fit; else None."""
+    """Configure attention_bwd_short_kernel, whose programs take a whole head; None where its tiles do not fit."""
     if kind:
         return None
     parts = split_head_dim(head_dim)
@@ -224,7 +232,7 @@ def attention_bwd_short(
 def attention_bwd_mask(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool, kind: str = "mask"
 ) -> AttentionBackwardConfig:
-    """A program owns a tile of the mask's gradient."""
+    """Configure attention_bwd_mask_kernel, whose programs own a tile of the mask's gradient."""
     instructions = _instructions(itemsize, arch, tf32)
     block_m, block_n, num_warps = _tile(_DMASK, instructions, n, head_dim, has_dropout, arch)
     return AttentionBackwardConfig(
@@ -234,11 +242,11 @@ def attention_bwd_mask(
 
 @_tuned.cached
 def mask_share(tiles: int, sharing: int, multiprocessors: int) -> int:
-    """How many of the `sharing` heads that a tile of a mask's gradient is summed over one program adds up.
+    """Return how many heads one program adds up, of the `sharing` heads that a tile of a mask's gradient sums.
 
-    A multiprocessor has room for two programs. Where the tiles alone would not fill the GPU, several programs share a
-    tile: as many as make the rounds of programs shortest, at most four rounds. To write and read a partial sum counts
-    as one more head.
+    A multiprocessor has room for two programs. If the tiles alone would not fill the GPU, several programs share a
+    tile: the number that takes the least time, in at most four rounds of programs. Writing and reading a partial sum
+    counts as one more head.
     """
     at_once = 2 * multiprocessors
     if tiles >= at_once:

@@ -1,18 +1,18 @@
 """Launch configurations: pure functions of shapes, dtype and target, so that a result never depends on a timing.
 
 `arch` is "sm_90", "sm_80", "gfx942", ...; sizes are in elements, `itemsize` in bytes. Choices measured on a GPU
-(tuned_<gpu>.json, see _tuned.py) replace these tables'. Attention's are in _attention_configs.py.
+(tuned_<gpu>.json, see _tuned.py) replace those made here. Attention: _attention_configs.py.
 """
 
 from dataclasses import dataclass
 
 from fastvit.kernels import _tuned
 
-FIRST_TIER = ("sm_80", "sm_87", "sm_90")  # with room in the shared memory for a third stage of every loop
+FIRST_TIER = ("sm_80", "sm_87", "sm_90")  # their shared memory has room for a third stage of every loop
 
 
 def register_limit(max_registers: int | None) -> dict[str, int]:
-    """The launch option."""
+    """Return the launch option that limits the registers of a thread; none for None."""
     return {} if max_registers is None else {"maxnreg": max_registers}
 
 
@@ -22,7 +22,7 @@ def next_power_of_2(n: int) -> int:
 
 @dataclass(frozen=True)
 class RowConfig:
-    """A kernel whose program owns whole rows: [block_rows, block_dim] in registers."""
+    """For kernels whose programs own whole rows: [block_rows, block_dim] in registers."""
 
     block_rows: int
     block_dim: int  # power of two >= D
@@ -34,22 +34,24 @@ MAX_ROW = 65536  # elements of a row that a program can hold in registers
 
 @dataclass(frozen=True)
 class LayerNormConfig(RowConfig):
-    """A persistent grid, whose programs load num_stages - 1 tiles ahead."""
+    """A persistent grid whose programs load num_stages - 1 tiles ahead."""
 
     programs_per_sm: int
     num_stages: int
 
     @property
     def registers(self) -> int:
-        """How many a thread can have while the grid's programs share the 65,536 of an SM."""
+        """Registers that a thread can have while the programs of the grid share the 65,536 of an SM."""
         return 65536 // (32 * self.num_warps * self.programs_per_sm)
 
 
 def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> LayerNormConfig:
-    """Narrow rows share a program, wide rows get more warps. The forward gives a thread 16 elements, two 16-byte
-    accesses of bfloat16, and an SM as many programs as its latency wants; the backward, with three tensors and three
-    sums in registers, 8 elements, and as many programs as these leave room for. With few of them tiles are loaded
-    ahead, as long as two of each tensor fit the shared memory."""
+    """Configure layer_norm_fwd_kernel or layer_norm_bwd_kernel.
+
+    Narrow rows share a program, wide rows get more warps. In the forward kernel a thread has 16 elements, two 16-byte
+    accesses of bfloat16, and an SM has as many programs as hide its latency. The backward kernel, with three tensors
+    and three sums in registers, has 8 elements per thread and as many programs as fit. These are few, so tiles are
+    loaded ahead, as long as two of each tensor fit in shared memory."""
     block_dim = max(next_power_of_2(dim), 16)
     if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
         block_rows, num_warps, *grid = tuned
@@ -70,22 +72,22 @@ class ColumnSumConfig:
 
 
 def column_sum(p: int, dim: int, arch: str = "") -> ColumnSumConfig:
-    """Sums over p rows."""
+    """Configure column_sum_kernel for sums over p rows."""
     tuned = _tuned.choice(arch, "column_sum", _tuned.bucket(p), dim)
     return ColumnSumConfig(*tuned or ())
 
 
 def dropout(dim: int) -> RowConfig:
-    """A program owns block_rows x 4 * block_dim elements, 32 a thread. The mask depends on it, so the dtype must not
-    enter here."""
+    """Configure dropout_kernel: a program owns block_rows x 4 * block_dim elements, 32 per thread. The mask depends on
+    the configuration, so the dtype must not."""
     block_dim = min(max(next_power_of_2(dim) // 4, 16), 256)
     return RowConfig(1024 // block_dim, block_dim, 4)
 
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """A step takes block_n tokens of a head, as pairs of `half` elements, a power of two >= d / 2; a persistent grid,
-    whose programs load num_stages - 1 steps ahead."""
+    """For kernels that work head by head (_rotation.py). A step takes block_n tokens of a head, as `half` pairs of
+    elements, a power of two >= d / 2. The grid is persistent, and its programs load num_stages - 1 steps ahead."""
 
     block_n: int
     half: int
@@ -95,16 +97,19 @@ class HeadsConfig:
     max_registers: int | None  # a thread; NVIDIA only
 
     def programs(self, steps: int, multiprocessors: float) -> int:
-        """About four steps each, or more, since a program loads tables and weights, and leaves sums of its own."""
+        """Return the size of the grid. A program takes about four steps or more, because it loads tables and weights
+        and stores partial sums."""
         return max(min(-(-steps // 4), int(self.programs_per_sm * multiprocessors)), 1)
 
 
-def of_heads(head_dim: int, arch: str) -> HeadsConfig:
-    """Of rotary positions, and of the norms of q and k. A thread has 8 elements of each half, two 16-byte accesses of
-    bfloat16, and in the norms' backward pass as many of the tables, the weights and the sums: 12 warps fill an SM's
-    registers, if the compiler is told so. At odd multiples of 8, whose halves are of 8-byte accesses anyway, it has 4.
-    Programs are small, for small batches, but have more threads than a half has elements: else Triton takes the layout
-    of the weights for the tile's."""
+def heads(head_dim: int, arch: str) -> HeadsConfig:
+    """Configure rotary_kernel and the kernels of qk_norm.
+
+    A thread has 8 elements of each half, two 16-byte accesses of bfloat16, and in the backward pass of the norms as
+    many of the tables, the weights and the sums: 12 warps fill the registers of an SM, if the compiler is given that
+    limit. At odd multiples of 8, whose halves are loaded 8 bytes at a time anyway, a thread has 4. Programs are small,
+    for small batches, but have more threads than a half has elements: otherwise Triton gives the tile the layout of the
+    weights."""
     half = next_power_of_2(head_dim // 2)
     num_warps = max(half // 16, 2)
     block_n = 32 * num_warps * (4 if head_dim % 16 else 8) // half
@@ -117,7 +122,7 @@ def of_heads(head_dim: int, arch: str) -> HeadsConfig:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Output tile [block_m, block_n]; group_m row tiles are computed side by side."""
+    """Output tile [block_m, block_n], summed block_k at a time; programs that run together share group_m row tiles."""
 
     block_m: int
     block_n: int
@@ -129,10 +134,12 @@ class GemmConfig:
 
 
 def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
-    """[m, k] @ [k, n]. 128 x 128 x 64 with 3 stages takes 96 KiB of shared memory; with 128 registers a thread two
-    programs share an SM of sm_90, one's epilogue behind the other's matmuls. It needs 64 bytes of L2 a clock, though,
-    and twice the width 48: where a long k makes the epilogue small beside it, one wide program is faster. Few tiles are
-    made smaller, so that they fill the GPU. Column tiles run first while B stays in the L2 cache anyway."""
+    """Configure the kernels of linear.py for [m, k] @ [k, n].
+
+    128 x 128 x 64 with 3 stages takes 96 KiB of shared memory. With 128 registers a thread, two programs share an SM of
+    sm_90, and the epilogue of one overlaps the matmuls of the other. It needs 64 bytes of L2 per clock, though, and a
+    tile of twice the width 48: where k is long and so the epilogue short, one wide program is faster. If there are few
+    tiles, they are made smaller to fill the GPU. group_m is 1 where B fits in the L2 cache anyway."""
     if tuned := _tuned.choice(arch, "gemm", _tuned.bucket(m), n, k, itemsize):
         return GemmConfig(*tuned[:6], max_registers=tuned[6] or None)
     group_m = 1 if n * k * itemsize <= 16 << 20 else 8
@@ -150,8 +157,8 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
 
 
 def gated_gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
-    """Two products [m, k] @ [k, n] of the same rows: block_n columns of each, so that the accumulators, and what a step
-    loads, are those of a plain tile of twice the width."""
+    """Configure the kernels of gated_linear.py for two products [m, k] @ [k, n] of the same rows. block_n columns of
+    each are computed, so that accumulators and loads are those of a plain tile of twice the width."""
     group_m = 1 if 2 * n * k * itemsize <= 16 << 20 else 8
     stages = 2 if arch.startswith("gfx") else 3
     if itemsize > 2:
@@ -163,10 +170,12 @@ def gated_gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
 
 @_tuned.cached
 def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch: str = "") -> bool:
-    """Whether a matmul [m, k] @ [k, n] with an epilogue runs as our kernel instead of the vendor library's matmul and
-    one elementwise pass: where the epilogue saves traffic that counts (16-bit) and the compiler finds rows aligned,
-    which it looks for in 16 elements only: of 8, tiles would move 2 bytes at a time. Plain matmuls never do. backward:
-    the epilogue is the gradient of an activation."""
+    """Whether a matmul [m, k] @ [k, n] with an epilogue runs as our kernel. The alternative is the vendor library's
+    matmul and one elementwise pass.
+
+    Ours runs where the traffic that the epilogue saves matters (16-bit dtypes) and the compiler can tell that rows are
+    aligned. It looks for multiples of 16 elements only; at multiples of 8, tiles would move 2 bytes at a time. Matmuls
+    without an epilogue never run as our kernel. backward: the epilogue is the gradient of an activation."""
     if tuned := _tuned.choice(arch, "use_triton_gemm", _tuned.bucket(m), n, k, itemsize, backward):
         return bool(tuned[0])
     return itemsize == 2 and n % 16 == 0 and k % 16 == 0
@@ -174,7 +183,7 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
 
 @dataclass(frozen=True)
 class ActivationBackwardConfig:
-    """A program takes steps x block_m rows and block_n columns, 8 elements a thread at a time."""
+    """A program takes steps x block_m rows and block_n columns, 8 elements per thread and step."""
 
     block_m: int = 4
     block_n: int = 256
@@ -183,7 +192,7 @@ class ActivationBackwardConfig:
 
 
 def activation_backward(n: int, itemsize: int, arch: str = "") -> ActivationBackwardConfig:
-    """Of rows of n elements."""
+    """Configure act_bwd_kernel and gated_act_kernel for rows of n elements."""
     tuned = _tuned.choice(arch, "activation_backward", n, itemsize)
     return ActivationBackwardConfig(*tuned or ())
 
@@ -193,26 +202,26 @@ def activation_backward(n: int, itemsize: int, arch: str = "") -> ActivationBack
 
 @dataclass(frozen=True)
 class PatchEmbedConfig:
-    """An output tile of block_m x block_n, summed block_k at a time."""
+    """Output tile [block_m, block_n], summed block_k at a time."""
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    splits: int = 1  # of the sum, each with a partial result
+    splits: int = 1  # parts of the sum, with a partial result each
 
 
 def patch_embed(
     m: int, n: int, k: int, *, itemsize: int, loaded: int, arch: str, multiprocessors: int, split: bool = False
 ) -> PatchEmbedConfig:
-    """The implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of what is multiplied;
-    loaded: of the widest tensor that it is converted from.
+    """Configure the implicit GEMMs of patch embedding: an m x n result from sums over k. itemsize: of the operands of
+    the matmul; loaded: itemsize of the widest tensor that they are converted from.
 
-    16-bit operands take tiles that leave room for two programs on an SM, one of which runs its epilogue under the
-    other's matmuls: at most 96 KB of shared memory on Hopper, 64 KB elsewhere. Results of too few such tiles for the
-    GPU, and float32, whose matmul is not one of tensor cores, take smaller ones. With `split`, k is cut until every SM
-    has two programs, but not below 256.
+    With 16-bit operands, tiles leave room for two programs on an SM, so that the epilogue of one overlaps the matmuls
+    of the other: at most 96 KB of shared memory on Hopper, 64 KB elsewhere. Tiles are smaller if there are too few to
+    fill the GPU, and in float32, which does not use tensor cores. With `split`, k is split until every SM has two
+    programs, into parts of at least 256.
     """
     longest = max(k // 256, 1) if split else 1
     large = itemsize == 2 and min(m, n) > 64 and -(-m // 128) * -(-n // 128) * longest >= multiprocessors

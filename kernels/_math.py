@@ -1,4 +1,5 @@
-"""What several kernels share: activations with their gradients, the dropout mask, a tile's columns part by part."""
+"""Device functions for several kernels: activations with their gradients, the dropout mask, a tile's columns in
+parts."""
 
 import triton
 import triton.language as tl
@@ -6,13 +7,13 @@ import triton.language as tl
 
 @triton.jit
 def scaled_normal_tail(x):
-    """u = min(|x| / 16, 1) and 16 * Phi(-|x|), Phi the normal distribution function: their product is |x| Phi(-|x|),
-    and the tail is normal where that is.
+    """Return u = min(|x| / 16, 1) and 16 * Phi(-|x|), where Phi is the normal distribution function. Their product is
+    |x| Phi(-|x|). The factor 16 keeps the tail out of the denormal numbers wherever the product is.
 
-    log2 Phi(-16 u) is nearly a parabola, so it is written as c - y(u)^2, corrected by one more step: seven FMAs whose
-    relative error is 3.5e-4 down to x = -13, where x * Phi(x) leaves the normal numbers of bfloat16. That is 1/11 ulp
-    of it and 3/4 ulp of float16; a polynomial of as many FMAs has 5.1e-4. Fitted to 0 <= |x| <= 13.05 by relative error
-    (tests/kernels/test_math.py). Beyond, it falls to 0 as it should.
+    log2 Phi(-16 u) is nearly a parabola, so it is written as c - y(u)^2 with a correction: seven FMAs with a relative
+    error of 3.5e-4 down to x = -13, where x * Phi(x) becomes denormal in bfloat16. That is 1/11 ulp of bfloat16 and
+    3/4 ulp of float16. Fitted to 0 <= |x| <= 13.05 by relative error (tests/kernels/test_math.py). Beyond 13.05 it
+    falls to 0 as it should.
     """
     u = tl.clamp(tl.abs(x) * 0.0625, 0.0, 1.0)  # one instruction, and it keeps u * 0 finite for infinite x
     y = 2.21885222 * u - 8.38918568
@@ -27,11 +28,12 @@ def scaled_normal_tail(x):
 
 @triton.jit
 def mills_ratio(x):
-    """Phi(-|x|) / phi(x), phi the normal density: where that is wanted anyway, two instructions less than Phi alone.
+    """Return Phi(-|x|) / phi(x), where phi is the normal density. Where phi is needed anyway, this takes two
+    instructions fewer than Phi.
 
-    A cubic in t = 1 / sqrt(x^2 + p |x| + q), which falls off as the ratio does. The error is at most 1.5e-4, of the
-    ratio and of (ratio - |x|), to which GELU's derivative is proportional for x < 0: it is fitted to both by relative
-    error, for |x| <= 13.1 (tests/kernels/test_math.py).
+    A cubic in t = 1 / sqrt(x^2 + p |x| + q), which falls off as the ratio does. The relative error is at most 1.5e-4,
+    both of the ratio and of (ratio - |x|), to which GELU's derivative is proportional for x < 0. Fitted to both for
+    |x| <= 13.1 (tests/kernels/test_math.py).
     """
     a = tl.abs(x)
     t = tl.rsqrt((a + 3.90076780) * a + 4.82381964)
@@ -40,7 +42,7 @@ def mills_ratio(x):
 
 @triton.jit
 def _sigmoid_argument(x, NAME: tl.constexpr):
-    """z and x * dz/dx, where the activation is x * sigmoid(z)"""
+    """Return z and x * dz/dx of an activation x * sigmoid(z)."""
     if NAME == "gelu_tanh":
         z = 1.5957691216 * x * (1.0 + 0.044715 * x * x)
         return z, 3.0 * z - 3.1915382432 * x
@@ -53,7 +55,7 @@ def _sigmoid_argument(x, NAME: tl.constexpr):
 
 @triton.jit
 def _sigmoid(z, EXACT: tl.constexpr):
-    """sigmoid(z) and 1 - sigmoid(z)"""
+    """Return sigmoid(z) and 1 - sigmoid(z)."""
     if EXACT:
         e = tl.exp2(-1.4426950408889634 * tl.abs(z))
         larger = 1.0 / (1.0 + e)
@@ -68,8 +70,8 @@ def _sigmoid(z, EXACT: tl.constexpr):
 
 @triton.jit
 def activate(x, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) for float32 x. EXACT: GELU to float32's accuracy, by erf; else for 16-bit results, at a third of the
-    instructions."""
+    """Return act(x) for float32 x. EXACT: to float32's accuracy; otherwise to 1/8 ulp of bfloat16, which for GELU takes
+    a third of the instructions."""
     if NAME == "none":
         return x
     elif NAME == "relu":
@@ -89,7 +91,7 @@ def activate(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def activate_with_grad(x, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) and act'(x) for float32 x."""
+    """Return act(x) and act'(x) for float32 x. EXACT: as for `activate`."""
     if NAME == "relu":
         value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return value, tl.where(x <= 0.0, 0.0, 1.0)
@@ -109,7 +111,7 @@ def activate_with_grad(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def survives(random, dropout_p):
-    """Whether a random 32-bit number means keep. dropout_p: probability of zero, in [0, 1), as a multiple of 2^-24."""
+    """Whether a random 32-bit number means keep. dropout_p: probability of dropping, in [0, 1), in steps of 2^-24."""
     threshold = tl.minimum(dropout_p * 16777216.0, 16777215.0).to(tl.uint32) << 8
     return random >= threshold
 
@@ -117,11 +119,11 @@ def survives(random, dropout_p):
 @triton.jit
 def keep_mask(seed, i, j, k, dropout_p):
     """Whether element (i, j, k) survives dropout: a hash of its indices, so forward and backward agree without a
-    stored mask. i, j broadcast against each other; k is a scalar. dropout_p: probability of zero, in [0, 1).
+    stored mask. i and j broadcast against each other; k is a scalar. dropout_p: probability of dropping, in [0, 1).
 
-    Philox for every element would cost five times the rest of attention. It gives the keys of a plane k; a row i mixes
-    them to two words, and an element of it takes two rounds of xor-shift and multiply over them and its column: 9
-    instructions. Means, correlations of rows, columns and planes, and spectra are those of independent numbers."""
+    Philox for every element would cost five times the rest of attention. Here Philox makes the keys of plane k, row i
+    mixes them into two words, and each element takes two rounds of xor-shift and multiply over these and its column j:
+    9 instructions. Means, correlations of rows, columns and planes, and spectra are those of independent numbers."""
     zero = k.to(tl.uint32) * 0
     key_i, key_j, key_row, _ = tl.philox(seed, k.to(tl.uint32), zero, zero, zero)
     a = i.to(tl.uint32) * 0x9E3779B1 + key_i
@@ -135,8 +137,8 @@ def keep_mask(seed, i, j, k, dropout_p):
 
 @triton.jit
 def columns_part(x, i: tl.constexpr, COUNT: tl.constexpr):
-    """Part i of COUNT of the columns of a tile that is in registers. Epilogues take one after the other: what they load
-    and compute for a whole tile would leave no room for a second program on the SM, whose matmul they hide behind."""
+    """Return part i of COUNT equal parts of the columns of a tile in registers. Epilogues work part by part: with a
+    whole tile they would need so many registers that no second program fits on the SM, whose matmul hides them."""
     if COUNT == 1:
         return x
     else:

@@ -1,18 +1,18 @@
-"""What a launch costs, for profilers: Proton, for one, shows a kernel under this name with its FLOPs and bytes.
+"""FLOPs and bytes of launches, for profilers such as Proton, which shows a kernel under the name made here.
 
-FLOPs are those of the matmuls that the kernel does, what it recomputes included and padding not; bytes are those of all
-tensors, read or written once. Each function here makes a kernel's `launch_metadata`.
+FLOPs are those of the kernel's matmuls, including recomputation and without padding. Bytes are those of all tensors,
+each read or written once. Each public function returns a kernel's `launch_metadata`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-Arguments = dict[str, Any]  # a launch's, by the parameters' names
+Arguments = dict[str, Any]  # of a launch, by parameter name
 Sizes = dict[str, int]
 
 
 def _metadata(operand: str, sizes_of: Callable[[Arguments], Sizes], flops_of: Callable[[Sizes], int]) -> Any:
-    """operand: the parameter whose dtype the matmuls have."""
+    """Return a `launch_metadata`. operand: the parameter whose dtype is that of the matmuls."""
 
     def launch_metadata(grid: tuple[int, ...], metadata: Any, arguments: Arguments) -> dict[str, Any]:
         sizes, operand_dtype = sizes_of(arguments), arguments[operand].dtype
@@ -26,9 +26,9 @@ def _metadata(operand: str, sizes_of: Callable[[Arguments], Sizes], flops_of: Ca
     return launch_metadata
 
 
-def of_attention(matmuls: int) -> Any:
-    """matmuls: of N x N x d, per head. Where sequences lie one behind the other, N is the number of all tokens, and the
-    FLOPs are those of sequences of the longest one's length."""
+def attention(matmuls: int) -> Any:
+    """Count `matmuls` products of N x N x d per head. For packed sequences N is the number of all tokens, and every
+    sequence counts as long as the longest."""
 
     def sizes(a: Arguments) -> Sizes:
         found = dict(zip("BNHd", a["q_ptr"].shape, strict=True))
@@ -39,8 +39,8 @@ def of_attention(matmuls: int) -> Any:
     )
 
 
-def of_matmul(operand: str, matmuls: int = 1) -> Any:
-    """[M, K] x [K, N], so many times"""
+def matmul(operand: str, matmuls: int = 1) -> Any:
+    """Count `matmuls` products of [M, K] x [K, N]."""
 
     def flops(s: Sizes) -> int:
         return 2 * matmuls * s["M"] * s["N"] * s["K"]
@@ -48,8 +48,8 @@ def of_matmul(operand: str, matmuls: int = 1) -> Any:
     return _metadata(operand, lambda a: {name: a[name] for name in "MNK"}, flops)
 
 
-def of_patches(operand: str) -> Any:
-    """[patches, K] x [K, D] in either order, K pixels a patch; prefix tokens have none."""
+def patches(operand: str) -> Any:
+    """Count a product of [patches, K] x [K, D], in any order, with K pixels per patch. Prefix tokens have no pixels."""
 
     def sizes(a: Arguments) -> Sizes:
         return {"patches": a["M"] // a["N"] * (a["N"] - a["P"]), "D": a["D"], "K": a["C"] * a["PH"] * a["PW"]}
@@ -57,6 +57,6 @@ def of_patches(operand: str) -> Any:
     return _metadata(operand, sizes, lambda s: 2 * s["patches"] * s["D"] * s["K"])
 
 
-def of_rows(operand: str, rows: str = "M", columns: str = "D") -> Any:
-    """A pass over [rows, columns] without a matmul."""
+def rows(operand: str, rows: str = "M", columns: str = "D") -> Any:
+    """Count a pass over [rows, columns] without a matmul. rows, columns: parameters of the kernel."""
     return _metadata(operand, lambda a: {name: a[name] for name in (rows, columns)}, lambda s: 0)

@@ -1,14 +1,15 @@
-"""Heads as pairs of elements that are rotated together (Su et al. 2021, arXiv:2104.09864): their two halves or, if
-interleaved, their even and odd elements; and the order in which the programs of a persistent grid take them.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): a head as pairs of elements that are rotated together, and the
+order in which the programs of a persistent grid take the heads. A pair is an element of each half of the head or, if
+INTERLEAVED, an even element and the next one.
 
-A step is BLOCK_N tokens of one head of one sample. Steps of the same tokens of a table follow one another, head by head
-and sample by sample, so that a program loads the table once for all of them, unless each head has its own. There is one
-table for all samples, or one for each:
+A step is BLOCK_N tokens of one head of one sample. Steps that share rows of a sin/cos table follow one another, sample
+by sample and head by head, so that a program loads these rows once for all of them, unless each head has a table of its
+own. There is one table for all samples, or one for each:
 
-    for block in range(begin // of_block, tl.cdiv(end, of_block)):      begin, end = share(...)
-        table, start = block // blocks, block % blocks * BLOCK_N        of_block = steps // (blocks * tables)
-        for sample in range(left // H, tl.cdiv(right, H)):              left, right = part(begin, end, block, of_block)
-            for i in range(behind - first):                             first, behind = part(left, right, sample, H)
+    for block in range(begin // per_block, tl.cdiv(end, per_block)):    begin, end = share(...)
+        table, start = block // blocks, block % blocks * BLOCK_N        per_block = steps // (blocks * tables)
+        for sample in range(left // H, tl.cdiv(right, H)):              left, right = part(begin, end, block, per_block)
+            for i in range(stop - first):                               first, stop = part(left, right, sample, H)
 """
 
 import triton
@@ -17,27 +18,27 @@ import triton.language as tl
 
 @triton.jit
 def share(steps, program, programs):
-    """The first step of a program and the one behind its last, of so many."""
+    """Return the first step of a program and the one after its last."""
     each = tl.cdiv(steps, programs)
     return program * each, tl.minimum((program + 1) * each, steps)
 
 
 @triton.jit
 def part(begin, end, i, size):
-    """What of begin to end lies in the i-th piece of that size, counted from the piece's beginning."""
+    """Return the bounds of what [begin, end) has in the i-th piece of `size`, counted from the piece's start."""
     return tl.maximum(begin - i * size, 0), tl.minimum(end - i * size, size)
 
 
 @triton.jit
 def rows(ptr, sample, start, head, tokens, stride_b, stride_n, stride_h, UNIT: tl.constexpr):
-    """Pointers to a head of tokens [BLOCK_N, 1], which are counted from start. Strides are in UNITs."""
+    """Return pointers [BLOCK_N, 1] to a head of `tokens`, which count from start. Strides are in UNITs of elements."""
     at = tl.cast(sample, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_n + tl.cast(head, tl.int64) * stride_h
     return ptr + at * UNIT + tokens * (stride_n * UNIT)
 
 
 @triton.jit
 def load_pairs(rows, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """rows: pointers [BLOCK_N, 1] to first elements -> x1, x2 [BLOCK_N, HALF] f32, zero outside head and mask."""
+    """Load x1, x2 [BLOCK_N, HALF] f32, zero outside head and mask. rows: pointers [BLOCK_N, 1] to first elements."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, :]
         x = tl.load(rows + cols, mask=mask & (cols < HEAD_DIM), other=0.0)
@@ -52,6 +53,7 @@ def load_pairs(rows, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAV
 
 @triton.jit
 def store_pairs(rows, x1, x2, mask, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Store x1, x2 [BLOCK_N, HALF] in the dtype of `rows`. The counterpart of `load_pairs`."""
     dtype = rows.dtype.element_ty
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, :]
@@ -69,7 +71,7 @@ def load_tables(
     sin_ptr, cos_ptr, table, start, head, tokens, stride_b, stride_n, stride_h, mask,
     UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32, of tokens that are counted from start."""
+    """Load sin1, sin2, cos1, cos2 [BLOCK_N, HALF] f32 of `tokens`, which count from start."""
     at = rows(0, table, start, head, tokens, stride_b, stride_n, stride_h, UNIT)
     sin1, sin2 = load_pairs(sin_ptr + at, mask, HEAD_DIM, HALF, INTERLEAVED)
     cos1, cos2 = load_pairs(cos_ptr + at, mask, HEAD_DIM, HALF, INTERLEAVED)
@@ -78,7 +80,8 @@ def load_tables(
 
 @triton.jit
 def rotate(x1, x2, sin1, sin2, cos1, cos2, TRANSPOSED: tl.constexpr):
-    """-> x1 cos1 - x2 sin1 and x2 cos2 + x1 sin2, or transposed, which is the gradient."""
+    """Return x1 cos1 - x2 sin1 and x2 cos2 + x1 sin2. TRANSPOSED: x1 cos1 + x2 sin2 and x2 cos2 - x1 sin1, which is
+    the gradient."""
     if TRANSPOSED:
         sin_of_x2, sin_of_x1 = -sin2, -sin1
     else:

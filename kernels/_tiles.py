@@ -1,8 +1,12 @@
 """Tiles of [B, N, H, d] tensors: what the attention kernels load, multiply and store.
 
-Signatures of kernels are flat, because that launches faster, and their arguments are grouped at once: a tensor with its
-strides is `Tokens`, and `place` tells a program which rows of it are its own. A tile of rows is a pair of parts of the
-head dimension, d = D0 + D1: powers of two, of which D1 is partly masked, or 0 and the pair twice the same.
+Kernel signatures are flat, because that launches faster. Kernels group their arguments first: a tensor with its strides
+is `Tokens`, and `place` tells a program which rows it owns. Groups are made in the call that takes them: as a local
+variable they would become tensors, constexprs included.
+
+A tile of rows is a pair of parts of the head dimension, [rows, D0] and [rows, D1] with D0 + D1 >= d. Both are powers of
+two and the columns from d on are masked, so that d = 80 takes 64 + 16 and not 128. D1 is 0 where one part is enough;
+the second part is then the first again and is not used.
 """
 
 from typing import NamedTuple
@@ -12,8 +16,8 @@ import triton.language as tl
 
 
 class Tokens(NamedTuple):
-    """A [B, N, H, d] tensor, contiguous along d. Strides come in UNITs of 8 elements where all of them are multiples of
-    8 (the compiler then sees 16-byte alignment), else of 1."""
+    """A [B, N, H, d] tensor, contiguous along d. Strides are in UNITs of 8 elements if all of them are multiples of 8
+    (the compiler then sees 16-byte alignment), otherwise of 1."""
 
     ptr: tl.tensor
     batch: tl.tensor
@@ -23,18 +27,19 @@ class Tokens(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tokens of one head: where the first one's elements lie, and how many elements on the next one's."""
+    """Tokens of one head: pointer to the first one, and elements from one to the next."""
 
     ptr: tl.tensor
     stride: tl.tensor
 
 
 class Place(NamedTuple):
-    """What a program owns: rows from `first` on, of N, of one sequence and head; `plane` is both as one index.
+    """The rows that a program owns: from `first` on, of N rows of one sequence and head. plane: sequence and head as
+    one index, sequence * H + head.
 
-    Sequences are the samples of a batch, or lie one behind the other in one sample, where `start` is this one's first
-    token and strides of `batch` are 0. before: the tokens of the sequences before it; rows: where its LSE begins, which
-    has all heads of those, and this one's heads before; int64."""
+    Sequences are the samples of a batch, or they are packed in one sample (variable length). Packed, `start` is the
+    sequence's first token and the stride of `batch` is 0. before: tokens in all earlier sequences. rows: offset of the
+    first LSE of this sequence and head; LSE is stored sequence by sequence, [H, N] each. int64."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -57,13 +62,13 @@ class Head(NamedTuple):
 
 @triton.jit
 def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
-    """Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head. cu_seqlens_ptr: None where each sequence
-    is a sample and has N rows.
+    """Return the `Place` of this program. Grid (B * H * cdiv(N, BLOCK),): a program owns BLOCK rows of one head.
+    cu_seqlens_ptr: None if each sequence is a sample of N rows.
 
-    Else [B + 1], where sequences of at most N of all `tokens` begin and end, one after another, and the grid is
+    Otherwise [B + 1]: where packed sequences of at most N tokens begin and end, out of `tokens` in all, and the grid is
     ((B + 1) * H * cdiv(N, BLOCK),). Programs that own nothing have first >= N: those past the end of a shorter
-    sequence, all of a sequence that is longer than N, and the last ones, which are of no sequence (`fill_gaps`).
-    Whatever the values are, sequences lie within the tokens."""
+    sequence, all of a sequence that is longer than N, and the last H * cdiv(N, BLOCK), which belong to no sequence
+    (`fill_gaps`). Offsets are clamped, so that no value makes a program leave the tokens."""
     tiles = tl.cdiv(N, BLOCK)
     plane = tl.program_id(0) // tiles
     sequence, head, first = plane // H, plane % H, tl.program_id(0) % tiles * BLOCK
@@ -80,17 +85,17 @@ def place(N, H, tokens, cu_seqlens_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _end(cu_seqlens_ptr, sequence, tokens):
-    """Where the sequence begins and the one before it ends, int32, within the tokens."""
+    """Load where a sequence begins, which is where the one before it ends: int32, clamped to the tokens."""
     end = tl.load(cu_seqlens_ptr + sequence)
     return tl.minimum(tl.maximum(end, 0), tokens).to(tl.int32)
 
 
 @triton.jit
 def fill_gaps(x, at, N, H, tokens, cu_seqlens_ptr, head, BLOCK: tl.constexpr):
-    """NaN in the rows of x, a gradient or an output, that no program of `place` computes, by those that own nothing.
-    These are the rows of a sequence that is longer than N, and those before the first sequence and after the last,
-    which the programs of no sequence fill. The loops of other programs are empty: next to a branch that returns after a
-    loop, matmuls get no tensor-core instructions on gfx942."""
+    """Store NaN in the rows of x, an output or a gradient, that no program of `place` computes: those of a sequence
+    longer than N, those before the first sequence and those after the last. Programs that own nothing fill them; in all
+    others the loops are empty. There is no early return instead: with a branch that returns after a loop, matmuls get
+    no tensor-core instructions on gfx942."""
     tiles = tl.cdiv(N, BLOCK)
     sequences = tl.num_programs(0) // (tiles * H) - 1
     if at.batch == sequences:
@@ -103,8 +108,8 @@ def fill_gaps(x, at, N, H, tokens, cu_seqlens_ptr, head, BLOCK: tl.constexpr):
 
 @triton.jit
 def _fill(x, at, first, last, tiles, BLOCK: tl.constexpr, head):
-    """NaN in every `tiles`th row of all tokens, from index `first` and the program's number on, up to `last`. Row by
-    row: it is seldom done, and tiles would take registers."""
+    """Store NaN in every `tiles`-th token from index `first` plus the program's number up to `last`. Row by row: it is
+    seldom needed, and tiles would take registers."""
     for row in range(first + at.first // BLOCK, last, tiles):
         at_row = rows_of(x, at, row - at.start).ptr
         cols = tl.arange(0, head.D0)
@@ -115,14 +120,15 @@ def _fill(x, at, first, last, tiles, BLOCK: tl.constexpr, head):
 
 
 @triton.jit
-def of_head(at, head, H):
-    """The same rows of another one of H heads."""
+def with_head(at, head, H):
+    """Return the same rows of another one of H heads."""
     return Place(at.batch, head, at.batch * H + head, at.first, at.N, at.start, at.before, at.before * H + head * at.N)
 
 
 @triton.jit
 def rows_of(x, at, first):
-    """Tokens of x from index `first` on, of the program's sequence and head: the only place where offsets are int64."""
+    """Return the `Rows` of x from index `first` on, in the program's sequence and head. Offsets are int64 here, and
+    int32 within a tile."""
     offset = (at.batch.to(tl.int64) * x.batch + at.head.to(tl.int64) * x.head) * x.UNIT
     stride = x.token * x.UNIT
     return Rows(x.ptr + offset + tl.cast(stride, tl.int64) * (at.start + first), stride)
@@ -130,7 +136,7 @@ def rows_of(x, at, first):
 
 @triton.jit
 def skip(x, count: tl.constexpr):
-    """Rows from the one `count` further on."""
+    """Return the `Rows` that begin `count` rows later."""
     return Rows(x.ptr + count * x.stride, x.stride)
 
 
@@ -149,7 +155,8 @@ def _load_part(x, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.
 
 @triton.jit
 def load(x, index, limit, head, MASKED: tl.constexpr):
-    """Rows `index`, int32 within a tile -> parts [rows, D0], [rows, D1]; zero beyond d and, if MASKED, from `limit`."""
+    """Load rows `index` (int32, within a tile) -> parts [rows, D0], [rows, D1]; zero from column d on and, if MASKED,
+    from row `limit` on."""
     part0 = _load_part(x, index, limit, 0, head.D0, head.d, MASKED)
     if head.D1 > 0:
         part1 = _load_part(x, index, limit, head.D0, head.D1, head.d, MASKED)
@@ -161,15 +168,16 @@ def load(x, index, limit, head, MASKED: tl.constexpr):
 @triton.jit
 def _store_part(x, value, index, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, d: tl.constexpr):
     cols = FIRST + tl.arange(0, WIDTH)
-    # The minimum changes the expression only: the mask of a load of the same rows would be kept for this store, in
-    # registers and through the loop between them.
+    # The minimum does not change the mask, only the expression: otherwise the compiler reuses the mask of an earlier
+    # load of the same rows, and keeps it in registers through the loop in between.
     mask = (index < tl.minimum(limit, index.shape[0]))[:, None] & (cols < d)[None, :]
     tl.store(x.ptr + index[:, None] * x.stride + cols[None, :], value.to(x.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store(x, value, index, limit, head):
-    """The counterpart of `load` for rows 0, 1, ... of a tile, converted to x's dtype; from `limit` on left alone."""
+    """Store parts [rows, D0], [rows, D1] into rows 0, 1, ... of x, converted to its dtype. Rows from `limit` on are
+    left alone. The counterpart of `load`."""
     _store_part(x, value[0], index, limit, 0, head.D0, head.d)
     if head.D1 > 0:
         _store_part(x, value[1], index, limit, head.D0, head.D1, head.d)
@@ -177,7 +185,7 @@ def store(x, value, index, limit, head):
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, head):
-    """float32 accumulators [ROWS, d], as parts."""
+    """Return float32 zeros [ROWS, d], as parts."""
     part0 = tl.zeros([ROWS, head.D0], tl.float32)
     if head.D1 > 0:
         part1 = tl.zeros([ROWS, head.D1], tl.float32)
@@ -188,7 +196,7 @@ def zeros(ROWS: tl.constexpr, head):
 
 @triton.jit
 def scaled(x, factor, head):
-    """Both parts times a scalar or a column [rows, 1]."""
+    """Multiply both parts by a scalar or a column [rows, 1]."""
     part0 = x[0] * factor
     if head.D1 > 0:
         part1 = x[1] * factor

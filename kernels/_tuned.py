@@ -4,9 +4,9 @@ benchmarks/gpu/tune.py, and the user's in a folder that the caller names, from `
     {"format": 1, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
      {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}}}, ...}
 
-A file holds choices only, by table and arguments. What follows from them (tails, splits, parts of the head dimension)
-is computed by _configs.py and _attention_configs.py as for their own tables, and what kernels rely on is checked here:
-a file can make a kernel slow or impossible to launch, never wrong.
+A file holds choices only, by table and arguments. Everything that follows from a choice (tails, splits, parts of the
+head dimension) is computed by _configs.py and _attention_configs.py as for their own tables. What kernels rely on is
+checked here: a file can make a kernel slow or impossible to launch, never wrong.
 """
 
 import functools
@@ -34,7 +34,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "attention_bwd_short": ("short", *_TILE),  # 0: the split kernels instead
     "patch_embed": ("block_m", "block_n", "block_k", "num_warps", "num_stages"),
 }
-KEY = {  # what a choice is looked up by, integers all of them; `rows` is a bucket
+KEY = {  # the integers that a choice is looked up by; `rows` is a bucket
     "layer_norm": ("dim", "backward"),
     "column_sum": ("rows", "dim"),
     "activation_backward": ("n", "itemsize"),
@@ -50,39 +50,41 @@ LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at
 
 _Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
 _tables: dict[str, _Tables] = {}  # by arch
-_met: set[str] = set()  # archs of which a GPU's files have been read
+_loaded: set[str] = set()  # archs for which the files of a GPU have been read
 _caches: list[Callable[[], None]] = []
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def cached(function: _F) -> _F:
-    """functools.cache, until the choices change."""
+    """functools.cache that is cleared when the choices change."""
     wrapped: Any = functools.cache(function)
     _caches.append(wrapped.cache_clear)
     return wrapped  # type: ignore[no-any-return]
 
 
 def on_change(clear: Callable[[], None]) -> None:
-    """Calls it whenever the choices change."""
+    """Call `clear` whenever the choices change."""
     _caches.append(clear)
 
 
 def clear_caches() -> None:
+    """Clear everything that depends on the choices."""
     for clear in _caches:
         clear()
 
 
 def bucket(rows: int) -> int:
-    """Of a number of rows, which depends on the batch: shapes up to a factor of two apart share a choice."""
+    """Return the bucket of a number of rows: its bit length. Rows depend on the batch, so a bucket shares a choice."""
     return rows.bit_length()
 
 
 def file_name(gpu: str) -> str:
+    """Return the name of a GPU's file: lower case, with underscores for everything but letters and digits."""
     return f"tuned_{re.sub(r'[^a-z0-9]+', '_', gpu.lower()).strip('_')}.json"
 
 
 def choice(arch: str, table: str, *key: int) -> tuple[int, ...] | None:
-    """The measured choice, in the order of FIELDS[table], or None."""
+    """Return the measured choice in the order of FIELDS[table], or None."""
     tables = _tables.get(arch)
     return tables.get((table, *key)) if tables else None
 
@@ -91,22 +93,22 @@ class Table(NamedTuple):
     """A GPU's file as it was read."""
 
     path: Path
-    choices: _Tables  # none of a file that is ignored
+    choices: _Tables  # empty if the file is ignored
     ignored: str  # why, or ""
 
 
 def load(arch: str, gpu: str, user: Path | None = None) -> None:
-    """Take over the GPU's shipped choices, then those in the user's folder, which go before them one by one. Ignored
-    files are warned of, once. Of two models of one arch in a process the first one's choices stay, or that it has none.
+    """Load the shipped choices for this GPU, then the user's, which replace shipped ones key by key. Warn once of each
+    file that is ignored. Only the first GPU of an arch counts: a second model of the same arch uses its choices.
 
     Args:
         arch: "sm_90" and the like.
-        gpu: its name.
-        user: the folder; it need not be there.
+        gpu: the GPU's name.
+        user: the user's folder, which need not exist.
     """
-    if arch in _met:
+    if arch in _loaded:
         return
-    _met.add(arch)
+    _loaded.add(arch)
     found: _Tables = {}
     for table in (shipped(arch, gpu), users(arch, gpu, user)):
         if table is not None and table.ignored:
@@ -124,7 +126,7 @@ def shipped(arch: str, gpu: str) -> Table | None:
 
 
 def users(arch: str, gpu: str, folder: Path | None) -> Table | None:
-    """Return the user's table of this GPU, or None without one. What was measured with other kernels is ignored."""
+    """Return the user's table of this GPU, or None without one. A table measured with other kernels is ignored."""
     return None if folder is None else _read(arch, gpu, folder, sources())
 
 
@@ -132,7 +134,7 @@ def _read(arch: str, gpu: str, folder: Path, expected: str | None = None) -> Tab
     path = folder / file_name(gpu)
     try:
         text = path.read_bytes()
-    except OSError:  # there is none, or the folder may not be read
+    except OSError:  # no such file, or no permission
         return None
     try:
         data = json.loads(text)
@@ -146,8 +148,8 @@ def _read(arch: str, gpu: str, folder: Path, expected: str | None = None) -> Tab
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of the kernels and their launch configurations. A choice says which was fastest of this code,
-    and releases that leave the code as it is leave choices valid."""
+    """Return a digest of the kernels and their launch configurations. Choices were measured with this code, and stay
+    valid in releases that do not change it."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -155,14 +157,14 @@ def sources() -> str:
 
 
 def forget() -> None:
-    """As if no file had been read."""
+    """Forget all files that have been read."""
     _tables.clear()
-    _met.clear()
+    _loaded.clear()
     clear_caches()
 
 
 def parse(data: Any, arch: str, gpu: str) -> _Tables:
-    """The file's choices. Raises ValueError for anything that does not belong there."""
+    """Return the choices of a file. Raises ValueError for anything that is not a valid table of this GPU."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"not of format {FORMAT}")
     if (data.get("arch"), data.get("gpu")) != (arch, gpu):
@@ -170,7 +172,7 @@ def parse(data: Any, arch: str, gpu: str) -> _Tables:
     found: _Tables = {}
     for table, entries in _dictionary(data.get("tables"), "tables").items():
         if table not in FIELDS:
-            raise ValueError(f"no table {table!r}")
+            raise ValueError(f"unknown table {table!r}")
         for text, values in _dictionary(entries, table).items():
             key = tuple(int(part) for part in text.split(","))
             fields = _dictionary(values, f"{table}[{text}]")
@@ -183,23 +185,23 @@ def parse(data: Any, arch: str, gpu: str) -> _Tables:
 
 def _dictionary(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object")
+        raise ValueError(f"{name} is not an object")
     return value
 
 
 def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
-    """Raises ValueError for a choice that the kernels could not take at their word."""
+    """Raise ValueError for a choice that a kernel could not run with, or not correctly."""
     where = f"{table}[{','.join(map(str, key))}]"
     for name, value in fields.items():
         if type(value) is not int or not 0 <= value <= 1024:
-            raise ValueError(f"{where}: {name} is {value!r}, not an integer of 0 to 1024")
+            raise ValueError(f"{where}: {name} is {value!r}, not an integer from 0 to 1024")
         if name in ("short", "use") and value > 1:
             raise ValueError(f"{where}: {name} is {value}, not 0 or 1")
         if name.startswith(("block_", "num_warps", "group_m", "steps")) and value.bit_count() != 1:
             raise ValueError(f"{where}: {name} is {value}, not a power of two")
         if name in ("num_stages", "num_warps", "programs_per_sm") and not 1 <= value <= 32:
-            raise ValueError(f"{where}: {name} is {value}, not of 1 to 32")
-        rows = name == "block_rows" or table == "activation_backward"  # no operand of a matmul
+            raise ValueError(f"{where}: {name} is {value}, not from 1 to 32")
+        rows = name == "block_rows" or table == "activation_backward"  # not an operand of a matmul
         least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16
         if name.startswith("block_") and value < least:
             raise ValueError(f"{where}: {name} is {value}, less than {least}")

@@ -1,7 +1,10 @@
-"""Backward of softmax attention, dK and dV: the equations and conventions of attention_bwd.py.
+"""Backward of softmax attention, dK and dV. Equations and conventions: attention_bwd_dq.py.
 
-A program owns keys and loops over query tiles with the scores transposed, so that P~^T and dS^T are already where the
-tensor cores want them. Heads of queries that share keys are gone through one after the other: no atomics.
+    dV = P~^T dO,   dK = scale * dS^T Q
+
+A program owns keys and loops over query tiles with the scores transposed, so that P~^T and dS^T are already in the
+layout that the tensor cores want. It goes through all heads of queries that share its keys, one after another: bitwise
+reproducible, no atomics.
 """
 
 from typing import NamedTuple
@@ -10,6 +13,17 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels import _profiling
+from fastvit.kernels._softmax import (
+    NOT_SPECIALIZED,
+    Mask,
+    Softmax,
+    Tiles,
+    dropout_factor,
+    is_added,
+    masked,
+    probabilities,
+    statistics_of,
+)
 from fastvit.kernels._tiles import (
     Head,
     Rows,
@@ -18,20 +32,19 @@ from fastvit.kernels._tiles import (
     dot,
     fill_gaps,
     load,
-    of_head,
     place,
     rows_of,
     scaled,
     skip,
     store,
+    with_head,
     zeros,
 )
-from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, Tiles, is_added, masked
-from fastvit.kernels.attention_bwd_dq import dropout_factor, probabilities, statistics_of
 
 
 class QueryRows(NamedTuple):
-    """Where a tile of queries lies, and the LSE of its first row; delta lies N further on, and then the maximum."""
+    """A tile of queries in memory: its rows of q and dO, and a pointer to the LSE of its first row. delta follows N
+    elements later, and with an additive mask the maximum after another N."""
 
     q: Rows
     do: Rows
@@ -40,10 +53,11 @@ class QueryRows(NamedTuple):
 
 @triton.jit
 def _statistics(lse_ptr, N, softmax, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """LSE, delta and, with a mask that is added, the maximum [WIDTH] of queries that all exist.
+    """Load LSE, delta and, with an additive mask, the maximum [WIDTH] of queries that all exist.
 
-    They are loaded as [WIDTH, COLUMNS], each number several times, so that every thread loads one element. Where there
-    are fewer elements than threads, Triton 3.6 gives a load the layout of the scores: 24 copies a thread and tile.
+    They are loaded as one tile [WIDTH, COLUMNS] with several copies of each number, so that every thread loads one
+    element. If a load has fewer elements than there are threads, Triton 3.6 gives it the layout of the scores: 24
+    copies per thread and tile.
     """
     column = tl.arange(0, COLUMNS)[None, :]
     which = column % 2
@@ -61,7 +75,7 @@ def _statistics(lse_ptr, N, softmax, WIDTH: tl.constexpr, COLUMNS: tl.constexpr)
 
 @triton.jit
 def _halves(x):
-    """The left and the right half of the columns."""
+    """Return the left and the right half of the columns."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
@@ -96,7 +110,7 @@ def _dkdv_step(
 
 @triton.jit
 def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles, COLUMNS: tl.constexpr):
-    """dK and dV with those of all queries of one head added."""
+    """Return dk and dv with the contributions of all queries of one head added."""
     lse_ptr = statistics_of(statistics_ptr, at, softmax)
     full = (at.N - 1) // tiles.BLOCK_M * tiles.BLOCK_M
     queries = QueryRows(rows_of(q, at, full), rows_of(do, at, full), lse_ptr + full)
@@ -117,7 +131,7 @@ def _add_queries(dk, dv, k, v, q, do, statistics_ptr, at, softmax, head, tiles, 
 
 @triton.jit
 def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROUP: tl.constexpr, COLUMNS: tl.constexpr):
-    """dK and dV of BLOCK_N keys, which GROUP of H heads of queries share."""
+    """Compute dK and dV of BLOCK_N keys, which GROUP of the H heads of queries share."""
     index = tl.arange(0, tiles.BLOCK_N)
     left = at.N - at.first
     keys = load(rows_of(k, at, at.first), index, left, head, True)
@@ -129,25 +143,25 @@ def _dkdv(q, k, v, do, dk, dv, statistics_ptr, at, softmax, head, tiles, H, GROU
         )
     else:
         for i in range(GROUP):
-            of_q = of_head(at, at.head * GROUP + i, H)
+            at_queries = with_head(at, at.head * GROUP + i, H)
             dk_total, dv_total = _add_queries(
-                dk_total, dv_total, keys, values, q, do, statistics_ptr, of_q, softmax, head, tiles, COLUMNS
+                dk_total, dv_total, keys, values, q, do, statistics_ptr, at_queries, softmax, head, tiles, COLUMNS
             )
     store(rows_of(dk, at, at.first), scaled(dk_total, softmax.scale, head), index, left, head)
     store(rows_of(dv, at, at.first), dv_total, index, left, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(4))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.attention(4))
 def attention_bwd_dkdv_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    statistics_ptr,  # [B, H, 2 or 3, N] f32, of attention_bwd_dq_kernel
+    statistics_ptr,  # [B, H, 2 or 3, N] f32, from attention_bwd_dq_kernel
     mask_ptr,  # [B, H, N, N] bool or float by stride, or None
-    cu_seqlens_ptr,  # [B + 1] int32 or int64, or None: sequences of N tokens at most lie one behind the other
+    cu_seqlens_ptr,  # [B + 1] int32 or int64: bounds of packed sequences of at most N tokens; None: samples of N
     seed_ptr,  # [1] int64, or None: no dropout
     # outputs
     dk_ptr, dv_ptr,  # [B, N, H / GROUP, d] T by stride
-    # sizes; strides in UNITs of elements, the last dimension is contiguous
+    # sizes; `tokens`: of all packed sequences; strides in UNITs of elements, the last dimension is contiguous
     N, H, tokens,
     stride_qb, stride_qn, stride_qh,
     stride_kb, stride_kn, stride_kh,
@@ -163,7 +177,8 @@ def attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, TAIL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: `place`, of BLOCK_N keys and H / GROUP heads. Tiles along the queries: LOOP is N > BLOCK_M."""
+    """Grid: as in `place`, with blocks of BLOCK_N keys and H / GROUP heads. LOOP, TAIL: `Tiles` along the queries.
+    COLUMNS: of `_statistics`, 4, 8 or 16."""
     at = place(N, H // GROUP, tokens, cu_seqlens_ptr, BLOCK_N)
     if cu_seqlens_ptr is not None:
         fill_gaps(

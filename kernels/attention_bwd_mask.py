@@ -1,23 +1,31 @@
-"""Backward of softmax attention, the gradient of a mask that is added to the scores: dS, summed over the samples and
-the heads that share it. The equations and conventions are those of attention_bwd.py.
+"""Backward of softmax attention, the gradient of an additive mask. Equations and conventions: attention_bwd_dq.py.
 
-A program owns a tile of the gradient and adds up dS of some of the samples and heads that share it, in their order.
-Where one program a tile would leave most of a GPU idle, several share a tile, and column_sum.py adds their sums: no
-atomics, and no dS in memory but these.
+    dmask = sum of dS over the samples and heads that share the mask
+
+A program owns a tile of the gradient and adds up dS of the samples and heads that share it, in float32 and in their
+order. Where one program per tile would leave most of a GPU idle, several programs take a share of them each, and
+column_sum.py adds up their partial sums: bitwise reproducible, no atomics, and no other dS in memory.
 """
 
 import triton
 import triton.language as tl
 
 from fastvit.kernels import _profiling
-from fastvit.kernels._tiles import Head, Place, Tokens, dot, load, of_head, rows_of
-from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, masked
-from fastvit.kernels.attention_bwd_dq import dropout_factor, probabilities, statistics_of
+from fastvit.kernels._softmax import (
+    NOT_SPECIALIZED,
+    Mask,
+    Softmax,
+    dropout_factor,
+    masked,
+    probabilities,
+    statistics_of,
+)
+from fastvit.kernels._tiles import Head, Place, Tokens, dot, load, rows_of, with_head
 
 
 @triton.jit
 def _ds(q, k, v, do, statistics_ptr, at, at_keys, first, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys are of the head of at_keys."""
+    """Compute dS [BLOCK_M queries, BLOCK_N keys from index `first`] of one head; keys belong to the head of at_keys."""
     rows, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rows_left, left = at.N - at.first, at.N - first
     queries = load(rows_of(q, at, at.first), rows, rows_left, head, True)
@@ -39,7 +47,7 @@ def _dmask(
     q, k, v, do, statistics_ptr, dmask_ptr, N, H, samples, mask_heads, planes, share, softmax, head,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient, or of one of the partial sums."""
+    """Compute a tile of the gradient, or of one of the partial sums."""
     rows, columns = tl.cdiv(N, BLOCK_M), tl.cdiv(N, BLOCK_N)
     out = tl.program_id(0) // (rows * columns)
     first_query = tl.program_id(0) // columns % rows * BLOCK_M
@@ -53,30 +61,30 @@ def _dmask(
         in_batch = sample * H + of_sample
         before, rows_before = sample.to(tl.int64) * N, in_batch.to(tl.int64) * N
         at = Place(sample, of_sample, in_batch, first_query, N, 0, before, rows_before)
-        at_keys = of_head(at, of_sample // GROUP, H // GROUP)
+        at_keys = with_head(at, of_sample // GROUP, H // GROUP)
         total += _ds(q, k, v, do, statistics_ptr, at, at_keys, first_key, softmax, head, BLOCK_M, BLOCK_N)
     queries = tl.arange(0, BLOCK_M)[:, None]
     keys = tl.arange(0, BLOCK_N)[None, :]
     width = tl.cdiv(N, 16) * 16
     tile = dmask_ptr + (out.to(tl.int64) * N + first_query) * width + first_key
-    inside = (queries < N - first_query) & (keys // 16 * 16 < N - first_key)  # as a mask's
+    inside = (queries < N - first_query) & (keys // 16 * 16 < N - first_key)  # rows are padded, as a mask's are
     tl.store(tile + (queries * width + keys), total.to(dmask_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
     do_not_specialize=[*NOT_SPECIALIZED, "samples", "mask_heads", "planes", "share"],
-    launch_metadata=_profiling.of_attention(2),
+    launch_metadata=_profiling.attention(2),
 )
 def attention_bwd_mask_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, do_ptr,  # [B, N, H, d] T by stride; k and v have H / GROUP heads
-    statistics_ptr,  # [B, H, 3, N] f32, of attention_bwd_dq_kernel
+    statistics_ptr,  # [B, H, 3, N] f32, from attention_bwd_dq_kernel
     mask_ptr,  # [B, H, N, N] float by stride
     seed_ptr,  # [1] int64, or None: no dropout
     # output
-    dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N, 16) * 16]: rows with room as a mask's
-    # sizes: `samples` share a mask, B or 1; mask_heads is H or 1; planes are B / samples * mask_heads; `share` heads of
-    # those of a plane are a program's
+    dmask_ptr,  # [cdiv(samples * H / mask_heads, share), planes, N, cdiv(N, 16) * 16]: rows are padded as a mask's
+    # sizes: samples: how many share a mask, B or 1; mask_heads: H or 1; planes: B / samples * mask_heads; share: how
+    # many of the samples * H / mask_heads that share a plane one program adds up
     N, H, samples, mask_heads, planes, share,
     # strides in UNITs of elements, the last dimension is contiguous
     stride_qb, stride_qn, stride_qh,
@@ -90,7 +98,8 @@ def attention_bwd_mask_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of BLOCK_M x BLOCK_N in dmask."""
+    """One program computes a BLOCK_M x BLOCK_N tile of dmask; grid: planes of dmask x row tiles x column tiles,
+    flattened."""
     _dmask(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
         Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),

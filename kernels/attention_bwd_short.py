@@ -1,22 +1,30 @@
-"""Backward of softmax attention for short sequences: one program per head, five matmuls, no atomics.
+"""Backward of softmax attention for short sequences: one program per head, five matmuls. Equations and conventions:
+attention_bwd_dq.py.
 
-The maths is that of attention_bwd.py. Q, dO, LSE and delta of a whole head stay on chip, with dQ in registers; the keys
-pass by in tiles, and each tile's dK and dV are complete when it leaves. Every tensor crosses memory once.
+Q, dO, LSE and delta of a whole head stay on chip, with dQ in registers. The program loops over tiles of keys; dK and dV
+of a tile are complete after its step. Every tensor is read or written once; bitwise reproducible, no atomics.
 """
 
 import triton
 import triton.language as tl
 
 from fastvit.kernels import _profiling
+from fastvit.kernels._softmax import (
+    NOT_SPECIALIZED,
+    Inputs,
+    Mask,
+    Softmax,
+    dropout_factor,
+    load_queries,
+    probabilities,
+)
 from fastvit.kernels._tiles import Head, Tokens, add_dot, dot, load, place, rows_of, scaled, skip, store, zeros
-from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax
-from fastvit.kernels.attention_bwd_dq import Inputs, dropout_factor, load_queries, probabilities
 
 
 @triton.jit
 def _key_tile(dq_total, queries, k, v, dk, dv, start, at, softmax, head, WIDTH: tl.constexpr):
-    """Writes dK and dV of WIDTH keys from index `start`; returns dQ with their part added. The order of the five
-    matmuls is chosen: this one neither spills at 256 x 64 scores nor makes ptxas serialise the wgmma pipeline."""
+    """Store dK and dV of WIDTH keys from index `start`; return dQ with their part added. The order of the five matmuls
+    matters: this one neither spills at 256 x 64 scores nor makes ptxas serialise the wgmma pipeline."""
     index = tl.arange(0, WIDTH)
     left = at.N - start
     keys, values = load(skip(k, start), index, left, head, True), load(skip(v, start), index, left, head, True)
@@ -37,7 +45,7 @@ def _key_tile(dq_total, queries, k, v, dk, dv, start, at, softmax, head, WIDTH: 
 
 @triton.jit
 def _gradients(x, dq, dk, dv, lse_ptr, at, softmax, head, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """dQ, dK and dV of a whole head."""
+    """Compute dQ, dK and dV of a whole head."""
     queries = load_queries(x, lse_ptr, at, softmax, head, BLOCK_M)
     k, v = rows_of(x.k, at, 0), rows_of(x.v, at, 0)
     dk_rows, dv_rows = rows_of(dk, at, 0), rows_of(dv, at, 0)
@@ -48,7 +56,7 @@ def _gradients(x, dq, dk, dv, lse_ptr, at, softmax, head, BLOCK_M: tl.constexpr,
     store(rows_of(dq, at, 0), scaled(total, softmax.scale, head), tl.arange(0, BLOCK_M), at.N, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(5))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.attention(5))
 def attention_bwd_short_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,  # [B, N, H, d] T by stride

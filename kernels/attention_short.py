@@ -1,21 +1,21 @@
-"""Softmax attention over short sequences, forward: the equations and conventions of attention.py.
+"""Softmax attention over short sequences, forward. Equations and conventions: attention.py.
 
 A program holds the scores of its rows against all keys at once, so that the softmax needs neither a running maximum
-nor a rescale. The keys come in up to three power-of-two chunks, falling in size (197 = 128 + 64 + 16 less 11), so that
-few scores are padding, and only the last chunk is masked.
+nor rescaling. The keys come in up to three chunks, powers of two of falling size (197 keys: 128 + 64 + 16, of which 11
+are padding), so that few scores are padding, and only the last chunk is masked.
 """
 
 import triton
 import triton.language as tl
 
 from fastvit.kernels import _profiling
+from fastvit.kernels._softmax import NOT_SPECIALIZED, Mask, Softmax, add_values, finish, log2e, scores
 from fastvit.kernels._tiles import Head, Tokens, load, place, rows_of, zeros
-from fastvit.kernels.attention import NOT_SPECIALIZED, Mask, Softmax, add_values, finish, log2e, scores
 
 
 @triton.jit
 def _chunk_scores(q, k, at, softmax, head, FIRST: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """-> [M, WIDTH] against the keys FIRST.., unscaled, and their maximum [M]"""
+    """Return the scores [M, WIDTH] against keys from FIRST on, unscaled, and their maximum [M]."""
     keys = FIRST + tl.arange(0, WIDTH)
     s = scores(q, load(k, keys, at.N, head, MASKED), keys, 0, at, softmax, head, MASKED)
     return s, tl.max(s, 1)
@@ -23,7 +23,7 @@ def _chunk_scores(q, k, at, softmax, head, FIRST: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _add_chunk(acc, total, s, scale2, shift, v, at, softmax, head, FIRST: tl.constexpr, MASKED: tl.constexpr):
-    """acc and the sum of the exponentials, with those of the scores s against the keys FIRST.. added."""
+    """Return acc and total (the sum of exponentials) with the keys from FIRST on added, whose scores are s."""
     keys = FIRST + tl.arange(0, s.shape[1])
     p = tl.exp2(s * scale2 - shift)
     acc = add_values(acc, p, load(v, keys, at.N, head, MASKED), keys, at, softmax, head)
@@ -35,7 +35,7 @@ def _attend(
     q, k, v, o, lse_ptr, at, softmax, head,
     BLOCK_M: tl.constexpr, KEYS_0: tl.constexpr, KEYS_1: tl.constexpr, KEYS_2: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one head, all keys."""
+    """Compute BLOCK_M rows of one head over all keys."""
     rows = load(rows_of(q, at, at.first), tl.arange(0, BLOCK_M), at.N - at.first, head, True)
     keys, values = rows_of(k, at, 0), rows_of(v, at, 0)
     s0, m = _chunk_scores(rows, keys, at, softmax, head, 0, KEYS_0, KEYS_1 == 0)
@@ -57,7 +57,7 @@ def _attend(
     finish(acc, m, total, o, lse_ptr, at, softmax, head)
 
 
-@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.of_attention(2))
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, launch_metadata=_profiling.attention(2))
 def attention_short_fwd_kernel(
     # inputs
     q_ptr, k_ptr, v_ptr,  # [B, N, H, d] T by stride
@@ -76,7 +76,7 @@ def attention_short_fwd_kernel(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, KEYS_0: tl.constexpr, KEYS_1: tl.constexpr, KEYS_2: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * cdiv(N, BLOCK_M),). KEYS: chunks of keys, together >= N; 0: none."""
+    """Grid (B * H * cdiv(N, BLOCK_M),). KEYS_i: widths of the chunks, together >= N; 0: no such chunk."""
     _attend(
         Tokens(q_ptr, stride_qb, stride_qn, stride_qh, UNIT),
         Tokens(k_ptr, stride_kb, stride_kn, stride_kh, UNIT),

@@ -1,5 +1,10 @@
-"""The second stage of every sum over rows (dweight, dbias, dlayer_scale): the first stage keeps one partial row a
-program, this one adds them up in a fixed order, so the result is bitwise reproducible without atomics."""
+"""The second stage of sums over rows (dweight, dbias, dlayer_scale, a mask's gradient):
+
+    out_t = sum over p of partial[t, p]
+
+In the first stage each program stores a partial row in float32. This stage adds them up in float32 and in a fixed
+order: bitwise reproducible, no atomics.
+"""
 
 import triton
 import triton.language as tl
@@ -7,15 +12,15 @@ import triton.language as tl
 from fastvit.kernels import _profiling
 
 
-@triton.jit(do_not_specialize=["P", "D"], launch_metadata=_profiling.of_rows("partial_ptr", "P"))
+@triton.jit(do_not_specialize=["P", "D"], launch_metadata=_profiling.rows("partial_ptr", "P"))
 def column_sum_kernel(
     partial_ptr,  # [tables, P, D] f32
-    out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # [D], as many as there are tables, then None
+    out0_ptr, out1_ptr, out2_ptr, out3_ptr,  # [D], one per table, then None
     P, D,
     UNIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out_t[:] = sum of partial[t, p, :] over p, in a fixed order. Grid: tables x column blocks, flattened. UNIT: a
-    divisor of D, at most 16, so that the compiler knows how rows are aligned."""
+    """One program computes BLOCK_D columns of one out_t; grid: tables x column blocks, flattened. UNIT: a divisor of D,
+    at most 16, which tells the compiler how rows are aligned."""
     D = D // UNIT * UNIT
     blocks = tl.cdiv(D, BLOCK_D)
     table = tl.program_id(0) // blocks

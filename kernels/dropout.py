@@ -2,8 +2,8 @@
 
     out = residual + row_scale * layer_scale * keep / (1 - p) * x        keep ~ Bernoulli(1 - p)
 
-The mask is never stored: it is Philox of row and column, so that a second pass with the same seed draws it again. One
-call of Philox gives four numbers, which serve four elements of a row. Deterministic for a given seed.
+The mask is not stored: it is Philox of row and column, so that the backward pass draws it again from the same seed. One
+call of Philox gives four numbers, for four elements of a row. Arithmetic is float32. Deterministic for a given seed.
 """
 
 import triton
@@ -13,7 +13,7 @@ from fastvit.kernels import _profiling
 from fastvit.kernels._math import survives
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("x_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.rows("x_ptr"))
 def dropout_kernel(
     # inputs
     x_ptr,  # [M, D] T

@@ -1,14 +1,14 @@
-"""Gated linear layers: two matmuls of the same rows side by side, multiplied while both tiles are in registers.
+"""Gated linear layers: two matmuls of the same rows, whose results are multiplied while both are in registers.
 
-    gated:       h = act(gate) * value,   gate = x @ wg.T + bg,   value = x @ wv.T + bv     and, in training, both
+    gated:       h = act(gate) * value,   gate = x @ wg.T + bg,   value = x @ wv.T + bv     and, in training, pre
     gated_dact:  dh = dy @ w,   dgate = dh * value * act'(gate),   dvalue = dh * act(gate),
                  h = act(gate) * value,   dbias = sums of dgate and dvalue over rows
-    gated_act:   h = act(gate) * value   and, from dh, all of gated_dact's other results
+    gated_act:   h = act(gate) * value   and, given dh, the other results of gated_dact
 
-The second is the backward pass of fc2 and of the gate before it, with h recomputed for fc2's weight gradient. Gate and
-value lie side by side in one row, [M, 2 * N], and so do their gradients: what multiplies them next is then one matmul.
-Accumulation and epilogues are float32. Sums over rows are kept per row tile and added up by one more kernel in a fixed
-order: bitwise reproducible, no atomics.
+gated_dact is the backward pass of an MLP's fc2 and of the gate before it; h is recomputed for fc2's weight gradient.
+pre holds gate and value next to each other in one row, [M, 2 * N], and so does dpre their gradients: the next product
+with them is then one matmul. Accumulation and epilogues are float32. Sums over rows are stored per row tile, and
+column_sum.py adds them up in a fixed order: bitwise reproducible, no atomics.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fastvit.kernels import _profiling
 from fastvit.kernels._math import activate, activate_with_grad, columns_part
-from fastvit.kernels.linear import _addresses, _cols_of, _load_columns, _matmul_tile, _program_tile, _rows_of, _store
+from fastvit.kernels.linear import addresses, cols_of, load_columns, matmul_tile, program_tile, rows_of, store
 
 
 @triton.jit
@@ -28,14 +28,14 @@ def _matmul_pair(
     stride_am, stride_bn, stride_cn,
     EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """-> (A @ B.T)[rows, cols] and (A @ C.T)[rows, cols] as `_matmul_tile`, A loaded once for both."""
+    """Return (A @ B.T)[rows, cols] and (A @ C.T)[rows, cols] as `matmul_tile` does; A is loaded once for both."""
     ks = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + rows * stride_am + ks[None, :]
     b_ptrs = b_ptr + ks[:, None] + cols.to(tl.int64) * stride_bn
     c_ptrs = c_ptr + ks[:, None] + cols.to(tl.int64) * stride_cn
     first = tl.zeros([rows.shape[0], cols.shape[1]], tl.float32)
     second = tl.zeros([rows.shape[0], cols.shape[1]], tl.float32)
-    tl.assume(K > 0)  # as in `_matmul_tile`
+    tl.assume(K > 0)  # as in `matmul_tile`
     for k in range(0, K, BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=rows < M, other=0.0)
@@ -55,12 +55,12 @@ def _matmul_pair(
 
 @triton.jit
 def _gate_with_grad(dh, gate, value, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """-> h, dgate, dvalue"""
+    """Return h, dgate and dvalue."""
     a, grad = activate_with_grad(gate, ACTIVATION, EXACT)
     return a * value, dh * value * grad, dh * a
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("x_ptr", matmuls=2))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.matmul("x_ptr", matmuls=2))
 def gated_fwd_kernel(
     # inputs
     x_ptr, gate_ptr, value_ptr,  # [M, K], [N, K] and [N, K] T
@@ -73,32 +73,32 @@ def gated_fwd_kernel(
     stride_xm, stride_gn, stride_vn,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
+    PART: tl.constexpr = 32,  # columns per step of the epilogue
 ):  # fmt: skip
     """One program computes a BLOCK_M x BLOCK_N tile of h; grid: row tiles x column tiles, flattened."""
-    tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = _rows_of(tile_m, BLOCK_M)
+    tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = rows_of(tile_m, BLOCK_M)
     gates, values = _matmul_pair(
-        x_ptr, gate_ptr, value_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, stride_gn, stride_vn,
+        x_ptr, gate_ptr, value_ptr, rows, cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, stride_gn, stride_vn,
         EVEN_K, BLOCK_K, PRECISION,
     )  # fmt: skip
     PARTS: tl.constexpr = BLOCK_N // PART
     for i in tl.static_range(PARTS):
         gate, value = columns_part(gates, i, PARTS), columns_part(values, i, PARTS)
-        cols = _cols_of(tile_n * PARTS + i, PART)
+        cols = cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
         if gate_bias_ptr is not None:
-            gate += _load_columns(gate_bias_ptr, cols, N)
+            gate += load_columns(gate_bias_ptr, cols, N)
         if value_bias_ptr is not None:
-            value += _load_columns(value_bias_ptr, cols, N)
+            value += load_columns(value_bias_ptr, cols, N)
         if pre_ptr is not None:
-            _store(pre_ptr, gate, tile_m, cols, mask, 2 * N)
-            _store(pre_ptr + N, value, tile_m, cols, mask, 2 * N)
+            store(pre_ptr, gate, tile_m, cols, mask, 2 * N)
+            store(pre_ptr + N, value, tile_m, cols, mask, 2 * N)
         h = activate(gate, ACTIVATION, h_ptr.dtype.element_ty == tl.float32) * value
-        _store(h_ptr, h, tile_m, cols, mask, N)
+        store(h_ptr, h, tile_m, cols, mask, N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("dy_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.matmul("dy_ptr"))
 def gated_dact_kernel(
     # inputs
     dy_ptr, w_ptr, pre_ptr,  # [M, K], [K, N] and [M, 2 * N] T
@@ -110,32 +110,32 @@ def gated_dact_kernel(
     stride_dym, stride_wk, stride_pm,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
+    PART: tl.constexpr = 32,  # columns per step of the epilogue
 ):  # fmt: skip
-    """Tiles and grid as gated_fwd_kernel's."""
-    tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = _rows_of(tile_m, BLOCK_M)
-    acc = _matmul_tile(
-        dy_ptr, w_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_dym, stride_wk, 1, EVEN_K, BLOCK_K, PRECISION
+    """Tiles and grid as in gated_fwd_kernel."""
+    tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = rows_of(tile_m, BLOCK_M)
+    acc = matmul_tile(
+        dy_ptr, w_ptr, rows, cols_of(tile_n, BLOCK_N), M, N, K, stride_dym, stride_wk, 1, EVEN_K, BLOCK_K, PRECISION
     )
     PARTS: tl.constexpr = BLOCK_N // PART
     for i in tl.static_range(PARTS):
-        cols = _cols_of(tile_n * PARTS + i, PART)
+        cols = cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
         dh = columns_part(acc, i, PARTS)
-        pre = _addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M)
+        pre = addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M)
         gate = tl.load(pre, mask=mask, other=0.0).to(tl.float32)
         value = tl.load(pre + N, mask=mask, other=0.0).to(tl.float32)
         h, dgate, dvalue = _gate_with_grad(dh, gate, value, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
-        _store(h_ptr, h, tile_m, cols, mask, N)
-        _store(dpre_ptr, dgate, tile_m, cols, mask, 2 * N)
-        _store(dpre_ptr + N, dvalue, tile_m, cols, mask, 2 * N)
+        store(h_ptr, h, tile_m, cols, mask, N)
+        store(dpre_ptr, dgate, tile_m, cols, mask, 2 * N)
+        store(dpre_ptr + N, dvalue, tile_m, cols, mask, 2 * N)
         partial = partial_ptr + tile_m * 2 * N + cols
         tl.store(partial, tl.sum(dgate, 0)[None, :], mask=cols < N)
         tl.store(partial + N, tl.sum(dvalue, 0)[None, :], mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("pre_ptr", columns="N"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.rows("pre_ptr", columns="N"))
 def gated_act_kernel(
     # inputs
     dh_ptr,  # [M, N] T, or None for h alone
@@ -152,25 +152,25 @@ def gated_act_kernel(
     flattened."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
-    cols = _cols_of(tl.program_id(0) % tiles_n, BLOCK_N)
+    cols = cols_of(tl.program_id(0) % tiles_n, BLOCK_N)
     EXACT: tl.constexpr = pre_ptr.dtype.element_ty == tl.float32
     gate_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     value_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(STEPS):
         tile = tile_m * STEPS + step
-        rows = _rows_of(tile, BLOCK_M)
+        rows = rows_of(tile, BLOCK_M)
         mask = (rows < M) & (cols < N)
         gate = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
         value = tl.load(pre_ptr + N + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
         if dh_ptr is None:
-            _store(h_ptr, activate(gate, ACTIVATION, EXACT) * value, tile, cols, mask, N)
+            store(h_ptr, activate(gate, ACTIVATION, EXACT) * value, tile, cols, mask, N)
         else:
             dh = tl.load(dh_ptr + rows * stride_dhm + cols, mask=mask, other=0.0).to(tl.float32)
             h, dgate, dvalue = _gate_with_grad(dh, gate, value, ACTIVATION, EXACT)
-            _store(dpre_ptr, dgate, tile, cols, mask, 2 * N)
-            _store(dpre_ptr + N, dvalue, tile, cols, mask, 2 * N)
+            store(dpre_ptr, dgate, tile, cols, mask, 2 * N)
+            store(dpre_ptr + N, dvalue, tile, cols, mask, 2 * N)
             if h_ptr is not None:
-                _store(h_ptr, h, tile, cols, mask, N)
+                store(h_ptr, h, tile, cols, mask, N)
             gate_sum += dgate
             value_sum += dvalue
     if dh_ptr is not None:

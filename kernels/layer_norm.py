@@ -6,12 +6,13 @@ LayerScale and DropPath in the same pass.
     g = dy * w,   ds = rstd * (g - mean(g) - x^ * mean(g * x^)) + dsum
     dw = sum(dy * x^),   db = sum(dy),   dlayer_scale = sum(row_scale * branch * ds),   total = sum(row_scale * dsum)
 
-A program holds whole rows in registers, so every tensor is read and written once. All arithmetic is float32; the
-variance is that of centred values, masked lanes excluded. The sums over rows are kept by the programs of a
-persistent grid and added up by one more kernel in a fixed order: bitwise reproducible, no atomics. The total spares the
-bias before the residual sum that dsum is the gradient of a pass of its own.
+A program holds whole rows in registers, so every tensor is read or written once. All arithmetic is float32; the
+variance is that of centred values, masked lanes excluded. The programs of a persistent grid keep sums over rows, and
+column_sum.py adds them up in a fixed order: bitwise reproducible, no atomics. `total` is the column sum of dsum, so
+that the gradient of a bias added before the residual needs no extra pass over dsum.
 
-D and the strides are constants: the compiler knows the alignment of any width, not only of multiples of 16.
+D and the strides are compile-time constants, so that the compiler knows the alignment of any width, not only of
+multiples of 16.
 """
 
 import triton
@@ -22,7 +23,7 @@ from fastvit.kernels import _profiling
 
 @triton.jit
 def _row_tile(pid, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Row and column indices of a program's tile, and which of its elements exist."""
+    """Return row and column indices of a program's tile, and which of its elements exist."""
     rows = pid * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)  # [BLOCK_M]
     cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = (rows < M)[:, None] & (cols < D)[None, :]
@@ -31,13 +32,13 @@ def _row_tile(pid, M, D, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_rows(ptr, rows, cols, mask, stride):
-    """-> [BLOCK_M, BLOCK_D] f32, zero outside the mask."""
+    """Load [BLOCK_M, BLOCK_D] f32, zero outside the mask."""
     return tl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_columns(ptr, cols, D):
-    """-> [1, BLOCK_D] f32"""
+    """Load [1, BLOCK_D] f32."""
     return tl.load(ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
 
 
@@ -48,7 +49,7 @@ def _store_rows(ptr, value, rows, cols, mask, D):
 
 @triton.jit
 def _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE: tl.constexpr):
-    """The row_scale of each row's sample, 1 where absent: [BLOCK_M, 1] f32"""
+    """Return the row_scale of each row's sample, or 1 without: [BLOCK_M, 1] f32."""
     row_scale = tl.full([rows.shape[0], 1], 1.0, tl.float32)
     if HAS_ROW_SCALE:
         sample = rows // rows_per_sample
@@ -56,7 +57,7 @@ def _sample_scales(row_scale_ptr, rows, M, rows_per_sample, HAS_ROW_SCALE: tl.co
     return row_scale
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("s_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.rows("s_ptr"))
 def layer_norm_fwd_kernel(
     # inputs; s is x or, with a branch, the residual
     s_ptr,  # [M, D] T
@@ -76,7 +77,7 @@ def layer_norm_fwd_kernel(
     eps: tl.float32,
     HAS_ROW_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program normalises every num_programs-th row tile and keeps the parameters."""
+    """A persistent grid: each program normalises every num_programs-th row tile and loads the parameters once."""
     cols = tl.arange(0, BLOCK_D)
     w = _load_columns(w_ptr, cols, D)
     if b_ptr is not None:
@@ -106,11 +107,11 @@ def layer_norm_fwd_kernel(
         tl.store(rstd_ptr + rows[:, None], rstd, mask=(rows < M)[:, None])
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("s_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.rows("s_ptr"))
 def layer_norm_bwd_kernel(
     # inputs
     dy_ptr,  # [M, D]
-    dsum_ptr,  # [M, D] or None: gradient that reaches s by another way
+    dsum_ptr,  # [M, D] or None: gradient of s from its other use, the residual path
     s_ptr,  # [M, D]
     mean_ptr,  # [M] f32; None: RMSNorm
     rstd_ptr,  # [M] f32
@@ -122,15 +123,15 @@ def layer_norm_bwd_kernel(
     # outputs
     ds_ptr,  # [M, D]
     dbranch_ptr,  # [M, D] or None
-    y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the matmul behind
-    partial_ptr,  # [1 to 4, programs, D] f32: dw, db but of RMSNorm, dlayer_scale and total where they are wanted
+    y_ptr,  # [M, D] or None: y recomputed, for the weight gradient of the next matmul
+    partial_ptr,  # [1 to 4, programs, D] f32: dw; db, not for RMSNorm; dlayer_scale and total if wanted
     # sizes; strides in elements, the last dimension is contiguous
     M, D: tl.constexpr, rows_per_sample,
     stride_dym: tl.constexpr, stride_dsm: tl.constexpr, stride_sm: tl.constexpr, stride_bm: tl.constexpr,
     WANT_TOTAL: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program takes every num_programs-th row tile and keeps its share of the column sums."""
+    """A persistent grid: each program takes every num_programs-th row tile and keeps partial column sums."""
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK_D)
@@ -183,7 +184,7 @@ def layer_norm_bwd_kernel(
             if layer_scale_ptr is not None:
                 dlayer_scale += ds * _load_rows(branch_ptr, rows, cols, mask, stride_bm)
 
-    # those that there are lie one behind the other
+    # The wanted partial sums are stored one after another.
     partial = partial_ptr + pid.to(tl.int64) * D + cols
     tl.store(partial, tl.sum(dw, 0), mask=cols < D)
     if mean_ptr is not None:

@@ -1,12 +1,12 @@
-"""Matmuls with an epilogue: the output tile is finished while it is still in registers.
+"""Matmuls with an epilogue: the output tile is finished while it is in registers.
 
     linear:       out = residual + row_scale * layer_scale * act(x @ w.T + b)        and, in training, pre = x @ w.T + b
     linear_dact:  dpre = (dy @ w) * act'(pre),   h = act(pre),   dbias = sum(dpre)   over rows
     act_bwd:      dpre = dy * act'(pre),   dbias = sum(dpre)
 
-The second is the backward pass of fc2 and of the activation before it, with the activation recomputed for fc2's
-weight gradient. Accumulation and epilogues are float32. Sums over rows are kept per row tile and added up by one more
-kernel in a fixed order: bitwise reproducible, no atomics.
+linear_dact is the backward pass of an MLP's fc2 and of the activation before it; h is recomputed for fc2's weight
+gradient. act_bwd does the same after a matmul of the vendor library. Accumulation and epilogues are float32. Sums over
+rows are stored per row tile, and column_sum.py adds them up in a fixed order: bitwise reproducible, no atomics.
 """
 
 import triton
@@ -17,8 +17,8 @@ from fastvit.kernels._math import activate, activate_with_grad, columns_part
 
 
 @triton.jit
-def _program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """This program's row tile and column tile. Programs that run together share GROUP_M row tiles of A and all
+def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return this program's row tile and column tile. Programs that run together share GROUP_M row tiles of A and all
     columns of B, so that both stay in the L2 cache."""
     pid = tl.program_id(0)
     group = GROUP_M * tl.cdiv(N, BLOCK_N)
@@ -28,17 +28,17 @@ def _program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: t
 
 
 @triton.jit
-def _rows_of(tile_m, BLOCK_M: tl.constexpr):
+def rows_of(tile_m, BLOCK_M: tl.constexpr):
     return tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1] int64
 
 
 @triton.jit
-def _cols_of(tile_n, BLOCK_N: tl.constexpr):
+def cols_of(tile_n, BLOCK_N: tl.constexpr):
     return tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # [1, BLOCK_N]
 
 
 @triton.jit
-def _matmul_tile(
+def matmul_tile(
     a_ptr,  # [M, K], unit stride along K
     b_ptr,  # [K, N] by strides
     rows, cols,
@@ -46,12 +46,13 @@ def _matmul_tile(
     stride_am, stride_bk, stride_bn,
     EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """-> (A @ B)[rows, cols] f32, zero outside M x N. EVEN_K: BLOCK_K divides K, so that K needs no mask."""
+    """Return (A @ B)[rows, cols] f32, zero outside M x N. EVEN_K: BLOCK_K divides K, so that K needs no mask.
+    PRECISION: tl.dot's input_precision."""
     ks = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + rows * stride_am + ks[None, :]
     b_ptrs = b_ptr + ks[:, None].to(tl.int64) * stride_bk + cols.to(tl.int64) * stride_bn
     acc = tl.zeros([rows.shape[0], cols.shape[1]], tl.float32)
-    tl.assume(K > 0)  # a loop that may not run costs registers and moves: its sums could be zeros or wgmma's
+    tl.assume(K > 0)  # a loop that may not run costs registers and moves: its result is either zeros or wgmma's
     for k in range(0, K, BLOCK_K):
         if EVEN_K:
             a = tl.load(a_ptrs, mask=rows < M, other=0.0)
@@ -66,23 +67,24 @@ def _matmul_tile(
 
 
 @triton.jit
-def _load_columns(ptr, cols, N):
-    """-> [1, BLOCK_N] f32"""
+def load_columns(ptr, cols, N):
+    """Load [1, BLOCK_N] f32."""
     return tl.load(ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _addresses(ptr, tile_m, cols, stride, BLOCK_M: tl.constexpr):
-    """Of columns of row tile `tile_m`, counted from its first row: offsets of 32 bits take fewer registers."""
+def addresses(ptr, tile_m, cols, stride, BLOCK_M: tl.constexpr):
+    """Return pointers to columns of row tile `tile_m`. Offsets count from its first row: 32 bits take fewer
+    registers."""
     return ptr + tile_m * BLOCK_M * stride + (tl.arange(0, BLOCK_M)[:, None] * stride + cols)
 
 
 @triton.jit
-def _store(ptr, value, tile_m, cols, mask, N):
-    tl.store(_addresses(ptr, tile_m, cols, N, value.shape[0]), value.to(ptr.dtype.element_ty), mask=mask)
+def store(ptr, value, tile_m, cols, mask, N):
+    tl.store(addresses(ptr, tile_m, cols, N, value.shape[0]), value.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("x_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.matmul("x_ptr"))
 def linear_fwd_kernel(
     # inputs
     x_ptr, w_ptr,  # [M, K] and [N, K] T
@@ -97,40 +99,40 @@ def linear_fwd_kernel(
     stride_xm, stride_wn, stride_rm,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
+    PART: tl.constexpr = 32,  # columns per step of the epilogue
 ):  # fmt: skip
     """One program computes a BLOCK_M x BLOCK_N tile of the output; grid: row tiles x column tiles, flattened."""
-    tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = _rows_of(tile_m, BLOCK_M)
-    acc = _matmul_tile(
-        x_ptr, w_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, 1, stride_wn, EVEN_K, BLOCK_K, PRECISION
+    tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = rows_of(tile_m, BLOCK_M)
+    acc = matmul_tile(
+        x_ptr, w_ptr, rows, cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, 1, stride_wn, EVEN_K, BLOCK_K, PRECISION
     )
     if row_scale_ptr is not None:
-        # of the tile's rows, counted from the first sample in it so that the division is one of small numbers
+        # Sample of each row. It counts from the tile's first sample, so that the division is one of 32-bit numbers.
         start = tile_m * BLOCK_M
         sample = (rows - start + start % rows_per_sample).to(tl.int32) // rows_per_sample + start // rows_per_sample
         row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)
     PARTS: tl.constexpr = BLOCK_N // PART
     for i in tl.static_range(PARTS):
         y = columns_part(acc, i, PARTS)
-        cols = _cols_of(tile_n * PARTS + i, PART)
+        cols = cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
         if bias_ptr is not None:
-            y += _load_columns(bias_ptr, cols, N)
+            y += load_columns(bias_ptr, cols, N)
         if pre_ptr is not None:
-            _store(pre_ptr, y, tile_m, cols, mask, N)
+            store(pre_ptr, y, tile_m, cols, mask, N)
         y = activate(y, ACTIVATION, out_ptr.dtype.element_ty == tl.float32)
         if layer_scale_ptr is not None:
-            y *= _load_columns(layer_scale_ptr, cols, N)
+            y *= load_columns(layer_scale_ptr, cols, N)
         if row_scale_ptr is not None:
             y *= row_scale
         if residual_ptr is not None:
-            residual = _addresses(residual_ptr, tile_m, cols, stride_rm, BLOCK_M)
+            residual = addresses(residual_ptr, tile_m, cols, stride_rm, BLOCK_M)
             y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-        _store(out_ptr, y, tile_m, cols, mask, N)
+        store(out_ptr, y, tile_m, cols, mask, N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_matmul("dy_ptr"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.matmul("dy_ptr"))
 def linear_dact_kernel(
     # inputs
     dy_ptr, w_ptr, pre_ptr,  # [M, K], [K, N] and [M, N] T
@@ -142,28 +144,28 @@ def linear_dact_kernel(
     stride_dym, stride_wk, stride_pm,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    PART: tl.constexpr = 32,  # columns that the epilogue takes at a time
+    PART: tl.constexpr = 32,  # columns per step of the epilogue
 ):  # fmt: skip
-    """Tiles and grid as linear_fwd_kernel's."""
-    tile_m, tile_n = _program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = _rows_of(tile_m, BLOCK_M)
-    acc = _matmul_tile(
-        dy_ptr, w_ptr, rows, _cols_of(tile_n, BLOCK_N), M, N, K, stride_dym, stride_wk, 1, EVEN_K, BLOCK_K, PRECISION
+    """Tiles and grid as in linear_fwd_kernel."""
+    tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = rows_of(tile_m, BLOCK_M)
+    acc = matmul_tile(
+        dy_ptr, w_ptr, rows, cols_of(tile_n, BLOCK_N), M, N, K, stride_dym, stride_wk, 1, EVEN_K, BLOCK_K, PRECISION
     )
     PARTS: tl.constexpr = BLOCK_N // PART
     for i in tl.static_range(PARTS):
-        cols = _cols_of(tile_n * PARTS + i, PART)
+        cols = cols_of(tile_n * PARTS + i, PART)
         mask = (rows < M) & (cols < N)
         dh = columns_part(acc, i, PARTS)
-        pre = tl.load(_addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M), mask=mask, other=0.0).to(tl.float32)
+        pre = tl.load(addresses(pre_ptr, tile_m, cols, stride_pm, BLOCK_M), mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, h_ptr.dtype.element_ty == tl.float32)
         dpre = dh * grad
-        _store(h_ptr, h, tile_m, cols, mask, N)
-        _store(dpre_ptr, dpre, tile_m, cols, mask, N)
+        store(h_ptr, h, tile_m, cols, mask, N)
+        store(dpre_ptr, dpre, tile_m, cols, mask, N)
         tl.store(partial_ptr + tile_m * N + cols, tl.sum(dpre, 0)[None, :], mask=cols < N)
 
 
-@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.of_rows("pre_ptr", columns="N"))
+@triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.rows("pre_ptr", columns="N"))
 def act_bwd_kernel(
     # inputs
     dy_ptr, pre_ptr,  # [M, N]
@@ -179,17 +181,17 @@ def act_bwd_kernel(
     """One program takes STEPS x BLOCK_M rows and BLOCK_N columns; grid: row tiles x column tiles, flattened."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
-    cols = _cols_of(tl.program_id(0) % tiles_n, BLOCK_N)
+    cols = cols_of(tl.program_id(0) % tiles_n, BLOCK_N)
     dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(STEPS):
-        rows = _rows_of(tile_m * STEPS + step, BLOCK_M)
+        rows = rows_of(tile_m * STEPS + step, BLOCK_M)
         mask = (rows < M) & (cols < N)
         dy = tl.load(dy_ptr + rows * stride_dym + cols, mask=mask, other=0.0).to(tl.float32)
         pre = tl.load(pre_ptr + rows * stride_pm + cols, mask=mask, other=0.0).to(tl.float32)
         h, grad = activate_with_grad(pre, ACTIVATION, dpre_ptr.dtype.element_ty == tl.float32)
         dpre = dy * grad
-        _store(dpre_ptr, dpre, tile_m * STEPS + step, cols, mask, N)
+        store(dpre_ptr, dpre, tile_m * STEPS + step, cols, mask, N)
         if h_ptr is not None:
-            _store(h_ptr, h, tile_m * STEPS + step, cols, mask, N)
+            store(h_ptr, h, tile_m * STEPS + step, cols, mask, N)
         dbias += dpre
     tl.store(partial_ptr + tile_m * N + cols, tl.sum(dbias, 0)[None, :], mask=cols < N)

@@ -2,13 +2,14 @@
 
     out[b, P + t, :] = W x(b, t) + bias + pos[t],   out[b, :P, :] = prefix
 
-with x(b, t) the C * PH * PW pixels of patch t, k = (c, i, j). No matrix of patches exists in memory: tiles are gathered
-from the image by address. A GEMM row is a token, prefix tokens included: these have no pixels and take their value in
-the epilogue, so one launch writes whole rows of the token buffer. Matmuls accumulate in float32.
+where x(b, t) is the C * PH * PW pixels of patch t, with index k = (c, i, j). The matrix of patches never exists in
+memory: tiles are gathered from the image by address. A GEMM row is a token, prefix tokens included: they have no pixels
+and get their value in the epilogue, so that one launch writes the whole token buffer. Matmuls accumulate in float32.
+Every program writes a tile of its own: bitwise reproducible.
 
-PH and PW are compile-time, so the compiler sees the runs of PW contiguous pixels: with PW a multiple of 8, 16-bit
-images are read 16 bytes at a time; rows of 14 pixels (28 bytes) allow 4. A tile of many patches reads the adjacent
-runs of neighbouring patches together.
+PH and PW are compile-time constants, so that the compiler sees runs of PW contiguous pixels: with PW a multiple of 8,
+16-bit images are read 16 bytes at a time; rows of 14 pixels (28 bytes) allow 4. A tile of many patches reads the
+adjacent runs of neighbouring patches together.
 """
 
 import triton
@@ -20,13 +21,14 @@ from fastvit.kernels._math import columns_part
 
 @triton.jit
 def reciprocal_of(d):
+    """Return floor((2^32 - 1) / d) as uint32, for `_divide`."""
     return (tl.full([], 0xFFFFFFFF, tl.int64) // d).to(tl.uint32)
 
 
 @triton.jit
 def _divide(x, d, reciprocal):
-    """x // d and x % d for x >= 0: the estimate by the reciprocal is at most one too small. A third of the
-    instructions of a division, which would outweigh the matmul where every step of a loop divides."""
+    """Return x // d and x % d for x >= 0. The estimate from the reciprocal is at most one too small. Takes a third of
+    the instructions of a division, which would cost more than the matmul where every step of a loop divides."""
     q = tl.umulhi(x.to(tl.uint32), reciprocal).to(tl.int32)
     r = x - q * d
     return tl.where(r >= d, q + 1, q), tl.where(r >= d, r - d, r)
@@ -34,7 +36,8 @@ def _divide(x, d, reciprocal):
 
 @triton.jit
 def token_of(row, M, N, P, reciprocal):
-    """Token `row` of [B, N]: image, patch (negative for a prefix token), and whether it is a patch that exists."""
+    """Return image and patch of token `row` of [B, N] (negative for a prefix token), and whether there is such a
+    patch."""
     b, n = _divide(row, N, reciprocal)
     return b, n - P, (row < M) & (n >= P)
 
@@ -43,9 +46,10 @@ def token_of(row, M, N, P, reciprocal):
 def patch_origin(
     b, t, exists, grid_w, reciprocal, stride_b, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Offset of the first pixel of patch t of image b, in int64; 0 for no patch. Strides come in UNITs of elements: a
-    power of two that divides all of them, so that the compiler knows alignments that it would not specialise on."""
-    # chosen before the multiplications: behind a choice, triton 3.9 no longer knows what divides an offset
+    """Return the int64 offset of the first pixel of patch t of image b; 0 where there is no patch. Strides are in UNITs
+    of elements: a power of two that divides all of them, from which the compiler knows alignments that it would not
+    specialise on."""
+    # tl.where comes before the multiplications: after it, triton 3.9 no longer knows the divisors of an offset.
     b, t = tl.where(exists, b, 0), tl.where(exists, t, 0)
     ty, tx = _divide(t, grid_w, reciprocal)
     return (b.to(tl.int64) * stride_b + ty.to(tl.int64) * (PH * stride_h)) * UNIT + tx * PW
@@ -53,8 +57,8 @@ def patch_origin(
 
 @triton.jit
 def pixel_offset(k, stride_c, stride_h, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr):
-    """Offset of pixel k = (c, i, j) from its patch's first. In int32, which the launcher checks to suffice: int64
-    would make the compiler divide in 64 bits."""
+    """Return the offset of pixel k = (c, i, j) from the first one of its patch. int32, which the launcher checks to be
+    enough: with int64 the compiler would divide in 64 bits."""
     c = k // (PH * PW)
     i = k // PW % PH
     return (c * stride_c + i * stride_h) * UNIT + k % PW
@@ -68,26 +72,26 @@ def load_pixels(
     stride_c, stride_h,
     C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """-> [rows, k] in T, normalised if wanted; 0 where not in the patch."""
+    """Load pixels [rows, k] as T, normalised if normalize_ptr is given; 0 outside in_patch."""
     at = origin[:, None] + pixel_offset(k, stride_c, stride_h, PH, PW, UNIT)[None, :]
     x = tl.load(image_ptr + at, mask=in_patch[None, :], other=0)
     if normalize_ptr is not None:
         c = k // (PH * PW)
         scale = tl.load(normalize_ptr + c, mask=in_patch, other=0.0)
         shift = tl.load(normalize_ptr + C + c, mask=in_patch, other=0.0)
-        # Changes nothing but the layout: without it bytes are loaded in the matmul's, 8 instead of 16 at a time.
+        # Changes the layout only: without it, bytes are loaded in the layout of the matmul, 8 instead of 16 at a time.
         shift = tl.where(k < C * PH * PW, shift, 0.0)
         x = x.to(tl.float32) * scale[None, :] + shift[None, :]
         if x.dtype == T and PRECISION == "ieee":
-            # the sum of one element, which is not elementwise: behind elementwise steps alone, triton finds that x was
-            # loaded in few bits, and multiplies in TF32 on sm_100 (github.com/triton-lang/triton/issues/10176)
+            # A sum over one element. After elementwise steps alone, triton sees that x was loaded with few bits and
+            # multiplies in TF32 on sm_100 (github.com/triton-lang/triton/issues/10176); a sum hides that.
             x = tl.sum(x[:, :, None], 2)
     return x.to(T)
 
 
 @triton.jit
 def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, col, M, P, D):
-    """Patches: bias and position added. Prefix tokens: copied."""
+    """Store patches with bias and position added, and copies of the prefix tokens."""
     in_d = (col < D)[None, :]
     out = out_ptr + row[:, None].to(tl.int64) * D + col[None, :]
     if bias_ptr is not None:
@@ -103,17 +107,17 @@ def _store_tokens(acc, out_ptr, bias_ptr, pos_ptr, prefix_ptr, row, t, exists, c
         tl.store(out, prefix.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.of_patches("weight_ptr"))
+@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.patches("weight_ptr"))
 def patch_embed_fwd_kernel(
     # inputs
     image_ptr,  # [B, C, H, W] float or uint8, pixels of a row contiguous
     weight_ptr,  # [D, K] T, K = C * PH * PW
     bias_ptr,  # [D] or None
     pos_ptr, prefix_ptr,  # [N - P, D] and [P, D], or None
-    normalize_ptr,  # [2, C] f32: scale and shift of a channel, or None
+    normalize_ptr,  # [2, C] f32: scale and shift per channel, or None
     # output
     out_ptr,  # [B, N, D]
-    # sizes, M = B * N, grid_w patches in a row of the image; image strides in UNITs of elements
+    # sizes; M = B * N; grid_w: patches in a row of the image; image strides in UNITs of elements
     M, N, P, D, grid_w,
     stride_b, stride_c, stride_h,
     C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -126,7 +130,7 @@ def patch_embed_fwd_kernel(
     row = tl.program_id(0) // tiles_d * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) % tiles_d * BLOCK_D + tl.arange(0, BLOCK_D)
     b, t, exists = token_of(row, M, N, P, reciprocal_of(N))
-    # what comes of rows and columns that do not exist is not stored: they load others' values, without a mask
+    # Rows and columns out of bounds load other valid values instead of masking; their results are not stored.
     origin = patch_origin(b, t, exists, grid_w, reciprocal_of(grid_w), stride_b, stride_h, PH, PW, UNIT)
     weight = weight_ptr + tl.where(col < D, col, 0)[None, :].to(tl.int64) * K
 
@@ -137,7 +141,7 @@ def patch_embed_fwd_kernel(
         w = tl.load(weight + k[:, None], mask=in_patch[:, None], other=0.0)  # [BLOCK_K, BLOCK_D]
         x = load_pixels(
             image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, w.dtype
-        )  # fmt: skip
+        )
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
 
     for i in tl.static_range(2):

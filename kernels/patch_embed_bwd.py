@@ -1,9 +1,10 @@
-"""Gradients of the patch embedding, implicit GEMMs as the forward pass (patch_embed.py).
+"""Gradients of the patch embedding, implicit GEMMs like the forward pass (patch_embed.py).
 
     dW = sum over b, t of dout x^T,   dx = W^T dout
 
-The image's gradient is scattered by address; patches do not overlap, so no two programs write one pixel. The weight's
-is split over rows into float32 partials, which are then added up in a fixed order: bitwise reproducible.
+The gradient of the image is scattered by address; patches do not overlap, so no two programs write the same pixel. The
+gradient of the weight is split over rows into float32 partial sums, which are then added up in a fixed order. Matmuls
+accumulate in float32: bitwise reproducible, no atomics.
 """
 
 import triton
@@ -14,7 +15,7 @@ from fastvit.kernels._math import columns_part
 from fastvit.kernels.patch_embed import load_pixels, patch_origin, pixel_offset, reciprocal_of, token_of
 
 
-@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.of_patches("dout_ptr"))
+@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.patches("dout_ptr"))
 def patch_embed_bwd_weight_kernel(
     # inputs
     dout_ptr,  # [M, D] T, M = B * N
@@ -44,17 +45,17 @@ def patch_embed_bwd_weight_kernel(
     acc = tl.zeros([BLOCK_D, BLOCK_K], tl.float32)
     first = split * rows_per_split
     stop = tl.minimum(first + rows_per_split, M)
-    tl.assume(first < stop)  # else ptxas runs wgmma one by one behind a loop that may not run, at 12.8
+    tl.assume(first < stop)  # with a loop that may not run, ptxas 12.8 serialises wgmma
     for start in range(first, stop, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         b, t, exists = token_of(row, M, N, P, reciprocal_n)
         at = row[:, None].to(tl.int64) * stride_dm + col[None, :]
-        # rows without a patch count nothing: zero times the pixels of the first patch
+        # Rows without a patch add nothing: dout is 0 there, and the pixels are those of the first patch.
         dout = tl.load(dout_ptr + at, mask=exists[:, None] & (col < D)[None, :], other=0.0)
         origin = patch_origin(b, t, exists, grid_w, reciprocal_w, stride_b, stride_h, PH, PW, UNIT)
         x = load_pixels(
             image_ptr, normalize_ptr, origin, k, in_patch, stride_c, stride_h, C, PH, PW, UNIT, PRECISION, dout.dtype
-        )  # fmt: skip
+        )
         acc = tl.dot(tl.trans(dout), x, acc, input_precision=PRECISION)
 
     at = (split.to(tl.int64) * D + col)[:, None] * K + k[None, :]
@@ -70,7 +71,7 @@ def _store_pixels(
     tl.store(dimage_ptr + at, x.to(dimage_ptr.dtype.element_ty), mask=exists[:, None] & (k < C * PH * PW)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.of_patches("weight_ptr"))
+@triton.jit(do_not_specialize=["M", "stride_b"], launch_metadata=_profiling.patches("weight_ptr"))
 def patch_embed_bwd_image_kernel(
     # inputs
     dout_ptr,  # [M, D], M = B * N
@@ -99,7 +100,7 @@ def patch_embed_bwd_image_kernel(
         acc = tl.dot(dout, w, acc, input_precision=PRECISION)
         weight_ptr += BLOCK_D * K
 
-    # not before the loop, which would hold more registers
+    # Computed after the loop: before it, it would hold registers throughout.
     b, t, exists = token_of(row, M, N, P, reciprocal_of(N))
     origin = patch_origin(b, t, exists, grid_w, reciprocal_of(grid_w), stride_b, stride_h, PH, PW, UNIT)
     for i in tl.static_range(2):

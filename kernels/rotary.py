@@ -3,8 +3,9 @@
     out1 = x1 cos1 - x2 sin1        x = (x1, x2): the halves of a head, or its even and odd elements
     out2 = x2 cos2 + x1 sin2
 
-and transposed, which is its gradient: out1 = x1 cos1 + x2 sin2, out2 = x2 cos2 - x1 sin1. Prefix tokens and the heads
-behind the rotated ones (v's, of a packed qkv) are copied, or, where out is x, left alone. Arithmetic is float32.
+and transposed, which is the gradient: out1 = x1 cos1 + x2 sin2, out2 = x2 cos2 - x1 sin1. Prefix tokens and heads from
+`rotated` on (v in a packed qkv) are copied, or left alone where out is x. Arithmetic is float32. Every element is
+written once: bitwise reproducible.
 """
 
 import triton
@@ -18,7 +19,7 @@ _STRIDES = [f"stride_{x}{i}" for x in "xto" for i in "bnh"]
 
 @triton.jit(
     do_not_specialize=["N", "P", "first_token", "heads", "rotated", "steps", "tables", *_STRIDES],
-    launch_metadata=_profiling.of_rows("x_ptr", rows="N", columns="heads"),
+    launch_metadata=_profiling.rows("x_ptr", rows="N", columns="heads"),
 )
 def rotary_kernel(
     # inputs
@@ -26,10 +27,10 @@ def rotary_kernel(
     sin_ptr, cos_ptr,  # [B, N - P, TABLE_HEADS, d]
     # output
     out_ptr,  # as x; may be x itself
-    # tokens, of which P are prefix; the first one that is written; heads that are written and that are rotated; steps;
-    # how many samples have tables of their own, 1 for none
+    # tokens, P of which are prefix; the first token to write; heads to write and to rotate; steps in all; tables: B if
+    # each sample has one, otherwise 1
     N, P, first_token, heads, rotated, steps, tables,
-    # strides in UNITs: batch, token, head; the last dimension is contiguous
+    # strides in UNITs of elements: batch, token, head; the last dimension is contiguous
     stride_xb, stride_xn, stride_xh,
     stride_tb, stride_tn, stride_th,
     stride_ob, stride_on, stride_oh,
@@ -37,11 +38,11 @@ def rotary_kernel(
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A persistent grid: each program takes its share of all steps (see `_pairs`)."""
+    """A persistent grid: each program takes its share of all steps (_rotation.py)."""
     begin, end = share(steps, tl.program_id(0), tl.num_programs(0))
     blocks = tl.cdiv(N - first_token, BLOCK_N)
-    of_block = steps // (blocks * tables)
-    for block in range(begin // of_block, tl.cdiv(end, of_block)):
+    per_block = steps // (blocks * tables)
+    for block in range(begin // per_block, tl.cdiv(end, per_block)):
         table, start = block // blocks, first_token + block % blocks * BLOCK_N
         tokens = tl.arange(0, BLOCK_N)[:, None]  # [BLOCK_N, 1], counted from start
         within = tokens < N - start
@@ -51,13 +52,13 @@ def rotary_kernel(
                 sin_ptr, cos_ptr, table, start - P, 0, tokens, stride_tb, stride_tn, stride_th, positioned,
                 UNIT, HEAD_DIM, HALF, INTERLEAVED,
             )  # fmt: skip
-        left, right = part(begin, end, block, of_block)
+        left, right = part(begin, end, block, per_block)
         left, right = left + table * heads, right + table * heads
         for sample in range(left // heads, tl.cdiv(right, heads)):
-            first, behind = part(left, right, sample, heads)
+            first, stop = part(left, right, sample, heads)
             x_rows = rows(x_ptr, sample, start, first, tokens, stride_xb, stride_xn, stride_xh, UNIT)
             out_rows = rows(out_ptr, sample, start, first, tokens, stride_ob, stride_on, stride_oh, UNIT)
-            for i in tl.range(0, behind - first, num_stages=STAGES):
+            for i in tl.range(0, stop - first, num_stages=STAGES):
                 if TABLE_HEADS > 1:
                     head = (first + i) % TABLE_HEADS
                     sin1, sin2, cos1, cos2 = load_tables(

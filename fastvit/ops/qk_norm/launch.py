@@ -106,7 +106,7 @@ def _shares(q: Tensor, cfg: _configs.HeadsConfig) -> tuple[int, int]:
 @_tuned.cached
 def _plan(d: int, arch: str) -> tuple[_configs.HeadsConfig, Constants]:
     """And the constants that both kernels have."""
-    cfg = _configs.of_heads(d, arch)
+    cfg = _configs.heads(d, arch)
     return cfg, {
         "HEAD_DIM": d, "HALF": cfg.half, "BLOCK_N": cfg.block_n, "STAGES": cfg.num_stages, "num_warps": cfg.num_warps,
         **_configs.register_limit(cfg.max_registers),

@@ -32,7 +32,7 @@ def rotary(
         return out
     sin, cos, table = readable_tables(sin, cos)
     unit, strides = in_units(x.shape, x.stride(), table, out.stride())
-    cfg = _configs.of_heads(d, devices.arch(x))
+    cfg = _configs.heads(d, devices.arch(x))
     steps = B * cdiv(N - first, cfg.block_n) * heads
     launch(
         rotary_kernel, cfg.programs(steps, devices.multiprocessors(x.device.index)),
