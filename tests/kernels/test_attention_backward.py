@@ -1,4 +1,4 @@
-"""The backward kernels of attention by themselves, against float64 autograd of the formula. Needs triton."""
+"""The backward kernels of attention without autograd, against float64 gradients of the formula. Needs triton."""
 
 import math
 
@@ -15,9 +15,7 @@ from dropout_mask import mask_kernel
 from fastvit.kernels import _attention_configs, _configs
 from fastvit.ops.attention.launch import attention_fwd as launch_forward
 from fastvit.ops.attention.launch import launch_backward
-from fastvit.ops.runtime.dispatch import KernelUnsupported
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MARGIN = 8  # elements of NaN around every gradient
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("triton_backend")
 
 @pytest.fixture(params=["short", "split"])
 def kernels(request, monkeypatch):
-    """Both ways for short sequences, whatever the dtype: one program per head, and separate dQ and dK/dV kernels."""
+    """Run the test with one program per head, and with separate kernels for dQ and dK/dV, whatever the dtype."""
 
     def short(n, head_dim, itemsize, *_):
         rows = max(_configs.next_power_of_2(n), 64)
@@ -38,7 +36,7 @@ def kernels(request, monkeypatch):
 
 
 def dropout_mask(B, H, N, seed, dropout_p):
-    """What the forward multiplies P with: (B, H, N, N) float32 of 0 and 1 / (1 - p)."""
+    """Return what the forward pass multiplies P by: (B, H, N, N) float32 of 0 and 1 / (1 - p)."""
     size = triton.next_power_of_2(N)
     keep = torch.empty(B * H, size, size, dtype=torch.int8, device=seed.device)
     mask_kernel[(B * H,)](seed, keep, dropout_p, N=size)
@@ -51,14 +49,14 @@ def autograd(q, k, v, do, scale, mask, dtype):
 
 
 def fused(q, k, v, do, scale, seed=None, dropout_p=0.0):
-    """dq, dk, dv of the kernels, behind the forward kernel."""
+    """Run the forward kernel and return dq, dk, dv of the backward kernels."""
     o, lse = launch_forward(q, k, v, None, seed, scale, dropout_p)
     B, N, H, d = q.shape
     frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
     packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)
     launch_backward(do, q, k, v, None, o, lse, seed, scale, dropout_p, *packed.unbind(2))
     assert frame[:MARGIN].isnan().all(), "written before the gradients"
-    assert frame[-MARGIN:].isnan().all(), "written behind the gradients"
+    assert frame[-MARGIN:].isnan().all(), "written after the gradients"
     return packed.unbind(2)
 
 
@@ -74,17 +72,25 @@ def check(q, k, v, do, *, scale=None, seed=None, dropout_p=0.0):
 
 
 def packed_inputs(kind, B, N, H, d, dtype, device):
-    """q, k, v as views of one packed tensor, and the output's gradient."""
+    """Return q, k, v as views of one packed tensor, and the gradient of the output."""
     qkv = inputs(kind, B, N, 3, H, d, dtype=dtype, device=device)
-    return *qkv.unbind(2), inputs(
-        "integer" if kind == "integer" else "normal", B, N, H, d, dtype=dtype, device=device, seed=1
-    )
+    return *qkv.unbind(2), inputs("normal", B, N, H, d, dtype=dtype, device=device, seed=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("B", "N", "H", "d"), [(2, 1, 1, 16), (1, 17, 3, 88), (2, 50, 2, 64), (1, 197, 1, 32)])
-def test_short_sequences(B, N, H, d, dtype, kernels, device):
-    check(*packed_inputs("normal", B, N, H, d, dtype, device))
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 1, 1, 16), torch.float16),
+        ((1, 17, 3, 88), torch.float32),
+        ((1, 17, 3, 88), torch.float16),
+        ((2, 50, 2, 64), torch.bfloat16),
+        ((1, 197, 1, 32), torch.float32),
+        ((1, 197, 1, 32), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_short_sequences(shape, dtype, kernels, device):
+    check(*packed_inputs("normal", *shape, dtype, device))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,7 @@ def test_short_sequences(B, N, H, d, dtype, kernels, device):
         (257, 64, torch.bfloat16),
         (129, 72, torch.float32),
         (90, 96, torch.float32),  # the tail as wide as the loop's tiles
-        (40, 256, torch.float32),  # the tile that stays is loaded again
+        (40, 256, torch.float32),  # a tile of 256 columns in float32
         (258, 128, torch.float16),
         (130, 256, torch.float16),
     ],
@@ -103,19 +109,9 @@ def test_long_sequences(N, d, dtype, device):
     check(*packed_inputs("normal", 1, N, 1, d, dtype, device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_integers(dtype, kernels, device):
-    check(*packed_inputs("integer", 1, 69, 2, 32, dtype, device), scale=0.5)  # which keeps the scores exact
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_large_scores(dtype, kernels, device):
-    check(*packed_inputs("large", 1, 69, 2, 32, dtype, device), scale=0.5)  # hundreds apart
-
-
 def test_large_scores_in_float32(kernels, device):
-    """P = exp(S - LSE) is as exact as a float32 LSE is: 4 roundings of its magnitude, where softmax itself would have
-    none in rows that one key dominates. PyTorch's own flash attention has the same property."""
+    """P = exp(S - LSE) is as exact as a float32 LSE: 4 roundings of its magnitude. Softmax itself has none in rows that
+    one key dominates. PyTorch's flash attention has the same property."""
     q, k, v, do = packed_inputs("large", 1, 69, 2, 32, torch.float32, device)
     scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.5
     relative = 4 * 2.0**-24 * float(scores.abs().max()) / math.log(2)
@@ -130,7 +126,7 @@ def test_large_scores_in_float32(kernels, device):
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # numpy, in lanes that are masked
 def test_negative_scores_beyond_the_range_of_exp(kernels, device):
-    """exp(-LSE) overflows where all scores are far below 0: padded keys, whose score is 0, must not matter."""
+    """exp(-LSE) overflows where all scores are far below 0: padding, with scores of 0, must not change the result."""
     q = inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device).abs() * 20
     k = -inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device, seed=1).abs() * 20
     v, do = (inputs("normal", 1, 70, 1, 16, dtype=torch.float32, device=device, seed=s) for s in (2, 3))
@@ -145,7 +141,7 @@ def test_strided_and_expanded_gradients_of_the_output(kernels, device):
     check(q, k, v, do[:1, :, :1].expand_as(do))
 
 
-def test_strides_of_no_vector_and_of_dimensions_of_one_element(kernels, device):
+def test_unaligned_strides_and_strides_of_dimensions_of_one_element(kernels, device):
     wide = inputs("normal", 1, 18, 1, 3 * 25, dtype=torch.float16, device=device)  # rows 75 apart
     q, k, v = (wide[..., 25 * i : 25 * i + 24] for i in range(3))
     do = inputs("normal", 1, 18, 1, 24, dtype=torch.float16, device=device, seed=1)
@@ -159,13 +155,6 @@ def test_dropout_uses_the_mask_of_the_forward(N, kernels, device):
     check(*packed_inputs("normal", 2, N, 2, 16, torch.float32, device), seed=seed, dropout_p=0.3)
 
 
-def test_bitwise_repeatable(kernels, device):
-    q, k, v, do = packed_inputs("normal", 1, 67, 2, 40, torch.float16, device)
-    first = fused(q, k, v, do, 0.2)
-    again = fused(q, k, v, do, 0.2)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_nan_query_stays_out_of_other_queries_gradients(kernels, device):
     q, k, v, do = packed_inputs("normal", 1, 20, 1, 16, torch.float32, device)
@@ -174,11 +163,3 @@ def test_a_nan_query_stays_out_of_other_queries_gradients(kernels, device):
     dq, dk, dv = fused(q, k, v, do, 0.25)
     assert all(gradient.isnan().all() for gradient in (dq[0, 7], dk, dv))
     assert dq[0, [i for i in range(20) if i != 7]].isfinite().all()
-
-
-def test_empty_batch_and_unsupported_dtype(device):
-    empty = torch.empty(0, 5, 2, 16, device=device)
-    launch_backward(*(empty,) * 4, None, empty, torch.empty(0, 2, 5, device=device), None, 1.0, 0.0, *(empty,) * 3)
-    x = torch.zeros(1, 5, 2, 16, dtype=torch.float64, device=device)
-    with pytest.raises(KernelUnsupported, match="float64"):
-        launch_backward(*(x,) * 4, None, x, torch.zeros(1, 2, 5, device=device), None, 1.0, 0.0, *(x,) * 3)

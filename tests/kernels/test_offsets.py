@@ -1,5 +1,5 @@
-"""Offsets beyond 2**31 elements. Memory is reserved without being committed, so that only touched pages cost any; a
-wrapped offset stays inside the reservation and reads zeros: a wrong result, not a crash."""
+"""Offsets beyond 2**31 elements. Memory is reserved but not committed, so that only pages that are touched use any. An
+offset that wraps stays inside the reservation and reads zeros: a wrong result, not a crash."""
 
 import importlib
 import math
@@ -19,8 +19,21 @@ FAR = 1_100_000_003  # twice this does not fit int32
 pytestmark = pytest.mark.usefixtures("triton_backend")
 
 
+# A tensor [B, N, H, d] and the stride of one of its dimensions.
+HEADS = pytest.mark.parametrize(
+    ("shape", "dim", "stride"),
+    [
+        ((3, 20, 1, 16), 0, FAR),
+        ((1, 20, 3, 16), 2, FAR),
+        ((1, 530, 1, 16), 1, 1 << 22),
+        ((1, 130, 1, 16), 1, 1 << 25),  # offsets inside a tile would wrap: the launcher copies
+    ],
+    ids=["batch", "heads", "tokens", "tokens-copied"],
+)
+
+
 @pytest.fixture(autouse=True)
-def _memory_is_left_alone():
+def _new_memory_is_not_filled():
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
@@ -31,7 +44,7 @@ def reserved(count, dtype, device):
 
 
 def far_apart(t, dim, stride):
-    """A copy of t whose elements along dim are `stride` apart, in the middle of memory that a wrapped offset hits."""
+    """Copy t so that its elements along dim are `stride` apart, with reserved memory where a wrapped offset lands."""
     steps = t.shape[dim] - 1
     inner = t.select(dim, 0).contiguous()
     strides = list(inner.stride())
@@ -42,35 +55,27 @@ def far_apart(t, dim, stride):
 
 
 def results(op, tensors, dy):
-    """Output and gradients; the memory of tensors that are far apart goes with their results."""
+    """Return output and gradients. The memory of tensors that are far apart is freed with the results."""
     leaves = [t.detach().requires_grad_() for t in tensors]
     y = op(*leaves)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
 def check(op, shapes, far, dim, stride, dtype, device):
-    """op of tensors of these shapes, and their gradients: the same where those named by `far`, and the gradient of the
-    output, which is shaped like the last shape, are far apart."""
+    """Check that results and gradients of op are the same if the tensors with numbers in `far` are spread out. shapes:
+    of op's tensors, then of the gradient of the output."""
     near = [inputs("integer", *s, dtype=dtype, device=device, seed=i) for i, s in enumerate(shapes)]
     apart = [far_apart(t, dim, stride) if i in far else t for i, t in enumerate(near)]
     for got, want in zip(results(op, apart[:-1], apart[-1]), results(op, near[:-1], near[-1]), strict=True):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "stride", "dtype"),
-    [
-        ((3, 20, 1, 16), 0, FAR, torch.float32),
-        ((3, 20, 1, 16), 0, FAR, torch.bfloat16),
-        ((1, 20, 3, 16), 2, FAR, torch.float32),
-        ((1, 20, 3, 16), 2, FAR, torch.bfloat16),
-        ((1, 530, 1, 16), 1, 1 << 22, torch.bfloat16),
-        ((1, 130, 1, 16), 1, 1 << 25, torch.bfloat16),  # offsets inside a tile would wrap: a copy is read
-    ],
-    ids=["batch-fp32", "batch-bf16", "heads-fp32", "heads-bf16", "tokens", "tokens-copied"],
-)
-def test_attention(shape, dim, stride, dtype, device):
-    check(ops.attention, [shape] * 4, range(4), dim, stride, dtype, device)
+@HEADS
+def test_attention(shape, dim, stride, device):
+    """float32 takes the kernels for long sequences; 16-bit types those for short ones, too."""
+    dtypes = [torch.bfloat16] if shape[1] > 20 else [torch.bfloat16, torch.float32]
+    for dtype in dtypes:
+        check(ops.attention, [shape] * 4, range(4), dim, stride, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,10 +96,10 @@ class Touched(NamedTuple):
 
 @pytest.fixture
 def touched(monkeypatch, device):
-    """Addresses that the last program of every launch loads from and stores to, and the memory that launchers ask for.
-    It is reserved only: loads give zeros, nothing is stored, and no other program runs."""
+    """Record the addresses that the last program of every launch loads from and stores to, and the memory that
+    launchers allocate. That memory is only reserved: loads give zeros, nothing is stored, no other program runs."""
     if device.type == "cuda":
-        pytest.skip("addresses are read off in the interpreter")
+        pytest.skip("addresses are recorded in the interpreter")
     from triton.runtime import interpreter
 
     found = Touched(set(), set(), [])
@@ -115,7 +120,7 @@ def touched(monkeypatch, device):
     def store(at, value, mask, *_):
         found.stored.update(at.data[mask.data].tolist())
 
-    # of programs only; the language's own range has two or three arguments
+    # The interpreter loops over programs with range(n); loops of kernels have two or three arguments.
     last = lambda *bounds: [bounds[0] - 1] if len(bounds) == 1 else range(*bounds)  # noqa: E731
     monkeypatch.setattr(interpreter, "range", last, raising=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "create_masked_load", load)
@@ -138,13 +143,13 @@ def touched(monkeypatch, device):
     ids=["output", "sample", "sample-short", "statistics-short", "statistics"],
 )
 def test_attention_of_many_heads(shape, dtype, touched, device):
-    """Where output, one sample of it, or LSE has more than 2**31 elements, the last program writes the last, and so it
-    does of gradients; it reads the last statistics."""
+    """Check that the last program stores the last element of outputs and gradients, and loads the last statistics,
+    where the output, one sample of it, or the LSE has more than 2**31 elements."""
     d = shape[-1]
     x = torch.ones(d, dtype=dtype).expand(shape)
     _, lse = torch.ops.fastvit.attention_fwd(x, x, x, None, None, 2**-8, 0.0)
     torch.ops.fastvit.attention_bwd(x, x, x, x, None, x, lse, None, 2**-8, 0.0)
-    assert len(touched.fresh) in (5, 6)  # o, LSE, three gradients; what one backward kernel leaves for the other
+    assert len(touched.fresh) in (5, 6)  # o, LSE, three gradients; statistics if there are two backward kernels
     for t in touched.fresh:
         last = t.data_ptr() + (t.numel() - 1) * t.itemsize
         assert last in touched.stored
@@ -153,7 +158,7 @@ def test_attention_of_many_heads(shape, dtype, touched, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_linear(dtype, device):
-    """Rows far apart, and row tiles."""
+    """Rows far apart, and tiles of rows far apart."""
 
     def linear(x, weight, residual):
         return ops.linear(x, weight, residual=residual)
@@ -161,7 +166,7 @@ def test_linear(dtype, device):
     check(linear, [(3, 40), (24, 40), (3, 24), (3, 24)], (0, 3), 0, FAR, dtype, device)
     check(lambda *t: ops.linear(*t, activation="gelu"), [(3, 40), (24, 40), (3, 24)], (0, 2), 0, FAR, dtype, device)
     check(linear, [(530, 16), (24, 16), (530, 24), (530, 24)], (0, 2, 3), 0, 1 << 22, dtype, device)
-    # offsets inside a tile of the epilogue would wrap: a copy is read
+    # offsets inside a tile of the epilogue would wrap: the launcher copies
     check(linear, [(70, 16), (24, 16), (70, 24), (70, 24)], (2,), 0, 1 << 26, dtype, device)
 
 
@@ -174,11 +179,7 @@ def test_pre_activation(device):
     assert torch.equal(got, activation_backward(dy, weight, pre))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "stride"),
-    [((3, 20, 1, 16), 0, FAR), ((1, 20, 3, 16), 2, FAR), ((1, 530, 1, 16), 1, 1 << 22), ((1, 130, 1, 16), 1, 1 << 25)],
-    ids=["batch", "heads", "tokens", "tokens-copied"],
-)
+@HEADS
 def test_rotary(shape, dim, stride, device):
     table = inputs("integer", 1, 1, shape[1] - 1, 16, dtype=torch.float32, device=device)
     check(
@@ -186,13 +187,8 @@ def test_rotary(shape, dim, stride, device):
     )
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "stride"),
-    [((3, 20, 1, 16), 0, FAR), ((1, 20, 3, 16), 2, FAR), ((1, 530, 1, 16), 1, 1 << 22), ((1, 130, 1, 16), 1, 1 << 25)],
-    ids=["batch", "heads", "tokens", "tokens-copied"],
-)
+@HEADS
 def test_qk_norm(shape, dim, stride, device):
-    """q, k and their gradients far apart alike, and read as they lie but where tokens are too far."""
     table = inputs("integer", 1, 1, shape[1] - 1, 16, dtype=torch.float32, device=device)
     norm = ops.Norm(inputs("normal", 16, dtype=torch.float32, device=device, seed=3), kind="rms")
 
@@ -204,7 +200,7 @@ def test_qk_norm(shape, dim, stride, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gated_mlp(dtype, device):
-    """Rows of x far apart, and those of one weight further than those of the other, which are read as they lie."""
+    """Rows of x far apart, and rows of one weight only, so that the two weights have different strides."""
 
     def mlp(x, gate, value, weight):
         return ops.mlp(x, (gate, value), None, weight, None, activation="swiglu")
@@ -238,6 +234,6 @@ def test_dropout(device):
 
 
 def test_patch_embed_gradient(device):
-    """Of tokens that are far apart; images: test_patch_embed.py."""
+    """Tokens of the gradient far apart; images: tests/ops/test_patch_embed.py."""
     image, weight, dout = (1, 1, 12, 4), (16, 1, 4, 4), (1, 3, 16)
     check(lambda *t: ops.patch_embed(*t, None), [image, weight, dout], (2,), 1, FAR, torch.float32, device)

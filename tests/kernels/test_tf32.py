@@ -1,9 +1,9 @@
-"""float32 tensors under matmul precision "high": what tensor cores make of TF32 operands, whose bits after the tenth of
-the mantissa they cut off. That makes an operand up to 2^-10 of itself smaller and a product up to 2^-9, so of a matmul
+"""float32 tensors under matmul precision "high", where tensor cores take TF32 operands: they cut off all but ten bits
+of the mantissa. An operand becomes smaller by up to 2^-10 of itself, a product by up to 2^-9, so for a matmul
 
-    |error| <= 2^-9 |a| |b|^T + what float32 sums are off by anyway
+    |error| <= 2^-9 |a| |b|^T + error of float32 sums
 
-The interpreter's `tl.dot` does the same (interpreter_shim.py); on a GPU, rounding does better than the bound.
+The interpreter's `tl.dot` does the same (interpreter_shim.py); GPUs may round, which is better than the bound.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from fastvit import ops
 
 PRODUCT = 2.0**-9
-SUM = 2.0**-19  # of |a| |b|^T: a hundred float32 additions in any order
+SUM = 2.0**-19  # error of a hundred float32 additions in any order, in units of |a| |b|^T
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
 
@@ -26,13 +26,13 @@ def normal(*shape: int, seed: int, device: torch.device) -> Tensor:
 
 
 def excess(function: Callable[[], Tensor], exact: Tensor, scale: Tensor, precision: str) -> float:
-    """The largest error in units of `scale`."""
+    """Return the largest error in units of `scale`."""
     torch.set_float32_matmul_precision(precision)
     return float(((function().detach().double() - exact).abs() / scale).max())
 
 
 def assert_bounds(function: Callable[[], Tensor], exact: Tensor, scale: Tensor, *, bound: float = PRODUCT) -> None:
-    """scale: |a| |b|^T in float64."""
+    """Check that the error is that of TF32 with "high", and that of float32 with "highest". scale: |a| |b|^T."""
     assert 2.0**-15 < excess(function, exact, scale, "high") <= bound + SUM
     assert excess(function, exact, scale, "highest") <= SUM
 
@@ -44,8 +44,7 @@ def test_linear(device: torch.device) -> None:
 
 
 def test_gradient_of_an_mlp(device: torch.device) -> None:
-    """Through relu, whose derivative is the same wherever the pre-activation is surely positive or negative: the
-    registered op behind fc2's gradient."""
+    """The registered op of fc2's gradient. With relu and positive pre-activations, the derivative is exactly 1."""
     dy, w = normal(70, 100, seed=1, device=device), normal(100, 66, seed=2, device=device)
     pre = torch.ones(70, 66, device=device)
     exact, scale = dy.double() @ w.double(), dy.double().abs() @ w.double().abs()
@@ -53,7 +52,7 @@ def test_gradient_of_an_mlp(device: torch.device) -> None:
 
 
 def test_a_gate(device: torch.device) -> None:
-    """Of 1, behind which h is the value, and its gradient that of h: both matmuls, and the one before the gradient."""
+    """With a gate of 1, h is the value and its gradient that of h: both forward matmuls, and that of the gradient."""
     x, w = normal(70, 100, seed=1, device=device), normal(66, 100, seed=2, device=device)
     exact, scale = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
     ones, gated_fwd = torch.ones(66, device=device), torch.ops.fastvit.gated_fwd
@@ -84,7 +83,7 @@ def test_patch_embed(device: torch.device) -> None:
 
 
 def test_attention(device: torch.device) -> None:
-    """Scores that are off by e change a probability by up to exp(2 e), and its product with a value by 2^-9 more."""
+    """Errors of e in the scores change a probability by a factor up to exp(2 e); its product with a value adds 2^-9."""
     q, k, v = (normal(2, 150, 2, 32, seed=i, device=device) for i in range(3))
     heads = [t.double().transpose(1, 2) for t in (q, k, v)]
     off = PRODUCT * 32**-0.5 * float((heads[0].abs() @ heads[1].abs().transpose(2, 3)).max())
@@ -96,7 +95,7 @@ def test_attention(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("precision", ["high", "highest"])
-def test_what_is_not_finite_stays_so(precision: str, device: torch.device) -> None:
+def test_nan_and_inf_stay(precision: str, device: torch.device) -> None:
     torch.set_float32_matmul_precision(precision)
     x, w = torch.ones(4, 32, device=device), torch.ones(16, 32, device=device)
     x[1, 3], x[2, 5] = float("nan"), float("inf")

@@ -301,7 +301,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"measured": {}}, "measured with other kernels"),
     ({"measured": []}, "no attribute"),
     ({"gpu": "Another"}, "made on 'Another'"),
-    ({"tables": []}, "tables is no object"),
+    ({"tables": []}, "tables is not an object"),
 ]
 
 
