@@ -1,5 +1,5 @@
-"""An accelerated and a compiled model in two processes on gloo: DDP and FSDP2 give the gradients of one process on the
-whole batch."""
+"""Accelerated and compiled models under DDP and FSDP2, in two processes on gloo: gradients are those of one process on
+the whole batch."""
 
 import os
 import socket
@@ -62,20 +62,19 @@ def worker(rank: int, port: int, folder: str) -> None:
         if "compiled" in kind:
             torch._dynamo.reset()
             model = fastvit.compile(model, inner="aot_eager")
-            loss(model, image.chunk(2)[rank]).backward()  # compiles, on tensors without data
+            loss(model, image.chunk(2)[rank]).backward()  # compiles, which must not count in the profile
             model.zero_grad()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             loss(model, image.chunk(2)[rank]).backward()
         names = [event.name for event in profile.events()]
         assert names.count("fastvit::attention_qkvpacked_fwd") == 2, f"{kind}: the blocks did not run fused"
-        found = gradients(model)  # FSDP's shards are gathered by all together
+        found = gradients(model)  # a collective: every rank takes part
         if rank == 0:
             torch.save(found, Path(folder) / f"{kind}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(
-        0
-    )  # torch's own threads abort a process at its end now and then: "terminate called without an active exception"
+    # torch's threads sometimes abort a process that ends: "terminate called without an active exception"
+    os._exit(0)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The programs in benchmarks/examples run as their users run them, on small sizes, and reach what they are for."""
+"""The programs in benchmarks/examples run with small sizes, as users run them, and learn what they should."""
 
 import os
 import re
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "benchmarks" / "examples"
 
 
 def run(name: str, *arguments: str, before: str = "") -> str:
-    """What the program prints. before: statements that come first."""
+    """Run an example and return what it prints. before: statements to run first."""
     program = f"{before}\nimport runpy\nrunpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
@@ -45,7 +45,7 @@ def test_train() -> None:
 
 @pytest.mark.parametrize("arguments", [("--lr", "1e-3"), ("--lr", "1e-2", "--freeze")], ids=["all", "head"])
 def test_finetune(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """From weights with another head, which only have to be read: the pretrained ones take too long here."""
+    """Start from random weights in a file, because training from pretrained ones takes too long here."""
     pytest.importorskip("sklearn")
     file = tmp_path / "weights.pth"
     torch.save(fastvit.create_model("vit_tiny_patch16_224").state_dict(), file)
@@ -60,14 +60,14 @@ def test_segment(tmp_path: Path) -> None:
     file = tmp_path / "dinov2_vits14_pretrain.pth"
     torch.save(pretrained.meta_spelling(pretrained.state_dict()), file)
     text = run("segment.py", "--weights", str(file), "--img-size", "112", "--images", "16", "--steps", "50")
-    file.unlink()  # 88 MB, which pytest would keep
+    file.unlink()  # 88 MB, which pytest would not delete
     baseline, features = numbers(text, r"mean IoU (\S+)")
     assert features > 0.6 > baseline + 0.2
 
 
 def test_serve() -> None:
     import_timm()
-    load = "from benchmarks.harness import libraries; libraries.load('timm')"  # also beside another torchvision
+    load = "from benchmarks.harness import libraries; libraries.load('timm')"  # whatever torchvision is there
     text = run("serve.py", "--model", "vit_tiny_patch16_224", "--rounds", "3", before=load)
     assert "14 modules accelerated, 0 skipped" in text
     rows = re.findall(r"^(timm.*?)\s+(\d+\.\d+)\s+(\d+\.\d+)$", text, re.MULTILINE)

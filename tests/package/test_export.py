@@ -1,5 +1,5 @@
-"""torch.export: which ops a program calls, programs in ATen alone, and saved programs in another process. That single
-ops and our own model export with dynamic shapes: test_attention.py, test_layer_norm_attention.py, test_vit.py."""
+"""torch.export and torch.jit.trace: which ops a program calls, decomposition to ATen, saved programs in another
+process. Dynamic shapes of single ops and of our own model: tests/ops, tests/modules."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def fused(program):
 
 
 class Op(nn.Module):
-    """A public op of tensors by name, with its options."""
+    """A public op by name, as a module of its tensors."""
 
     def __init__(self, name):
         super().__init__()
@@ -41,7 +41,7 @@ class Op(nn.Module):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_decomposed(name, device):
-    """Every public op becomes ATen's, with the same results but for dropout, which draws otherwise."""
+    """Every public op becomes ATen ops with the same results, except that dropout draws other numbers."""
     tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
     program = torch.export.export(Op(name), (), tensors)
     assert fused(program)
@@ -54,7 +54,7 @@ def test_decomposed(name, device):
 
 
 def test_jit_trace_of_three_layers(device):
-    """As models of transformers have them: q's, k's and v's."""
+    """Separate layers for q, k and v, as in models of transformers."""
     tensors = made("layer_norm_attention", 2, 6, device)
 
     def op(x, norm_weight, norm_bias, proj_weight, *layers):
@@ -73,7 +73,7 @@ def gradients(outputs, inputs):
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if "dropout" not in name and "uint8" not in name])
 def test_jit_trace(name, device):
-    """With gradients on, as TensorBoard traces models: the trace has PyTorch's own functions and its gradients."""
+    """With gradients on, as TensorBoard traces models: the trace consists of PyTorch's own functions."""
     tensors = made(name, 2, 6, device)
 
     def op(*values):
@@ -89,7 +89,7 @@ def test_jit_trace(name, device):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"])
 def test_activations_and_dtypes_decomposed(activation, device):
-    """A bfloat16 branch with a float32 residual: products and statistics as the ops have them."""
+    """A bfloat16 branch with a float32 residual: dtypes of results and statistics are those of the ops."""
     linear, norm = (getattr(torch.ops.fastvit, n).default for n in ("linear_fwd", "layer_norm_fwd"))
     x, weight = made("linear", 3, 6, device)["x"].detach(), torch.linspace(-0.2, 0.2, 256, device=device).view(16, 16)
     half, scale = x.bfloat16(), torch.tensor([0.0, 1.25, 2.5], device=device)
@@ -108,7 +108,7 @@ def test_activations_and_dtypes_decomposed(activation, device):
 
 
 def test_dropout_decomposed(device):
-    """It drops as often, and the sum stays in expectation."""
+    """The decomposition drops as often and scales what is left."""
     dropout, seed = torch.ops.fastvit.dropout.default, torch.tensor([3], device=device)
     torch.manual_seed(0)
     y = fastvit.export.decompositions()[dropout](torch.ones(64, 1024, device=device), seed, 0.25)
@@ -117,7 +117,7 @@ def test_dropout_decomposed(device):
 
 
 def test_varlen_decomposed(device):
-    """LSE, too, lies sequence by sequence."""
+    """LSE is stored sequence by sequence here, too."""
     op = torch.ops.fastvit.attention_varlen_fwd.default
     q, k, v = (torch.randn(19, heads, 16, device=device) for heads in (4, 2, 2))
     arguments = q, k, v, torch.tensor([0, 5, 5, 6, 19], device=device), None, 13, 0.3, 0.0
@@ -125,11 +125,9 @@ def test_varlen_decomposed(device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-# ---- transformers makes masks that nobody passed while torch.export traces ----
+# ---- transformers: it makes masks of its own while torch.export traces ----
 
-VISION = (
-    "ViTModel", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel", "CLIPVisionModel", "SiglipVisionModel",
-)  # fmt: skip
+VISION = ("ViTModel", "DeiTModel", "Dinov2Model", "Dinov2WithRegistersModel", "CLIPVisionModel", "SiglipVisionModel")
 TWO_BLOCKS = Counter({"fastvit::layer_norm_fwd": 4, "fastvit::attention_qkvpacked_fwd": 2, "fastvit::linear_fwd": 6})
 
 
@@ -154,7 +152,7 @@ def test_transformers_models_keep_the_fused_ops(name, strict):
 
 
 def masks():
-    """As a user may pass them: of the tokens, and of pairs of them; all of them allow the first nine keys at least."""
+    """Return masks that a user may pass, over tokens and over pairs of tokens. All allow the first nine keys."""
     tokens = torch.ones(2, 17, dtype=torch.long)
     tokens[0, 9:] = 0
     pairs = tokens.bool()[:, None, None].expand(2, 1, 17, 17)
@@ -181,7 +179,7 @@ def test_a_mask_of_the_user_stays_in_the_program(kind, strict):
 
 @torch.no_grad()
 def test_eager_attention_keeps_the_mask_that_transformers_makes():
-    """It could be a user's."""
+    """With eager attention, a mask that transformers made cannot be told from a user's."""
     model = tower("ViTModel")
     want = model(IMAGE).last_hidden_state
     model.set_attn_implementation("eager")
@@ -221,8 +219,8 @@ torch.save((plain, torch.export.load(fused).module()(image)), out)
 
 
 def test_saved_programs_in_another_process(tmp_path):
-    """torch.export.load imports nothing: a program of fused ops wants `import fastvit.ops` before it, and names the op
-    that it misses; one that is decomposed wants nothing but torch."""
+    """A program of fused ops needs `import fastvit.ops` before torch.export.load, which otherwise fails with the op's
+    name. A decomposed program needs torch only."""
     model = randomised(fastvit.VisionTransformer(32, 8, embed_dim=48, depth=1, num_heads=3, num_classes=5)).eval()
     program = torch.export.export(model, (IMAGE,))
     paths = [tmp_path / name for name in ("fused.pt2", "plain.pt2", "image.pt", "out.pt")]

@@ -1,4 +1,4 @@
-"""Check what `pip install` puts where, and which requirements it has on every platform."""
+"""Files and requirements of an installed package, on every platform."""
 
 import os
 import re
@@ -32,7 +32,8 @@ Build = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone in a folder named `fastvit`, in which a symbolic link is a text file, as git writes it on Windows."""
+    """Copy the checkout to a folder named `fastvit`, with symbolic links as text files, as git writes them on
+    Windows."""
     clone = tmp_path_factory.mktemp("parent") / "fastvit"
     for folder in ("fastvit", "kernels"):
         shutil.copytree(ROOT / folder, clone / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -47,7 +48,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def build(clone: Path) -> Build:
-    """Build a wheel in the clone and unpack it."""
+    """Return a function that builds a wheel in the clone and unpacks it."""
 
     def build(kind: str) -> Path:
         program = f"import hatchling.build as b; print(b.{kind}({str(clone.parent)!r}))"
@@ -62,8 +63,8 @@ def build(clone: Path) -> Build:
 
 
 def imported(site: Path, folder: Path, program: str) -> str:
-    """What a program prints that was started in a folder and finds packages in `site`, then in this environment."""
-    # -S, as the environment's own .pth files may lead to this checkout
+    """Return what a program prints that starts in `folder` and finds packages in `site`, then in this environment."""
+    # -S: the .pth files of this environment may lead to this checkout
     find = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({sysconfig.get_path('purelib')!r})"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-S", "-c", f"{find}\n{program}"]
@@ -74,7 +75,7 @@ def imported(site: Path, folder: Path, program: str) -> str:
 
 @pytest.mark.slow
 def test_an_editable_install_is_imported_from_the_folder_above_the_clone(build: Build) -> None:
-    """There the clone's own folder `fastvit` is a namespace package to Python, which a real one has to come before."""
+    """There, Python takes the clone's folder `fastvit` for a namespace package. The real package has to precede it."""
     site = build("build_editable")
     parent = site.parent
     program = "import fastvit; fastvit.create_model; print(fastvit.__file__)"
@@ -85,8 +86,8 @@ def test_an_editable_install_is_imported_from_the_folder_above_the_clone(build: 
 def test_an_editable_install_leaves_the_name_kernels_to_its_owner(build: Build) -> None:
     site = build("build_editable")
     (site / "kernels").mkdir()
-    (site / "kernels/__init__.py").write_text("owner = 'somebody'")
-    assert imported(site, site.parent / "fastvit", "import kernels; print(kernels.owner)") == "somebody"
+    (site / "kernels/__init__.py").write_text("owner = 'another package'")
+    assert imported(site, site.parent / "fastvit", "import kernels; print(kernels.owner)") == "another package"
 
 
 @pytest.mark.parametrize("kind", ["checkout", "build_editable", "build_wheel"])
@@ -103,7 +104,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(build: Build) -> None:
     assert {path.name for path in site.iterdir()} == {"fastvit", metadata.name}
     installed = {path.relative_to(site) for path in (site / "fastvit").rglob("*") if path.is_file()}
     ours = {path.relative_to(ROOT) for folder in ("fastvit", "kernels") for path in (ROOT / folder).rglob("*.*")}
-    ours -= {Path("fastvit/kernels/__init__.py")}  # only a checkout's: it points at kernels/
+    ours -= {Path("fastvit/kernels/__init__.py")}  # only in a checkout, where it points at kernels/
     ours = {Path("fastvit") / path if path.parts[0] == "kernels" else path for path in ours}
     assert installed == {path for path in ours if path.suffix != ".pyc"}
 

@@ -1,4 +1,4 @@
-"""torch.onnx.export of models with fused ops, run by ONNX Runtime: nodes that stand for ops, dynamic batches."""
+"""torch.onnx.export of models with fused ops, run by ONNX Runtime: which nodes they become, and dynamic batch sizes."""
 
 import functools
 from collections import Counter
@@ -24,7 +24,7 @@ def nodes(path):
 
 
 def assert_runs_alike(path, model, dtype=torch.float32):
-    """At most 1e-4 away from PyTorch, at batches other than the one that was traced."""
+    """Check that results are within 1e-4 of PyTorch's, at batch sizes other than the traced one."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for batch in (1, 3):
         image = torch.randn(batch, 3, 32, 32)
@@ -53,7 +53,7 @@ def test_our_model_has_the_nodes_of_its_opset(opset, tmp_path):
 
 
 def test_options_of_our_model(tmp_path):
-    """With gradients on, as a model is made."""
+    """With gradients on."""
     options = {"act_layer": "quick_gelu", "init_values": 0.5, "reg_tokens": 2, "global_pool": "avg"}
     pixels = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
     model, path = randomised(VisionTransformer(**TINY, **options, **pixels)).eval(), tmp_path / "model.onnx"
@@ -64,10 +64,7 @@ def test_options_of_our_model(tmp_path):
 
 @torch.no_grad()
 def test_attention_pooling(tmp_path):
-    model, path = (
-        randomised(VisionTransformer(**TINY, class_token=False, global_pool="map")).eval(),
-        tmp_path / "m.onnx",
-    )
+    model, path = randomised(VisionTransformer(**TINY, class_token=False, global_pool="map")).eval(), tmp_path / "m"
     found = export(model, path)
     assert (found["LayerNormalization"], found["Gelu"], found["Attention"], found["Softmax"]) == (4, 2, 1, 1)
     assert_runs_alike(path, model)

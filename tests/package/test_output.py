@@ -1,4 +1,4 @@
-"""Files that are written for a user: whole or not at all, where and as the user has them."""
+"""Files that are written for a user: replaced whole or not at all, with links and permissions kept."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def test_permissions(tmp_path: Path) -> None:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in (new, old)] == [0o640, 0o606]
     with mock.patch.object(os, "access", return_value=False), pytest.raises(PermissionError, match=str(old)):
-        write_file(old, b"newer")  # as of a file that is write-protected, in a folder that is not
+        write_file(old, b"newer")  # a write-protected file in a folder that is not
     assert old.read_bytes() == b"new"
 
 
@@ -62,12 +62,13 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 def test_nothing_writes_a_file_in_another_way() -> None:
-    """But for logs and journals, to which lines are appended."""
+    """Appending is allowed, for logs and result files."""
     other = re.compile(r"\.write_(text|bytes)\(|\bcopyfile\(|savefig\((?!\s*(svg|out),)|open\([^)]*\"[wx]b?\"")
     found = {
         path.name: match[0]
-        for folder in ("fastvit", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+        for folder in ("fastvit", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
         if path.name != "_output.py" and (match := other.search(path.read_text()))
-    }  # fmt: skip
-    # a cubin, in a temporary folder; the log of `python -m benchmarks.peers`
+    }
+    # a cubin in a temporary folder; the log of `python -m benchmarks.peers`
     assert found == {"aot.py": ".write_bytes(", "__main__.py": 'open("w"'}

@@ -17,8 +17,8 @@ BLOCK = re.compile(rf"({NEEDS_GPU})?```python\n(.*?)```$", re.DOTALL | re.MULTIL
 
 
 def write_checkpoints(folder: Path) -> None:
-    """What the blocks read: timm's own weights as safetensors, and DINOv2's names and 518 px as Meta saves them.
-    Folders go before repositories of their names."""
+    """Write the checkpoints that the blocks read: timm's weights as safetensors, and a DINOv2 with the names and the
+    518 px of Meta's files. A folder goes before the repository of the same name."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     tag, dinov2_small = folder / "vit_base_patch16_224.augreg2_in21k_ft_in1k", folder / "facebook/dinov2-small"
     for path in (tag, dinov2_small):
@@ -43,12 +43,12 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     for block in blocks:
         needs_gpu, source = block.groups()
         line = TEXT[: block.start(2)].count("\n")
-        code = compile("\n" * line + source, README, "exec")  # so that a traceback has the README's line
+        code = compile("\n" * line + source, README, "exec")  # tracebacks then have the README's line
         if needs_gpu:
             assert "cuda" in source
         if torch.cuda.is_available() or not needs_gpu:
             exec(code, names)
-    shutil.rmtree(tmp_path)  # 430 MB, which pytest would keep
+    shutil.rmtree(tmp_path)  # 430 MB, which pytest would not delete
 
     (report,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
     assert capsys.readouterr().out.startswith(report)
@@ -58,8 +58,7 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert names["features"].shape == (1, 257, 384)
 
 
-def test_links() -> None:
-    """Those to files of this repository."""
+def test_links_to_files() -> None:
     links = re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", TEXT)
     local = [link or picture for link, picture in links if not (link or picture).startswith("http")]
     assert len(local) > 5
