@@ -1,1 +1,1 @@
-"""What can be told about a kernel without running it on a GPU: machine code of real targets, and bytes moved."""
+"""Examine kernels without running them on a GPU: machine code of real targets, and bytes moved."""

@@ -1,4 +1,4 @@
-"""Widths of a kernel's global loads and stores by source line, from PTX or AMD assembly with `.loc` comments."""
+"""Find the widths of a kernel's global loads and stores by source line, in PTX or AMD assembly with `.loc` comments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Access:
-    """`count` loads or stores of `width` bytes a thread at one place in the source."""
+    """`count` loads or stores of `width` bytes per thread at one place in the source."""
 
     kind: str  # "load" or "store"
     width: int
@@ -23,10 +23,11 @@ class Access:
 
 
 def narrow(accesses: Iterable[Access], tiles: Mapping[str, int], threads: int, granule: int = 16) -> list[Access]:
-    """Accesses of less than `granule` bytes at places whose tile has 16 bytes or more for every thread: a tile moved
-    element by element. Vectors such as a bias or the statistics of rows are too short for that and not meant.
-    tiles: from `tile_bytes`. A place without all of its callers stands for the smallest tile that it may mean; one that
-    the compiler renamed counts by what a thread moves there, from 32 bytes on."""
+    """Return accesses of less than `granule` bytes to tiles of 16 bytes or more per thread: these tiles are moved
+    element by element. Vectors such as a bias or the statistics of rows are shorter and do not count.
+
+    tiles: from `tile_bytes`. If a place is known without all of its callers, the smallest tile that it may mean counts;
+    if the compiler renamed it, the access counts from 32 bytes per thread on."""
 
     def tile(access: Access) -> int:
         place = access.location
@@ -43,7 +44,7 @@ _CALLED = re.compile(r"^(#loc\d*) = loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
 
 
 def tile_bytes(ttir: str) -> dict[str, int]:
-    """Bytes of the largest tile that is loaded or stored at each place, from Triton's own IR."""
+    """Return the bytes of the largest tile that is loaded or stored at each place, from Triton's IR."""
     places: dict[str, list[str]] = {}
     pending = []
     for line in ttir.splitlines():
@@ -71,13 +72,13 @@ _AMD = re.compile(r"^\s+(?:global|buffer)_(load|store)_(?:lds_)?(dword(?:x(\d))?
 
 
 def global_accesses(text: str) -> list[Access]:
-    """In order of source lines. A place counts as often as in the basic block that has it most often, so that a
-    prologue and its loop do not add up. TMA copies whole tiles and is not counted."""
+    """Return the accesses in order of source lines. `count` is that of the basic block with most accesses at the place,
+    so that a prologue and its loop do not add up. TMA copies whole tiles and is not counted."""
     counts: Counter[tuple[str, int, str]] = Counter()
     block: Counter[tuple[str, int, str]] = Counter()
     names: dict[str, str] = {}  # of source files
     place = "?"
-    inline = False  # within inline assembly, whose lines LLVM may number on from where it stands in the source
+    inline = False  # in inline assembly, where LLVM may give consecutive lines of the source
     for line in text.splitlines():
         if "inline asm" in line:
             inline = "begin inline asm" in line
@@ -101,7 +102,7 @@ def global_accesses(text: str) -> list[Access]:
 
 
 def _access(line: str) -> tuple[str, int] | None:
-    """("load" or "store", bytes a thread) of a global access, None for any other line."""
+    """Return ("load" or "store", bytes per thread) of a global access, None for any other line."""
     if found := _PTX.search(line):
         kind = "load" if found.group(1) == "ld" else "store"
         return kind, int(found.group(2) or 1) * int(found.group(3)) // 8

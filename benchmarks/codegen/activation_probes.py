@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What one evaluation of an activation costs in a kernel's epilogue: issue slots per element, load and store included.
-The derivative's probe multiplies it by a second tensor that it loads, as a backward epilogue does."""
+"""Measure what an activation costs in an epilogue: issue slots per element, including load and store. The probe of the
+derivative multiplies it by a second tensor, as a backward epilogue does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _derivative_probe(x_ptr, dy_ptr, out_ptr, ACTIVATION: tl.constexpr, EXACT: t
 
 
 def slots(activation: str, target: str = "sm_90") -> tuple[float, ...]:
-    """Of the value and of the derivative, per element of a bfloat16 tensor."""
+    """Return the issue slots of value and derivative, per element of a bfloat16 tensor."""
     x = torch.empty(_BLOCK, dtype=torch.bfloat16, device="meta")
     with recording(target) as recorder:
         _value_probe[(1,)](x, x, activation, False, _BLOCK)

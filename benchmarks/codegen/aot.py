@@ -1,6 +1,6 @@
-"""Compiles a kernel for a real GPU on a machine without one, and reads off what it costs there.
+"""Compile a kernel for a GPU that is not there, and read its registers, spills, memory and instructions.
 
-Needs triton and a process without TRITON_INTERPRET=1. What to compile comes from benchmarks/codegen/launches.py.
+Needs triton and a process without TRITON_INTERPRET=1. Launches to compile come from benchmarks/codegen/launches.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1":
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as far as occupancy and limits go. Memory in bytes."""
+    """The limits of a GPU that decide occupancy. Memory in bytes."""
 
     gpu: GPUTarget
     shared_per_program: int
@@ -44,7 +44,7 @@ class Target:
 Specialisation = dict[tuple[int, ...], Any]  # by argument index, as Triton keys it
 
 _KB = 1024
-_TENSOR_MEMORY = 512  # columns an SM has
+_TENSOR_MEMORY = 512  # columns per SM
 TARGETS = {
     "sm_80": Target(gpu_target("sm_80"), 163 * _KB, 164 * _KB),
     "sm_90": Target(gpu_target("sm_90"), 227 * _KB, 228 * _KB),
@@ -55,10 +55,10 @@ TARGETS = {
 }
 
 FIRST_TIER = ("sm_80", "sm_90")
-SPILLS_ALLOWED = 64  # bytes a thread, in the second tier
+SPILLS_ALLOWED = 64  # bytes per thread, in the second tier
 # Triton 3.9 takes more registers: on sm_90 for the addresses of each wgmma's operands, on sm_80 for fragments that it
-# no longer keeps in shared memory. Of the tiles that were tried, those without spills take more slots than those with
-# them (NOTES.md). So a loop of the first tier may have one instruction of ten for spills; before 3.9 nothing spills.
+# no longer keeps in shared memory. Tiles without spills were tried and take more issue slots than tiles with them
+# (NOTES.md). So one instruction in ten in a loop of the first tier may be a spill; before 3.9 nothing spills.
 NEWER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
@@ -71,12 +71,12 @@ class Compiled:
     registers: int  # per thread
     spill_bytes: int  # of local memory per thread
     tensor_memory: int  # columns of Blackwell's tensor memory, 0 elsewhere
-    tensor_dots: int  # matmuls in the source whose operands tensor cores take: 16-bit, or float32 as tf32
+    tensor_dots: int  # matmuls in the source that tensor cores can run: 16-bit, or float32 as tf32
     tiles: dict[str, int] = field(repr=False)  # bytes of the tiles that the source loads and stores, by place
     assembly: str = field(repr=False)
-    virtual: str = field(repr=False)  # PTX, or the same AMD assembly: it has the source line of every access
-    granule: int = 16  # bytes that lie together and aligned in the tensors; less than 16 for some patch sizes
-    dtype: str = "bf16"  # of the workload: a name of codegen/launches.py
+    virtual: str = field(repr=False)  # PTX, or AMD assembly again: has the source line of every access
+    granule: int = 16  # bytes that are contiguous and aligned in the tensors; less than 16 for some patch sizes
+    dtype: str = "bf16"  # of the workload: a key of launches.DTYPES
 
     @cached_property
     def listing(self) -> sass.Listing:
@@ -92,12 +92,12 @@ class Compiled:
 
     @cached_property
     def accesses(self) -> list[Access]:
-        """Every kind of global load and store with its width and source line; TMA's tile copies are not in it."""
+        """Every kind of global load and store with its width and source line, without the tile copies of TMA."""
         return global_accesses(self.virtual)
 
     @property
     def programs_per_sm(self) -> int:
-        """Resident programs that registers, shared memory and threads allow."""
+        """Resident programs per SM that registers, shared memory and threads allow."""
         t = TARGETS[self.target]
         lanes = t.gpu.warp_size
         per_warp = -(-max(self.registers, 16) // 8) * 8 * lanes
@@ -111,13 +111,12 @@ class Compiled:
 
     @property
     def first_tier(self) -> bool:
-        """Whether the kernel must be fast here, not only right: 16-bit types on the targets that everything is tuned
-        for."""
+        """Whether the kernel has to be fast, not only correct: 16-bit types on targets that kernels are tuned for."""
         return self.target in FIRST_TIER and self.dtype in ("bf16", "fp16")
 
     @property
     def problems(self) -> list[str]:
-        """What makes this binary unfit to ship. The second tier may spill a little, and move its tiles as it likes."""
+        """Reasons not to ship this binary. In the second tier, kernels may spill a little and load in any width."""
         limit = TARGETS[self.target].shared_per_program
         found = []
         if self.spill_bytes > (0 if self.first_tier else SPILLS_ALLOWED):
@@ -157,7 +156,7 @@ def compile_source(
     granule: int,
     dtype: str,
 ) -> Compiled:
-    """From what Triton's own launcher makes of a launch's arguments: types, constants and alignments by position."""
+    """Compile from types, constants and alignments by position, as Triton's launcher derives them from arguments."""
     source = triton.compiler.ASTSource(kernel, dict(signature), dict(constants), dict(attrs))
     binary = triton.compile(source, target=TARGETS[target].gpu, options=dict(options))
     read = _read_cubin if TARGETS[target].nvidia else _read_amdgcn

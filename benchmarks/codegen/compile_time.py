@@ -1,12 +1,12 @@
-"""Measures how long Triton compiles a model's kernels from an empty cache, one after the other, without a GPU.
+"""Measure how long Triton compiles a model's kernels from an empty cache, one after the other, without a GPU.
 
     python -m benchmarks.codegen.compile_time                   # ViT-B/16, batch 32, bfloat16, on sm_90 and sm_80
     PYTHONPATH=FOLDER python -m benchmarks.codegen.compile_time # with the triton in FOLDER
 
-It is what the first call of a model pays on a machine with a GPU: a step launches kernels in this order, and each has
-to be compiled before it is launched. `fastvit warmup` compiles the same kernels in several processes. Where seconds and
-seconds of a core differ, something else kept the machine busy. The results of one version of triton replace those of
-the same version in the file.
+The first call of a model takes this time on a machine with a GPU: a step launches kernels in this order, and each has
+to be compiled before it is launched. `fastvit warmup` compiles the same kernels in several processes. If seconds and
+seconds of a core differ, other processes kept the machine busy. Results replace those of the same version of triton in
+the file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(model: str, batch: int, dtype: str, target: str, mode: str) -> dict[
 
 
 def _cpu_seconds() -> float:
-    """Seconds that this process and those that it has started, ptxas for one, have used of a core."""
+    """Return the CPU seconds of this process and of those that it started, such as ptxas."""
     return sum(os.times()[:4])
 
 

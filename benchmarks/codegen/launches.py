@@ -1,7 +1,7 @@
-"""Which kernels, with which launch parameters, the package launches: found by running its ops, so nothing can drift.
+"""Record the kernels that workloads launch, with all launch parameters, and compile them for a target.
 
 The public ops run forward and backward at the shapes of real models, and their launches are recorded
-(fastvit/tuning/launches.py).
+(fastvit/tuning/launches.py), so that the list always agrees with the code.
 
     for launch in record(workloads("kernels", ops=("layer_norm",)), target="sm_90", dtypes=["bf16"]):
         print(launch.name, launch.workload, launch.compile().registers)
@@ -32,8 +32,8 @@ class Launch(launches.Launch):
     """One kernel as one workload launches it on one target."""
 
     dtype: str
-    workload: str  # of the first workload that launches it so
-    granule: int  # bytes that lie together and aligned in its tensors, at most 16
+    workload: str  # the first workload with this launch
+    granule: int  # bytes that are contiguous and aligned in its tensors, at most 16
 
     def compile(self) -> Compiled:
         return compile_source(
@@ -43,7 +43,7 @@ class Launch(launches.Launch):
 
 
 class Recorder(launches.Recorder):
-    """Keeps the workload with each launch, too."""
+    """A recorder that also keeps the workload of each launch."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)
@@ -56,7 +56,7 @@ class Recorder(launches.Recorder):
 
 @contextlib.contextmanager
 def recording(target: str, multiprocessors: int | None = None) -> Iterator[Recorder]:
-    """`fastvit.tuning.launches.recording`, into the recorder that this yields."""
+    """Record launches within the context, into the recorder that this yields."""
     recorder = Recorder(target)
     autocast = in_library(  # torch's own refuses the meta device
         autocast_dtype=lambda x: torch.bfloat16 if recorder.dtype == "amp" else None
@@ -66,8 +66,8 @@ def recording(target: str, multiprocessors: int | None = None) -> Iterator[Recor
 
 
 def _granule(workload: Workload, dtype: torch.dtype) -> int:
-    """Bytes, at most 16, that lie together and aligned in all of its tensors: multiples of 8 elements, a patch's
-    width, half a head or an odd hidden size."""
+    """Return how many bytes, at most 16, are contiguous and aligned in all of its tensors. Sizes are multiples of 8
+    elements, except for the width of a patch, half a head, and odd hidden sizes."""
     sizes = workload.sizes
     itemsize = 1 if sizes.get("image") == "uint8" else dtype.itemsize
     half = sizes["d"] // 2 if sizes.get("spelling") == "halves" else 8
@@ -75,7 +75,7 @@ def _granule(workload: Workload, dtype: torch.dtype) -> int:
 
 
 def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = tuple(DTYPES)) -> list[Launch]:
-    """Every distinct launch of the workloads: kernel, types, alignments, constants and options."""
+    """Return every distinct launch of the workloads: kernel, types, alignments, constants and options."""
     before = torch.get_float32_matmul_precision()
     with recording(target) as recorder:
         try:
@@ -93,5 +93,5 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
 
 
 def compile_all(recorded: list[Launch]) -> Iterator[tuple[Launch, Compiled | str]]:
-    """In a process a core, in order; a string says why a kernel did not compile."""
+    """Compile in one process per core. Yields in order; a string is the reason why a kernel did not compile."""
     return launches.in_processes(Launch.compile, recorded)

@@ -1,10 +1,10 @@
-"""What every kernel costs on a GPU that is not at hand, from its disassembly: one table, and JSON.
+"""Report what every kernel costs on a GPU, from its disassembly and without a GPU: a table, and JSON.
 
     python -m benchmarks.codegen.report                                  # every kernel, sm_90, bf16
     python -m benchmarks.codegen.report --kernel attention --target sm_80 --target sm_90 --json report.json
     python -m benchmarks.codegen.report --use second --dtype all --target all
 
-The exit status is 1 if a kernel has a problem. The JSON has more: the instructions of the hot loop, tensor-core
+The exit status is 1 if a kernel has a problem. The JSON also has the instructions of the hot loop, tensor-core
 instructions, and every global access with its width and source line.
 """
 
@@ -36,8 +36,8 @@ _PER_LANE = {"dropout_kernel": 4}  # elements per index of the tile
 
 
 def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str] | None:
-    """What a thread owns in one pass of the hot loop, and what it is: scores, outputs of a GEMM tile or elements of
-    a row; None where the kernel has no such unit."""
+    """Return how many units of work a thread does in one pass of the hot loop, and the unit: "score", "output" of a
+    GEMM tile or "element" of a row; None if the kernel has no such unit."""
     threads = compiled.num_warps * TARGETS[compiled.target].gpu.warp_size
     if compiled.name in _MATMULS:
         depth = _MATMULS[compiled.name] * (constexprs["D0"] + constexprs["D1"])
@@ -56,7 +56,7 @@ def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str
 
 
 def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
-    """One row of the report."""
+    """Return one row of the report."""
     row: dict[str, Any] = {
         "kernel": launch.name,
         "workload": launch.workload,
@@ -99,7 +99,7 @@ _COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows by kernel and target, then the list of problems."""
+    """Format the rows by kernel and target, then the list of problems."""
     lines = [LEGEND]
     for kernel, target in dict.fromkeys((row["kernel"], row["target"]) for row in rows):
         mine = [row for row in rows if (row["kernel"], row["target"]) == (kernel, target)]

@@ -1,7 +1,7 @@
-"""What a compiled kernel issues, read off its disassembly: loops and instructions.
+"""Read loops and instructions of a compiled kernel from its disassembly.
 
 NVIDIA listings come from `nvdisasm -c` (labels at branch targets), AMD ones are LLVM's assembly. Both are cut into
-basic blocks; loops are the natural loops of the control flow graph, so blocks that the assembler placed out of line
+basic blocks. Loops are the natural loops of the control flow graph, so that blocks that the assembler moved out of line
 count where they run. An issue slot is one instruction of one warp.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import networkx
 
 _TENSOR = re.compile(r"[A-Z]+MMA\b|v_\w*(?:mfma|wmma)")  # HMMA, HGMMA, IMMA, UTCHMMA; AMD's
-# `?`: for Blackwell, nvdisasm may add how long to wait
+# `?`: for Blackwell, nvdisasm may append a wait time
 _NV_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?(\S+)\s*([^;?]*)[^;]*;")
 _NV_LABEL = re.compile(r"^([.$\w]+):")
 _NV_TARGET = re.compile(r"`\(([.$\w]+)\)")
@@ -38,8 +38,8 @@ class Instruction:
 
     @property
     def macs(self) -> float:
-        """Multiply-adds of a tensor-core instruction per thread of the warps that issue it; 0 where the mnemonic does
-        not tell (Blackwell keeps the shape in a descriptor)."""
+        """Multiply-adds of a tensor-core instruction per thread of the warps that issue it; 0 if the mnemonic has no
+        shape (Blackwell keeps it in a descriptor)."""
         if shape := re.match(r"(?:[HIQB]GMMA\.(?:SP\.)?|v_s?mfmac?_\w*?_)(\d+)x(\d+)x(\d+)", self.opcode):
             m, n, k = map(int, shape.groups())
             return m * n * k / (64 if self.opcode.startswith("v_") else 128)
@@ -56,22 +56,22 @@ class Region:
 
     @property
     def slots(self) -> int:
-        """Instructions that a warp issues in one pass."""
+        """Instructions that a warp issues in one pass of the region."""
         return len(self.instructions)
 
     @cached_property
     def tensor(self) -> Counter[str]:
-        """Tensor-core mnemonics with their counts."""
+        """Counts of tensor-core instructions by mnemonic."""
         return Counter(i.opcode for i in self.instructions if i.tensor)
 
     @property
     def mix(self) -> dict[str, int]:
-        """Slots by the mnemonics' first part, the most frequent first."""
+        """Slots by the first part of the mnemonic, the most frequent first."""
         return dict(Counter(i.opcode.split(".")[0] for i in self.instructions).most_common())
 
     @property
     def spilled(self) -> int:
-        """Slots of loads and stores of local memory, where ptxas keeps registers that it has spilled."""
+        """Slots of loads and stores of local memory, where ptxas keeps spilled registers."""
         return sum(i.opcode.startswith(("LDL", "STL")) for i in self.instructions)
 
     @cached_property
@@ -80,20 +80,19 @@ class Region:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether ptxas let every wgmma wait for the one before (its message C7515), instead of for a matmul's last. A
-        wait that leaves one in flight (0x1) is in the source."""
+        """Whether ptxas serialised wgmma (its message C7515): every one waits for the one before, and not only for the
+        last one of a matmul. A wait that leaves one in flight (0x1) is in the source."""
         waits = [i for i in self.instructions if i.opcode.startswith("WARPGROUP.DEPBAR") and i.operands.endswith("0x0")]
         return 2 < sum(i.opcode.startswith("HGMMA") for i in self.instructions) <= len(waits)
 
     @property
     def loads_in_flight(self) -> int | None:
-        """Groups of asynchronous copies that are under way while the loop's matmuls run, at the worst of them; None for
-        a loop without such copies. At 0 it waits for the loads that it has just issued, whatever its instructions are.
-        """
+        """Groups of asynchronous copies in flight while the loop's matmuls run: the least of all matmuls; None for a
+        loop without such copies. At 0 the loop waits for the loads that it has just issued."""
         if not any(i.opcode.startswith("LDGSTS") for i in self.instructions):
             return None
         pending, least = 0, 0
-        for _ in range(8):  # passes, until as many groups are under way as there will ever be
+        for _ in range(8):  # passes, until the number of groups in flight no longer grows
             during = []
             for i in self.instructions:
                 if i.opcode == "LDGDEPBAR":
@@ -117,8 +116,8 @@ class Listing:
 
     @property
     def hot_loop(self) -> Region:
-        """The part that does the work: the loop with the most tensor-core work; all of a matmul without such a loop;
-        else the longest innermost loop, or all of a kernel without loops."""
+        """The loop with the most tensor-core work; the whole kernel if its tensor-core work is in no loop; without
+        tensor-core work the longest innermost loop, or the whole kernel if it has no loops."""
         if self.hot_loops:
             return max(self.hot_loops, key=lambda loop: (loop.macs_per_thread, loop.tensor.total()))
         if self.whole.tensor:
@@ -127,7 +126,7 @@ class Listing:
 
 
 def parse(text: str) -> Listing:
-    """text: `nvdisasm -c` of one kernel, or AMD assembly."""
+    """Parse a kernel. text: output of `nvdisasm -c`, or AMD assembly."""
     blocks, graph = _blocks(text)
     bodies = _natural_loops(graph)
 
@@ -145,9 +144,9 @@ def parse(text: str) -> Listing:
 
 
 def _blocks(text: str) -> tuple[list[list[Instruction]], networkx.DiGraph]:
-    """Basic blocks in program order, and the flow between those that can be reached from the first: the padding at the
-    end cannot."""
-    import networkx  # here, so that recording launches needs none
+    """Return basic blocks in program order, and the control flow graph of those that can be reached from the first,
+    which leaves out the padding at the end."""
+    import networkx  # imported here, because recording launches does not need it
 
     blocks: list[list[Instruction]] = [[]]
     labels: dict[str, int] = {}
@@ -184,11 +183,11 @@ def _instruction(line: str, amd: bool) -> Instruction | None:
 
 
 def _branch(i: Instruction) -> tuple[bool, str | None, bool]:
-    """(ends its block, target label, execution may go on behind it)"""
+    """Return (ends its block, target label, execution may continue after it)."""
     if i.opcode.startswith(("s_cbranch", "s_branch")):
         return True, i.operands.split()[0], i.opcode.startswith("s_cbranch")
     base = i.opcode.split(".")[0]
-    if base == "CALL":  # for sm_80, ptxas leaves loops by one
+    if base == "CALL":  # on sm_80, ptxas may leave a loop with a call
         target = _NV_TARGET.search(i.operands)
         return True, target.group(1) if target else None, True
     if base in ("BRA", "JMP"):
@@ -199,7 +198,7 @@ def _branch(i: Instruction) -> tuple[bool, str | None, bool]:
 
 
 def _natural_loops(graph: networkx.DiGraph) -> dict[int, set[int]]:
-    """Head block -> blocks of its loop, by back edges to a dominator."""
+    """Return the blocks of each loop by its head block, from back edges to a dominator."""
     import networkx
 
     dominator = networkx.immediate_dominators(graph, 0)

@@ -1,8 +1,7 @@
-"""Stands in for a GPU and its driver: Triton binds and specialises launches as it would there, and nothing runs.
+"""A stand-in for a GPU and its driver: Triton binds and specialises launches as it would there, and nothing runs.
 
-For tests of launches, and for what they cost the host. Unless asked for, kernels are not compiled: one object stands
-for each binary that Triton would have compiled, so that two launches use the same one exactly where they would have on
-the GPU.
+For tests of launches and of what they cost the host. By default nothing is compiled: one object stands for each binary
+that Triton would compile, and two launches share one exactly where they would share a binary on the GPU.
 
     with stub_gpu() as gpu:
         ops.layer_norm(x, weight, bias)  # of CPU tensors
@@ -36,11 +35,11 @@ MULTIPROCESSORS = 132
 class Launched(NamedTuple):
     kernel: StubKernel
     grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]  # as the launcher got them: tensors or addresses, numbers, constexprs
+    arguments: tuple[Any, ...]  # as passed to the launcher: tensors or addresses, numbers, constexprs
 
 
 class StubKernel(CompiledKernel):
-    """In place of a binary; all else of Triton's class is as it was."""
+    """A compiled kernel without a binary; everything else is Triton's class."""
 
     def __init__(self, gpu: StubGpu, source: Any, target: Any, options: dict[str, Any]) -> None:
         self.name = source.fn.__name__
@@ -49,7 +48,7 @@ class StubKernel(CompiledKernel):
         self.packed_metadata = (options["num_warps"], 1, 0)
         self.module, self.function = self, id(self)  # loaded
         self.metadata_group: dict[str, str] = {}
-        self.hash = self.name  # with metadata_group what Triton 3.8 tells its hook of unloading
+        self.hash = self.name  # Triton 3.8 passes it and metadata_group to its unload hook
         self._gpu = gpu
         self._run = self._launch if gpu.records else lambda *arguments: None
 
@@ -63,20 +62,20 @@ class StubKernel(CompiledKernel):
 
 @dataclass
 class StubGpu:
-    """A driver as far as launches ask for one."""
+    """The parts of a driver that launches use."""
 
     target: GPUTarget
     records: bool = True
     device: int = 0
     launches: list[Launched] = field(default_factory=list)
     compiled: list[StubKernel] = field(default_factory=list)
-    binaries: set[str] = field(default_factory=set)  # hashes of those launched that Triton itself compiled
+    binaries: set[str] = field(default_factory=set)  # hashes of launched binaries, if Triton compiles
     utils = SimpleNamespace(
         get_device_properties=lambda device: {"max_shared_mem": 232448}, load_binary=lambda *_: (1, 1, 128, 0, 1024)
     )
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """Of a binary."""
+        """Return the launcher of a binary that Triton compiled."""
         return lambda *arguments: self.binaries.add(metadata.hash)
 
     def get_current_target(self) -> GPUTarget:
@@ -89,16 +88,16 @@ class StubGpu:
         return 0
 
     def compile(self, source: Any, target: Any = None, options: Any = None, **_: Any) -> StubKernel:
-        """In place of `triton.compile`."""
+        """Replace `triton.compile`."""
         self.compiled.append(StubKernel(self, source, target, options))
         return self.compiled[-1]
 
 
 @contextlib.contextmanager
 def stub_gpu(target: GPUTarget | None = None, *, records: bool = True, compiles: bool = False) -> Iterator[StubGpu]:
-    """Within the context ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the interpreter.
-    records: whether launches are kept; without that they take no time. compiles: whether Triton compiles binaries, of
-    which `binaries` are kept and nothing else."""
+    """Within the context, ops on CPU tensors launch Triton kernels on a GPU that is not there. Not in the interpreter.
+    records: keep the launches; otherwise a launch does nothing. compiles: let Triton compile, and keep `binaries`
+    only."""
     gpu = StubGpu(target or GPUTarget("cuda", 90, 32), records)
     arch = f"sm_{gpu.target.arch}" if gpu.target.backend == "cuda" else str(gpu.target.arch)
     for name in LAUNCH_MODULES:

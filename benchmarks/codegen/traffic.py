@@ -1,15 +1,15 @@
-"""Bytes that every kernel moves against the least possible, counted in Triton's interpreter.
+"""Count the bytes that every kernel moves, against the least possible, in Triton's interpreter.
 
     python -m benchmarks.codegen.traffic                     # every case, two minutes
     python -m benchmarks.codegen.traffic --op attention
 
-Bytes are those of unmasked lanes: what the programs ask of the caches. The least: every element that the launch needs
-loaded once, every result stored once. The least of the launch's tiling: every program loads an element that it needs
-once; what is moved beyond that, a program loads twice, or lanes load that nobody needs. Matmuls are not computed: no
+Bytes are those of unmasked lanes: what the programs ask of the caches. The least possible: every element that the
+launch needs is loaded once, every result stored once. The least for the tiling: every program loads each element that
+it needs once; anything beyond that is loaded twice by a program, or not needed. Matmuls are not computed, because no
 address depends on a value.
 
-The workloads have real N, d and D and the launch configurations of sm_90. Where the real case has too many rows, they
-are one part of a GPU and of its rows, so that a persistent program has its true share of rows.
+The workloads have real N, d and D and the launch configurations of sm_90. Where the real case has too many rows, a part
+of the rows runs on the same part of a GPU, so that a persistent program has its real share of rows.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _configs, _tuned
 from fastvit.ops.runtime import devices, dispatch
 
-SMS = 132  # of the GPU whose launch configurations are counted, an H100
+SMS = 132  # of an H100, whose launch configurations are counted
 
 
 @contextlib.contextmanager
 def _part_of_gpu(parts: int) -> Iterator[None]:
-    """The launchers see the part's multiprocessors, and configs of GEMMs are those of the real number of rows."""
+    """Within the context, launchers see the multiprocessors of one of `parts` parts of the GPU, and GEMMs are
+    configured for the rows of the whole."""
     gemm = _configs.gemm
     with (
         dispatch.use_backend("triton", strict=True),
@@ -53,7 +54,7 @@ def _part_of_gpu(parts: int) -> Iterator[None]:
 
 
 def measure(workload: Workload) -> dict[str, Traffic]:
-    """The traffic of the forward and of the backward pass, in bfloat16."""
+    """Return the traffic of the forward and of the backward pass, in bfloat16."""
     runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
     with _part_of_gpu(workload.parts):
         with count(compute=False) as ahead:
@@ -70,7 +71,7 @@ _OF_HEADS = {
     **{f"{x}_{of}": "program" for x in "qk" for of in ("weight", "bias")},
 }
 _OF_MASK = "head or sample that shares it, and each tile of queries that share a row"
-_TILE = {  # what the programs that share an argument differ in
+_TILE = {  # by kernel and argument: what is loaded once more for each ...
     "layer_norm_fwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
     "layer_norm_bwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
     "attention_short_fwd_kernel": dict.fromkeys("kv", "query tile"),
@@ -97,7 +98,7 @@ _TILE = {  # what the programs that share an argument differ in
     "qk_norm_bwd_kernel": _OF_HEADS,
     "dropout_kernel": {"seed": "program", "layer_scale": "row tile"},
 }  # fmt: skip
-_AGAIN = {  # what makes one program load an element again
+_AGAIN = {  # by kernel and argument: why one program loads an element again
     ("patch_embed_fwd_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("patch_embed_bwd_weight_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("attention_bwd_dkdv_kernel", "mask"): "a row of all queries, by each query tile of a program",
@@ -124,7 +125,7 @@ def _reasons(launch: Launch, argument: Argument) -> Iterator[str]:
 
 
 def why(launch: Launch) -> str:
-    """What accounts for the launch's excess over its least, the largest part first; parts under 1 % left out."""
+    """Return the reasons for the launch's excess over its least, the largest first, without those under 1 %."""
     excess = {name: a.loaded - a.loaded_once for name, a in launch.arguments.items()}
     large = [name for name in sorted(excess, key=lambda n: -excess[n]) if excess[name] > 0.01 * launch.least]
     reasons = [reason for name in large for reason in _reasons(launch, launch.arguments[name])]
@@ -133,7 +134,7 @@ def why(launch: Launch) -> str:
 
 
 def passes(workload: Workload) -> Iterator[tuple[str, list[list[str]]]]:
-    """Title and table of the forward and of the backward pass: a row for every kernel, and one for all of them."""
+    """Yield title and table of the forward and of the backward pass, with a row per kernel and one for all of them."""
     parts = f", one of {workload.parts} parts of the GPU and of the rows" if workload.parts > 1 else ""
     for step, traffic in measure(workload).items():
         rows = []

@@ -1,4 +1,4 @@
-"""Counts what Triton kernels load from and store to global memory, in Triton's interpreter.
+"""Count what Triton kernels load from and store to global memory, in Triton's interpreter.
 
     with count() as traffic:          # in a process with TRITON_INTERPRET=1
         ops.layer_norm(x, weight, bias)
@@ -6,8 +6,8 @@
         print(launch.kernel, launch.loaded, launch.stored, launch.least)
 
 Bytes are those of unmasked lanes: what the programs ask of the caches. HBM delivers a byte once as long as L2 holds it.
-Every address is attributed to the tensor argument that it lies in; one that lies in none, and an element that two
-programs of a launch store, raise: out of bounds, or a race.
+Every address is attributed to the tensor argument that contains it. An address in no argument (out of bounds) raises,
+and so does an element that two programs of a launch store (a race).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Argument:
 
     name: str
     loaded: int = 0
-    loaded_per_program: int = 0  # if every program loaded an element only once
-    loaded_once: int = 0  # if the launch did
+    loaded_per_program: int = 0  # as if every program loaded an element only once
+    loaded_once: int = 0  # as if the launch did
     stored: int = 0
     stored_once: int = 0
 
     @property
     def reloads(self) -> float:
-        """How often a program loads an element that it needs, on average."""
+        """Mean number of times that a program loads an element that it needs."""
         return self.loaded / self.loaded_per_program if self.loaded else 0.0
 
     @property
     def readers(self) -> float:
-        """How many programs load an element, on average."""
+        """Mean number of programs that load an element."""
         return self.loaded_per_program / self.loaded_once if self.loaded else 0.0
 
 
@@ -72,20 +72,20 @@ class Launch:
 
     @property
     def least(self) -> int:
-        """Every element that is touched loaded once and stored once."""
+        """Bytes if every element that is loaded or stored is loaded or stored once."""
         return self._total("loaded_once", "stored_once")
 
     @property
     def least_tiled(self) -> int:
-        """The same for the launch's tiling: every program loads an element that it needs once."""
+        """Bytes if every program loads each element that it needs once, and results are stored once."""
         return self._total("loaded_per_program", "stored_once")
 
 
 class _Storage:
-    """One storage among a launch's arguments, in granules: the smallest element of the tensors in it."""
+    """One storage among a launch's arguments, in units of the smallest element of its tensors (granules)."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors  # kept: an address in use is not given to another tensor
+        self.tensors = tensors  # kept alive, so that no other tensor gets the address
         first = next(iter(tensors.values())).untyped_storage()
         self.base, self.nbytes = first.data_ptr(), first.nbytes()
         self.granule = min(t.element_size() for t in tensors.values())
@@ -100,7 +100,7 @@ class _Storage:
             view[view < 0] = i
         self.loaded: Flags = np.zeros(count, bool)
         self.stored: Flags = np.zeros(count, bool)
-        self.loader = np.full(count, -1, np.int32)  # the last program that loaded it
+        self.loader = np.full(count, -1, np.int32)  # the last program that loaded the granule
         self.storer = np.full(count, -1, np.int32)
 
 
@@ -114,8 +114,8 @@ class Traffic:
 
     @property
     def least(self) -> int:
-        """Of all launches as one operation: inputs loaded once and results stored once; what one launch stores for
-        a later one is neither."""
+        """Bytes if all launches are one operation: inputs are loaded once and results stored once. What one launch
+        stores for a later one is neither."""
         total = 0
         seen: dict[int, list[Flags]] = {}
         for s in (s for launch in self.launches for s in launch.storages):
@@ -129,7 +129,7 @@ class Traffic:
 
 
 class _Counter:
-    """Follows one launch at a time; the interpreter runs its programs one after another."""
+    """Counts one launch at a time; the interpreter runs its programs one after another."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -190,9 +190,9 @@ class _Counter:
 
 @contextlib.contextmanager
 def count(*, compute: bool = True) -> Iterator[Traffic]:
-    """Counts every launch within the context. compute=False leaves matmuls out, which take most of the interpreter's
-    time: for kernels whose addresses depend on no value, as all of this package's."""
-    if not compute:  # what bfloat16 is multiplied to does not matter then, and the probe of it is no launch to count
+    """Count every launch within the context. compute=False leaves out matmuls, which take most of the interpreter's
+    time, for kernels whose addresses depend on no value; that is all kernels of this package."""
+    if not compute:  # products do not matter then, and the interpreter's probe of bfloat16 must not be counted
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warn_of_bfloat16()
