@@ -190,7 +190,7 @@ def attention_bwd_dkdv(
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
     block_n, block_m, num_warps = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
-    if kind == "groups":  # a loop around the loop
+    if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 88 and not has_dropout else 4), 16)
         if head_dim > 96:
             block_n, num_warps = min(block_n, 64), 4

@@ -1,6 +1,6 @@
 """Rotary positions (Su et al. 2021, arXiv:2104.09864): a head as pairs of elements that are rotated together, and the
 order in which the programs of a persistent grid take the heads. A pair is an element of each half of the head or, if
-INTERLEAVED, an even element and the next one.
+INTERLEAVED, an even element and the next one. HALF is the number of pairs, padded to a power of two.
 
 A step is BLOCK_N tokens of one head of one sample. Steps that share rows of a sin/cos table follow one another, sample
 by sample and head by head, so that a program loads these rows once for all of them, unless each head has a table of its

@@ -4,7 +4,7 @@
 
 The kernel here loops over key tiles with a running maximum. Short sequences have a kernel without it
 (attention_short.py), except with a mask or where heads of q share those of k and v (Ainslie et al. 2023). Matmuls
-accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to the tensors' dtype. Every
+accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to the tensors' dtype T. Every
 program writes rows of its own: bitwise reproducible. Masks, and LSE with a mask: _softmax.py.
 """
 
