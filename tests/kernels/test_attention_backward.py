@@ -149,10 +149,9 @@ def test_unaligned_strides_and_strides_of_dimensions_of_one_element(kernels, dev
     check(*(t.as_strided(t.shape, (3331333, t.stride(1), 99990001, 1)) for t in (q, k, v)), do)
 
 
-@pytest.mark.parametrize("N", [20, 66])
-def test_dropout_uses_the_mask_of_the_forward(N, kernels, device):
+def test_dropout_uses_the_mask_of_the_forward(kernels, device):
     seed = torch.tensor([1234567890123], device=device)
-    check(*packed_inputs("normal", 2, N, 2, 16, torch.float32, device), seed=seed, dropout_p=0.3)
+    check(*packed_inputs("normal", 2, 66, 2, 16, torch.float32, device), seed=seed, dropout_p=0.3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
