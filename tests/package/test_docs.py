@@ -19,7 +19,9 @@ MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", "")
 MODULES = {page: importlib.import_module(page) for page in PAGES.split()}
 MODULES |= {f"fastvit.{name}": getattr(fastvit, name) for name in fastvit.__all__}
 MODULES = {name: value for name, value in MODULES.items() if inspect.ismodule(value)}
-EXPORTED = [(page, name) for page, module in MODULES.items() for name in getattr(module, "__all__", [])]
+# The classes of the reference take the arguments of those that they mirror, and do not repeat their documentation.
+DOCUMENTED = {page: module for page, module in MODULES.items() if page != "fastvit.reference"}
+EXPORTED = [(page, name) for page, module in DOCUMENTED.items() for name in getattr(module, "__all__", [])]
 
 
 @pytest.fixture(scope="module")
