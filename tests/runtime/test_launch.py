@@ -26,7 +26,7 @@ CHECKS = [
 @cache
 def results() -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "FASTVIT_BACKEND")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), str(SCRIPT.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parents[2]), str(SCRIPT.parent)])
     done = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout)
