@@ -22,7 +22,7 @@ from fastvit.eva import Eva
 from fastvit.reference.eva import Eva as ReferenceEva
 from fastvit.study.accuracy import formulas as eager
 from fastvit.study.sources.baselines import use_sdpa
-from fastvit.study.sources.find import reference_arguments
+from fastvit.study.sources.from_zoo import reference_arguments
 from fastvit.zoo.eva import CONFIGS as EVAS
 
 PROVIDERS = ("eager", "sdpa", "compile", "graph", "fused")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +26,9 @@ _EXAMPLES = """examples:
   fastvit attention my_models:trained cat.jpg --layer 0 --json > rows.json
 
 Layers and heads count from 0, or with negative numbers from the last. Colours
-are relative to a map's own largest weight. Images are normalised as timm does
-it for the model of that name, for a configuration or function by ImageNet's
-values.
+are relative to a map's own largest weight. The picture is cropped and resized
+to --image-size. It is normalised with timm's values for the model of that name,
+or with ImageNet's for a configuration or function.
 """
 _TOP = 4  # patches in a row of the table
 
@@ -36,40 +36,33 @@ _TOP = 4  # patches in a row of the table
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a name of `fastvit models` or of timm, a config.json, or module:function")
+    options.add_model(parser)
     add("image", metavar="IMAGE", help="a picture")
-    add("--weights", help="file, folder, timm's tag or Hugging Face repository, for a fastvit name (default: random)")
-    add("--layer", type=int, default=-1, metavar="N", help="of the model (default: the last)")
-    add("--head", type=int, metavar="N", help="of the layer (default: all)")
-    add("--query", type=_query, metavar="cls|ROW,COL", help="of CLS, or of a patch (default: CLS, else the centre)")
+    options.add_weights(parser, ", for a fastvit name")
+    add("--layer", type=int, default=-1, metavar="N", help="which layer (default: the last)")
+    add("--head", type=int, metavar="N", help="which head (default: all)")
+    add("--query", type=_query, metavar="cls|ROW,COL", help="CLS or a patch (default: CLS, or the centre without CLS)")
     add("--rollout", action="store_true", help="also the rollout of attention through all layers")
-    add(
-        "--image-size",
-        type=terminal.size,
-        metavar="N|HxW",
-        help="what the picture is cropped and resized to (default: the model's)",
-    )
-    add("--mean", type=_three, metavar="R,G,B", help="subtracted from pixels of 0 to 1 (default: the model's)")
-    add("--std", type=_three, metavar="R,G,B", help="what they are then divided by (default: the model's)")
-    add("--out", type=_png, metavar="FILE.png", help="a picture of the maps, instead of a table")
-    add("--json", action="store_true", help="every weight, as JSON")
+    options.add_image_size(parser)
+    add("--mean", type=_three, metavar="R,G,B", help="mean of pixels from 0 to 1 (default: the model's)")
+    add("--std", type=_three, metavar="R,G,B", help="their standard deviation (default: the model's)")
+    add("--out", type=_png, metavar="FILE.png", help="write a picture of the maps, instead of a table")
+    options.add_json(parser, "every weight, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     from fastvit import study
     from fastvit.study.sources.find import find
-    from fastvit.study.sources.normalization import of_subject
 
     if args.out is not None:
         terminal.wanted("matplotlib", "matplotlib")
-    if args.out is not None:
-        terminal.check_folder("--out", Path(args.out))
-    subject = find(args.model)
-    size, _ = subject.sizes(args.image_size)
-    mean, std = of_subject(subject)
+        terminal.check_folder("--out", args.out)
+    source = find(args.model)
+    size, _ = source.sizes(args.image_size)
+    mean, std = source.normalization()
     picture = study.read_picture(args.image, size, args.mean or mean, args.std or std)
-    model = subject.with_weights(args.weights, args.image_size)
-    if args.weights is None and subject.source != "function":
+    model = source.with_weights(args.weights, args.image_size)
+    if args.weights is None and source.origin != "function":
         print(f"fastvit: {args.model} has random weights, without --weights", file=sys.stderr)
     queries = None if args.query is None else [args.query]
     maps = study.attention_maps(model, picture.pixels, args.layer, args.head, queries)
@@ -83,11 +76,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- rows, of the heads and of the rollout, by name ----
-
-
 def _rows(maps: AttentionMaps, rollout: TokenWeights | None) -> dict[str, Tensor]:
-    """(N,) each"""
+    """Return the rows of heads and rollout by name, (N,) each."""
     rows = {f"head {head}": row[0] for head, row in zip(maps.heads, maps.rows[0], strict=True)}
     return rows if rollout is None else rows | {"rollout": rollout.rows[0]}
 

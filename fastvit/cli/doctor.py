@@ -1,4 +1,4 @@
-"""fastvit doctor"""
+"""`fastvit doctor`: what there is on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
     from fastvit.study import Finding
@@ -27,7 +27,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

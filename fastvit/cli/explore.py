@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 _EXAMPLES = """examples:
   fastvit explore
@@ -13,25 +13,20 @@ _EXAMPLES = """examples:
       --weights dinov2_vits14_pretrain.pth
   fastvit explore vit_large_patch16_224 cat.jpg --layers 0,11,23
 
-The page asks no network for anything: it opens from disk, and can be sent as it
-is. It has at most 12 MB.
+The page needs no network: it opens from disk, and can be sent as one file. It
+has at most 12 MB.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
-    parser.add_argument(
-        "model", nargs="?", default="vit_base_patch16_224", metavar="MODEL",
-        help="a name of `fastvit models` or timm, config.json of transformers, or module:function",
-    )  # fmt: skip
+    options.add_model(parser, nargs="?", default="vit_base_patch16_224")
     parser.add_argument("image", nargs="?", metavar="IMAGE", help="a picture (default: a computed landscape)")
-    parser.add_argument("--weights", help="file, folder, timm's tag or Hugging Face repository (default: random)")
-    parser.add_argument(
-        "--image-size", type=terminal.size, metavar="SIZE", help="224 or 224x448 (default: the model's)"
-    )
+    options.add_weights(parser)
+    options.add_image_size(parser)
     parser.add_argument(
         "--layers", type=_layers, metavar="N,...",
-        help="layers, from 0, whose heads come first where the page has no room for all",
+        help="layers, from 0, whose heads come first if the page has no room for all",
     )  # fmt: skip
     parser.add_argument("--out", default="explore.html", metavar="FILE", help="the page")
 

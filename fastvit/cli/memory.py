@@ -1,4 +1,4 @@
-"""fastvit memory: planned and measured peaks, what fits into a budget, and how memory grows."""
+"""`fastvit memory`: planned and measured peaks, what fits into a budget, and how memory grows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
     from fastvit.study import MemoryPoint, MemoryStudy
@@ -27,23 +27,21 @@ EXAMPLES = """examples:
   fastvit memory vit_tiny_patch16_224 --mode infer --dtype fp32 --measured
   fastvit memory ./config.json --device cuda --json
 
-Planned figures come from the model itself, run on fake tensors: nothing is
-allocated, and no GPU is needed for --device cuda. Every part is what it holds
-at the moment of the peak, and planned is their sum: gradients, for example, are
-small where the peak is early in the backward pass.
-  saved      what the forward pass keeps for the backward pass
+For planned figures the model itself runs on fake tensors: nothing is allocated,
+and --device cuda needs no GPU. Every part is what it holds at the moment of the
+peak, and planned is their sum. Gradients, for example, are small if the peak is
+early in the backward pass.
+  saved      tensors that the forward pass keeps for the backward pass
   attention  N x N scores
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
-    parser.add_argument("model", help="a model's name, a config.json of transformers, or module:function")
-    parser.add_argument(
-        "--image-size", type=terminal.sizes, metavar="PX,...", help="224 or 224x448 (default: the model's)"
-    )
-    parser.add_argument("--patch-size", type=terminal.size, metavar="PX", help="14 or 16x8 (default: the model's)")
-    parser.add_argument("--batch", type=terminal.integers, default="8", metavar="B,...", help="images")
+    options.add_model(parser)
+    options.add_image_size(parser, several=True)
+    parser.add_argument("--patch-size", type=options.size, metavar="PX", help="14 or 16x8 (default: the model's)")
+    options.add_batches(parser, "8")
     parser.add_argument(
         "--mode", choices=("train", "infer"), default="train", help="a training step, or a forward pass"
     )
@@ -53,22 +51,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="whose states are counted"
     )
-    parser.add_argument("--checkpointing", action="store_true", help="compute blocks again in the backward pass")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward pass")
     parser.add_argument(
-        "--providers", type=_providers, default="eager,sdpa,fused", metavar="P,...", help=f"of {', '.join(PROVIDERS)}"
+        "--providers",
+        type=options.words_of(PROVIDERS),
+        default="eager,sdpa,fused",
+        metavar="P,...",
+        help=f"of {', '.join(PROVIDERS)}",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="what to plan for (default: this machine's)")
     parser.add_argument("--measured", action="store_true", help="run the steps too, and read the allocator")
     parser.add_argument("--budget", type=memory_size, metavar="24GiB", help="the largest batch and image that fit")
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="everything, in bytes, on standard output")
+    options.add_json(output, "everything, in bytes, on standard output")
     output.add_argument("--csv", action="store_true", help="one line per point, in bytes, on standard output")
     output.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .png or .svg")
-    output.add_argument("--theme", choices=("light", "dark"), default="light", help="the picture's background")
+    options.add_theme(output)
 
 
 def memory_size(text: str) -> int:
-    """ "24GiB", "80GB", "500 MiB" -> bytes. A number alone is an error: it could be any unit."""
+    """Read "24GiB", "80GB" or "500 MiB" as bytes. A number without a unit is an error."""
     words = text.strip().lower()
     number = words.rstrip("abcdefghijklmnopqrstuvwxyz ")
     unit = words[len(number) :].strip()
@@ -83,17 +85,8 @@ def memory_size(text: str) -> int:
     return int(value)
 
 
-def _providers(text: str) -> list[str]:
-    words = [word for word in text.split(",") if word]
-    if unknown := [word for word in words if word not in PROVIDERS]:
-        raise argparse.ArgumentTypeError(f"providers are {', '.join(PROVIDERS)}, got {unknown[0]!r}")
-    if not words:
-        raise argparse.ArgumentTypeError(f"providers are {', '.join(PROVIDERS)}, got none")
-    return words
-
-
 def run(args: argparse.Namespace) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that reads the CPU's allocator tells when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler that reads the CPU's allocator
     if args.plot is not None:
         _check_plot(args)
     from fastvit import study
@@ -122,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[str, Any]) -> list[dict[str, Any]]:
-    """For every provider: the largest batch at every image size, and the largest image at every batch."""
-    from fastvit.study.memory.growth import Search
+    """Return for every provider the largest batch at every image size, and the largest image at every batch."""
+    from fastvit.study.memory.search import Search
     from fastvit.study.sources.model_source import pixels
 
     planned = [p for p in args.providers if p != "compile"]
@@ -139,7 +132,7 @@ def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[s
                 progress(f"{provider}, image at batch {batch}")
                 try:
                     image_of[str(batch)] = search.largest_image(args.budget, batch)
-                except ValueError as error:  # of a model of one size, or patches that are not square
+                except ValueError as error:  # a model of one size, or patches that are not square
                     image_of[str(batch)] = None
                     print(f"fastvit: no largest image: {terminal.described(error)}", file=sys.stderr)
             rows.append({"provider": provider, "batch": batch_of, "image_size": image_of})
@@ -147,7 +140,7 @@ def _fits(args: argparse.Namespace, sizes: list[tuple[int, int]], common: dict[s
 
 
 def as_json(found: MemoryStudy) -> dict[str, Any]:
-    """The study as plain values; peaks beside the parts that they are the sum of."""
+    """Return the study as plain values, with the peaks next to their parts."""
     values = dataclasses.asdict(found)
     for point, plain in zip(found.points, values["points"], strict=True):
         if point.planned is not None:
@@ -223,7 +216,7 @@ def _device(kind: str) -> str:
 
 
 def _mib(value: int | None) -> str:
-    """With a fraction below three digits."""
+    """Write bytes in MiB, with one decimal below 99."""
     if value is None:
         return ""
     mib = value / 2**20
@@ -231,7 +224,7 @@ def _mib(value: int | None) -> str:
 
 
 def _check_plot(args: argparse.Namespace) -> None:
-    """Before anything takes time."""
+    """Raise for options that --plot cannot draw, before anything takes time."""
     if len(args.image_size or []) < 2:
         raise ValueError("--plot draws memory against tokens: it wants two image sizes or more")
     if set(args.providers) == {"compile"}:

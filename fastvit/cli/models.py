@@ -1,4 +1,4 @@
-"""fastvit models"""
+"""`fastvit models`: the cost of every known model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
     from fastvit.study import ModelCost
@@ -49,22 +49,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
         "models", nargs="*", default=["*"], metavar="MODEL",
-        help="a pattern of names of the zoo, a name of timm, a config.json, module:function (default: the zoo)",
+        help=f"pattern of names of `fastvit models`, or {options.MODEL} (default: the zoo)",
     )  # fmt: skip
-    parser.add_argument(
-        "--image-size", type=terminal.sizes, metavar="S,...", help="224,384x512 (default: each model's)"
-    )
-    parser.add_argument("--patch-size", type=terminal.sizes, metavar="S,...", help="14,16 (default: each model's)")
-    parser.add_argument("--batch", type=terminal.integers, default="1", metavar="B,...", help="images")
+    options.add_image_size(parser, several=True, of="each model's")
+    parser.add_argument("--patch-size", type=options.sizes, metavar="PX,...", help="14,16 (default: each model's)")
+    options.add_batches(parser, "1")
     parser.add_argument("--gpu", help='add the bound of a GPU: "T4", "A100 80GB SXM", "H100 SXM", "RTX 4090", ...')
     parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, unless by name")
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--parts", action="store_true", help="parameters by part")
     columns.add_argument("--top1", action="store_true", help="published ImageNet-1k accuracy, where one is known")
     parser.add_argument("--block", type=Path, metavar="FILE", help="draw the ops of one model's block, .png or .svg")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="the drawing's background")
+    options.add_theme(parser)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="everything, as JSON")
+    options.add_json(form)
     form.add_argument("--csv", action="store_true", help="everything, as CSV")
 
 

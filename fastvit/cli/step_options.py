@@ -1,21 +1,21 @@
-"""Options and helpers of `tune` and `warmup`: which step of which model."""
+"""Options and helpers that `tune` and `warmup` share: which step of which model."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
-from fastvit.cli import terminal
+from fastvit.cli import options
 
 if TYPE_CHECKING:
-    from fastvit.study.sources.model_source import Subject
+    from fastvit.study.sources.model_source import ModelSource
     from fastvit.tuning.calls import OpCall
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "amp")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image-size", type=terminal.size, metavar="PX", help="224 or 224x448 (default: the model's)")
+    options.add_image_size(parser)
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -37,21 +37,21 @@ def modes(args: argparse.Namespace) -> tuple[str, ...]:
     return ("infer", "train") if args.mode == "both" else (args.mode,)
 
 
-def calls(subject: Subject, args: argparse.Namespace, batch: int) -> list[OpCall]:
+def calls(source: ModelSource, args: argparse.Namespace, batch: int) -> list[OpCall]:
     """The fused ops of the step that was asked for. Leaves PyTorch's precision of float32 matmuls as it needs it."""
     import torch
 
     from fastvit.tuning.calls import calls_of
 
-    size, _ = subject.sizes(args.image_size)
+    size, _ = source.sizes(args.image_size)
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     dtype = "fp32" if args.dtype == "tf32" else args.dtype
-    return calls_of(subject, size, batch, dtype, modes(args))
+    return calls_of(source, size, batch, dtype, modes(args))
 
 
-def described(subject: Subject, args: argparse.Namespace, *batches: int) -> str:
+def described(source: ModelSource, args: argparse.Namespace, *batches: int) -> str:
     """Such as "vit_base_patch16_224, batch 32, 224 px, bf16"."""
     from fastvit.study.sources.model_source import pixels
 
-    size, _ = subject.sizes(args.image_size)
-    return f"{subject.name}, batch {', '.join(map(str, batches))}, {pixels(size)} px, {args.dtype}"
+    size, _ = source.sizes(args.image_size)
+    return f"{source.name}, batch {', '.join(map(str, batches))}, {pixels(size)} px, {args.dtype}"

@@ -1,4 +1,4 @@
-"""What the verbs share: how they read sizes, print tables, show progress, write files and fail."""
+"""How the verbs print tables, show progress, write files and fail."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fastvit._output import printable, write_file
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 100  # of every table, at most
-_NARROW = 16  # columns that a cell of words has at least, before a table is split
+WIDTH = 100  # columns of a table, at most
+_NARROW = 16  # columns to which a cell of words may shrink before the table is split
 _LONGEST = 600  # characters of an error
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keep descriptions and examples as they are written, and say what an option is by default."""
+    """Keeps descriptions and examples as they are written, and names defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False) or "(default: " in (action.help or ""):
@@ -33,7 +33,7 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, with examples below, as they are written."""
+    """argparse's parser without abbreviations, whose errors are one line."""
 
     def __init__(self, prog: str, description: str = "", epilog: str | None = None, **options: Any) -> None:
         options.setdefault("formatter_class", _Help)
@@ -44,14 +44,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def guarded(run: Callable[[], int], traceback: bool = False) -> int:
-    """run(); a mistake in what was asked for becomes one line and status 2, an interruption status 130."""
+    """Run a verb and return its status. An error of the user's becomes one line and status 2, an interruption 130."""
     try:
         status = run()
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # for example `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -63,7 +63,7 @@ def guarded(run: Callable[[], int], traceback: bool = False) -> int:
 
 
 def described(error: BaseException) -> str:
-    """An error in one line, without escape sequences that files may have brought into it."""
+    """Write an error in one line, with escape sequences, which may come from a file, made visible."""
     if isinstance(error, OSError) and error.strerror:
         return printable(f"{error.strerror}: {error.filename}" if error.filename else error.strerror)
     text = printable(" ".join(str(error).split()))
@@ -71,7 +71,7 @@ def described(error: BaseException) -> str:
 
 
 def width() -> int:
-    """Columns of the terminal or of $COLUMNS, WIDTH at most; WIDTH for a file or a pipe."""
+    """Return the columns of the terminal or of $COLUMNS, at most WIDTH. For a file or a pipe: WIDTH."""
     return min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
 
 
@@ -85,15 +85,15 @@ def console() -> Console:
 def print_table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", keys: int = 1, words: Sequence[int] = (0,)
 ) -> None:
-    """Print a table that is no wider than the console, and cut or break no number for that.
+    """Print a table that is no wider than the console, without cutting or breaking a number.
 
-    Where the columns are too wide together, cells of words wrap between words or after "_". If that is not enough, the
-    columns go into several tables, one below the other, each of which repeats the first `keys` columns.
+    If the columns are too wide, cells of words wrap between words or after "_". If that is not enough, the table is
+    split into several, one below the other, which all repeat the first `keys` columns.
 
     Args:
         heads: one for each column; empty for a table without heads.
-        rows: as many cells each, or none for an empty line.
-        words: columns of words, on the left. All others have numbers, on the right; these may have rich's markup.
+        rows: as many cells as columns; an empty row prints an empty line.
+        words: columns of words, aligned left. All others are numbers, aligned right, and may have rich's markup.
     """
     out, text = console(), wanted("rich.text", "rich").Text
     columns = range(len(next(row for row in [heads, *rows] if row)))
@@ -130,7 +130,7 @@ def print_table(
             table.add_row(*(cell(_wrapped(row[c], widths[c]) if c in words else row[c], c) for c in part if row))
         if n:
             out.print()
-        # a terminal that is too narrow for the first columns and one more gets longer lines, which it wraps itself
+        # if the terminal is too narrow for the key columns and one more, it wraps the lines itself
         out.width = max(width(), sum(widths.values()) + gap * (len(part) - 1))
         out.print(table, crop=False)
 
@@ -139,8 +139,8 @@ _BREAKS = r"\s+|(?<=[_/])"  # where a cell of words may wrap
 
 
 def _wrapped(value: str, width: int) -> str:
-    """value, broken into lines of at most `width`, of which all but the first are indented: between words, and in a
-    word only if it is too long for a line."""
+    """Break a value into lines of at most `width`, indented after the first. A word breaks only if it is longer than a
+    line."""
     lines = [""]
     for word in re.findall(r"\s*\S+\s*", value):
         pieces = [word] if len(word.rstrip()) <= width - 2 else re.split(r"(?<=[_/])", word)
@@ -152,7 +152,7 @@ def _wrapped(value: str, width: int) -> str:
 
 
 def wanted(module: str, package: str) -> Any:
-    """A module of the extra `study`, or an ImportError that says how to get it."""
+    """Import a module of the extra `study`, or raise an ImportError that says how to install it."""
     import importlib
 
     try:
@@ -165,7 +165,7 @@ def wanted(module: str, package: str) -> Any:
 
 @contextlib.contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, if that is a terminal: the function yielded tells what is next, and that one is done."""
+    """Show a bar on standard error, if that is a terminal. Yields a function to call with what begins next."""
     if not sys.stderr.isatty() or total < 2:
         yield lambda now: None
         return
@@ -187,7 +187,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """As `progress`, where nobody knows how many are to come."""
+    """Show a spinner like `progress`, if the total is not known."""
     if not sys.stderr.isatty():
         yield lambda now: None
         return
@@ -197,13 +197,13 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Write a file as `write_file`, and say so."""
+    """Write a file by `write_file`, and report it."""
     write_file(path, content)
     print(f"wrote {path}", file=sys.stderr)
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Before anything takes time: whether a file can be there."""
+    """Raise ValueError if a file cannot be at `path`. Called before anything takes time."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option}: there is no folder {path.absolute().parent}")
     if path.is_dir():
@@ -211,7 +211,7 @@ def check_folder(option: str, path: Path) -> None:
 
 
 def check_picture(option: str, path: Path) -> None:
-    """Whether a picture of matplotlib can be written there."""
+    """Raise ValueError or ImportError if matplotlib cannot write a picture to `path`."""
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{option} writes .png or .svg, got {path}")
     check_folder(option, path)
@@ -219,7 +219,7 @@ def check_picture(option: str, path: Path) -> None:
 
 
 def write_figure(path: Path, figure: Any, theme: str) -> None:
-    """A figure of matplotlib, on the background of its theme; the same bytes in every run."""
+    """Write a matplotlib figure on its theme's background, the same bytes in every run."""
     from matplotlib import rc_context
 
     from fastvit.study.memory.plot import BACKGROUNDS
@@ -230,40 +230,3 @@ def write_figure(path: Path, figure: Any, theme: str) -> None:
             out, format=path.suffix[1:], dpi=160, facecolor=BACKGROUNDS[theme], metadata={"Date": None} if svg else {}
         )
     write(path, out.getvalue())
-
-
-# ---- arguments that several verbs take ----
-
-
-def sizes(text: str) -> list[tuple[int, int]]:
-    """ "224,384x512" -> [(224, 224), (384, 512)]: height x width."""
-    found = [_size(word) for word in text.split(",") if word]
-    if not found:
-        raise argparse.ArgumentTypeError(f"sizes are 224 or 224,384x512, got {text!r}")
-    return found
-
-
-def _size(word: str) -> tuple[int, int]:
-    parts = word.lower().split("x")
-    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"a size is 224 or 224x448 (height x width), got {word!r}")
-    return int(parts[0]), int(parts[-1])
-
-
-def size(text: str) -> tuple[int, int]:
-    """ "224" or "224x448" -> (height, width)."""
-    return _size(text)
-
-
-def integers(text: str) -> list[int]:
-    """ "1,8,64" -> [1, 8, 64]"""
-    if not all(word.isdigit() and int(word) for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"must be positive integers such as 1,8,64, got {text!r}")
-    return [int(word) for word in text.split(",")]
-
-
-def count(text: str) -> int:
-    """A positive integer."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)

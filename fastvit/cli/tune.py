@@ -1,4 +1,4 @@
-"""fastvit tune"""
+"""`fastvit tune`: measure launch choices on this GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastvit._output import not_writable
-from fastvit.cli import step_options, terminal
+from fastvit.cli import options, step_options, terminal
 
 if TYPE_CHECKING:
-    from fastvit.study.sources.model_source import Subject
+    from fastvit.study.sources.model_source import ModelSource
     from fastvit.tuning.calls import OpCall
     from fastvit.tuning.model import Machine, Skipped
     from fastvit.tuning.tuner import Result, Tuner
@@ -44,13 +44,8 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"of the zoo, of timm, a config.json, module:function (default: {_DEFAULT})",
-    )
-    parser.add_argument("--batch", type=terminal.count, default=32, metavar="B", help="images")
+    options.add_model(parser, f"{options.MODEL} (default: {_DEFAULT})", nargs="?")
+    parser.add_argument("--batch", type=options.count, default=32, metavar="B", help="images")
     step_options.configure(parser)
     parser.add_argument("--minutes", type=_minutes, metavar="M", help="leave out what is left after so long")
     instead = parser.add_mutually_exclusive_group()
@@ -108,8 +103,8 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
     until = time.monotonic() + 60 * (args.minutes or math.inf)
     if args.model is None:
         print(f"no MODEL is given: {_DEFAULT}", file=sys.stderr)
-    subject = find(args.model or _DEFAULT)
-    calls = step_options.calls(subject, args, args.batch)
+    source = find(args.model or _DEFAULT)
+    calls = step_options.calls(source, args, args.batch)
     if reason := not_writable(folder):  # before anything takes time
         raise ValueError(f"{reason}; FASTVIT_CACHE_DIR names another")
     path = folder / _tuned.file_name(machine.gpu)
@@ -124,7 +119,7 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
     with terminal.working("compile") as step:
         step("the kernels of the model")
         compile_calls(calls, machine, tuner.entries)
-    return _tune(subject, calls, args, tuner, machine.multiprocessors, until)
+    return _tune(source, calls, args, tuner, machine.multiprocessors, until)
 
 
 def _rehearse(args: argparse.Namespace) -> int:
@@ -144,12 +139,12 @@ def _rehearse(args: argparse.Namespace) -> int:
         from fastvit.tuning.tuner import Tuner, timer_of
 
         print("a rehearsal, in Triton's interpreter: its figures say nothing about a GPU", file=sys.stderr)
-        subject = tiny_model()
-        calls = step_options.calls(subject, args, args.batch)
+        source = tiny_model()
+        calls = step_options.calls(source, args, args.batch)
         cpu, path = REHEARSAL.device, folder / _tuned.file_name(REHEARSAL.gpu)
         tuner = Tuner(cpu, timer_of(cpu), path, REHEARSAL.gpu, _measured, most=1, rounds=(1, 3))
         until = time.monotonic() + 60 * (args.minutes or math.inf)
-        return _tune(subject, calls, args, tuner, REHEARSAL.multiprocessors, until, kept=args.out is not None)
+        return _tune(source, calls, args, tuner, REHEARSAL.multiprocessors, until, kept=args.out is not None)
 
 
 def _measured() -> dict[str, Any]:
@@ -166,8 +161,8 @@ def _measured() -> dict[str, Any]:
 
 
 def _tune(
-    subject: Subject, calls: list[OpCall], args: argparse.Namespace, tuner: Tuner, multiprocessors: int, until: float,
-    *, kept: bool = True,
+    source: ModelSource, calls: list[OpCall], args: argparse.Namespace, tuner: Tuner, multiprocessors: int,
+    until: float, *, kept: bool = True,
 ) -> int:  # fmt: skip
     from fastvit.tuning.model import ModelTuning, Skipped
 
@@ -175,7 +170,7 @@ def _tune(
     with terminal.progress(len(calls), "timing") as step:
         skipped = tuning.time_calls(step)
     works = tuning.works()
-    what = step_options.described(subject, args, args.batch)
+    what = step_options.described(source, args, args.batch)
     print(f"{what}: {len(calls)} ops, {len(works)} choices to measure", flush=True)
     for op in skipped:
         print(_line(op), flush=True)

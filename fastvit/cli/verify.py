@@ -1,4 +1,4 @@
-"""fastvit verify"""
+"""`fastvit verify`: the fused ops against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastvit.cli import terminal
+from fastvit.cli import options, terminal
 
 if TYPE_CHECKING:
     from fastvit.study import Verdict
@@ -33,27 +33,22 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="one model and its ops: of the zoo, of timm, a config.json, module:function",
-    )
+    options.add_model(parser, f"one model and its ops: {options.MODEL}", nargs="?")
     parser.add_argument(
         "--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16 (default: all that the device has)"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--head-dim",
-        type=terminal.integers,
+        type=options.integers,
         metavar="d,...",
         help="of attention (default: the model's, or 32,64,72,80,96,128)",
     )
     parser.add_argument(
         "--ops", type=lambda text: text.split(","), metavar="OP,...", help="names of fastvit.ops (default: all)"
     )
-    parser.add_argument("--depth", type=terminal.count, help="blocks that the model is cut to (default: all)")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--depth", type=options.count, help="blocks that the model is cut to (default: all)")
+    options.add_json(parser)
 
 
 def _dtypes(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""fastvit warmup"""
+"""`fastvit warmup`: compile a model's kernels before its first step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from fastvit.cli import step_options, terminal
+from fastvit.cli import options, step_options, terminal
 
 _EPILOG = """A model's first step compiles its Triton kernels one after the other. This
 compiles them beforehand, in several processes, into Triton's cache: the folder
@@ -38,12 +38,12 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
-    parser.add_argument("model", metavar="MODEL", help="of the zoo, of timm, a config.json, module:function")
-    parser.add_argument("--batch", type=terminal.integers, default="32", metavar="B,...", help="images")
+    options.add_model(parser)
+    options.add_batches(parser, "32")
     step_options.configure(parser)
     parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, ... (default: the GPU at hand)")
-    parser.add_argument("--multiprocessors", type=terminal.count, metavar="N", help="of the GPU that --target is for")
-    parser.add_argument("--processes", type=terminal.count, metavar="N", help="(default: one a core)")
+    parser.add_argument("--multiprocessors", type=options.count, metavar="N", help="of the GPU that --target is for")
+    parser.add_argument("--processes", type=options.count, metavar="N", help="(default: one a core)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     step_options.check_triton()
     from fastvit.study.sources.find import find
 
-    subject = find(args.model)
-    calls = {call: call for batch in args.batch for call in step_options.calls(subject, args, batch)}
+    source = find(args.model)
+    calls = {call: call for batch in args.batch for call in step_options.calls(source, args, batch)}
     from fastvit.tuning.calls import record
     from fastvit.tuning.launches import Recorder, compile_all, cores
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     record(calls, recorder, multiprocessors)
     launches = list(recorder.launches.values())
     if not launches:
-        raise ValueError(f"{step_options.described(subject, args, *args.batch)}: Triton takes none of its ops")
+        raise ValueError(f"{step_options.described(source, args, *args.batch)}: Triton takes none of its ops")
     start, made, failed = time.perf_counter(), 0, 0
     processes = min(args.processes or cores(), len(launches))
     with terminal.progress(len(launches), "compiling") as progress:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     there = len(launches) - made - failed
     seconds = time.perf_counter() - start
     print(
-        f"{step_options.described(subject, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
+        f"{step_options.described(source, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
     )
     print(f"{len(launches)} kernels, {there} of them compiled before, in {seconds:.1f} s by {processes} processes")
     return int(failed > 0)

@@ -1,13 +1,15 @@
-"""What a ViT costs and what it looks at: plain functions that return dataclasses. The command
-`fastvit` is over them."""
+"""Studies of what a ViT costs and what it attends to: functions that return dataclasses. The command `fastvit` prints
+their results."""
 
 from fastvit.study.accuracy.verification import Verdict, verify
 from fastvit.study.attention.maps import AttentionMaps, TokenWeights, attention_maps, attention_rollout
 from fastvit.study.explore.exploration import Exploration, PatchEmbedding, explore, patch_embedding
 from fastvit.study.machine import Finding, doctor
 from fastvit.study.memory.block import BlockCost, BlockOp, block
-from fastvit.study.memory.growth import MemoryPoint, MemoryStudy, image_size, largest_batch, largest_image, memory
-from fastvit.study.memory.plan import Parts, Setting
+from fastvit.study.memory.growth import MemoryPoint, MemoryStudy, image_size, memory
+from fastvit.study.memory.plan import Parts
+from fastvit.study.memory.search import largest_batch, largest_image
+from fastvit.study.memory.step import Setting
 from fastvit.study.models.costs import ModelCost, models
 from fastvit.study.models.hardware import gpus
 from fastvit.study.pictures import Picture, read_picture

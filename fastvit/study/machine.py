@@ -1,4 +1,4 @@
-"""This machine, as far as fastvit depends on it: what is there, which path every op takes, and what is in the way."""
+"""Reports what fastvit finds on this machine, which path every op takes, and what keeps it from running well."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ from typing import Any
 
 import torch
 
+from fastvit._output import not_writable
+
 OK, NOTE, TROUBLE = "ok", "note", "trouble"
-_PACKAGES = {  # of the extras and of other libraries: what they are for
+_PACKAGES = {  # optional packages, and their use
     "timm": "models of timm", "transformers": "models of transformers", "safetensors": "weights in .safetensors",
     "rich": "tables of this command", "matplotlib": "pictures of studies", "Pillow": "pictures read from files",
     "pytest-benchmark": "fastvit bench",
 }  # fmt: skip
-_LEAST_TORCH, _NEWEST_TORCH = (2, 9), (2, 15)  # versions that were tried
+_LEAST_TORCH, _NEWEST_TORCH = (2, 9), (2, 15)  # tested versions
 
 
 @dataclass(frozen=True)
 class Finding:
-    """
+    """One fact about this machine.
+
     Attributes:
         topic: "versions", "devices", "compilers", "caches", "ops", "packages".
-        name: of what was looked at.
+        name: such as "torch" or "cuda:0".
         value: what was found.
-        status: "ok"; "note" for what changes how fastvit runs; "trouble" for what keeps it from running well.
+        status: "ok"; "note" if it changes how fastvit runs; "trouble" if it keeps fastvit from running well.
     """
 
     topic: str
@@ -48,12 +51,12 @@ _Probe = Callable[[], Iterator[Finding]]
 
 
 def doctor() -> tuple[Finding, ...]:
-    """Everything that is known of this machine. It never raises: a probe that fails says so in its own finding."""
+    """Return all findings. It never raises: a probe that fails becomes a finding."""
     found: list[Finding] = []
     for topic, probe in _PROBES:
         try:
             found += probe()
-        except Exception as error:  # whatever it is, it is this probe's finding
+        except Exception as error:  # any failure is a finding
             words = (str(error).splitlines() or [""])[0]
             found.append(Finding(topic, probe.__name__.strip("_"), f"{type(error).__name__}: {words}", TROUBLE))
     return tuple(found)
@@ -115,7 +118,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def why_no_gpu() -> str:
-    """Return why no kernel can run on a GPU here, in one line; "" if one can."""
+    """Return why no kernel can run on a GPU here, in one line, or "" if one can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a CPU build"
     variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
@@ -127,7 +130,7 @@ def why_no_gpu() -> str:
     if os.environ.get(variable, "all").strip() in ("", "-1"):
         return f"{variable}={os.environ[variable]} hides every GPU"
     try:
-        torch.cuda.init()  # raises what is missing: no driver, one that is too old
+        torch.cuda.init()  # its error names what is missing, such as a driver
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return f"torch is built for {torch.version.cuda or torch.version.hip}, and sees no GPU"
@@ -150,7 +153,7 @@ def _gpu(index: int) -> Iterator[Finding]:
 
 
 def _table(name: str, table: Any, without: str) -> Finding:
-    """A table of launch choices, or that there is none."""
+    """Report a table of launch choices. without: the text if there is none."""
     if table is None:
         return Finding("devices", name, without)
     if table.ignored:
@@ -181,18 +184,15 @@ def _caches() -> Iterator[Finding]:
 
 
 def _folder(name: str, path: Path) -> Finding:
-    there = path if path.exists() else next(parent for parent in path.parents if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        return Finding("caches", name, f"{path} cannot be written: {error.strerror}", TROUBLE)
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if reason := not_writable(nearest):
+        return Finding("caches", name, reason, TROUBLE)
     files = [file for file in path.rglob("*") if file.is_file()] if path.exists() else []
     return Finding("caches", name, f"{path}, {len(files)} files, {sum(f.stat().st_size for f in files) / 1e6:.1f} MB")
 
 
 def _ops() -> Iterator[Finding]:
-    """On the device that a model would be on: a GPU if there is one."""
+    """Report the path of every op on the default device: a GPU if there is one."""
     from fastvit.kernels import _configs
     from fastvit.ops.runtime import dispatch
     from fastvit.study.accuracy import verification
@@ -213,11 +213,11 @@ def _ops() -> Iterator[Finding]:
 
 
 def _path(device: torch.device, backend: str) -> tuple[str, str]:
-    """What runs an op on float32 or 16-bit tensors of this device, and why."""
+    """Return what runs an op on float32 or 16-bit tensors of this device, and why."""
     from fastvit.ops.runtime import devices, dispatch
 
     x = torch.empty(0, device=device)
-    if not dispatch.wants_triton(x):  # raises where Triton is asked for and cannot run
+    if not dispatch.wants_triton(x):  # raises if Triton is asked for and cannot run
         if backend == "aten":
             return "ATen", "FASTVIT_BACKEND or use_backend says so"
         if not dispatch.HAVE_TRITON:
@@ -235,7 +235,7 @@ def _path(device: torch.device, backend: str) -> tuple[str, str]:
 
 
 def _one_launch() -> Iterator[Finding]:
-    """A kernel that is compiled, if its cache has it not, launched and compared."""
+    """Compile, launch and check one kernel."""
     from fastvit import ops
 
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
@@ -260,7 +260,7 @@ def _packages() -> Iterator[Finding]:
     if (version := _version("torchvision")) is not None:
         try:
             importlib.import_module("torchvision")
-        except Exception as error:  # most often a build for another torch
+        except Exception as error:  # most often it was built for another torch
             why = f"{version} cannot be imported, nor what imports it (timm, transformers): {error}"
             yield Finding("packages", "torchvision", why, TROUBLE)
         else:

@@ -15,10 +15,10 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from fastvit.ops.runtime import dispatch, registry
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 from fastvit.ops.runtime.launch import launching
-from fastvit.study.memory.allocations import Laid
-from fastvit.study.memory.plan import Setting
-from fastvit.study.memory.plan import run as run_on_fakes
-from fastvit.study.sources.model_source import Subject
+from fastvit.study.memory.allocations import TensorLayout
+from fastvit.study.memory.plan import trace_step
+from fastvit.study.memory.step import Setting
+from fastvit.study.sources.model_source import ModelSource
 from fastvit.tuning.launches import Recorder, in_library, recording
 
 MODES = ("infer", "train")
@@ -30,7 +30,7 @@ class OpCall:
 
     Attributes:
         op: the overload, such as `torch.ops.fastvit.attention_fwd.default`.
-        leaves: of its arguments, `Laid` for tensors.
+        leaves: of its arguments, `TensorLayout` for tensors.
         nested: how the leaves make the arguments.
         counts: how often a step of each mode makes this call.
     """
@@ -48,7 +48,7 @@ class OpCall:
     def arguments(self, device: torch.device) -> list[Any]:
         """Return the arguments, with tensors of the recorded layouts: random, or without data on the meta device."""
         names = [argument.name for argument in self.op._schema.arguments]
-        made = (_drawn(leaf, device) if isinstance(leaf, Laid) else leaf for leaf in self.leaves)
+        made = (_drawn(leaf, device) if isinstance(leaf, TensorLayout) else leaf for leaf in self.leaves)
         arguments = list(tree_unflatten(list(made), self.nested))
         if device.type != "meta":
             for i, name in enumerate(names[: len(arguments)]):
@@ -69,17 +69,17 @@ class OpCall:
 
 
 def calls_of(
-    subject: Subject, image_size: tuple[int, int], batch: int, dtype: str, modes: Sequence[str]
+    source: ModelSource, image_size: tuple[int, int], batch: int, dtype: str, modes: Sequence[str]
 ) -> list[OpCall]:
     """Every fused op that a step of the model calls, each way of calling it once, in the order of the first calls.
 
     The model, accelerated if it is another library's, runs forward and for "train" backward on fake tensors.
 
     Args:
-        subject: of `fastvit.study.sources.find.find`.
+        source: of `fastvit.study.sources.find.find`.
         image_size: height and width in pixels.
         batch: images.
-        dtype: of parameters and images, a key of `fastvit.study.memory.plan.DTYPES`.
+        dtype: of parameters and images, a key of `fastvit.study.memory.step.DTYPES`.
         modes: of MODES.
 
     Raises:
@@ -88,11 +88,11 @@ def calls_of(
     found: dict[OpCall, OpCall] = {}
     for mode in modes:
         setting = Setting(mode, dtype, optimizer="none")
-        for seen in run_on_fakes(subject, "fused", image_size, batch, setting, gpu=True).seen.calls:
-            call = OpCall(seen.op, seen.leaves, seen.nested)
+        for op in trace_step(source, "fused", image_size, batch, setting, gpu=True).seen.ops:
+            call = OpCall(op.op, op.leaves, op.nested)
             found.setdefault(call, call).counts[mode] += 1
     if not found:
-        raise ValueError(f"{subject.name} runs none of fastvit's ops")
+        raise ValueError(f"{source.name} runs none of fastvit's ops")
     return list(found.values())
 
 
@@ -115,7 +115,7 @@ def record(calls: Iterable[OpCall], recorder: Recorder, multiprocessors: int | N
                 call.run(call.arguments(torch.device("meta")))
 
 
-def _drawn(laid: Laid, device: torch.device) -> Tensor:
+def _drawn(laid: TensorLayout, device: torch.device) -> Tensor:
     """A tensor of this shape, these strides and dtype: normal, whole numbers from 0 to 255, or true and false."""
     if device.type == "meta":
         return torch.empty_strided(laid.shape, laid.stride, dtype=laid.dtype, device=device)

@@ -17,7 +17,7 @@ from fastvit.kernels import _tuned
 from fastvit.ops.runtime import devices, dispatch
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 from fastvit.study.machine import why_no_gpu
-from fastvit.study.sources.model_source import Subject
+from fastvit.study.sources.model_source import ModelSource
 from fastvit.tuning.calls import OpCall, on_meta, record
 from fastvit.tuning.candidates import candidates
 from fastvit.tuning.launches import Recorder, compile_all, recording
@@ -48,13 +48,19 @@ class Machine(NamedTuple):
 REHEARSAL = Machine("interpreter", "sm_90", 4, torch.device("cpu"))
 
 
-def tiny_model() -> Subject:
-    """Return a ViT of one block, for rehearsals."""
+class _TinyViT(ModelSource):
+    origin = "fastvit"
 
-    def make(provider: str, **options: Any) -> nn.Module:
+    def make(self, provider: str, **options: Any) -> nn.Module:
         return VisionTransformer(img_size=16, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=0)
 
-    return Subject("a tiny ViT", "fastvit", (16, 16), (8, 8), make)
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def tiny_model() -> ModelSource:
+    """Return a ViT of one block, for rehearsals."""
+    return _TinyViT("a tiny ViT", (16, 16), (8, 8))
 
 
 def gpu_at_hand() -> Machine:
@@ -85,7 +91,7 @@ class Skipped(NamedTuple):
     late: bool = False
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """Seconds of all fused ops of a step, before and after tuning, and how many of its calls were timed."""
 
     before: float
@@ -167,13 +173,13 @@ class ModelTuning:
             except (HostBound, KernelUnsupported) as reason:
                 yield Skipped(work.label, str(reason))
 
-    def step(self, mode: str) -> Step:
+    def step(self, mode: str) -> StepTime:
         """Add up the ops of a step with the shipped choices and with those that are in use now. Only calls whose
         choices differ are timed again."""
         calls = [i for i in self.seconds if self.calls[i].counts[mode]]
         pairs = [(self._pair(i), self.calls[i].counts[mode]) for i in calls]
         before, after = (sum(pair[which] * count for pair, count in pairs) for which in (0, 1))
-        return Step(before, after, sum(count for _, count in pairs))
+        return StepTime(before, after, sum(count for _, count in pairs))
 
     def _pair(self, i: int) -> list[float]:
         """Seconds of a call with the shipped choices and with those in use."""

@@ -11,7 +11,7 @@ from study_models import known
 
 from benchmarks.codegen.stub_driver import MULTIPROCESSORS, stub_gpu
 from fastvit.cli import main as fastvit
-from fastvit.study.memory.plan import DTYPES, Setting, Step
+from fastvit.study.memory.step import DTYPES, Setting, Step
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import channels, images
 from fastvit.tuning.calls import MODES, calls_of
@@ -37,9 +37,9 @@ def warm_up() -> None:
         wanted = [name, "--target", "sm_90", "--batch", str(BATCH), "--dtype", dtype, *size]
         assert fastvit(["warmup", *wanted]) == 0
         before = entries()
-        subject = find(name)
-        side = (56, 56) if size else subject.image_size
-        model = subject.build("fused", side).to(DTYPES[dtype])
+        source = find(name)
+        side = (56, 56) if size else source.image_size
+        model = source.build("fused", side).to(DTYPES[dtype])
         pixels = images(BATCH, side, DTYPES[dtype], channels(model))
         with stub_gpu(compiles=True) as gpu:
             for mode in ("infer", "train"):
@@ -49,12 +49,12 @@ def warm_up() -> None:
 
 
 def tune() -> None:
-    subject, machine = find("vit_of_two_blocks"), Machine("a GPU", "sm_90", MULTIPROCESSORS, torch.device("cpu"))
+    source, machine = find("vit_of_two_blocks"), Machine("a GPU", "sm_90", MULTIPROCESSORS, torch.device("cpu"))
     prepare = compile_candidates(machine)
     with stub_gpu(compiles=True) as gpu, tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "table.json")
         tuner = Tuner(machine.device, lambda run: 1.0, path, machine.gpu, lambda: {"sources": ""}, rounds=(1, 3))
-        tuning = ModelTuning(calls_of(subject, subject.image_size, BATCH, "bf16", MODES), tuner, MULTIPROCESSORS)
+        tuning = ModelTuning(calls_of(source, source.image_size, BATCH, "bf16", MODES), tuner, MULTIPROCESSORS)
         compile_calls(tuning.calls, machine, {})
         tuning.time_calls()
         works = [work for work in tuning.works() if work.table in TABLES]

@@ -13,7 +13,8 @@ import fastvit
 from fastvit import VisionTransformer, layers, reference, zoo
 from fastvit.study import models
 from fastvit.study.models.parameter_counts import by_part
-from fastvit.study.sources.find import find, reference_arguments
+from fastvit.study.sources.find import find
+from fastvit.study.sources.from_zoo import reference_arguments
 from fastvit.zoo.eva import CONFIGS as EVAS
 
 PARAMETERS = {

@@ -19,7 +19,8 @@ from fastvit import study, zoo
 from fastvit.cli import main
 from fastvit.ops import use_backend
 from fastvit.study.attention.drawing import draw_maps
-from fastvit.study.sources import model_source, normalization
+from fastvit.study.sources import normalization
+from fastvit.study.sources.from_timm import TimmSource
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("rich")
@@ -128,8 +129,8 @@ def test_names_are_normalised_as_timm_does_it() -> None:
     for name in names:
         config = timm.get_pretrained_cfg(name)
         assert normalization.statistics(name) == (tuple(config.mean), tuple(config.std)), name
-    of_timm = model_source.Subject("vit_base_patch16_224.augreg_in21k", "timm", (224, 224), (16, 16), zoo.create_model)
-    assert normalization.of_subject(of_timm) == HALVES
+    of_timm = TimmSource("vit_base_patch16_224.augreg_in21k")
+    assert of_timm.normalization() == HALVES
 
 
 # ---- drawing ----

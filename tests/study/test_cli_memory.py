@@ -101,7 +101,7 @@ def test_mistakes_are_one_line(words, message, capsys):
         ([*FAST, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
         ([*FAST, "--image-size", "a"], "a size is 224"),
         ([*FAST, "--batch", "0"], "positive integers"),
-        ([*FAST, "--providers", "flash"], "providers are eager"),
+        ([*FAST, "--providers", "flash"], "must be of eager"),
     ],
 )
 def test_wrong_arguments(words, message, capsys):

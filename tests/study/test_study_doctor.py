@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,12 +152,11 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     assert not (tmp_path / "deep").exists()  # it changes nothing
     (tmp_path / "kernel.bin").write_bytes(bytes(3_000_000))
     assert machine._folder("Triton", tmp_path).value == f"{tmp_path}, 2 files, 3.0 MB"
-    refused = OSError(13, "Permission denied")
 
     def refuse(**_):
-        raise refused
+        raise OSError(13, "Permission denied")
 
-    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     finding = machine._folder("Triton", tmp_path)
     assert (finding.status, finding.value) == ("trouble", f"{tmp_path} cannot be written: Permission denied")
 

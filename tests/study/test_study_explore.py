@@ -22,8 +22,9 @@ from fastvit.cli import main
 from fastvit.study.explore import attention as explored_attention
 from fastvit.study.explore import document, exploration
 from fastvit.study.explore import memory as explored_memory
-from fastvit.study.memory.plan import Setting, plan
-from fastvit.study.memory.scaled_plan import ScaledPlan, traced_at
+from fastvit.study.memory.plan import plan
+from fastvit.study.memory.step import Setting
+from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
 from fastvit.study.sources.find import find
 
 Explored = tuple[study.Exploration, Path, Path]
@@ -146,13 +147,13 @@ def scaled_is_planned(
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setitem(zoo.CONFIGS, name, zoo.config(name) | {"depth": 2})
-    subject = find(name)
+    source = find(name)
     with torch.device("meta"):
-        at = traced_at(subject.build(), prefix)
-    (patch, _), options = subject.patch_size, {"gpu": gpu}
-    one, more = (ScaledPlan(subject, provider, setting, traced, **options) for traced in (at._replace(batch=1), at))
+        at = sizes_to_trace(source.build(), prefix)
+    (patch, _), options = source.patch_size, {"gpu": gpu}
+    one, more = (TracedStep(source, provider, setting, traced, **options) for traced in (at._replace(batch=1), at))
     for grid, p, batch, scaled in [(14, patch // 2, 8, more), (32, patch, 3, more), (14, 2 * patch, 1, one)]:
-        right = plan(subject, provider, (grid * p,) * 2, batch, setting, **options, patch_size=(p, p)).parts
+        right = plan(source, provider, (grid * p,) * 2, batch, setting, **options, patch_size=(p, p)).parts
         assert scaled.parts(grid * p, p, batch) == right
 
 
@@ -160,7 +161,7 @@ def scaled_is_planned(
 def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix: int) -> None:
     widths = 17 * 19, 23 * 47
     with torch.device("meta"):
-        at = traced_at(nn.ModuleList([nn.Linear(*widths)]), prefix)
+        at = sizes_to_trace(nn.ModuleList([nn.Linear(*widths)]), prefix)
     assert at.grow() == (
         at.batch, at.side, at.side**2 + 1, at.side**2 + prefix, (2 * at.side - 1) ** 2 + 3 * prefix, at.patch
     )  # fmt: skip
@@ -177,10 +178,10 @@ def test_every_extent_scales_by_what_grows(monkeypatch: pytest.MonkeyPatch) -> N
     """Registers without positions, as transformers' DINOv2 has them, and tables of relative positions, as BEiT."""
     pytest.importorskip("triton", reason="triton is not installed")
     for name, prefix in [("study_models:of_registers", 3), ("study_models:of_relative_positions", 1)]:
-        subject = find(name)
-        at = traced_at(subject.on_meta("sdpa"), prefix, 8)
-        scaled = ScaledPlan(subject, "sdpa", Setting(), at, gpu=True)
-        right = plan(subject, "sdpa", (48, 48), 3, Setting(), gpu=True, patch_size=(8, 8)).parts
+        source = find(name)
+        at = sizes_to_trace(source.on_meta("sdpa"), prefix, 8)
+        scaled = TracedStep(source, "sdpa", Setting(), at, gpu=True)
+        right = plan(source, "sdpa", (48, 48), 3, Setting(), gpu=True, patch_size=(8, 8)).parts
         assert scaled.parts(48, 8, 3) == right
 
 

@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
 from fastvit.ops.runtime import devices, dispatch
-from fastvit.study.memory import measurement, scaled_plan
+from fastvit.study.memory import measurement, traced_step
 from fastvit.study.memory import plan as memory_plan
 from fastvit.study.memory.allocations import Allocations, as_on
 from fastvit.study.memory.block import first_block
-from fastvit.study.memory.growth import Search, _largest
-from fastvit.study.memory.plan import Setting, plan
+from fastvit.study.memory.plan import plan
+from fastvit.study.memory.search import Search, _largest
+from fastvit.study.memory.step import Setting
 from fastvit.study.sources import find
 
 GPU_PLAN = pytest.param("cuda", marks=pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed"))
@@ -90,13 +91,13 @@ def test_how_memory_grows(kind, mode):
 
 @KINDS
 def test_the_parts_of_a_step(kind):
-    subject = find.find("vit_tiny_patch16_224")
-    parameters = list(subject.build("fused").parameters())
+    source = find.find("vit_tiny_patch16_224")
+    parameters = list(source.build("fused").parameters())
     weights = sum(2 * p.numel() for p in parameters)
     rounded = 512 * len(parameters) if kind == "cuda" else 0
 
     def parts(**setting: object) -> study.Parts:
-        return plan(subject, "fused", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
+        return plan(source, "fused", (224, 224), B, Setting(**setting), gpu=kind == "cuda").parts
 
     B = 8  # at fewer the peak is the optimizer's step
     step = parts()
@@ -118,8 +119,8 @@ def test_the_parts_of_a_step(kind):
 def test_autocast_on_a_gpu_has_scores_in_float32():
     """On a CPU, whose tensors stand in for a GPU's, autocast leaves them in bfloat16."""
     pytest.importorskip("triton")
-    subject = find.find(SMALL)
-    matrices = [plan(subject, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
+    source = find.find(SMALL)
+    matrices = [plan(source, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
     assert matrices[1] > 1.3 * matrices[0]
 
 
@@ -130,7 +131,7 @@ def test_what_an_op_allocates_by_itself_is_seen():
         x, weight, bias = (torch.empty(*shape, requires_grad=True) for shape in ((65536, 64), (64,), (64,)))
         with Allocations(gpu=True) as seen:
             ops.layer_norm(x, weight, bias).sum().backward()
-    (partial,) = [block for block in seen.blocks if len(block.shape) == 3]
+    (partial,) = [storage for storage in seen.storages if len(storage.shape) == 3]
     count, programs, D = partial.shape
     assert (count, D) == (2, 64)
     assert programs % 132 == 0
@@ -239,11 +240,11 @@ def test_a_search_traces_few_steps(name, batch, monkeypatch):
 
     def counted(*args, **options):
         traced.append(args)
-        return run(*args, **options)
+        return trace(*args, **options)
 
-    run = memory_plan.run
-    monkeypatch.setattr(memory_plan, "run", counted)
-    monkeypatch.setattr(scaled_plan, "run", counted)
+    trace = memory_plan.trace_step
+    monkeypatch.setattr(memory_plan, "trace_step", counted)
+    monkeypatch.setattr(traced_step, "trace_step", counted)
     budget, size = 512 << 20, 64
     search = Search(name, provider="eager", device="cpu")
     found = tuple(search.largest_batch(budget, px) for px in (size, 2 * size))
@@ -264,8 +265,8 @@ def test_a_search_that_cannot_scale(monkeypatch):
     assert batch == study.largest_batch(TIMM, 64 << 20, **options) > 1
     with pytest.raises(ValueError, match="takes no image_size"):
         study.largest_image("study_models:of_one_size", 64 << 20, **options)
-    parts = scaled_plan.ScaledPlan.parts
-    monkeypatch.setattr(scaled_plan.ScaledPlan, "parts", lambda self, *sizes: parts(self, *sizes[:2], 2 * sizes[2]))
+    parts = traced_step.TracedStep.parts
+    monkeypatch.setattr(traced_step.TracedStep, "parts", lambda self, *sizes: parts(self, *sizes[:2], 2 * sizes[2]))
     assert study.largest_batch(TIMM, 64 << 20, **options) == batch
 
 

@@ -56,10 +56,10 @@ def test_parameters_of_vit_base_by_hand():
 
 def check_against_the_reference(name):
     (cost,) = models(name)
-    subject = find.find(name)
+    source = find.find(name)
     with torch.device("meta"):
-        reference = subject.build("eager").eval().requires_grad_(False)
-        images = torch.empty(1, 3, *subject.image_size)
+        reference = source.build("eager").eval().requires_grad_(False)
+        images = torch.empty(1, 3, *source.image_size)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference(images)
     assert cost.flops == counter.get_total_flops()

@@ -115,13 +115,11 @@ def test_no_probability_of_a_drawn_backward_pass_exceeds_one() -> None:
 
 
 def test_a_model_without_fused_ops_is_refused() -> None:
-    subject = SimpleNamespace(name="a model")
+    source = SimpleNamespace(name="a model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "fastvit.tuning.calls.run_on_fakes", lambda *_, **__: SimpleNamespace(seen=SimpleNamespace(calls=[]))
-        )
+        patch.setattr("fastvit.tuning.calls.trace_step", lambda *_, **__: SimpleNamespace(seen=SimpleNamespace(ops=[])))
         with pytest.raises(ValueError, match="a model runs none of fastvit's ops"):
-            calls_of(subject, (32, 32), 1, "bf16", ["infer"])  # type: ignore[arg-type]
+            calls_of(source, (32, 32), 1, "bf16", ["infer"])  # type: ignore[arg-type]
 
 
 # ---- what is measured, and in which order ----

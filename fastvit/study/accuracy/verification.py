@@ -103,7 +103,7 @@ def verify(
 
 
 def _verdicts(
-    subject: model_source.Subject | None, device: torch.device, dtypes: dict[str, torch.dtype],
+    subject: model_source.ModelSource | None, device: torch.device, dtypes: dict[str, torch.dtype],
     names: Sequence[str] | None, head_dims: Sequence[int], width: int, heads: int, depth: int | None,
     step: Callable[[str], None],
 ) -> Iterator[Verdict]:  # fmt: skip
@@ -159,7 +159,12 @@ def _compared_op(
 
 
 def _compared_model(
-    subject: model_source.Subject, depth: int | None, dtype: torch.dtype, device: torch.device, strict: bool, draw: int
+    subject: model_source.ModelSource,
+    depth: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    strict: bool,
+    draw: int,
 ) -> Iterator[rule.Compared]:
     found = []
     torch.manual_seed(draw)
@@ -193,12 +198,12 @@ def _compared_model(
 _DEPTH = {"transformers": "num_hidden_layers"}  # "depth" elsewhere
 
 
-def _of_depth(subject: model_source.Subject, depth: int | None) -> dict[str, Any]:
-    return {} if depth is None else {_DEPTH.get(subject.source, "depth"): depth}
+def _of_depth(subject: model_source.ModelSource, depth: int | None) -> dict[str, Any]:
+    return {} if depth is None else {_DEPTH.get(subject.origin, "depth"): depth}
 
 
-def _built(subject: model_source.Subject, provider: str, depth: int | None) -> nn.Module:
-    if provider == "eager" and subject.source == "function":
+def _built(subject: model_source.ModelSource, provider: str, depth: int | None) -> nn.Module:
+    if provider == "eager" and subject.origin == "function":
         provider = "sdpa"  # as its author wrote it, which is eager PyTorch for all that is known
     return subject.build(provider, **_of_depth(subject, depth))
 
@@ -273,7 +278,7 @@ def _dtypes(names: Sequence[str] | None, device: torch.device) -> dict[str, torc
     return {name: model_source.DTYPES[name] for name in names}
 
 
-def _sizes(subject: model_source.Subject, depth: int | None) -> tuple[int, int]:
+def _sizes(subject: model_source.ModelSource, depth: int | None) -> tuple[int, int]:
     """Width and heads of a model's attention."""
     model = subject.on_meta("sdpa", **_of_depth(subject, depth))
     for module in model.modules():

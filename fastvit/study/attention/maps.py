@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastvit.study.attention import recording
-from fastvit.study.attention.queries import Queries, Query, Tokens
-from fastvit.study.attention.recording import Call
+from fastvit.study.attention.queries import Queries, Query, QueryTokens
+from fastvit.study.attention.recording import AttentionCall
 
 _CHUNK = 1 << 22  # weights at a time in a rollout: 16 MiB in float32
 _Rows = tuple[tuple[int, ...], Tensor]  # heads, and theirs
@@ -78,10 +78,10 @@ def attention_maps(
     """
     asked, of_heads = _checked("layers", layers), _checked("heads", heads)
     back = max((-layer for layer in asked or () if layer < 0), default=0)
-    tokens = Tokens(model, queries)
+    tokens = QueryTokens(model, queries)
     kept: dict[int, _Rows | str] = {}  # or why there are none
 
-    def on_call(call: Call) -> None:
+    def on_call(call: AttentionCall) -> None:
         if asked is None or back or call.layer in asked:
             kept[call.layer] = tokens.misfit(call) or _rows(call, of_heads, tokens.numbers)
         if asked is not None and call.layer - back not in asked:  # it is not the `back`-th from the last
@@ -119,10 +119,10 @@ def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) 
     Raises:
         ValueError: as `attention_maps`, for any layer.
     """
-    tokens = Tokens(model, queries)
-    calls: list[Call] = []
+    tokens = QueryTokens(model, queries)
+    calls: list[AttentionCall] = []
 
-    def on_call(call: Call) -> None:
+    def on_call(call: AttentionCall) -> None:
         if reason := tokens.misfit(call):
             raise _unseen(call.layer, reason)
         calls.append(call)
@@ -136,7 +136,7 @@ def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) 
     return TokenWeights(rows, tokens.queries, tokens.prefix, tokens.grid)
 
 
-def _mixed(rows: Tensor, call: Call) -> Tensor:
+def _mixed(rows: Tensor, call: AttentionCall) -> Tensor:
     """(queries, N) times the mean of a layer's weights over its heads."""
     H, N, _ = call.q.shape
     chunk = max(1, _CHUNK // (H * N))
@@ -148,13 +148,13 @@ def _mixed(rows: Tensor, call: Call) -> Tensor:
     return mixed
 
 
-def _rows(call: Call, heads: Sequence[int] | None, queries: list[int]) -> _Rows:
+def _rows(call: AttentionCall, heads: Sequence[int] | None, queries: list[int]) -> _Rows:
     chosen = _resolved("heads", heads, call.q.shape[0])
     with torch.autocast(call.q.device.type, enabled=False):
         return chosen, _softmax(call, queries, list(chosen))
 
 
-def _softmax(call: Call, rows: slice | list[int], heads: slice | list[int] = slice(None)) -> Tensor:
+def _softmax(call: AttentionCall, rows: slice | list[int], heads: slice | list[int] = slice(None)) -> Tensor:
     """(heads, rows, N)"""
     wide = _wide(call.q)
     scores = call.scale * call.q[:, rows][heads].to(wide) @ call.k[heads].to(wide).transpose(-2, -1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastvit.study.attention.recording import Call
+from fastvit.study.attention.recording import AttentionCall
 
 Query = str | tuple[int, int]
 Queries = Query | Sequence[Query] | None
@@ -15,7 +15,7 @@ _CLS = ("cls_token", "class_token", "class_embedding")  # the parameter, as libr
 _ALLOWED = '"cls", (row, column) of a patch, or several of these'
 
 
-class Tokens:
+class QueryTokens:
     """The tokens of a model's attention and the queries among them, which the first attention that is seen tells.
 
     Attributes:
@@ -34,7 +34,7 @@ class Tokens:
         self.grid = (0, 0)
         self._count = 0
 
-    def misfit(self, call: Call) -> str:
+    def misfit(self, call: AttentionCall) -> str:
         """Why a call has no rows for the queries, or "".
 
         Raises:

@@ -23,7 +23,7 @@ _CAUGHT = (
 )
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Self-attention of one image, q and k as views of what the model has.
 
     layer: its number in the order of the forward, from 0.
@@ -46,7 +46,7 @@ class _Catches:
     """What a mode does. In a class of its own, because torch imports its compiler, which takes seconds, to wrap this
     method where the mode's class itself has it."""
 
-    on_call: Callable[[Call], None]
+    on_call: Callable[[AttentionCall], None]
     calls = 0
     grid: tuple[int, int] | None = None
 
@@ -97,13 +97,13 @@ class _Catches:
             q, k = q[0], k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
             bias = None if bias is None else _added(bias, q).expand(1, *q.shape[:2], q.shape[1])[0]
         self.calls += 1
-        self.on_call(Call(self.calls - 1, q, k, scale, bias, self.grid, unseen))
+        self.on_call(AttentionCall(self.calls - 1, q, k, scale, bias, self.grid, unseen))
 
 
 class _Catcher(_Catches, TorchDispatchMode):
     """Every op that a model runs comes by: under a mode fastvit's are registered ops too."""
 
-    def __init__(self, on_call: Callable[[Call], None]) -> None:
+    def __init__(self, on_call: Callable[[AttentionCall], None]) -> None:
         super().__init__()
         self.on_call = on_call
 
@@ -127,7 +127,7 @@ def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
-def run(model: nn.Module, image: Tensor, on_call: Callable[[Call], None]) -> int:
+def run(model: nn.Module, image: Tensor, on_call: Callable[[AttentionCall], None]) -> int:
     """model(image) once, in evaluation mode and without gradients; on_call gets every self-attention in turn. What is
     compiled in the model runs as what it was compiled from.
 

@@ -21,8 +21,7 @@ from fastvit.study.explore import attention, document, memory
 from fastvit.study.explore.picture import picture
 from fastvit.study.models.costs import ModelCost, models
 from fastvit.study.sources.find import find
-from fastvit.study.sources.model_source import Subject
-from fastvit.study.sources.normalization import of_subject
+from fastvit.study.sources.model_source import ModelSource
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
 
@@ -110,24 +109,24 @@ def explore(
         FileNotFoundError: no such file.
         ImportError: a library that is not installed.
     """
-    subject = find(model)
-    size, patch = subject.sizes(image_size)
-    pixels, shown = picture(image, size, *of_subject(subject))
-    built = _built(subject, size, weights)
+    source = find(model)
+    size, patch = source.sizes(image_size)
+    pixels, shown = picture(image, size, *source.normalization())
+    built = _built(source, size, weights)
     facts = _facts(built, models(model, image_size=size)[0])
     data: dict[str, Any] = {
         "model": facts,
         "version": fastvit.__version__,
-        "provenance": _provenance(subject, image, weights),
+        "provenance": _provenance(source, image, weights),
         "picture": {
             "uri": document.as_uri(shown), "height": size[0], "width": size[1], "patch_stops": patch_stops(size, patch),
         },
         "attention": attention.collect(built, pixels, layers, progress),
         "positions": _positions(built, facts["grid"]),
-        "memory": memory.collect(subject, size, patch, facts["prefix"], progress),
+        "memory": memory.collect(source, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
     }  # fmt: skip
-    if weights is None and subject.source != "function":
+    if weights is None and source.origin != "function":
         for part, values in (("attention", "maps"), ("positions", "cosine")):
             if data[part][values] is not None:
                 data[part]["note"] = f"Of random weights. {data[part]['note']}"
@@ -140,10 +139,10 @@ def patch_stops(size: tuple[int, int], patch: tuple[int, int]) -> list[int]:
     return sorted({p for p in range(4, 65) if common % p == 0 and p < common} | {patch[0]})
 
 
-def _built(subject: Subject, size: tuple[int, int], weights: str | Path | None) -> nn.Module:
+def _built(source: ModelSource, size: tuple[int, int], weights: str | Path | None) -> nn.Module:
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return subject.with_weights(weights, size).float().eval()
+        return source.with_weights(weights, size).float().eval()
 
 
 def _facts(model: nn.Module, cost: ModelCost) -> dict[str, Any]:
@@ -154,11 +153,11 @@ def _facts(model: nn.Module, cost: ModelCost) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _provenance(subject: Subject, image: str | Path | None, weights: str | Path | None) -> str:
+def _provenance(source: ModelSource, image: str | Path | None, weights: str | Path | None) -> str:
     if weights is not None:
         text = f"Weights: {Path(weights).name}."
-    elif subject.source == "function":
-        text = f"Weights: as {subject.name} returns them."
+    elif source.origin == "function":
+        text = f"Weights: as {source.name} returns them."
     else:
         text = "Weights: random, since no file was given. Attention and positions are those of an untrained model."
     return f"{text} Picture: {Path(image).name if image else 'a computed landscape, since no file was given'}."

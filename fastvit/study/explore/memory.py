@@ -10,9 +10,10 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from fastvit.ops.runtime import dispatch
-from fastvit.study.memory.plan import Parts, Setting, plan
-from fastvit.study.memory.scaled_plan import ScaledPlan, traced_at
-from fastvit.study.sources.model_source import PROVIDERS, Subject
+from fastvit.study.memory.plan import Parts, plan
+from fastvit.study.memory.step import Setting
+from fastvit.study.memory.traced_step import TracedStep, sizes_to_trace
+from fastvit.study.sources.model_source import PROVIDERS, ModelSource
 
 MODES = ("train", "infer")
 DTYPES = ("bfloat16", "float32")
@@ -23,7 +24,7 @@ NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fused": "the fused ops"}
 
 
 def collect(
-    subject: Subject, size: tuple[int, int], patch: tuple[int, int], prefix: int,
+    source: ModelSource, size: tuple[int, int], patch: tuple[int, int], prefix: int,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
 ) -> dict[str, Any]:  # fmt: skip
     """{"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}} and the stops; without one, why.
@@ -36,15 +37,15 @@ def collect(
     """
     if patch[0] != patch[1] or size[0] != size[1]:
         return {"plan": None, "note": "Memory is planned for square images and patches only."}
-    providers, refused = _providers(subject)
+    providers, refused = _providers(source)
     if not providers:
         return {"plan": None, "note": f"No memory is planned: {'; '.join(refused)}."}
-    patches = patch_stops(subject, size[0], patch[0])
+    patches = patch_stops(source, size[0], patch[0])
     sizes = size_stops(size[0], patches)
     gpu = dispatch.HAVE_TRITON
-    at = traced_at(subject.on_meta(providers[0]), prefix, None if len(patches) > 1 else patch[0])
+    at = sizes_to_trace(source.on_meta(providers[0]), prefix, None if len(patches) > 1 else patch[0])
     try:
-        subject.on_meta(providers[0], at.side * at.patch, at.patch)
+        source.on_meta(providers[0], at.side * at.patch, at.patch)
     except ValueError as error:
         return {"plan": None, "note": f"No memory is planned: {error}."}
     plans: dict[str, Any] = {p: {m: {d: {} for d in DTYPES} for m in MODES} for p in providers}
@@ -54,14 +55,14 @@ def collect(
         for provider, mode, dtype in steps:
             step(f"{provider}, {mode}, {dtype}")
             one, more = (
-                ScaledPlan(subject, provider, Setting(mode, dtype), traced, gpu=gpu, runs=runs)
+                TracedStep(source, provider, Setting(mode, dtype), traced, gpu=gpu, runs=runs)
                 for traced in (at._replace(batch=1), at)
             )
             for s, p in itertools.product(sizes, patches):
                 parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
     last, start = providers[-1], f"{size[0]}x{patch[0]}"  # the fused ops, whose launches depend on sizes most
-    right = plan(subject, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
+    right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
     return {
         "parts": [f.name for f in fields(Parts)], "providers": providers, "modes": MODES, "dtypes": DTYPES,
@@ -72,9 +73,9 @@ def collect(
     }  # fmt: skip
 
 
-def patch_stops(subject: Subject, size: int, patch: int) -> list[int]:
+def patch_stops(source: ModelSource, size: int, patch: int) -> list[int]:
     """Half, once and twice the model's patch, as far as they divide the image and the model takes another."""
-    if subject.source == "function":
+    if source.origin == "function":
         return [patch]
     halves = [patch // 2] if patch % 2 == 0 and patch >= 8 else []
     return [p for p in (*halves, patch, 2 * patch) if p == patch or (size % p == 0 and 2 * p <= size)]
@@ -87,12 +88,12 @@ def size_stops(size: int, patches: list[int]) -> list[int]:
     return sorted({max(1, round(s / base)) * base for s in usual} | {size})
 
 
-def _providers(subject: Subject) -> tuple[list[str], list[str]]:
+def _providers(source: ModelSource) -> tuple[list[str], list[str]]:
     """Those that the model has, and why it has not the others."""
     found, refused = [], []
     for provider in PROVIDERS:
         try:
-            subject.on_meta(provider)
+            source.on_meta(provider)
         except ValueError as error:
             refused.append(f"{provider}: {error}")
         else:

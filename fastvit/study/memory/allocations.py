@@ -1,4 +1,4 @@
-"""Every allocation and release of a run on fake tensors: what a step would hold, at its most, and of what."""
+"""Follows every allocation and release of a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter
 from fastvit import ops
 from fastvit.ops.runtime import dispatch, registry
 
-_ROUNDED = 512  # CUDA's caching allocator hands out multiples of it
-_MULTIPROCESSORS = 132  # of the GPU that is planned for: an H100's. The partial sums of norms are a row for each
+_ROUNDED = 512  # CUDA's caching allocator rounds up to multiples of it
+_MULTIPROCESSORS = 132  # an H100's. The partial sums of norms have a row for each
 
-# What attention runs -> N of its arguments
+# Ops of attention -> N, from their arguments
 _TOKENS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._softmax.default: lambda x, *_: x.shape[-1],
     torch.ops.aten._safe_softmax.default: lambda x, *_: x.shape[-1],
@@ -35,50 +35,61 @@ _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.defaul
 
 
 @dataclass
-class Block:
-    """A storage: its bytes on the device, shape of the first tensor that was seen of it, and the bytes that were asked
-    for."""
+class Storage:
+    """One storage.
+
+    Attributes:
+        nbytes: bytes that it takes on the device.
+        shape: of the first tensor seen with this storage.
+        asked: bytes that were asked for.
+    """
 
     nbytes: int
     shape: tuple[int, ...]
     asked: int
 
 
-class Laid(NamedTuple):
-    """All that an op sees of a tensor without data."""
+class TensorLayout(NamedTuple):
+    """Describes a tensor without data, as far as an op depends on it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Call(NamedTuple):
-    """A fused op that was run: which, on what arguments (their leaves, with `Laid` for tensors, and how these
-    were nested), which events and blocks came within it, from the first to before the last, and the blocks of its
-    outputs that are new."""
+class OpTrace(NamedTuple):
+    """One run of a fused op.
+
+    Attributes:
+        op: the overload.
+        leaves, nested: its arguments as `tree_flatten` returns them, with `TensorLayout` for tensors.
+        events, storages: ranges (first, end) of those that came while it ran.
+        outputs: the storages of those outputs that it has allocated.
+    """
 
     op: Any
     leaves: tuple[Any, ...]
     nested: TreeSpec
     events: tuple[int, int]
-    blocks: tuple[int, int]
+    storages: tuple[int, int]
     outputs: tuple[int, ...]
 
 
 @dataclass
 class Allocations(TorchDispatchMode):
-    """Within the context every storage that comes or goes is an event, what a fused op allocates by itself included.
+    """Records, within its context, every storage that is allocated or released, those inside fused ops included.
 
-    gpu: as on a GPU, where the ops' Triton launchers allocate; else as on a CPU, where PyTorch's functions do.
+    Args:
+        gpu: let the fused ops' Triton launchers allocate, as on a GPU; else PyTorch's functions, as on a CPU.
     """
 
     gpu: bool
-    blocks: list[Block] = field(default_factory=list)
-    events: list[tuple[int, bool]] = field(default_factory=list)  # block, whether it came
-    calls: list[Call] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    events: list[tuple[int, bool]] = field(default_factory=list)  # storage, True if it was allocated
+    ops: list[OpTrace] = field(default_factory=list)
     tokens: int = 0
-    scores: set[int] = field(default_factory=set)  # elements of what softmax returned
-    _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # storage's address -> block, weak reference
+    scores: set[int] = field(default_factory=set)  # numbers of elements that softmax returned
+    _alive: dict[int, tuple[int, Any]] = field(default_factory=dict)  # address -> storage, weak reference
 
     _inside: bool = False
     _context: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -96,12 +107,12 @@ class Allocations(TorchDispatchMode):
         self._context.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # half of all calls, of fake tensors
+        if func is torch.ops.prim.device.default:  # half of all calls on fake tensors
             return args[0].fake_device
         self._count_tokens(func, args)
         if self._inside and func in (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default):
-            return 0  # a seed, the only thing that an op reads; fakes have no values
-        if _changes_nothing(func, args):  # most of an optimizer's step
+            return 0  # an op reads only seeds; fake tensors have no values
+        if _changes_nothing(func, args):
             return args[0] if isinstance(args[0], Tensor) else None
         out = func(*args, **(kwargs or {}))
         self.see(out)
@@ -111,18 +122,18 @@ class Allocations(TorchDispatchMode):
 
     def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
         self._count_tokens(op, args)
-        events, blocks = len(self.events), len(self.blocks)
+        events, storages = len(self.events), len(self.storages)
         outermost, self._inside = not self._inside, True
         try:
             out = registry.IMPLEMENTATIONS[op](*args, backend="triton" if self.gpu else "aten")
         finally:
             self._inside = not outermost
-        outputs = tuple(number for number in self.see(out) if number >= blocks)  # others are written in place
+        outputs = tuple(number for number in self.see(out) if number >= storages)  # others were written in place
         if outermost:
             leaves, nested = tree_flatten(args)
-            laid = (Laid(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-            came = (events, len(self.events)), (blocks, len(self.blocks))
-            self.calls.append(Call(op, tuple(laid), nested, *came, outputs))
+            laid = (TensorLayout(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+            came = (events, len(self.events)), (storages, len(self.storages))
+            self.ops.append(OpTrace(op, tuple(laid), nested, *came, outputs))
         return out
 
     def _count_tokens(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -130,7 +141,7 @@ class Allocations(TorchDispatchMode):
             self.tokens = self.tokens or tokens(*args)
 
     def see(self, tensors: Any) -> list[int]:
-        """The blocks of these tensors; those that are new have come."""
+        """Return the storages of these tensors, and record those that are new."""
         return [self._see(t) for t in tree_iter(tensors) if isinstance(t, Tensor)]
 
     def _see(self, tensor: Tensor) -> int:
@@ -138,8 +149,8 @@ class Allocations(TorchDispatchMode):
         key = storage._cdata
         if key not in self._alive:
             asked = storage.nbytes()
-            number = len(self.blocks)
-            self.blocks.append(Block(self.rounded(asked), tuple(tensor.shape), asked))
+            number = len(self.storages)
+            self.storages.append(Storage(self.rounded(asked), tuple(tensor.shape), asked))
             self.events.append((number, True))
             self._alive[key] = number, weakref.ref(storage, partial(self._gone, key))
         return self._alive[key][0]
@@ -149,26 +160,31 @@ class Allocations(TorchDispatchMode):
         self.events.append((number, False))
 
     def rounded(self, nbytes: Any) -> Any:
-        """What so many bytes take of the device: an integer, or an array of them."""
+        """Return how many bytes the device's allocator takes for so many. An integer or an array."""
         return -(-nbytes // _ROUNDED) * _ROUNDED if self.gpu else nbytes
 
     def alive(self) -> set[int]:
+        """Return the storages that are not released."""
         return {number for number, _ in self._alive.values()}
 
-    def is_attention_matrix(self, block: Block) -> bool:
-        """As many elements as softmax returned, N x N."""
+    def is_attention_matrix(self, storage: Storage) -> bool:
+        """Tell whether a storage has the shape (..., N, N) and as many elements as a result of softmax."""
         N, elements = self.tokens, 1
-        for extent in block.shape:
+        for extent in storage.shape:
             elements *= extent
-        return block.shape[-2:] == (N, N) and elements in self.scores
+        return storage.shape[-2:] == (N, N) and elements in self.scores
 
     def held(self, first: int, last: int | None = None, of: set[int] | None = None) -> set[int]:
-        """The blocks that are there at the moment when they are most, from the event `first` on and before `last`.
-        of: no others."""
+        """Return the storages in use at the peak between two events.
+
+        Args:
+            first, last: the peak is searched from `first` up to, not including, `last`.
+            of: count these storages only; None for all.
+        """
         events = [(i, n, came) for i, (n, came) in enumerate(self.events[:last]) if of is None or n in of]
         now, most, when = 0, 0, -1
         for i, number, came in events:
-            now += self.blocks[number].nbytes if came else -self.blocks[number].nbytes
+            now += self.storages[number].nbytes if came else -self.storages[number].nbytes
             if i >= first and now > most:
                 most, when = now, i
         there: set[int] = set()
@@ -178,11 +194,13 @@ class Allocations(TorchDispatchMode):
         return there
 
     def bytes_of(self, numbers: Iterable[int]) -> int:
-        return sum(self.blocks[number].nbytes for number in numbers)
+        """Return the sum of the bytes of these storages."""
+        return sum(self.storages[number].nbytes for number in numbers)
 
 
 def _changes_nothing(func: Any, args: Any) -> bool:
-    """Whether func computes in place, element by element, on tensors of the meta device, which have no values."""
+    """Tell whether func is pointwise, in place, and on meta tensors only, which have no values: most of an optimizer's
+    step."""
     if not _is_in_place(func):
         return False
     return all(t.is_meta for t in ([args[0]] if isinstance(args[0], Tensor) else args[0]))
@@ -196,7 +214,7 @@ def _is_in_place(func: Any) -> bool:
 
 @contextlib.contextmanager
 def as_on(gpu: bool) -> Iterator[None]:
-    """Within the context the launchers of Triton kernels allocate and launch nothing."""
+    """Within the context, if `gpu`, launchers of Triton kernels allocate their outputs but launch nothing."""
     if not gpu:
         yield
         return
@@ -207,6 +225,6 @@ def as_on(gpu: bool) -> Iterator[None]:
     warned, before = registry._warned, set(registry._warned)
     with nothing_launched(_MULTIPROCESSORS), ops.use_backend(dispatch.settings()[0], strict=False):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what falls back to ATen, says so when it runs
+            warnings.simplefilter("ignore")  # fallbacks to ATen warn when they really run
             yield
         warned.intersection_update(before)

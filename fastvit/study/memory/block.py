@@ -57,14 +57,14 @@ class _Steps(Allocations):
         self.steps: list[tuple[str, range]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outermost, first = not self._inside, len(self.blocks)
+        outermost, first = not self._inside, len(self.storages)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if outermost and (len(self.blocks) > first or func._schema.is_mutable):
+        if outermost and (len(self.storages) > first or func._schema.is_mutable):
             self._add_step(func, first)
         return out
 
     def _run_op(self, op: Any, args: tuple[Any, ...]) -> Any:
-        first = len(self.blocks)
+        first = len(self.storages)
         out = super()._run_op(op, args)
         self._add_step(op, first)
         return out
@@ -72,7 +72,7 @@ class _Steps(Allocations):
     def _add_step(self, op: Any, first: int) -> None:
         name = op._schema.name.partition("::")[2]
         name = name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")  # which stands in for a GPU
-        self.steps.append((name, range(first, len(self.blocks))))
+        self.steps.append((name, range(first, len(self.storages))))
 
 
 def block(
@@ -91,11 +91,11 @@ def block(
     Raises:
         ValueError: a model without a list of blocks, and what `memory` refuses.
     """
-    subject = find(model)
-    size, patch = subject.sizes(image_size, patch_size)
+    source = find(model)
+    size, patch = source.sizes(image_size, patch_size)
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    built = subject.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
+    built = source.on_meta(provider, size, patch).to(DTYPES[dtype]).train()
     one, B = first_block(built), 2
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     without_data(built, fakes)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import zoo
@@ -19,7 +19,9 @@ from fastvit.study.models import hardware, parameter_counts, published
 from fastvit.study.models.hardware import Bound
 from fastvit.study.models.parameter_counts import Parameters
 from fastvit.study.models.published import Top1
-from fastvit.study.sources import find, model_source
+from fastvit.study.sources.baselines import NoFusedForm
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import ModelSource, channels, images, output_of
 
 _DTYPE = torch.bfloat16
 Sizes = Pair | Sequence[tuple[int, int]]
@@ -139,16 +141,16 @@ def models(
     found, reasons = [], []
     for name, by_pattern in asked:
         step(name)
-        subject = find.find(name, without_patches=True)
+        source = find(name, without_patches=True)
         for image, patch in itertools.product(_several(image_size), _several(patch_size)):
             try:
-                sizes = subject.sizes(image, patch)
+                sizes = source.sizes(image, patch)
             except ValueError as error:
                 if refused is None or not by_pattern:
                     raise
                 reasons.append(str(error))
                 continue
-            found += [_cost(subject, *sizes, b, of_gpu) for b in batches]
+            found += [_cost(source, *sizes, b, of_gpu) for b in batches]
     if not found:
         raise ValueError(reasons[0] if reasons else "image_size, patch_size and batch must not be empty")
     for reason in reasons:
@@ -179,57 +181,31 @@ def _several(sizes: Sizes | None) -> Sequence[Pair | None]:
 
 
 def _cost(
-    subject: model_source.Subject, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
+    source: ModelSource, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
     gpu: hardware.Gpu | None,
 ) -> ModelCost:  # fmt: skip
-    patch: tuple[int, int] | None = patch_size if subject.has_patches else None  # of build(), which may be None
+    patch: tuple[int, int] | None = patch_size if source.has_patches else None  # of build(), which may be None
     try:
-        model, fused = subject.on_meta("fused", image_size, patch), True
-    except find.NoFusedForm:
-        model, fused = subject.on_meta("sdpa", image_size, patch), False
+        model, fused = source.on_meta("fused", image_size, patch), True
+    except NoFusedForm:
+        model, fused = source.on_meta("sdpa", image_size, patch), False
     model = model.to(_DTYPE).train()
     with torch.device("meta"):
-        images = model_source.images(batch, image_size, _DTYPE, model_source.channels(model))
+        pixels = images(batch, image_size, _DTYPE, channels(model))
     parameters = parameter_counts.by_part(model)
     has_attention = parameters.attention + parameters.other > 0  # what no name fits may be attention
-    prefix = prefix_tokens(subject, model, image_size, patch) if patch is not None and has_attention else None
+    prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None
     outputs: list[Tensor] = []
-    with subject.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
-        saved = saved_bytes(lambda: outputs.append(model_source.output_of(model(images))), list(model.parameters()))
+    with source.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():
+        saved = saved_bytes(lambda: outputs.append(output_of(model(pixels))), list(model.parameters()))
     size = _DTYPE.itemsize
-    least = size * (parameters.total + images.numel() + outputs[0].numel())
+    least = size * (parameters.total + pixels.numel() + outputs[0].numel())
     flops = counter.get_total_flops()
     bound = None if gpu is None else hardware.bound(gpu, flops, least)
-    top1 = published.TOP1.get(subject.name)
-    if top1 is not None and (image_size != (top1.image_size,) * 2 or patch_size != subject.patch_size):
+    top1 = published.TOP1.get(source.name)
+    if top1 is not None and (image_size != (top1.image_size,) * 2 or patch_size != source.patch_size):
         top1 = None
     return ModelCost(
-        subject.name, image_size, None if prefix is None else patch_size, batch, prefix, parameters, flops, saved,
+        source.name, image_size, None if prefix is None else patch_size, batch, prefix, parameters, flops, saved,
         fused, least, bound, top1,
     )  # fmt: skip
-
-
-def prefix_tokens(
-    subject: model_source.Subject, model: nn.Module, image_size: tuple[int, int], patch_size: tuple[int, int]
-) -> int | None:
-    """How many tokens there are besides those of the patches; None where there are fewer tokens than patches: the model
-    is no plain ViT. model: of these sizes; one that does not say runs as far as its first block."""
-    said: int | None = getattr(model, "num_prefix_tokens", None)
-    if said is not None:
-        return said
-    grid = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
-    prefix = _tokens(subject, image_size, patch_size) - grid
-    return None if prefix < 0 else prefix
-
-
-def _tokens(subject: model_source.Subject, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
-    """How many tokens (B, N, D) the first block reads, of a library that does not say; 0 if it reads something else."""
-    model = subject.on_meta("sdpa", image_size, patch_size)
-    with torch.device("meta"):
-        images = model_source.images(1, image_size, torch.float32, model_source.channels(model))
-    seen: list[int] = []
-    for first in model_source.blocks(model)[:1]:
-        first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
-        with subject.running(), torch.no_grad():
-            model(images)
-    return seen[0] if seen else 0

@@ -1,1 +1,1 @@
-"""The models that a study can take."""
+"""Where the models of a study come from: one class for each kind of source."""

@@ -1,4 +1,4 @@
-"""The same model with its attention written in another way: N x N scores, or PyTorch's SDPA."""
+"""Turns a model into the form that a provider runs: attention with N x N scores, PyTorch's SDPA, or fastvit's ops."""
 
 from __future__ import annotations
 
@@ -8,27 +8,51 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastvit import reference
+from fastvit import integrations, reference
 from fastvit.reference.eva import EvaAttention
 
 
-def _sdpa(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+class NoFusedForm(ValueError):
+    """fastvit's ops replace no block of the model."""
+
+
+def as_provider(provider: str, model: nn.Module) -> nn.Module:
+    """Change a plain model, in place, into what "eager", "sdpa" or "fused" runs.
+
+    Raises:
+        ValueError: the model has no such form; NoFusedForm where `accelerate` finds no block.
+    """
+    if isinstance(model, reference.VisionTransformer):
+        if provider == "fused":
+            raise ValueError("the reference has no fused form; the models of fastvit.list_models() have all three")
+        return use_sdpa(model) if provider == "sdpa" else model
+    if provider == "fused":
+        entries = integrations.accelerate(model).entries
+        # a ParallelScalingBlock is attention and MLP at once, and has no `part`
+        if not any(entry.fused and (entry.part or entry.kind == "ParallelScalingBlock") for entry in entries):
+            raise NoFusedForm(f"fastvit.accelerate knows no block of {type(model).__name__}: it has no fused form")
+    elif provider == "eager":
+        use_eager(model)
+    return model
 
 
 def use_sdpa(model: nn.Module) -> nn.Module:
-    """A model of `fastvit.reference`, its attention replaced by PyTorch's."""
+    """Replace the attention of a `fastvit.reference` model by PyTorch's, in place."""
     for module in model.modules():
         if isinstance(module, reference.Attention | reference.ParallelScalingBlock | EvaAttention):
             module.attend = MethodType(_sdpa, module)  # type: ignore[method-assign]
     return model
 
 
+def _sdpa(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p if self.training else 0.0)
+
+
 def use_eager(model: nn.Module) -> nn.Module:
-    """A model of timm or transformers, its attention with N x N scores, in their own spelling.
+    """Switch a model of timm or transformers, in place, to its library's attention with N x N scores.
 
     Raises:
-        ValueError: a model without a switch for it.
+        ValueError: the model has no such switch.
     """
     switched = False
     choose = getattr(model, "set_attn_implementation", None)  # transformers

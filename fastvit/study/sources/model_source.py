@@ -1,57 +1,65 @@
-"""What a study is about: a model that can be built at other sizes, as each provider runs it. `find.py` has it
-by name, file or function."""
+"""A model that a study can build at several sizes, and what studies read from any model."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastvit.modules.arguments import Pair, checked_pair
+from fastvit.study.sources.normalization import IMAGENET, Statistics
 
 PROVIDERS = ("eager", "sdpa", "fused")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model that can be built at other image sizes.
+class ModelSource(ABC):
+    """Builds one model at any image size, as any provider runs it. `find` returns the source for a name.
 
     Attributes:
-        name: as it was asked for.
-        source: "fastvit", "timm", "transformers", or "function".
-        image_size, patch_size: (height, width), where nobody asks for another.
-        has_patches: False for a model without a patch embedding, such as a ResNet, whose patch_size is (1, 1): it takes
-            images of any size.
+        origin: "fastvit", "timm", "transformers", or "function".
+        name: as the user wrote it.
+        image_size, patch_size: the defaults, (height, width).
+        has_patches: False for a model without a patch embedding, such as a ResNet: its patch_size is (1, 1), and it
+            takes images of any size.
     """
 
-    name: str
-    source: str
-    image_size: tuple[int, int]
-    patch_size: tuple[int, int]
-    _make: Callable[..., nn.Module] = field(repr=False)
-    has_patches: bool = True
+    origin: ClassVar[str]
+
+    def __init__(
+        self, name: str, image_size: tuple[int, int], patch_size: tuple[int, int], has_patches: bool = True
+    ) -> None:
+        self.name, self.image_size, self.patch_size, self.has_patches = name, image_size, patch_size, has_patches
+
+    @abstractmethod
+    def make(self, provider: str, **options: Any) -> nn.Module:
+        """Build the model as `provider` runs it, on the default device.
+
+        Args:
+            options: arguments of the model's constructor. "image_size" and "patch_size" are (height, width), and there
+                only if they differ from the defaults.
+        """
 
     def build(
         self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
     ) -> nn.Module:
-        """The model with random weights, on the default device.
+        """Build the model with random weights, on the default device.
 
         Args:
-            provider: "eager" (attention with N x N scores), "sdpa" (PyTorch's), "fused" (fastvit's ops): the reference,
-                or what another library writes; accelerated for "fused".
-            image_size, patch_size: None for the model's own.
-            options: of the model's constructor, such as num_classes.
+            provider: "eager" (attention with N x N scores), "sdpa" (PyTorch's), or "fused" (fastvit's ops). A zoo model
+                is the reference or ours, a model of another library is its own, accelerated for "fused".
+            image_size, patch_size: None for the defaults.
+            options: more arguments of the model's constructor, such as num_classes.
 
         Raises:
-            ValueError: an image size that the patch size does not divide, and what a constructor refuses.
+            ValueError: the patch size does not divide the image size, or the constructor refuses an argument.
         """
         if provider not in PROVIDERS:
             raise ValueError(f"provider must be one of {PROVIDERS}, got {provider!r}")
@@ -60,52 +68,57 @@ class Subject:
             options["image_size"] = size
         if patch != self.patch_size:
             options["patch_size"] = patch
-        return self._make(provider, **options)
+        return self.make(provider, **options)
 
     def on_meta(
         self, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None, **options: Any
     ) -> nn.Module:
-        """The same on the meta device. What computes with values while it is made, is made on the CPU first."""
+        """Build the model on the meta device. A constructor that computes with values runs on the CPU first."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of weights that are loaded into tensors without data
+            warnings.simplefilter("ignore")  # weights are loaded into tensors without data
             try:
                 with torch.device("meta"):
                     return self.build(provider, image_size, patch_size, **options)
             except Exception as error:
-                if isinstance(error, ValueError) and error.__cause__ is None:  # what is refused here, for good
+                if isinstance(error, ValueError) and error.__cause__ is None:  # our own check: no use to try again
                     raise
                 return self.build(provider, image_size, patch_size, **options).to("meta")
 
     def with_weights(self, weights: str | Path | None, image_size: Pair | None = None) -> nn.Module:
-        """The model without its head, to look at its attention: with fastvit's ops if it is of the zoo, else as its
-        library writes it, since PyTorch's SDPA is seen as well.
+        """Build the model to look at its attention, on PyTorch's SDPA, or with fastvit's ops if it is a zoo model.
 
         Args:
-            weights: as `create_model` takes them, for a name of the zoo; None for random ones, or those that a
-                function loads.
-            image_size: None for the model's own.
+            weights: as `create_model` takes them, for a zoo model, which is then built without its head. None for
+                random weights, or for those that a function loads.
+            image_size: None for the default.
 
         Raises:
-            ValueError: weights for a model that is not of the zoo, and what `build` refuses.
+            ValueError: weights for a model that is not in the zoo, and what `build` refuses.
         """
-        if weights is None:
-            return self.build("fused" if self.source == "fastvit" else "sdpa", image_size)
-        if self.source != "fastvit":
+        if weights is not None:
             raise ValueError(
-                f"weights are for names of `fastvit models`, and {self.name} is of {self.source}: for others, name a "
+                f"weights are for names of `fastvit models`, and {self.name} is of {self.origin}: for others, name a "
                 "function that returns the model with its weights, as module:function"
             )
-        return self.build("fused", image_size, weights=weights, num_classes=0, drop_head=True)
+        return self.build("sdpa", image_size)
+
+    def normalization(self) -> Statistics:
+        """Return mean and std of the images that the model expects: ImageNet's, unless its source says more."""
+        return IMAGENET
 
     def running(self) -> AbstractContextManager[None]:
-        """Within the context what a model of another library raises, of a size that it does not take or for want of
-        another input, is an error of one line."""
-        return contextlib.nullcontext() if self.source == "fastvit" else told(self.name)
+        """Return a context for running the model, in which errors of another library's model become one-line
+        ValueErrors: it may refuse an image size, or want another input."""
+        return one_line_errors(self.name)
 
     def sizes(
         self, image_size: Pair | None = None, patch_size: Pair | None = None
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Image and patch size as (height, width); a ValueError where the patch does not divide the image."""
+        """Return image and patch size as (height, width).
+
+        Raises:
+            ValueError: the patch size does not divide the image size.
+        """
         if patch_size is not None and not self.has_patches:
             raise ValueError(f"patch_size must be None for {self.name}, which has no patches, got {patch_size}")
         size = self.image_size if image_size is None else checked_pair("image_size", image_size)
@@ -117,10 +130,36 @@ class Subject:
             )
         return size, patch
 
+    def prefix_tokens(self, model: nn.Module, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int | None:
+        """Return how many tokens there are besides those of the patches, or None where there are fewer tokens than
+        patches: the model is no plain ViT.
+
+        Args:
+            model: of these sizes. If it does not say, a second one runs up to its first block.
+        """
+        said: int | None = getattr(model, "num_prefix_tokens", None)
+        if said is not None:
+            return said
+        patches = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
+        prefix = self._tokens(image_size, patch_size) - patches
+        return None if prefix < 0 else prefix
+
+    def _tokens(self, image_size: tuple[int, int], patch_size: tuple[int, int]) -> int:
+        """Return how many tokens (B, N, D) the first block reads; 0 if it reads something else."""
+        model = self.on_meta("sdpa", image_size, patch_size)
+        with torch.device("meta"):
+            pixel_values = images(1, image_size, torch.float32, channels(model))
+        seen: list[int] = []
+        for first in blocks(model)[:1]:
+            first.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1] if args[0].dim() == 3 else 0))
+            with self.running(), torch.no_grad():
+                model(pixel_values)
+        return seen[0] if seen else 0
+
 
 @contextlib.contextmanager
-def told(name: object) -> Iterator[None]:
-    """Within the context whatever is raised becomes a ValueError of one line, but where something is not installed."""
+def one_line_errors(name: object) -> Iterator[None]:
+    """Turn any error within the context, except ImportError, into a ValueError of one line."""
     try:
         yield
     except ImportError:
@@ -131,7 +170,7 @@ def told(name: object) -> Iterator[None]:
 
 
 def output_of(result: Any) -> Tensor:
-    """The tensor in what a model returns: itself, the logits or last hidden state, or the first of several."""
+    """Return the tensor in a model's result: itself, the logits, the last hidden state, or the first of several."""
     if isinstance(result, Tensor):
         return result
     for name in ("logits", "last_hidden_state"):
@@ -142,17 +181,25 @@ def output_of(result: Any) -> Tensor:
 
 
 def images(count: int, size: tuple[int, int], dtype: torch.dtype, channels: int = 3) -> Tensor:
-    """(count, channels, height, width) on the default device, random normal, without a gradient."""
+    """Return random normal images (count, channels, height, width) on the default device, without a gradient."""
     return torch.randn(count, channels, *size).to(dtype)
 
 
 def embeds_patches(module: nn.Module) -> bool:
-    """Whether a module is a convolution that strides as wide as its kernel, as patch embeddings do."""
+    """Tell whether a module is a convolution whose stride equals its kernel, as in patch embeddings."""
     return isinstance(module, nn.Conv2d) and module.stride == module.kernel_size and module.stride[0] > 1
 
 
+def patch_size_of(model: nn.Module) -> tuple[int, int] | None:
+    """Return the stride of the first convolution that embeds patches, or None if there is none."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and embeds_patches(module):
+            return module.stride[0], module.stride[1]
+    return None
+
+
 def channels(model: nn.Module) -> int:
-    """Of the images that a model takes, by its patch embedding."""
+    """Return how many channels the model's images have, read from its first convolution."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             return module.in_channels
@@ -160,13 +207,18 @@ def channels(model: nn.Module) -> int:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the longest list of one class."""
+    """Return the modules of the longest list whose modules have one class."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({*map(type, m)}) == 1]
     return list(max(lists, key=len, default=nn.ModuleList()))
 
 
+def equal_as_int(value: Any) -> Any:
+    """Return one integer for an equal (height, width), because some constructors take only that."""
+    return value[0] if isinstance(value, tuple) and value[0] == value[1] else value
+
+
 def pixels(size: tuple[int, int]) -> str:
-    """(224, 224) -> "224", (224, 448) -> "224x448"."""
+    """Write a size: (224, 224) -> "224", (224, 448) -> "224x448"."""
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 

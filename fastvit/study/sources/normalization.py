@@ -1,13 +1,12 @@
-"""The mean and deviation of the images that a model of the zoo was trained with: those that timm's configuration has
-under the same name (`timm.get_pretrained_cfg`). One name can have weights of several trainings, as CLIP ViT-L/14 has of
-OpenAI and of LAION: theirs goes first that timm takes first. What is not trained, as our models for CIFAR, has 0.5."""
+"""Mean and standard deviation of the images that a model of the zoo was trained with.
+
+They are those of timm's configuration of the same name (`timm.get_pretrained_cfg`). Where a name has weights of several
+trainings, as CLIP ViT-L/14 of OpenAI and LAION, timm's default decides. Models without published weights, such as ours
+for CIFAR, have 0.5."""
 
 from __future__ import annotations
 
-import sys
 from fnmatch import fnmatchcase
-
-from fastvit.study.sources.model_source import Subject
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -42,15 +41,5 @@ _BY_NAME = (  # the first pattern that fits
 
 
 def statistics(name: str) -> Statistics:
-    """(mean, std) of a name of the zoo, three values each, of pixels from 0 to 1."""
+    """Return (mean, std) for a name of the zoo, three values each, for pixels from 0 to 1."""
     return next((values for pattern, values in _BY_NAME if fnmatchcase(name, pattern)), HALF)
-
-
-def of_subject(subject: Subject) -> Statistics:
-    """The same of any model: timm's own for its names, ImageNet's for configurations and functions, which say none."""
-    if subject.source == "fastvit":
-        return statistics(subject.name)
-    if subject.source == "timm":
-        config = sys.modules["timm"].get_pretrained_cfg(subject.name)
-        return tuple(config.mean), tuple(config.std)
-    return IMAGENET

@@ -1,0 +1,85 @@
+"""Options that several verbs take, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+MODEL = "name of `fastvit models` or of timm, config.json of transformers, or module:function"
+
+
+def add_model(parser: argparse.ArgumentParser, text: str = MODEL, **options: Any) -> None:
+    """Add the positional argument MODEL."""
+    parser.add_argument("model", metavar="MODEL", help=text, **options)
+
+
+def add_image_size(parser: argparse.ArgumentParser, *, several: bool = False, of: str = "the model's") -> None:
+    """Add --image-size: one (height, width), or a list of several."""
+    if several:
+        parser.add_argument("--image-size", type=sizes, metavar="PX,...", help=f"224,384x512 (default: {of})")
+    else:
+        parser.add_argument("--image-size", type=size, metavar="PX", help=f"224 or 224x448 (default: {of})")
+
+
+def add_batches(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add --batch, a list of integers."""
+    parser.add_argument("--batch", type=integers, default=default, metavar="B,...", help="images")
+
+
+def add_weights(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Add --weights, as `create_model` takes them."""
+    text = f"file, folder, timm's tag or Hugging Face repository{more} (default: random)"
+    parser.add_argument("--weights", help=text)
+
+
+def add_json(parser: Any, text: str = "everything, as JSON") -> None:
+    """Add --json to a parser or a group."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def add_theme(parser: Any) -> None:
+    """Add --theme, of a picture, to a parser or a group."""
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="the picture's background")
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """Read "224,384x512" as [(224, 224), (384, 512)]: height x width."""
+    found = [size(word) for word in text.split(",") if word]
+    if not found:
+        raise argparse.ArgumentTypeError(f"sizes are 224 or 224,384x512, got {text!r}")
+    return found
+
+
+def size(text: str) -> tuple[int, int]:
+    """Read "224" or "224x448" as (height, width)."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"a size is 224 or 224x448 (height x width), got {text!r}")
+    return int(parts[0]), int(parts[-1])
+
+
+def integers(text: str) -> list[int]:
+    """Read "1,8,64" as [1, 8, 64]."""
+    if not all(word.isdigit() and int(word) for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"must be positive integers such as 1,8,64, got {text!r}")
+    return [int(word) for word in text.split(",")]
+
+
+def count(text: str) -> int:
+    """Read a positive integer."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def words_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Return a reader of words separated by commas, each one of `allowed`."""
+
+    def read(text: str) -> list[str]:
+        words = [word for word in text.split(",") if word]
+        if unknown := [word for word in words or [text] if word not in allowed]:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(allowed)}, got {unknown[0]!r}")
+        return words
+
+    return read

@@ -1,0 +1,127 @@
+"""One training or inference step of a model, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastvit.study.sources import model_source
+from fastvit.study.sources.model_source import output_of
+
+MODES = ("train", "infer")
+OPTIMIZERS = ("adamw", "sgd", "none")
+DTYPES = model_source.DTYPES | {"amp": torch.float32}  # of parameters
+DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The options of a step, except model, provider and sizes.
+
+    Attributes:
+        mode: "train" (forward, backward, and an optimizer's step that finds its state) or "infer".
+        dtype: of parameters and activations, or "amp": float32 parameters under autocast to bfloat16.
+        optimizer: "adamw", "sgd" (with momentum) or "none" (no step). For "train" only.
+        checkpointing: recompute blocks in the backward pass. For "train" only.
+
+    Raises:
+        ValueError: an unknown value.
+    """
+
+    mode: str = "train"
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("mode", self.mode, MODES), ("dtype", self.dtype, tuple(DTYPES)), ("optimizer", self.optimizer, OPTIMIZERS),
+        ):  # fmt: skip
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+class Step:
+    """Run one step of a model, on real or fake tensors.
+
+    Raises:
+        ValueError: training without a parameter that requires a gradient.
+    """
+
+    def __init__(self, model: nn.Module, images: Tensor, setting: Setting, gpu: bool) -> None:
+        self.model, self.images, self.setting = model, images, setting
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if setting.mode == "train" and not self.parameters:
+            raise ValueError("mode 'train' wants a parameter that requires a gradient; all of the model are frozen")
+        self.model.train(setting.mode == "train")
+        self.optimizer: torch.optim.Optimizer | None = None
+        # foreach is PyTorch's default on a GPU, and needs more memory
+        options: dict[str, Any] = {"lr": 0.0, "foreach": gpu}
+        if setting.mode == "train" and setting.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.parameters, **options)
+        elif setting.mode == "train" and setting.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(self.parameters, momentum=0.9, **options)
+        if setting.checkpointing and setting.mode == "train":
+            _checkpoint(model)
+
+    def make_state(self) -> None:
+        """Make the optimizer's state, as an earlier step would have."""
+        if self.optimizer is not None:
+            for p in self.parameters:
+                p.grad = torch.zeros_like(p)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> list[Tensor]:
+        """Return the tensors of the optimizer's state."""
+        values = [] if self.optimizer is None else self.optimizer.state.values()
+        return [t for value in values for t in value.values() if isinstance(t, Tensor)]
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that exist before the step."""
+        return [*self.model.parameters(), *self.model.buffers(), *self.state(), self.images]
+
+    def forward(self) -> Tensor:
+        """Return the loss in training, the model's output in inference."""
+        device, amp = self.images.device.type, self.setting.dtype == "amp"
+        with torch.autocast(device, torch.bfloat16, enabled=amp, cache_enabled=True):
+            out = output_of(self.model(self.images))
+        return out.float().square().mean() if self.setting.mode == "train" else out
+
+    def run(self) -> None:
+        """Run the whole step."""
+        loss = self.passes()  # lives until the end of the step, as in a training loop
+        self.update()
+        del loss
+
+    def passes(self, reached: Callable[[str], None] = lambda what: None) -> Tensor:
+        """Run forward, and in training backward. Return the loss, or the model's output.
+
+        Args:
+            reached: called with "forward" and "backward" after each pass.
+        """
+        with torch.set_grad_enabled(self.setting.mode == "train"):
+            out = self.forward()
+        reached("forward")
+        if self.setting.mode == "train":
+            out.backward()
+            reached("backward")
+        return out
+
+    def update(self) -> None:
+        """Run the optimizer's step."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def _checkpoint(model: nn.Module) -> None:
+    """Switch on activation checkpointing by the method of timm, transformers or this library."""
+    for name in ("set_grad_checkpointing", "gradient_checkpointing_enable"):
+        if callable(enable := getattr(model, name, None)):
+            enable()
+            return
+    raise ValueError(f"{type(model).__name__} has no set_grad_checkpointing and no gradient_checkpointing_enable")
