@@ -1,4 +1,4 @@
-"""A picture from a file, as a model takes it. Wants Pillow, of the extra `study`."""
+"""Reads a picture from a file, as a model takes it. Needs Pillow, of the extra `study`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Picture:
-    """What of a picture a model sees.
+    """The part of a picture that a model sees.
 
     Attributes:
-        shown: that part of it, RGB, in the file's own resolution.
-        pixels: the same as a model takes it: (3, H, W), float32, on the CPU.
+        shown: in RGB and the file's own resolution.
+        pixels: as a model takes it: (3, H, W), float32, normalised, on the CPU.
     """
 
     shown: Image
@@ -31,18 +31,18 @@ class Picture:
 
 
 def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Sequence[float]) -> Picture:
-    """A picture upright (by its EXIF orientation), in RGB (transparency over white, 16 bits as 8), its centre cropped
-    to the shape of size and resized bicubically, as (pixels / 255 - mean) / std.
+    """Read a picture, crop its centre to the aspect ratio of `size`, resize it bicubically, and normalise it to
+    (pixels / 255 - mean) / std. It is turned upright by its EXIF orientation; transparency becomes white.
 
     Args:
-        path: of a file in any format that Pillow reads; of an animation the first picture.
+        path: a file in any format that Pillow reads. Of an animation, the first picture is read.
         size: int or (height, width).
         mean, std: three values each.
 
     Raises:
-        ValueError: no picture, or a damaged one; mean or std that are not three, or a std of 0.
-        OSError: no such file, or it cannot be read.
-        ImportError: without Pillow.
+        ValueError: not a picture, or a damaged one; mean or std without three values, or a std of 0.
+        OSError: the file is missing or cannot be read.
+        ImportError: Pillow is not installed.
     """
     height, width = checked_pair("size", size)
     if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
@@ -68,14 +68,14 @@ def _rgb(path: str | Path) -> Image:
             if picture.mode.startswith("I;16"):
                 return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
             if picture.mode in ("I", "F"):
-                raise ValueError(f"pixels of mode {picture.mode}, whose range nobody knows")
+                raise ValueError(f"pixels of mode {picture.mode}, whose range is unknown")
             if picture.has_transparency_data:
                 picture = picture.convert("RGBA")
                 picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
             return picture.convert("RGB")
     except OSError as error:
-        if error.errno is not None:  # the file system's, which names the file
+        if error.errno is not None:  # the file system's error, which names the file
             raise
         raise ValueError(f"{path} is no picture that Pillow reads: {error}") from None
-    except Exception as error:  # whatever a damaged file does to a decoder
+    except Exception as error:  # a damaged file can raise anything in a decoder
         raise ValueError(f"{path} is no picture that Pillow reads: {error}") from None

@@ -1,1 +1,1 @@
-"""Launch choices and compiled kernels of a model, made before its first step: the commands `tune` and `warmup`."""
+"""Measures launch choices and compiles kernels before a model's first step, for `fastvit tune` and `warmup`."""

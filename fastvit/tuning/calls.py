@@ -1,4 +1,4 @@
-"""The fused ops that a model's step calls: recorded on fake tensors, and run again on tensors of the same layouts."""
+"""Records the fused ops that a model's step calls, and runs them again on tensors of the same layouts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ MODES = ("infer", "train")
 
 @dataclass(frozen=True)
 class OpCall:
-    """A registered op and what it is called with: shapes, strides and dtypes for tensors, all else as it is.
+    """A registered op with its arguments, of which tensors are kept as shape, strides and dtype.
 
     Attributes:
         op: the overload, such as `torch.ops.fastvit.attention_fwd.default`.
-        leaves: of its arguments, `TensorLayout` for tensors.
-        nested: how the leaves make the arguments.
+        leaves, nested: the arguments as `tree_flatten` returns them, with `TensorLayout` for tensors.
         counts: how often a step of each mode makes this call.
     """
 
@@ -42,7 +41,7 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """Such as "attention_fwd"."""
+        """The op's name, such as "attention_fwd"."""
         return str(self.op._schema.name.partition("::")[2])
 
     def arguments(self, device: torch.device) -> list[Any]:
@@ -58,10 +57,10 @@ class OpCall:
         return arguments
 
     def run(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Launch the op's Triton kernels on these arguments. Returns the tensors that it returns.
+        """Launch the op's Triton kernels on these arguments, and return its tensors.
 
         Raises:
-            Unsupported: what Triton cannot take.
+            KernelUnsupported: Triton cannot take these arguments.
         """
         with torch.no_grad():
             out = registry.IMPLEMENTATIONS[self.op](*arguments, backend="triton")
@@ -71,19 +70,19 @@ class OpCall:
 def calls_of(
     source: ModelSource, image_size: tuple[int, int], batch: int, dtype: str, modes: Sequence[str]
 ) -> list[OpCall]:
-    """Every fused op that a step of the model calls, each way of calling it once, in the order of the first calls.
+    """Record the fused ops that a step of the model calls, equal calls once, in the order of the first calls.
 
-    The model, accelerated if it is another library's, runs forward and for "train" backward on fake tensors.
+    The model, accelerated if it is another library's, runs forward, and for "train" backward, on fake tensors.
 
     Args:
-        source: of `fastvit.study.sources.find.find`.
+        source: as `fastvit.study.sources.find.find` returns it.
         image_size: height and width in pixels.
         batch: images.
         dtype: of parameters and images, a key of `fastvit.study.memory.step.DTYPES`.
         modes: of MODES.
 
     Raises:
-        ValueError: a size that the model refuses, or a model in which no fused op runs.
+        ValueError: the model refuses the size, or runs no fused op.
     """
     found: dict[OpCall, OpCall] = {}
     for mode in modes:
@@ -98,7 +97,7 @@ def calls_of(
 
 @contextlib.contextmanager
 def on_meta(arch: str, multiprocessors: int) -> Iterator[None]:
-    """Within the context `OpCall.run` on meta tensors asks for the choices of a GPU, and launches nothing."""
+    """Within the context `OpCall.run` on meta tensors looks up a GPU's launch choices, and launches nothing."""
     library = in_library(
         wants_triton=lambda x: True, arch=lambda x: arch, multiprocessors=lambda index: multiprocessors
     )
@@ -107,8 +106,8 @@ def on_meta(arch: str, multiprocessors: int) -> Iterator[None]:
 
 
 def record(calls: Iterable[OpCall], recorder: Recorder, multiprocessors: int | None = None) -> None:
-    """Put what the calls launch into the recorder, each kernel once, in the order in which a step launches them. What
-    Triton cannot take launches nothing."""
+    """Record the kernels that the calls launch, each once, in the order of a step. Calls that Triton cannot take launch
+    nothing."""
     with recording(recorder, multiprocessors):
         for call in calls:
             with contextlib.suppress(KernelUnsupported):
@@ -116,7 +115,7 @@ def record(calls: Iterable[OpCall], recorder: Recorder, multiprocessors: int | N
 
 
 def _drawn(laid: TensorLayout, device: torch.device) -> Tensor:
-    """A tensor of this shape, these strides and dtype: normal, whole numbers from 0 to 255, or true and false."""
+    """Draw a tensor of this layout: random normal, integers from 0 to 255, or booleans."""
     if device.type == "meta":
         return torch.empty_strided(laid.shape, laid.stride, dtype=laid.dtype, device=device)
     span = 1 + sum((n - 1) * s for n, s in zip(laid.shape, laid.stride, strict=True))
@@ -127,8 +126,8 @@ def _drawn(laid: TensorLayout, device: torch.device) -> Tensor:
 
 
 def _suited(name: str, value: Any, arguments: Sequence[Any]) -> Any:
-    """The argument, or one that the op can compute with: rstd is positive, so that nothing overflows, and sequences
-    begin and end within the tokens."""
+    """Return the argument with values that the op can compute with: rstd is positive, so that nothing overflows, and
+    sequences begin and end within the tokens."""
     if not isinstance(value, Tensor):
         return value
     if name == "rstd":
@@ -140,9 +139,15 @@ def _suited(name: str, value: Any, arguments: Sequence[Any]) -> Any:
 
 
 def _attend(backward: str, given: dict[str, Any]) -> None:
-    """Fill o and lse of a backward pass of attention with what the forward pass makes of the same q, k and v. With an
-    lse below a score, its probability would exceed 1, which kernels bound in some tiles only: choices would disagree.
-    given: the arguments of `backward`, by name."""
+    """Fill o and lse of an attention backward pass from the forward pass of the same q, k and v.
+
+    If lse were below a score, its probability would exceed 1. Kernels clamp that in some tiles only, so choices would
+    disagree.
+
+    Args:
+        backward: the op's name.
+        given: its arguments by name.
+    """
     forward = getattr(torch.ops.fastvit, backward.removesuffix("_with_mask").removesuffix("bwd") + "fwd").default
     with torch.no_grad():
         o, lse = forward(*(given[argument.name] for argument in forward._schema.arguments))

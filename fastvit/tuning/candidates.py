@@ -1,4 +1,4 @@
-"""The choices that tuning tries for each table, and which other choices hold meanwhile."""
+"""The choices that tuning tries for each table, and the choices of other tables that are fixed meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastvit.kernels._tuned import LONGEST_SHORT
 
 Choice = tuple[int, ...]  # in the order of fastvit.kernels._tuned.FIELDS
 
-# Choices of other tables, at every key, while a table is measured: each so that its own kernel runs.
+# While a table is measured, these choices of other tables hold at every key, so that the table's own kernel runs.
 _SPLIT = {"attention_bwd_short": (0, 64, 64, 4, 2)}
 FIXED: dict[str, Mapping[str, Choice]] = {
     "attention_bwd_dq": _SPLIT,
@@ -19,7 +19,7 @@ FIXED: dict[str, Mapping[str, Choice]] = {
 
 
 def _with_stages(*tiles: tuple[int, ...]) -> list[Choice]:
-    """(block_m, block_n, num_warps, num_stages, ...): a choice for each number of stages."""
+    """Expand (block_m, block_n, num_warps, stages, stages, ...) to a choice for each number of stages."""
     return [(*tile[:3], stages) for tile in tiles for stages in tile[3:]]
 
 
@@ -54,7 +54,7 @@ _SHORT_BWD = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8)
 
 
 def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
-    """Return the choices to try next to the shipped one. Some may not compile or fit: compiling them tells."""
+    """Return the choices to try in addition to the shipped one. Some may not compile or not fit the GPU."""
     if table == "layer_norm":
         width = max(1 << (key[0] - 1).bit_length(), 16)
         backward = bool(key[1])

@@ -1,4 +1,4 @@
-"""A clock of a device, and the quantiles of what it measured."""
+"""Measures time on a device, and summarises samples by quantiles."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 FLUSH_BYTES = 256 << 20  # larger than any L2
-SPIN_LEAST, SPIN_MOST = 5e-5, 0.05  # seconds; with more than the most, a measurement would take too long
+SPIN_LEAST, SPIN_MOST = 5e-5, 0.05  # seconds; a longer spin would make a measurement too slow
 
 
 class Clock:
-    """Called before and after a piece of work; the difference of the two values is its seconds. On the CPU that is
+    """Call it before and after a piece of work: the difference of the two values is its seconds. On the CPU it reads
     `perf_counter`, on a GPU the time between two events.
 
-    A GPU that waits for its host measures the host. So `prepare` first gives it a spin, longer than the host took to
-    queue work of late, and then clears its cache; meanwhile the host queues the work. Where the GPU came to the first
-    event before all was queued, it may have waited, and the result is NaN: no measurement.
+    If a GPU waits for its host, the host is measured. So `prepare` makes the GPU spin for longer than the host recently
+    needed to queue the work, and then evicts its cache; meanwhile the host queues the work. If the GPU reached the
+    first event before everything was queued, it may have waited, and the result is NaN.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,13 +30,13 @@ class Clock:
             self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
             self._running = False
-            self._queueing = SPIN_LEAST  # seconds that the host takes to queue the work, with those of late in mind
-            self._cycles = 1e9  # of a spin, in a second
+            self._queueing = SPIN_LEAST  # seconds that the host needs to queue the work, by recent measurements
+            self._cycles = 1e9  # of a spin, per second
             for _ in range(2):  # the first also starts the device
                 self._cycles *= 1e-2 / self._spin(1e-2)
 
     def _spin(self, seconds: float) -> float:
-        """Makes the GPU wait about so long; the seconds that it took. Only to count cycles: it waits for the GPU."""
+        """Let the GPU spin for about so long, wait for it, and return the seconds it took. Calibrates the cycles."""
         self._start.record()
         torch.cuda._sleep(int(seconds * self._cycles))
         self._end.record()
@@ -44,9 +44,9 @@ class Clock:
         return self._start.elapsed_time(self._end) * 1e-3
 
     def prepare(self) -> None:
-        """Before each measurement: keeps a GPU busy until the host is done, and evicts what the last one left."""
+        """Call before each measurement: keeps a GPU busy until the host has queued the work, and evicts its cache."""
         if self._gpu:
-            self._running = False  # whatever became of the last measurement
+            self._running = False  # the last measurement may have been interrupted
             torch.cuda._sleep(int(min(2 * self._queueing, SPIN_MOST) * self._cycles))
             self._flush.zero_()
 
@@ -59,14 +59,14 @@ class Clock:
             self._host = time.perf_counter()
             return 0.0
         self._end.record()
-        waited = self._start.query()  # before the host waits: afterwards the answer is always yes
+        waited = self._start.query()  # before synchronize: after it, always True
         took = time.perf_counter() - self._host
         self._queueing = max(took, 2 * self._queueing if waited else 0.9 * self._queueing, SPIN_LEAST)
         self._end.synchronize()
         return math.nan if waited else self._start.elapsed_time(self._end) * 1e-3
 
     def time(self, work: Callable[[], object], *, tries: int = 4) -> float:
-        """Seconds of one call; NaN if the host did not stay ahead of the GPU in any of the tries."""
+        """Return the seconds of one call, or NaN if the GPU waited for the host in all tries."""
         for _ in range(tries):
             self.prepare()
             start = self()

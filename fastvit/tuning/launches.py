@@ -1,9 +1,9 @@
-"""Records which kernels ops launch, with which parameters, and compiles them in several processes, without a GPU.
+"""Records the kernels that ops launch, and compiles them in several processes, without a GPU.
 
-Ops run on meta tensors: no memory, no arithmetic. Registered ops are sent to the Triton launchers, and Triton's own
-binder turns each launch into types, alignments, constants and options for the target GPU; then, instead of compiling
-and launching, the launch is recorded. What is compiled from it has the cache key of the launch itself, so that Triton
-finds it in its cache when the kernel is launched.
+Ops run on meta tensors, without memory and arithmetic. Registered ops go to the Triton launchers, and Triton's own
+binder turns each launch into types, alignments, constants and options for the target GPU. Then the launch is recorded
+instead of compiled and run. A kernel compiled from the record has the cache key of the launch, so Triton finds it in
+its cache later.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from fastvit.ops.runtime import autograd, devices, dispatch
 T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
 
-# Targets, and the multiprocessors of a common GPU of each: A100, A40, L40S, H100, B200, RTX 5090, MI300X
+# target -> multiprocessors of a common GPU: A100, A40, L40S, H100, B200, RTX 5090, MI300X
 MULTIPROCESSORS = {
     "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304,
 }  # fmt: skip
 
 
 def gpu_target(arch: str) -> GPUTarget:
-    """Return what Triton calls "sm_90", "gfx942" and the like."""
+    """Return Triton's target for "sm_90", "gfx942" and the like."""
     return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel as it is launched on one target."""
+    """One kernel as it is launched on one target. The fields are what Triton compiles from."""
 
     kernel: Any  # triton.JITFunction
     signature: dict[str, str]
@@ -61,12 +61,12 @@ class Launch:
 
     @property
     def constexprs(self) -> dict[str, Any]:
-        """By name: compile-time parameters, absent pointers, scalars equal to 1."""
+        """Compile-time parameters, absent pointers and scalars equal to 1, by name."""
         return {self.kernel.arg_names[i]: value for (i,), value in self.constants.items()}
 
 
 class Recorder(DriverBase):
-    """Stands in for a GPU driver: names the target, so that Triton's launch code runs as it would there."""
+    """Stands in for a GPU driver, so that Triton's launch code runs as on the target, and keeps the launches."""
 
     def __init__(self, target: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Recorder(DriverBase):
         return Launch(*fields)
 
     def hook(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Triton's jit_cache_hook: called where a kernel would be compiled; True means: do not."""
+        """Record a launch. As Triton's jit_cache_hook it is called before a kernel is compiled; True prevents that."""
         options = json.loads(compile["specialization_data"])["options"]
         options = {name: value for name, value in options.items() if not isinstance(value, list)}
         launch = self.launch(
@@ -107,7 +107,7 @@ class Recorder(DriverBase):
 
 
 class _ToLaunchers(TorchDispatchMode):
-    """Sends registered ops on meta tensors to the implementation that real tensors get, not to the fake one."""
+    """Sends registered ops on meta tensors to the implementation for real tensors instead of the fake one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "fastvit":
@@ -117,7 +117,7 @@ class _ToLaunchers(TorchDispatchMode):
 
 @contextlib.contextmanager
 def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
-    """Replace functions of `fastvit.ops.runtime` by name, wherever they are used."""
+    """Within the context, replace functions of `fastvit.ops.runtime` by name, wherever ops use them."""
     with contextlib.ExitStack() as stack:
         for name, substitute in substitutes.items():
             original = next(getattr(module, name) for module in (dispatch, devices, autograd) if hasattr(module, name))
@@ -129,8 +129,11 @@ def in_library(**substitutes: Callable[..., object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterator[None]:
-    """Within the context no launch runs: each is kept, once, in `recorder.launches`. multiprocessors: of the GPU, if it
-    is not the largest of its target."""
+    """Within the context, launches do not run; each is kept once in `recorder.launches`.
+
+    Args:
+        multiprocessors: of the GPU; None for the number in MULTIPROCESSORS.
+    """
     target = recorder.target
     count = MULTIPROCESSORS[target] if multiprocessors is None else multiprocessors
     library = in_library(wants_triton=lambda x: True, arch=lambda x: target, multiprocessors=lambda index: count)
@@ -144,7 +147,7 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
 
 
 def compiled(launch: Launch) -> bool:
-    """Compile a launch into Triton's cache. Returns whether it had to be compiled: False if the cache had it."""
+    """Compile a launch into Triton's cache. Returns False if the cache had it already."""
     source = triton.compiler.ASTSource(
         launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
     )
@@ -153,18 +156,18 @@ def compiled(launch: Launch) -> bool:
         kernel = triton.compile(source, target=gpu_target(launch.target), options=dict(launch.options))
     driver: Any = importlib.import_module("triton.backends.nvidia.driver")
     if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
-        driver.CudaLauncher(kernel.src, kernel.metadata)  # before triton 3.7 there is one a signature, in C
+        driver.CudaLauncher(kernel.src, kernel.metadata)  # before triton 3.7: a launcher in C for each signature
     return not all(hits)
 
 
 def compile_all(launches: Sequence[L], workers: int | None = None) -> Iterator[tuple[L, bool | str]]:
-    """Compile the launches into Triton's cache. Yields each, in order, with what `compiled` returns, or with the reason
-    why it did not compile, as a string."""
+    """Compile the launches into Triton's cache. Yields each, in order, with the result of `compiled`, or with the error
+    as a string."""
     return in_processes(compiled, launches, workers)
 
 
 def cores() -> int:
-    """Return how many processes compile at a time: one a core that this process may run on, at most 32."""
+    """Return how many processes compile at a time: one for each core that this process may use, at most 32."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return min(len(allowed), 32)
 
@@ -172,28 +175,33 @@ def cores() -> int:
 def in_processes(
     function: Callable[[L], T], launches: Sequence[L], workers: int | None = None
 ) -> Iterator[tuple[L, T | str]]:
-    """Each launch with function(launch), in order, or with the error that this raised, as a string. workers: processes
-    at most; None for `cores`."""
+    """Yield each launch, in order, with function(launch), or with the error that it raised, as a string.
+
+    Args:
+        workers: processes at most; None for `cores()`.
+    """
     global _pending
     _pending = launches, function
     context = multiprocessing.get_context("fork")
-    workers = max(min(workers or cores(), len(launches)), 1)  # all are forked with the first launch
+    workers = max(min(workers or cores(), len(launches)), 1)  # all fork with the first launch
     pool = ProcessPoolExecutor(workers, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks next to a thread that shows progress
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking while a thread shows progress
             results = pool.map(_work_off, range(len(launches)))
         yield from zip(launches, results, strict=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # where the caller stops early, after Ctrl-C for one
+        pool.shutdown(cancel_futures=True)  # the caller may stop early, for example after Ctrl-C
 
 
-_pending: tuple[Sequence[Launch], Callable[[Any], Any]]  # reaches the workers by fork: a kernel cannot be pickled
+_pending: tuple[
+    Sequence[Launch], Callable[[Any], Any]
+]  # reaches the workers by fork, because kernels cannot be pickled
 
 
 def _work_off(index: int) -> Any:
     launches, function = _pending
     try:
         return function(launches[index])
-    except Exception as error:  # of the compiler's C++ part: its reason is on stderr
+    except Exception as error:  # the C++ part of the compiler writes its reason to stderr
         return f"{type(error).__name__}: {error}"

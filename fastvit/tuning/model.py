@@ -1,4 +1,4 @@
-"""Tunes what a model launches: its op calls are timed, and their launch tables measured, the largest share first."""
+"""Tunes the launches of a model: times its op calls, and measures their launch tables, the largest share first."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Machine(NamedTuple):
     Attributes:
         gpu: its name.
         arch: "sm_90" and the like.
-        multiprocessors: how many it has.
-        device: where torch has it.
+        multiprocessors: their number.
+        device: torch's.
     """
 
     gpu: str
@@ -59,7 +59,7 @@ class _TinyViT(ModelSource):
 
 
 def tiny_model() -> ModelSource:
-    """Return a ViT of one block, for rehearsals."""
+    """Return the source of a ViT of one block, for rehearsals."""
     return _TinyViT("a tiny ViT", (16, 16), (8, 8))
 
 
@@ -67,7 +67,7 @@ def gpu_at_hand() -> Machine:
     """Return the current GPU.
 
     Raises:
-        ValueError: no kernel can run on a GPU here; says why.
+        ValueError: no kernel can run on a GPU here, with the reason.
     """
     if why := why_no_gpu():
         raise ValueError(f"no GPU: {why}")
@@ -80,10 +80,10 @@ def gpu_at_hand() -> Machine:
 
 
 class Skipped(NamedTuple):
-    """A call or a choice that was not measured, and why.
+    """A call or a choice that was not measured, and the reason.
 
     Attributes:
-        late: because the time was up.
+        late: True if the time was up.
     """
 
     label: str
@@ -92,7 +92,7 @@ class Skipped(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of all fused ops of a step, before and after tuning, and how many of its calls were timed."""
+    """Seconds of a step's fused ops before and after tuning, and the number of its calls that were timed."""
 
     before: float
     after: float
@@ -100,21 +100,21 @@ class StepTime(NamedTuple):
 
 
 class ModelTuning:
-    """The tuning of one model's calls.
+    """Tunes one model's calls.
 
     Args:
-        calls: of `calls.calls_of`.
-        tuner: measures, and keeps the table.
+        calls: as `calls_of` returns them.
+        tuner: measures, and writes the table.
         multiprocessors: of the GPU.
     """
 
     def __init__(self, calls: list[OpCall], tuner: Tuner, multiprocessors: int) -> None:
         self.tuner, self.multiprocessors = tuner, multiprocessors
-        self.calls, self.seconds = calls, dict[int, float]()  # of a call, by its number
-        self._pairs: dict[int, list[float]] = {}  # the same with shipped and with tuned choices
+        self.calls, self.seconds = calls, dict[int, float]()  # by the index of a call
+        self._pairs: dict[int, list[float]] = {}  # seconds with shipped and with tuned choices
 
     def time_calls(self, step: Callable[[str], None] = lambda now: None) -> list[Skipped]:
-        """Time every call with the choices in use. Returns those that cannot be timed, and so are not tuned."""
+        """Time every call with the choices in use. Return those that cannot be timed and are not tuned."""
         skipped = []
         for i, call in enumerate(self.calls):
             step(call.name)
@@ -125,7 +125,7 @@ class ModelTuning:
         return skipped
 
     def _timed(self, call: OpCall, choices: list[Entries], count: int) -> list[float]:
-        """The median seconds of a call with each of several sets of choices, in turn."""
+        """Return the median seconds of a call with each set of choices, measured in turn."""
         run = partial(call.run, call.arguments(self.tuner.device))
         for entries in choices:
             with using(entries):
@@ -138,9 +138,11 @@ class ModelTuning:
         return [float(np.median(found)) for found in samples]
 
     def works(self) -> list[Work]:
-        """Return the works to measure, each key of a table once: by the call that takes the most time of a step among
-        those that ask for it. In the order of that time; of one call, the tables in the order in which they build on
-        each other."""
+        """Return the works to measure, each key of a table once.
+
+        A key is measured by the call that takes most of a step among those that look it up. Works come in the order of
+        that time, and for one call in the order in which tables build on each other.
+        """
         found: dict[tuple[str, tuple[int, ...]], Work] = {}
         share = {i: seconds * sum(self.calls[i].counts.values()) for i, seconds in self.seconds.items()}
         with on_meta(self.tuner.arch, self.multiprocessors):
@@ -153,16 +155,16 @@ class ModelTuning:
         return list(found.values())
 
     def _keys(self, call: OpCall, table: str) -> list[tuple[int, ...]]:
-        """Keys of a table that a call asks for. Within `on_meta`."""
+        """Return the keys of a table that a call looks up. Call it within `on_meta`."""
         try:
             return [key for _, key in keys_of(_build(call, _META), table, self.tuner.entries)]
-        except KernelUnsupported:  # with the choice that is fixed for this table
+        except KernelUnsupported:  # with the choices that are fixed for this table
             return []
 
     def tune(
         self, works: list[Work], until: float = math.inf, step: Callable[[str], None] = lambda now: None
     ) -> Iterator[Result | Skipped]:
-        """Measure the works in their order. until: of `time.monotonic`, when the rest is left out."""
+        """Measure the works in their order. until: the value of `time.monotonic` at which the rest is skipped."""
         for work in works:
             if time.monotonic() >= until:
                 yield Skipped(work.label, "out of time", late=True)
@@ -174,15 +176,15 @@ class ModelTuning:
                 yield Skipped(work.label, str(reason))
 
     def step(self, mode: str) -> StepTime:
-        """Add up the ops of a step with the shipped choices and with those that are in use now. Only calls whose
-        choices differ are timed again."""
+        """Add up the ops of a step with the shipped choices and with those in use. Only calls whose choices differ are
+        timed again."""
         calls = [i for i in self.seconds if self.calls[i].counts[mode]]
         pairs = [(self._pair(i), self.calls[i].counts[mode]) for i in calls]
         before, after = (sum(pair[which] * count for pair, count in pairs) for which in (0, 1))
         return StepTime(before, after, sum(count for _, count in pairs))
 
     def _pair(self, i: int) -> list[float]:
-        """Seconds of a call with the shipped choices and with those in use."""
+        """Return the seconds of a call with the shipped choices and with those in use."""
         shipped, tuned = self.tuner.shipped, self.tuner.entries
         if i not in self._pairs:
             self._pairs[i] = [self.seconds[i]] * 2
@@ -199,22 +201,22 @@ def _build(call: OpCall, device: torch.device) -> Callable[[], tuple[torch.Tenso
 
 
 def compile_calls(calls: list[OpCall], machine: Machine, entries: Entries) -> None:
-    """Compile what the calls launch with these choices, in several processes."""
+    """Compile the kernels that the calls launch with these choices, in several processes."""
     recorder = Recorder(machine.arch)
     with using(entries):
         record(calls, recorder, machine.multiprocessors)
     for _ in compile_all(list(recorder.launches.values())):
-        pass  # what does not compile says so when it is launched
+        pass  # errors show when the kernel is launched
 
 
 def compile_candidates(machine: Machine) -> Callable[[Work, Entries], None]:
-    """Return what compiles all candidates of a work in several processes, for `Tuner.prepare`."""
+    """Return a function for `Tuner.prepare` that compiles all candidates of a work in several processes."""
 
     def prepare(work: Work, entries: Entries) -> None:
         recorder = Recorder(machine.arch)
         with recording(recorder, machine.multiprocessors):
             run_candidates(work, entries)
         for _ in compile_all(list(recorder.launches.values())):
-            pass  # what does not compile is found unfit
+            pass  # the tuner reports what does not compile
 
     return prepare

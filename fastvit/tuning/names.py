@@ -1,4 +1,4 @@
-"""Keys and choices of launch tables in words."""
+"""Writes keys and choices of launch tables in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADS = {
 
 
 def key_in_words(table: str, key: Sequence[int]) -> str:
-    """Such as "attention forward N=197 d=64" for ("attention_fwd", (197, 64, 2, 0, 0)). M: rows, in powers of two."""
+    """Write ("attention_fwd", (197, 64, 2, 0, 0)) as "attention forward N=197 d=64". M: rows, in powers of two."""
     of = dict(zip(_tuned.KEY[table], key, strict=True))
     float32 = ", float32" if of.get("itemsize", 2) > 2 else ""
     if table in _HEADS:
@@ -34,7 +34,7 @@ def key_in_words(table: str, key: Sequence[int]) -> str:
 
 
 def choice_in_words(table: str, choice: Sequence[int]) -> str:
-    """Such as "128x64, 8 warps, 3 stages"."""
+    """Write a choice such as "128x64, 8 warps, 3 stages"."""
     of = dict(zip(_tuned.FIELDS[table], choice, strict=True))
     if table == "use_triton_gemm":
         return "Triton" if of["use"] else "cuBLAS"

@@ -1,8 +1,8 @@
-"""Measure launch choices on the GPU at hand, and write those that are faster into tuned_<gpu>.json.
+"""Measures launch choices on the current GPU, and writes those that are faster into tuned_<gpu>.json.
 
-For every shape the shipped choice and the candidates run in turn, A B C A B C, by `clock.Clock`: three rounds for all,
-then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more than 2 % faster in the
-median of the rounds' ratios and its results agree with the shipped one's.
+For every shape the shipped choice and the candidates run in turn, A B C A B C, timed by `clock.Clock`: three rounds for
+all, then 25 for the shipped one and the best three. A choice replaces the shipped one if it is more than 2 % faster, by
+the median of the rounds' ratios, and its results agree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fastvit.tuning.candidates import FIXED, Choice, candidates
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
 MARGIN = 1.02
-TOLERANCE = 0.05  # of the largest result; bfloat16 sums in another order differ by about 0.01
+TOLERANCE = 0.05  # relative to the largest result; bfloat16 sums in another order differ by about 0.01
 ROUNDS, FINALISTS = (3, 25), 3
 
 Run = Callable[[], tuple[Tensor, ...]]
@@ -40,7 +40,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Work:
-    """One op at one shape. `build(device)` gives the call to time, whose launches ask for choices of `table`."""
+    """One op at one shape. `build(device)` returns the call to time, whose launches look up choices of `table`."""
 
     table: str
     label: str
@@ -48,10 +48,11 @@ class Work:
 
 
 class HostBound(RuntimeError):
-    """A work whose time on the GPU cannot be told from its host's."""
+    """A work cannot be timed, because the GPU waits for the host."""
 
 
 def timer_of(device: torch.device) -> Timer:
+    """Return a function that times a call in seconds, or raises HostBound."""
     clock = Clock(device)
 
     def timer(run: Callable[[], object]) -> float:
@@ -64,7 +65,7 @@ def timer_of(device: torch.device) -> Timer:
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest, over the tensors, of max |got - expected| / max |expected|; infinite where got is not finite."""
+    """Return the largest max |got - expected| / max |expected| of the tensors; infinite if one is not finite."""
     worst = 0.0
     for a, b in zip(got, expected, strict=True):
         if not a.isfinite().all():
@@ -74,7 +75,7 @@ def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 
 
 def decide(shipped: Sequence[float], tried: Mapping[Choice, Sequence[float]]) -> Choice | None:
-    """The choice that replaces the shipped one, or None. Sample i of all was taken in round i."""
+    """Return the choice that replaces the shipped one, or None. Sample i of each was taken in round i."""
     if len(shipped) < 3:
         raise ValueError(f"three or more rounds decide, got {len(shipped)}")
     gains = {choice: float(np.median(np.asarray(shipped) / np.asarray(values))) for choice, values in tried.items()}
@@ -84,8 +85,8 @@ def decide(shipped: Sequence[float], tried: Mapping[Choice, Sequence[float]]) ->
 
 @contextlib.contextmanager
 def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
-    """Launches take these choices, one without a key at every key, and no other measured ones. Yields what they ask
-    for: (arch, table, key)."""
+    """Within the context, launches take these measured choices only. An entry with the key () holds at every key.
+    Yields the set of (arch, table, key) that launches look up."""
     asked: set[tuple[str, str, Key]] = set()
 
     def choice(arch: str, table: str, *key: int) -> Choice | None:
@@ -102,21 +103,21 @@ def using(entries: Entries) -> Iterator[set[tuple[str, str, Key]]]:
 
 
 def base_entries(table: str, entries: Entries) -> Entries:
-    """The entries while `table` is measured: those of the tables that FIXED names for it are fixed at every key."""
+    """Return the entries in use while `table` is measured: FIXED replaces those of some other tables."""
     fixed = FIXED.get(table, {})
     return {k: choice for k, choice in entries.items() if k[0] not in fixed} | {(t, ()): c for t, c in fixed.items()}
 
 
 def keys_of(run: Callable[[], object], table: str, entries: Entries) -> list[tuple[str, Key]]:
-    """Return the keys that a call asks for in one table, with these entries: (arch, key), sorted."""
+    """Return the (arch, key) that a call looks up in one table, with these entries, sorted."""
     with using(base_entries(table, entries)) as asked:
         run()
     return sorted((arch, key) for arch, name, key in asked if name == table)
 
 
 def run_candidates(work: Work, entries: Entries | None = None, most: int = 99) -> None:
-    """Run the work on meta tensors once with every choice that tuning tries, to record what it launches. A choice that
-    cannot be launched is left to the tuner, which says so."""
+    """Run the work on meta tensors with every choice that tuning tries, to record its launches. The tuner reports
+    choices that cannot be launched."""
     base = base_entries(work.table, entries or {})
     with using(base):
         run = work.build(torch.device("meta"))
@@ -131,11 +132,11 @@ class Result:
     """One key of a table, measured.
 
     Attributes:
-        work: the label of what was timed.
+        work: the label of the timed work.
         shipped: seconds of the shipped choice, the median of its last rounds.
         chosen: the choice that replaces it, or None.
-        gain: the median of the rounds' ratios, shipped over chosen; 1 without one.
-        tried, unfit: candidates that were timed, and those that do not compile, fit or agree.
+        gain: the median of the rounds' ratios, shipped over chosen; 1 if none is chosen.
+        tried, unfit: numbers of candidates that were timed, and that do not compile, fit or agree.
     """
 
     table: str
@@ -149,7 +150,7 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the choice in use from now on, by the rounds' ratios."""
+        """Seconds of the better choice, by the rounds' ratios."""
         return self.shipped / self.gain
 
     def __str__(self) -> str:
@@ -159,25 +160,26 @@ class Result:
 
 
 def entries_of(table: _tuned.Table | None) -> Entries:
-    """The choices of a file as it was read; none without one."""
+    """Return the choices of a table that was read from a file; none for None."""
     choices = {} if table is None else table.choices
     return {(str(name), tuple(map(int, key))): choice for (name, *key), choice in choices.items()}
 
 
 def name_of(table: str, key: Key) -> str:
-    """Such as "attention_fwd[197,64,2,0,0]"."""
+    """Write a key as "attention_fwd[197,64,2,0,0]"."""
     return f"{table}[{','.join(map(str, key))}]"
 
 
 class Tuner:
-    """Measures works and writes the table at `path` after each key. What the file has already is kept and not measured
-    again, if it was measured with the same "sources".
+    """Measures works, and writes the table at `path` after each key. Keys that the file has, measured with the same
+    "sources", are not measured again.
 
     Args:
-        measured: returns where and with what is measured, "sources" among it.
-        shipped: the choices to improve on, where they are not those of the configs' own rules.
-        most: candidates of each key. rounds: how often all are timed, then the best ones, three times at least.
-        prepare: called with a work and the choices in use before its candidates run.
+        measured: returns date, versions and "sources" of the measurement.
+        shipped: choices to improve on that differ from the configs' own rules.
+        most: the largest number of candidates for a key.
+        rounds: how often all candidates are timed, and then the best ones, at least three times.
+        prepare: called with a work and the choices in use, before its candidates run.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class Tuner:
         self.data: dict[str, Any] = {
             "format": _tuned.FORMAT, "gpu": gpu, "arch": self.arch, "measured": where, "tables": {}, "samples": {}
         }  # fmt: skip
-        if path.exists():  # results of the same code on the same GPU count; those of other code are measured again
+        if path.exists():  # only results of the same code on the same GPU count
             before = json.loads(path.read_text())
             _tuned.parse(before, self.arch, gpu)
             if before["measured"]["sources"] == where["sources"]:
@@ -200,7 +202,7 @@ class Tuner:
 
     @property
     def chosen(self) -> Entries:
-        """The choices of the file."""
+        """The choices in the file."""
         return {
             (table, tuple(map(int, key.split(",")))): tuple(fields[name] for name in _tuned.FIELDS[table])
             for table, found in self.data["tables"].items()
@@ -209,18 +211,20 @@ class Tuner:
 
     @property
     def entries(self) -> Entries:
-        """The choices in use: those of the file over the shipped ones."""
+        """The choices in use: those in the file, then the shipped ones."""
         return self.shipped | self.chosen
 
     def has(self, table: str, key: Key) -> bool:
-        """Whether a key is measured already."""
+        """Tell whether a key is measured already."""
         return name_of(table, key) in self.data["samples"]
 
     def tune(self, work: Work) -> list[Result]:
-        """Measure what is missing of the work's keys."""
+        """Measure the work's keys that are missing."""
         with using(base_entries(work.table, self.entries)):
             run = work.build(self.device)
-        keys = keys_of(run, work.table, self.entries)  # sums have as many rows as the kernel before them has programs
+        keys = keys_of(
+            run, work.table, self.entries
+        )  # with the entries: another kernel's choice sets the rows of a sum
         if any(arch != self.arch for arch, _ in keys):
             raise RuntimeError(f"{work.table} is looked up without the target: no measured choice could reach it")
         if not keys:
@@ -245,7 +249,7 @@ class Tuner:
 
         rejected: dict[Choice, str] = {}
         with using(base):
-            expected = tuple(t.clone() for t in run())  # a call may write into the same memory each time
+            expected = tuple(t.clone() for t in run())  # each call may write into the same memory
         tried: list[Choice] = []
         for choice in candidates(work.table, key)[: self.most]:
             try:
@@ -255,7 +259,7 @@ class Tuner:
                 if (error := difference(got, expected)) > TOLERANCE:
                     raise ArithmeticError(f"differs from the shipped choice's result by {error:.3g}")
                 tried.append(choice)
-            except Exception as error:  # does not compile, or does not fit: reported with the result
+            except Exception as error:  # does not compile or fit; reported with the result
                 rejected[choice] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         samples = rounds([None, *tried], self.rounds[0])
         finalists = sorted(tried, key=lambda choice: float(np.median(samples[choice])))[:FINALISTS]
@@ -281,7 +285,7 @@ class Tuner:
             "chosen": chosen,
             "gain": gain,
         }
-        self.data["measured"] |= self.measured()  # clocks and power of now
+        self.data["measured"] |= self.measured()  # the current date and state
         _tuned.parse(self.data, self.arch, self.data["gpu"])
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self.path, json.dumps(self.data, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Maps over a picture, as one picture. Wants Pillow and matplotlib, of the extra `study`."""
+"""Draws attention maps over a picture. Needs Pillow and matplotlib, of the extra `study`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
-_WIDTH, _LARGEST, _BAR, _GAP = 850, 420, 22, 6  # pixels: in all, of a tile, the height of captions, between tiles
-_INK, _PAPER = "#f2f2f2", "#202020"  # captions bring their background, and are read on any page
+_WIDTH, _LARGEST, _BAR, _GAP = 850, 420, 22, 6  # pixels: sheet, tile, height of captions, gap
+_INK, _PAPER = "#f2f2f2", "#202020"  # captions have a background of their own, for pages of any colour
 
 
 def draw_maps(shown: Image, caption: str, maps: Sequence[tuple[str, Tensor]], query: Query) -> Image:
-    """The picture, and behind it every map over it, in colours from 0 (black) to the map's own largest weight (yellow).
+    """Draw the picture, then every map over it, from 0 (black) to the map's own largest weight (yellow).
 
     Args:
         shown: the picture, as the model sees it.
-        caption: of the picture.
-        maps: caption and weights (h, w) of each.
-        query: the patch that is marked, or "cls" for none.
+        caption: below the picture.
+        maps: a caption and weights (h, w) each.
+        query: the patch to mark, or "cls" for none.
     """
     from PIL import Image, ImageDraw
 
@@ -50,7 +50,7 @@ def draw_maps(shown: Image, caption: str, maps: Sequence[tuple[str, Tensor]], qu
 
 
 def _over(picture: Image, weights: Tensor) -> Image:
-    """The map in the picture's light and shade, and the picture in dark grey where there is no weight."""
+    """Colour the picture by the map, and leave it dark grey where the weight is 0."""
     import matplotlib
     from PIL import Image
 
@@ -64,7 +64,7 @@ def _over(picture: Image, weights: Tensor) -> Image:
 
 
 def _coarse(tile: Image) -> Image:
-    """64 levels a channel, which nobody sees, and which makes half the file."""
+    """Reduce to 64 levels a channel: no visible change, and half the file."""
     return tile.point(lambda value: value & 0xFC)
 
 
@@ -74,12 +74,12 @@ def _mark(
     row, column = patch
     left, right = (corner[0] + round(size[0] * i / grid[1]) for i in (column, column + 1))
     top, bottom = (corner[1] + round(size[1] * i / grid[0]) for i in (row, row + 1))
-    for away, colour in ((1, "white"), (2, "black")):  # around the patch, not over it
+    for away, colour in ((1, "white"), (2, "black")):  # around the patch, so that it stays visible
         draw.rectangle((left - away, top - away, right - 1 + away, bottom - 1 + away), outline=colour)
 
 
 def _fitting(draw: ImageDraw, text: str, width: float) -> str:
-    """The text, or as much of it as fits."""
+    """Shorten the text until it fits."""
     shorter = text
     while len(shorter) > 1 and draw.textlength(text) > width:
         shorter = shorter[:-1]

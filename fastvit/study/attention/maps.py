@@ -1,5 +1,4 @@
-"""What a model looks at: rows of its attention, and their rollout through the layers (Abnar & Zuidema 2020,
-arXiv:2005.00928)."""
+"""Attention maps of a model, and their rollout through the layers (Abnar & Zuidema 2020, arXiv:2005.00928)."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from fastvit.study.attention.queries import Queries, Query, QueryTokens
 from fastvit.study.attention.recording import AttentionCall
 
 _CHUNK = 1 << 22  # weights at a time in a rollout: 16 MiB in float32
-_Rows = tuple[tuple[int, ...], Tensor]  # heads, and theirs
+_Rows = tuple[tuple[int, ...], Tensor]  # heads, and their rows
 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """How much of every token goes into some tokens, the queries.
+    """How much the queries, which are some of the tokens, take from every token.
 
     Attributes:
-        rows: (..., queries, N), each row a distribution over the N tokens: float32, or float64 of a float64 model, on
+        rows: (..., queries, N), each row a distribution over the N tokens. float32, or float64 for a float64 model, on
             the model's device.
         queries: "cls", or (row, column) of a patch.
         num_prefix_tokens: how many tokens come before the patches: CLS, registers.
@@ -36,13 +35,13 @@ class TokenWeights:
 
     @property
     def patches(self) -> Tensor:
-        """(..., queries, h, w): the part of the rows that is of patches."""
+        """The weights of the patches, (..., queries, h, w)."""
         return self.rows[..., self.num_prefix_tokens :].unflatten(-1, self.grid)
 
 
 @dataclass(frozen=True)
 class AttentionMaps(TokenWeights):
-    """`rows` are (layers, heads, queries, N).
+    """Attention weights. `rows` are (layers, heads, queries, N).
 
     Attributes:
         layers, heads: their numbers, from 0.
@@ -58,33 +57,33 @@ def attention_maps(
     model: nn.Module, image: Tensor, layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None, queries: Queries = None,
 ) -> AttentionMaps:  # fmt: skip
-    """Rows of softmax(scale * q k^T), with q and k as the model's own attention has them: behind projection, norms and
-    rotation. A bias of the scores, as for relative positions, is added as the model adds it.
+    """Compute rows of softmax(scale * q k^T + bias) of a model's attention, with q and k after projection, norms and
+    rotation, and with the model's own bias, such as relative positions.
 
-    The model runs once, in evaluation mode (without dropout; the mode of every module is restored) and without
-    gradients. Its attention stays fused; beside it only the rows asked for are computed, from q and k in place.
+    The model runs once, without gradients, in evaluation mode (without dropout); every module's mode is restored. Its
+    attention stays fused, and only the rows asked for are computed in addition, from q and k in place.
 
     Args:
         model: any whose attention is fastvit's or F.scaled_dot_product_attention: ours, accelerated, or untouched.
         image: (C, H, W) or (1, C, H, W), as the model takes it.
-        layers: numbers in the order of the forward, from 0; negative ones from the last. None for all.
+        layers: numbers in the order of the forward pass, from 0, or negative from the last. None for all.
         heads: likewise.
-        queries: "cls", (row, column) in the grid of patches, or a sequence of these. None for CLS, or the patch in the
-            centre for a model without CLS.
+        queries: "cls", (row, column) in the grid of patches, or a sequence of these. None for CLS, or for the central
+            patch of a model without CLS.
 
     Raises:
-        ValueError: layers, heads or queries that the model does not have; a layer whose attention is not seen, because
-            it computes N x N weights, is causal, or is over windows.
+        ValueError: the model has no such layer, head or query; or a layer's attention is not seen, because it computes
+            N x N weights, is causal, or is over windows.
     """
     asked, of_heads = _checked("layers", layers), _checked("heads", heads)
     back = max((-layer for layer in asked or () if layer < 0), default=0)
     tokens = QueryTokens(model, queries)
-    kept: dict[int, _Rows | str] = {}  # or why there are none
+    kept: dict[int, _Rows | str] = {}  # rows, or why there are none
 
     def on_call(call: AttentionCall) -> None:
         if asked is None or back or call.layer in asked:
             kept[call.layer] = tokens.misfit(call) or _rows(call, of_heads, tokens.numbers)
-        if asked is not None and call.layer - back not in asked:  # it is not the `back`-th from the last
+        if asked is not None and call.layer - back not in asked:  # now known not to be the `back`-th from the last
             kept.pop(call.layer - back, None)
 
     depth = recording.run(model, _one(image), on_call)
@@ -104,14 +103,14 @@ def attention_maps(
 
 
 def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) -> TokenWeights:
-    """Rows of A_L ... A_2 A_1, with A_l = I / 2 + (mean of layer l's weights over its heads) / 2: how much of each
-    token of the image reaches the queries if layers only mix tokens by their weights, and keep half of what they get.
+    """Compute rows of A_L ... A_2 A_1, with A_l = I / 2 + (mean of layer l's weights over its heads) / 2: how much of
+    each token reaches the queries if every layer keeps half of a token and mixes in the other half by its weights.
 
-    A row goes through one layer at a time, from the last to the first, whose weights are computed some rows at a time
-    from the q and k that are kept of every layer: memory is O(N).
+    Rows go through the layers from the last to the first. Weights are computed a few rows at a time from the q and k of
+    every layer, so memory is O(N).
 
     Args:
-        model, image, queries: as in `attention_maps`, which says how the model runs.
+        model, image, queries: as in `attention_maps`, which describes how the model runs.
 
     Returns:
         `rows` are (queries, N).
@@ -137,7 +136,7 @@ def attention_rollout(model: nn.Module, image: Tensor, queries: Queries = None) 
 
 
 def _mixed(rows: Tensor, call: AttentionCall) -> Tensor:
-    """(queries, N) times the mean of a layer's weights over its heads."""
+    """Multiply rows (queries, N) by the mean of a layer's weights over its heads."""
     H, N, _ = call.q.shape
     chunk = max(1, _CHUNK // (H * N))
     mixed = torch.zeros_like(rows)
@@ -155,7 +154,7 @@ def _rows(call: AttentionCall, heads: Sequence[int] | None, queries: list[int]) 
 
 
 def _softmax(call: AttentionCall, rows: slice | list[int], heads: slice | list[int] = slice(None)) -> Tensor:
-    """(heads, rows, N)"""
+    """Return the weights (heads, rows, N) of some rows and heads."""
     wide = _wide(call.q)
     scores = call.scale * call.q[:, rows][heads].to(wide) @ call.k[heads].to(wide).transpose(-2, -1)
     return (scores if call.bias is None else scores + call.bias[:, rows][heads]).softmax(-1)
@@ -163,9 +162,6 @@ def _softmax(call: AttentionCall, rows: slice | list[int], heads: slice | list[i
 
 def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype is torch.float64 else torch.float32
-
-
-# ---- what is asked for ----
 
 
 def _one(image: Tensor) -> Tensor:
@@ -186,7 +182,7 @@ def _checked(name: str, value: int | Sequence[int] | None) -> tuple[int, ...] | 
 
 
 def _resolved(name: str, numbers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Of so many, without negative numbers."""
+    """Return indices below `count`, with negative ones resolved; all of them for None."""
     if not count:
         raise ValueError("the model has no self-attention that is seen: neither fastvit's nor PyTorch's")
     for number in numbers or ():

@@ -1,4 +1,4 @@
-"""Which tokens somebody asks about: CLS, or patches by row and column."""
+"""The tokens whose attention is studied: CLS, or patches by row and column."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fastvit.study.attention.recording import AttentionCall
 
 Query = str | tuple[int, int]
 Queries = Query | Sequence[Query] | None
-_CLS = ("cls_token", "class_token", "class_embedding")  # the parameter, as libraries call it
+_CLS = ("cls_token", "class_token", "class_embedding")  # the libraries' names of the parameter
 _ALLOWED = '"cls", (row, column) of a patch, or several of these'
 
 
 class QueryTokens:
-    """The tokens of a model's attention and the queries among them, which the first attention that is seen tells.
+    """Finds the queries among the tokens of a model, from the first attention that runs.
 
     Attributes:
-        queries: as asked for, or the default: CLS, or the patch in the centre of a model without CLS.
-        numbers: which tokens they are.
+        queries: as given, or by default CLS, or the central patch of a model without CLS.
+        numbers: the indices of their tokens.
         prefix: how many tokens come before the patches.
         grid: (h, w) of the patches.
     """
@@ -35,10 +35,10 @@ class QueryTokens:
         self._count = 0
 
     def misfit(self, call: AttentionCall) -> str:
-        """Why a call has no rows for the queries, or "".
+        """Return why a call has no rows for the queries, or "".
 
         Raises:
-            ValueError: queries that are not there.
+            ValueError: the model has no such query.
         """
         if call.unseen:
             return call.unseen
@@ -70,7 +70,7 @@ class QueryTokens:
 
 
 def _parsed(queries: Any) -> tuple[Query, ...]:
-    """One or several as a tuple of them; () for None."""
+    """Return one query or several as a tuple; () for None."""
     if queries is None:
         return ()
     if _is_query(queries):

@@ -1,4 +1,4 @@
-"""Which attention a model runs: every call of one forward, with q and k as they are behind projection and rotation."""
+"""Records every self-attention of one forward pass, with q and k after projection, norm and rotation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ _CAUGHT = (
 
 
 class AttentionCall(NamedTuple):
-    """Self-attention of one image, q and k as views of what the model has.
+    """One call of self-attention on one image.
 
-    layer: its number in the order of the forward, from 0.
-    q, k: (H, N, d); scale: of the scores.
-    bias: (H, N, N) added to the scores, as relative positions and masks are, or None.
-    grid: (h, w) of the patches, or None where no patch embedding ran before.
-    unseen: why the above are not what weights could be computed from; q, k are empty then. Otherwise "".
+    Attributes:
+        layer: its number in the order of the forward pass, from 0.
+        q, k: (H, N, d), views of the model's tensors.
+        scale: of the scores.
+        bias: (H, N, N) added to the scores, such as relative positions and masks, or None.
+        grid: (h, w) of the patches, or None if no patch embedding ran before.
+        unseen: why weights cannot be computed from this call, with empty q and k. Otherwise "".
     """
 
     layer: int
@@ -43,8 +45,8 @@ class AttentionCall(NamedTuple):
 
 
 class _Catches:
-    """What a mode does. In a class of its own, because torch imports its compiler, which takes seconds, to wrap this
-    method where the mode's class itself has it."""
+    """The methods of `_Catcher`. They are in a base class, because torch imports its compiler, which takes seconds, to
+    wrap a `__torch_dispatch__` that the mode's own class defines."""
 
     on_call: Callable[[AttentionCall], None]
     calls = 0
@@ -74,7 +76,7 @@ class _Catches:
             self._attends(result[0], result[0], {}, "it is within sequences of several lengths")
         elif name.startswith("aten::_scaled_dot_product_"):
             q, k = given["query"], given["key"]
-            if q.shape[-2] == k.shape[-2]:  # else from few tokens to all, as heads pool: no layer
+            if q.shape[-2] == k.shape[-2]:  # else a pooling head, which attends from few tokens to all
                 self._attends(q, k, given)
         elif name in _SOFTMAX and result.dim() > 2 and result.shape[-1] == result.shape[-2] > 1:
             N = result.shape[-1]
@@ -101,7 +103,7 @@ class _Catches:
 
 
 class _Catcher(_Catches, TorchDispatchMode):
-    """Every op that a model runs comes by: under a mode fastvit's are registered ops too."""
+    """Sees every op that a model runs. Under a mode fastvit's ops go through the dispatcher too."""
 
     def __init__(self, on_call: Callable[[AttentionCall], None]) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class _Catcher(_Catches, TorchDispatchMode):
 
 
 def _unusable(q: Tensor, k: Tensor, given: dict[str, Any]) -> str:
-    """Why weights of (B, H, N, d) each are not one image's softmax(q k^T); "" if they are."""
+    """Return why q and k (B, H, N, d) do not give one image's softmax(q k^T); "" if they do."""
     if given.get("is_causal"):
         return "it is causal"
     if q.dim() != 4 or q.shape[0] != 1:
@@ -118,25 +120,25 @@ def _unusable(q: Tensor, k: Tensor, given: dict[str, Any]) -> str:
 
 
 def _added(mask: Tensor, q: Tensor) -> Tensor:
-    """What a mask adds to the scores."""
+    """Return the mask as a summand of the scores."""
     return mask if mask.dtype is not torch.bool else q.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
 
 def _by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an op by the names in its schema; those that are left out are absent."""
+    """Return the given arguments of an op by their names in the schema."""
     return {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
 
 
 def run(model: nn.Module, image: Tensor, on_call: Callable[[AttentionCall], None]) -> int:
-    """model(image) once, in evaluation mode and without gradients; on_call gets every self-attention in turn. What is
-    compiled in the model runs as what it was compiled from.
+    """Run model(image) once, in evaluation mode and without gradients, and call on_call for every self-attention.
+    Compiled parts of the model run uncompiled.
 
     Returns:
-        how many there were.
+        The number of calls.
     """
     training = {module: module.training for module in model.modules()}
     catcher = _Catcher(on_call)
-    fast = torch.backends.mha.get_fastpath_enabled()  # of nn.MultiheadAttention: one op with its projections in it
+    fast = torch.backends.mha.get_fastpath_enabled()  # nn.MultiheadAttention in one op, projections included
     try:
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -150,6 +152,6 @@ def run(model: nn.Module, image: Tensor, on_call: Callable[[AttentionCall], None
 
 
 def _without_compiler() -> contextlib.AbstractContextManager[Any]:
-    """Nothing is compiled where nobody has loaded the compiler; loading it takes seconds."""
+    """Keep torch.compile from compiling. Skip if torch._dynamo is not imported: importing it takes seconds."""
     compiler = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()

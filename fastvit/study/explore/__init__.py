@@ -1,1 +1,1 @@
-"""The page of `fastvit explore`."""
+"""Makes the page of `fastvit explore`."""

@@ -1,4 +1,4 @@
-"""Attention of one picture as the page shows it: rows of every query, rounded, as many as the page has room for."""
+"""Collects attention of one picture for the page: rounded rows of every query, as many as the page has room for."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fastvit.study.attention.maps import attention_maps, attention_rollout
 from fastvit.study.explore import document
 
 ROOM = 8_000_000  # characters
-_CHUNK = 1 << 26  # weights of layers that are computed in one run of the model: 256 MiB
+_CHUNK = 1 << 26  # weights computed in one run of the model: 256 MiB
 
 
 def collect(
     model: nn.Module, pixels: Tensor, layers: Sequence[int] | None,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Rollout and the mean of the heads of every layer, then all heads, a layer at a time, until the room is full. Of a
-    grid so fine that the means alone are too much, every second (third, ...) row and column of queries.
+    """Collect the rollout, the mean of the heads of every layer, and then all heads, layer by layer, until the room is
+    full. If the means alone are too much, only every second (third, ...) row and column of queries is kept.
 
     Args:
         model: in float32, with fastvit's or PyTorch's attention.
         pixels: (C, H, W).
-        layers: numbers from 0 of those whose heads come first; then the last, the first, and inwards.
+        layers: numbers from 0 of the layers whose heads come first; the last, the first, and so inwards follow.
 
     Raises:
-        ValueError: layers that the model does not have.
+        ValueError: the model has no such layer.
     """
     try:
         one = attention_maps(model, pixels, layers=0)
@@ -66,7 +66,7 @@ def collect(
 def _layers(
     model: nn.Module, pixels: Tensor, queries: list[Any], depth: int, weights: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Number and rows (H, queries, N) of every layer, of several in one run of the model where they are small."""
+    """Yield number and rows (H, queries, N) of every layer. Small layers share a run of the model."""
     several = max(1, _CHUNK // weights)
     for start in range(0, depth, several):
         found = attention_maps(model, pixels, layers=range(start, min(depth, start + several)), queries=queries)
@@ -74,7 +74,7 @@ def _layers(
 
 
 def _stride(h: int, w: int, has_cls: bool, tokens: int, depth: int) -> int:
-    """The least with which rollout and means take half of the room at most."""
+    """Return the least stride with which rollout and means take at most half of the room."""
     stride = 1
     while True:
         queries = has_cls + -(-h // stride) * -(-w // stride)
@@ -84,7 +84,7 @@ def _stride(h: int, w: int, has_cls: bool, tokens: int, depth: int) -> int:
 
 
 def _by_interest(depth: int, asked: Sequence[int]) -> list[int]:
-    """All layers: those asked for, then the last, the first, the last but one, ..."""
+    """Order all layers: those asked for, then the last, the first, the last but one, ..."""
     inwards = [layer for i in range((depth + 1) // 2) for layer in (depth - 1 - i, i)]
     return list(dict.fromkeys([*asked, *inwards]))
 
@@ -107,7 +107,7 @@ def _note(depth: int, heads: int, kept: list[int], stride: int) -> str:
 
 
 def _ranges(layers: list[int]) -> str:
-    """[0, 1, 2, 11] -> "0 to 2, 11"."""
+    """Write [0, 1, 2, 11] as "0 to 2, 11"."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][1] + 1:

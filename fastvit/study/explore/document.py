@@ -1,4 +1,4 @@
-"""One HTML file of static parts and data: styles, scripts and a JSON, inlined. It asks no network for anything."""
+"""Puts styles, scripts and data into one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SCRIPTS = ("base", "header", "patches", "memory", "attention", "positions", "mod
 
 
 def rendered(title: str, data: dict[str, Any]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
         title: any text.
-        data: what json takes, without NaN and infinities.
+        data: values that JSON has, without NaN and infinities.
     """
     folder = resources.files("fastvit.study.explore") / "page"
-    # a "<" in a script element could end it; "&" and ">" are as well said otherwise
+    # a "<" in a script element could end it
     content = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     content = content.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
     parts = {
@@ -41,24 +41,25 @@ def rendered(title: str, data: dict[str, Any]) -> str:
 
 
 def encoded(values: Tensor) -> str:
-    """Its bytes in C order, little-endian, as base64."""
+    """Return the values in C order, little-endian, as base64."""
     array = values.contiguous().cpu().numpy()
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
 def quantized(rows: Tensor) -> dict[str, str]:
-    """(queries, N) of weights in [0, 1] -> {"values": uint8, "most": float32 a row}: a weight is value / 255 * most."""
+    """Round rows (queries, N) of weights to {"values": uint8, "most": float32 a row}: weight = value / 255 * most."""
     most = rows.amax(-1, keepdim=True)
     values = (rows / most.clamp_min(torch.finfo(torch.float32).tiny) * 255).round().to(torch.uint8)
     return {"values": encoded(values), "most": encoded(most.squeeze(-1).float())}
 
 
 def quantized_size(queries: int, tokens: int) -> int:
-    """Characters of a matrix that `quantized` makes."""
+    """Return how many characters `quantized` takes."""
     return -(-queries * tokens // 3) * 4 + -(-queries * 4 // 3) * 4 + 32
 
 
 def as_uri(picture: Image) -> str:
+    """Return a picture as a data URI, in JPEG."""
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=88)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""One page to explore a model: patches, embedding, memory, attention, positions, and other models beside it."""
+"""Collects the data of a page to explore a model: patches, embedding, memory, attention, positions, other models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fastvit.study.sources.model_source import ModelSource
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[str], None]]]
 
-_POSITIONS = 1600  # at most: of more, the N x N similarities would fill the page
+_POSITIONS = 1600  # positions at most: the N x N similarities of more would fill the page
 
 
 @dataclass(frozen=True)
 class PatchEmbedding:
-    """What cutting one image into patches and projecting them costs.
+    """The cost of cutting one image into patches and projecting them.
 
     Attributes:
-        patches: h * w of the grid.
+        patches: h * w.
         tokens: patches and prefix tokens.
         parameters: of the projection, without positions and prefix tokens.
         flops: two for each multiply-add of the projection.
@@ -48,14 +48,14 @@ class PatchEmbedding:
 def patch_embedding(
     image_size: Pair, patch_size: Pair, width: int, *, prefix_tokens: int = 1, channels: int = 3, bias: bool = True
 ) -> PatchEmbedding:
-    """Of equation 1 of Dosovitskiy et al. 2021 (arXiv:2010.11929): (C P^2) x D weights, and D biases.
+    """Count equation 1 of Dosovitskiy et al. 2021 (arXiv:2010.11929): (C P^2) x D weights, and D biases.
 
     Args:
         image_size, patch_size: int or (height, width) in pixels.
         width: D.
         prefix_tokens: how many come before the patches.
-        channels: C, of the image.
-        bias: whether the projection has one.
+        channels: C of the image.
+        bias: True if the projection has one.
 
     Raises:
         ValueError: a patch size that does not divide the image size.
@@ -70,18 +70,18 @@ def patch_embedding(
 
 @dataclass(frozen=True)
 class Exploration:
-    """What the page shows.
+    """The data of the page.
 
     Attributes:
         model: its name.
-        data: in JSON's types, as the page's scripts read it.
+        data: what the page's scripts read, in JSON's types.
     """
 
     model: str
     data: dict[str, Any]
 
     def html(self) -> str:
-        """The page: one file that asks for no other."""
+        """Return the page: one file that needs no other."""
         return document.rendered(f"{self.model} · fastvit explore", self.data)
 
 
@@ -94,15 +94,15 @@ def explore(
     model: str = "vit_base_patch16_224", image: str | Path | None = None, *, weights: str | Path | None = None,
     image_size: Pair | None = None, layers: Sequence[int] | None = None, progress: Progress = _silent,
 ) -> Exploration:  # fmt: skip
-    """What the page shows of a model: planned, counted, and computed on the CPU in float32.
+    """Plan, count, and compute on the CPU in float32, what the page shows of a model.
 
     Args:
-        model: as `fastvit memory` takes it.
+        model: any name that a study takes.
         image: a picture's file; None for a computed one.
         weights: as `create_model` takes them, for a model of the zoo; None for random weights, the same in every run.
-        image_size: int or (height, width); None for the model's own.
-        layers: numbers from 0 of those whose heads come first where not all heads fit into the page.
-        progress: (how many, of what) -> the context of a function that is told what is next.
+        image_size: int or (height, width); None for the model's default.
+        layers: numbers from 0 of the layers whose heads come first, if not all heads fit into the page.
+        progress: (count, of what) -> context that yields a function to call with what begins next.
 
     Raises:
         ValueError: an unknown model, sizes that do not fit, no picture, weights that do not fit, layers out of range.
@@ -134,7 +134,7 @@ def explore(
 
 
 def patch_stops(size: tuple[int, int], patch: tuple[int, int]) -> list[int]:
-    """Square patches from 4 to 64 pixels that divide the image, and the model's."""
+    """Return the patch sizes of the page's slider: the model's, and all from 4 to 64 pixels that divide the image."""
     common = math.gcd(*size)
     return sorted({p for p in range(4, 65) if common % p == 0 and p < common} | {patch[0]})
 
@@ -163,11 +163,8 @@ def _provenance(source: ModelSource, image: str | Path | None, weights: str | Pa
     return f"{text} Picture: {Path(image).name if image else 'a computed landscape, since no file was given'}."
 
 
-# ---- positions ----
-
-
 def position_similarity(positions: Tensor) -> Tensor:
-    """Cosines of every two rows: (n, D) -> (n, n)."""
+    """Return the cosine of every two rows: (n, D) -> (n, n)."""
     unit = F.normalize(positions.float(), dim=-1)
     return unit @ unit.T
 
@@ -188,16 +185,14 @@ def _positions(model: nn.Module, grid: tuple[int, int]) -> dict[str, Any]:
 
 
 def learnt_positions(model: nn.Module, patches: int) -> Tensor | None:
-    """The (patches, D) rows that a model adds to its patches, as libraries call them; None without."""
+    """Find the position embeddings that a model adds to its patches, (patches, D), by the libraries' names, or None."""
     for name, parameter in model.named_parameters():
         if "pos_embed" in name or "position_embedding" in name:
             rows = parameter.detach().flatten(0, -2)
-            if 0 <= len(rows) - patches < 32:  # in front are prefix tokens
+            if 0 <= len(rows) - patches < 32:  # prefix tokens come first
                 return rows[-patches:]
     return None
 
-
-# ---- models ----
 
 _NAMES = (
     "vit_tiny_patch16_224", "vit_small_patch16_224", "vit_small_patch32_224", "vit_base_patch8_224",

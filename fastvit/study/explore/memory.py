@@ -1,4 +1,4 @@
-"""The planned memory of a model at every stop of the page's sliders."""
+"""Plans a model's memory at every stop of the page's sliders."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def collect(
     source: ModelSource, size: tuple[int, int], patch: tuple[int, int], prefix: int,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
 ) -> dict[str, Any]:  # fmt: skip
-    """{"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}} and the stops; without one, why.
+    """Return {"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}} and the sliders' stops. If
+    nothing can be planned, "plan" is None, and "note" says why.
 
-    As on a GPU where triton is installed, whose launchers tell what they allocate; else as on a CPU.
+    Memory is planned for a GPU if triton is installed, else for a CPU.
 
     Args:
         size, patch: the model's, (height, width).
@@ -61,7 +62,10 @@ def collect(
             for s, p in itertools.product(sizes, patches):
                 parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
-    last, start = providers[-1], f"{size[0]}x{patch[0]}"  # the fused ops, whose launches depend on sizes most
+    last, start = (
+        providers[-1],
+        f"{size[0]}x{patch[0]}",
+    )  # checked for the fused ops, whose launches depend most on sizes
     right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
     return {
@@ -74,7 +78,7 @@ def collect(
 
 
 def patch_stops(source: ModelSource, size: int, patch: int) -> list[int]:
-    """Half, once and twice the model's patch, as far as they divide the image and the model takes another."""
+    """Return half, once and twice the model's patch, if they divide the image and the model takes another patch."""
     if source.origin == "function":
         return [patch]
     halves = [patch // 2] if patch % 2 == 0 and patch >= 8 else []
@@ -82,14 +86,14 @@ def patch_stops(source: ModelSource, size: int, patch: int) -> list[int]:
 
 
 def size_stops(size: int, patches: list[int]) -> list[int]:
-    """The usual sizes, or as many times a small image, rounded to multiples of every patch; and the model's own."""
+    """Return the usual sizes, scaled down for small images and rounded to multiples of every patch, and the model's."""
     base = math.lcm(*patches)
     usual = [s * size // _SIZES[0] for s in _SIZES] if size < _SIZES[0] // 2 else _SIZES
     return sorted({max(1, round(s / base)) * base for s in usual} | {size})
 
 
 def _providers(source: ModelSource) -> tuple[list[str], list[str]]:
-    """Those that the model has, and why it has not the others."""
+    """Return the model's providers, and why others are missing."""
     found, refused = [], []
     for provider in PROVIDERS:
         try:

@@ -1,4 +1,4 @@
-"""The picture of the page: one from a file, or a landscape that is computed."""
+"""Makes the picture of the page, from a file or as a computed landscape."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fastvit.study.pictures import read_picture
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_SHOWN = 896  # pixels of the longer side, at most: enough for a plate of 448 on a fine screen
+_SHOWN = 896  # pixels of the longer side, at most: twice the 448 of the page, for high-resolution screens
 
 
 def picture(
     image: str | Path | None, size: tuple[int, int], mean: Sequence[float], std: Sequence[float]
 ) -> tuple[Tensor, Image]:
-    """(3, H, W) float32 as the model takes it, and the same part as it is shown.
+    """Return the model's input, (3, H, W) float32, and the same part of the picture to show.
 
     Raises:
         ValueError, OSError, ImportError: as `read_picture`.
@@ -42,7 +42,7 @@ def picture(
 
 
 def landscape(size: tuple[int, int]) -> Tensor:
-    """A sun over hills and a tree, (3, height, width) uint8."""
+    """Draw a sun over hills and a tree, (3, height, width) uint8."""
     y = torch.linspace(0, 1, size[0], device="cpu").view(-1, 1)
     x = torch.linspace(0, 1, size[1], device="cpu").view(1, -1)
     sky = (y / 0.6).clamp(max=1).expand(size)

@@ -1,4 +1,4 @@
-"""One transformer block as it runs: its ops in order, and what each keeps for the backward pass."""
+"""The ops of one transformer block in their order, and what each keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class BlockOp:
     """An op that writes memory.
 
     Attributes:
-        name: of the registered op, such as "addmm" or "attention_qkvpacked_fwd".
-        kept: what it made that is kept for the backward pass, in token tensors of B * N * D elements.
+        name: the registered op, such as "addmm" or "attention_qkvpacked_fwd".
+        kept: memory that it wrote and the backward pass needs, in token tensors of B * N * D elements.
     """
 
     name: str
@@ -36,7 +36,7 @@ class BlockCost:
     Attributes:
         provider: "eager", "sdpa" or "fused".
         tokens: N.
-        ops: in their order, views left out.
+        ops: in their order, without views.
     """
 
     provider: str
@@ -45,12 +45,12 @@ class BlockCost:
 
     @property
     def kept(self) -> float:
-        """Token tensors that are kept for the backward pass, the block's input among them."""
+        """Token tensors kept for the backward pass, the block's input included."""
         return 1.0 + sum(op.kept for op in self.ops)
 
 
 class _Steps(Allocations):
-    """Also which op made which blocks of memory."""
+    """Also records which op allocated which storages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +71,9 @@ class _Steps(Allocations):
 
     def _add_step(self, op: Any, first: int) -> None:
         name = op._schema.name.partition("::")[2]
-        name = name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")  # which stands in for a GPU
+        name = (
+            name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")
+        )  # fake CPU tensors stand for a GPU's
         self.steps.append((name, range(first, len(self.storages))))
 
 
@@ -79,17 +81,16 @@ def block(
     model: str, *, provider: str = "fused", image_size: Pair | None = None, patch_size: Pair | None = None,
     dtype: str = "bfloat16",
 ) -> BlockCost:  # fmt: skip
-    """What the first block of a model runs in training, and what it keeps: by the model's own forward pass on fake
-    tensors, as on a GPU.
+    """List the ops of a model's first block in training, and what each keeps, from a run on fake tensors as on a GPU.
 
     Args:
-        model, patch_size: of `memory`.
+        model, patch_size: as in `memory`.
         provider: "eager" (N x N scores), "sdpa" or "fused".
-        image_size: None for the model's own.
+        image_size: None for the model's default.
         dtype: "float32", "bfloat16" or "float16".
 
     Raises:
-        ValueError: a model without a list of blocks, and what `memory` refuses.
+        ValueError: the model has no list of blocks, or what `memory` refuses.
     """
     source = find(model)
     size, patch = source.sizes(image_size, patch_size)
@@ -123,7 +124,7 @@ def block(
 
 
 def first_block(model: nn.Module) -> nn.Module:
-    """Raises a ValueError where there is no list of blocks."""
+    """Return the first module of the model's list of blocks, or raise ValueError if it has none."""
     found = blocks(model)
     if not found:
         raise ValueError(f"{type(model).__name__} has no list of blocks")
@@ -131,7 +132,7 @@ def first_block(model: nn.Module) -> nn.Module:
 
 
 def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_size: Pair | None = None) -> Any:
-    """A matplotlib figure: the ops of a block, a column a provider; what is kept is filled."""
+    """Draw a matplotlib figure of the ops of a block, a column for each provider. Ops that keep memory are filled."""
     from matplotlib import rc_context
     from matplotlib.colors import to_rgba
     from matplotlib.figure import Figure
@@ -151,7 +152,7 @@ def draw_blocks(model: str, theme: str, image_size: Pair | None = None, patch_si
             axis.set_title(NAMES[cost.provider], loc="left", fontsize=13, fontweight="bold", color=colour)
             axis.text(1, 0.3, f"{len(cost.ops)} ops, keep {cost.kept:.1f}", fontsize=10, va="bottom", ha="right")
             for i, op in enumerate(cost.ops):
-                keeps = op.kept > 0.05  # more than statistics
+                keeps = op.kept > 0.05  # more than statistics of norms and softmax
                 box = FancyBboxPatch(
                     (0.02, -i - 0.86), 0.96, 0.72, boxstyle="round,pad=0,rounding_size=0.03", mutation_aspect=8,
                     facecolor=to_rgba(colour, 0.25 if keeps else 0.0), edgecolor=colour,

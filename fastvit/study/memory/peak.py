@@ -1,4 +1,4 @@
-"""Memory of a function: peak bytes, bytes saved for backward, and how a peak grows with N."""
+"""Measures the memory of a function: peak bytes, bytes saved for backward, and how a peak grows with N."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fastvit.ops.runtime.dispatch import hidden_from_profilers
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """The most that `function` has allocated at one time, over what was allocated before: activations, temporaries,
-    and what it returns. Run `function` once before, so that caches and lazy initialisation do not count."""
+    """Return the most bytes that `function` holds at one time, on top of what was allocated before: activations,
+    temporaries, and its result. Run `function` once before, so that caches and lazy initialisation do not count."""
     gc.collect()
     return _cuda_peak(function, device) if device.type == "cuda" else _cpu_peak(function)
 
@@ -37,27 +37,26 @@ def _cuda_peak(function: Callable[[], object], device: torch.device) -> int:
 
 
 def _cpu_peak(function: Callable[[], object]) -> int:
-    """Every allocation and release of PyTorch's CPU allocator, in order. Scratch memory that a library such as oneDNN
-    takes from the system by itself is not seen."""
+    """Follow PyTorch's CPU allocator. It does not see scratch memory that a library such as oneDNN takes by itself."""
     with hidden_from_profilers(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = function()
     del result
     assert recorded.profiler is not None
-    # events() of the public interface leaves out the allocations inside an op
+    # the public events() leaves out allocations inside an op
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
     return running_peak(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
 
 
 def running_peak(changes: Iterable[int]) -> int:
-    """The maximum of the running sum of allocations (positive) and releases (negative), from 0."""
+    """Return the maximum of the running sum of allocations (positive) and releases (negative), at least 0."""
     return max(itertools.accumulate(changes, initial=0))
 
 
 def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) -> int:
-    """Bytes that autograd keeps from `function` for backward: every storage once, without the parameters'. On any
-    device, "meta" included, where storages have sizes and no addresses."""
+    """Return the bytes that autograd keeps from `function` for backward: every storage once, without the parameters'.
+    Works on any device, "meta" included, where storages have sizes but no addresses."""
     own = {p.untyped_storage()._cdata for p in parameters}
-    kept: dict[int, torch.UntypedStorage] = {}  # alive until the count is done, so that no identity comes back
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no identity is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -72,15 +71,15 @@ def saved_bytes(function: Callable[[], object], parameters: Sequence[Tensor]) ->
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """p of the least-squares fit values = c * sizes**p, in logarithms."""
+    """Return p of the least-squares fit values = c * sizes**p, in logarithms."""
     return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
 
 
-LONG = 1000  # tokens, below which gradients of parameters and what grows linearly are most of a peak
+LONG = 1000  # tokens; with fewer, most of a peak is gradients of parameters and what grows linearly
 
 
 class Growth(NamedTuple):
-    """The exponent of a peak that grows as N**exponent from N = first to N = last."""
+    """A peak that grows as N**exponent from N = first to N = last."""
 
     exponent: float
     first: int
@@ -88,11 +87,11 @@ class Growth(NamedTuple):
 
 
 def growth_exponent(tokens: Sequence[int], peaks: Sequence[float]) -> Growth | None:
-    """The exponent at the three largest sizes, for text and pictures alike; None if there are fewer, or none of LONG.
+    """Fit the exponent at the three largest sizes; None if there are fewer, or the largest has under LONG tokens.
 
     Args:
         tokens: in ascending order.
-        peaks: bytes over what was allocated before, one for each.
+        peaks: bytes for each, without what was allocated before.
     """
     if len(tokens) < 3 or tokens[-1] < LONG:
         return None

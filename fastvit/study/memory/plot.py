@@ -1,4 +1,4 @@
-"""Memory against tokens as a picture, for light and for dark pages."""
+"""Draws memory against tokens, for light and for dark pages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ COLOURS = {
 }
 BACKGROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 NAMES = {"eager": "eager", "sdpa": "SDPA", "compile": "compile", "fused": "fastvit"}
-LEVEL = 1.25  # lines of SDPA and fused that end within this factor share a label
-Curves = dict[str, tuple[list[int], list[int]]]  # by provider: tokens and peaks
+LEVEL = 1.25  # if the lines of SDPA and fused end within this factor, they share a label
+Curves = dict[str, tuple[list[int], list[int]]]  # provider -> tokens, peaks
 
 
 def draw(panels: dict[str, Curves], caption: str, theme: str, what: str) -> Any:
-    """A matplotlib figure, logarithmic, with these panels; every line is named at its end, with its slope there.
+    """Draw a logarithmic matplotlib figure. Every line is labelled at its end, with its slope there.
 
     Args:
         panels: title -> curves.
-        caption, what: below all, and beside the vertical axis.
+        caption: text below all panels.
+        what: label of the vertical axis.
         theme: "light" or "dark".
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -48,7 +49,7 @@ def _panel(panel: Any, title: str, curves: Curves, colours: dict[str, str]) -> N
     pair = sorted({"sdpa", "fused"} & ends.keys(), key=lambda name: -ends[name])
     level = len(pair) == 2 and ends[pair[0]] / ends[pair[1]] < LEVEL
     for name, (tokens, peaks) in curves.items():
-        above = level and name == "sdpa"  # dashed, so that the line below it is seen
+        above = level and name == "sdpa"  # dashed, so that the line below stays visible
         panel.loglog(
             tokens, peaks, color=colours[name], linewidth=2.2, marker="o", markersize=5, zorder=3 + above,
             linestyle=(0, (3, 2.2)) if above else "-",

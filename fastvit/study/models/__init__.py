@@ -1,1 +1,1 @@
-"""The cost of every known model."""
+"""Counts what every known model costs."""

@@ -1,5 +1,5 @@
-"""What every known model is made of and what it costs: tokens, parameters, FLOPs, activations. Nothing is computed: the
-models are built, and run, on the "meta" device, where tensors have shapes and no data."""
+"""Counts tokens, parameters, FLOPs and activations of models. They run on the "meta" device, where tensors have shapes
+and no data."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ class ModelCost:
     Attributes:
         name: as it was asked for.
         image_size, patch_size: (height, width). patch_size is None for a model that is no plain ViT, such as a ResNet
-            or a Swin: it has no sequence of tokens, and all that counts tokens is None.
+            or a Swin, and so is everything that counts tokens.
         batch: images.
         prefix_tokens: CLS and registers.
         parameters: by part.
-        flops: of a forward of the batch, as `torch.utils.flop_counter` counts them: two for a multiply-add of a matmul
-            or convolution, none for anything else.
-        saved_bytes: that autograd keeps of the batch for the backward pass, in bfloat16, without the parameters.
-        fused: whether that is with fastvit's ops; else the model has no block for them, and it runs as its library
-            writes it.
-        least_bytes: that a forward in bfloat16 moves at least: parameters and images once in, the result once out.
-        bound: the least time of such a forward on a GPU, if one was asked for: a bound, no prediction.
-        top1: the best published accuracy on ImageNet-1k at this image size, or None where none is known.
+        flops: of a forward pass of the batch, as `torch.utils.flop_counter` counts them: two for a multiply-add of a
+            matmul or convolution, none for anything else.
+        saved_bytes: bytes that autograd keeps for the backward pass of the batch, in bfloat16, without parameters.
+        fused: True if that is with fastvit's ops; False if they replace no block, and the library's own model runs.
+        least_bytes: bytes that a forward pass in bfloat16 must move: parameters and images in, the result out.
+        bound: the least time of such a forward pass on the GPU asked for. It is a bound, not a prediction.
+        top1: the best published accuracy on ImageNet-1k at this image size, or None if none is known.
     """
 
     name: str
@@ -63,7 +62,7 @@ class ModelCost:
 
     @property
     def macs(self) -> int:
-        """Multiply-adds of the forward: half of `flops`. Papers often give these and call them FLOPs."""
+        """Multiply-adds of the forward pass: half of `flops`. Papers often call these FLOPs."""
         return self.flops // 2
 
     @property
@@ -85,7 +84,7 @@ class ModelCost:
 
     @property
     def patch_pairs(self) -> int | None:
-        """patches^2: elements of an attention matrix as texts about ViTs count them."""
+        """patches^2: elements of an attention matrix as papers about ViTs count them."""
         return None if self.patches is None else self.patches**2
 
     @property
@@ -110,21 +109,21 @@ def models(
     batch: int | Sequence[int] = 1, gpu: str | None = None, sort: str = "name",
     step: Callable[[str], None] = lambda name: None, refused: Callable[[str], None] | None = None,
 ) -> tuple[ModelCost, ...]:  # fmt: skip
-    """What models are made of and cost, without running them: some 0.1 s each.
+    """Count what models cost, without computing anything: about 0.1 s each.
 
         fastvit.study.models("vit_base_patch16_*", image_size=[(224, 224), (384, 384)], gpu="H100 SXM")
 
     Args:
-        names: a pattern of names of the zoo, or any model that a study takes; or several. Models of timm and functions
-            without attention are taken too, for comparison: `models(["vit_base_patch16_224", "resnet50"])`.
-        image_size, patch_size: pixels, or (height, width), or several of these; None for the model's own. Every
+        names: a pattern of names of the zoo, or any model that a study takes; or several. Models without attention, of
+            timm or of functions, are allowed for comparison: `models(["vit_base_patch16_224", "resnet50"])`.
+        image_size, patch_size: pixels, or (height, width), or several of these; None for the model's defaults. Every
             combination with `batch` is a row.
-        batch: images, or several such numbers.
+        batch: images, or several numbers of images.
         gpu: for `bound`: the name of one of `fastvit.study.gpus()`.
         sort: "name", or largest first by "parameters", "tokens", "flops", "saved", "bound".
         step: called with the name of each model before it is counted.
-        refused: called with the reason where a size does not fit a model of a pattern, which is then left out; None
-            raises. It raises in any case where nothing is left, and where a model is named in full.
+        refused: called with the reason if a size does not fit a model that matches a pattern; its row is left out. None
+            raises instead. A model that is named in full, and a result without rows, always raise.
 
     Raises:
         ValueError: an unknown name, with the nearest; a size that the patch size does not divide; an unknown GPU.
@@ -160,7 +159,7 @@ def models(
 
 
 def matching(names: str | Sequence[str]) -> list[tuple[str, bool]]:
-    """Every name that is asked for, and whether it is by a pattern."""
+    """Return every name that fits, and whether it matches a pattern."""
     found: dict[str, bool] = {}
     for name in [names] if isinstance(names, str) else names:
         if any(c in name for c in "*?["):
@@ -174,7 +173,7 @@ def matching(names: str | Sequence[str]) -> list[tuple[str, bool]]:
 
 
 def _several(sizes: Sizes | None) -> Sequence[Pair | None]:
-    """One size is a list of one; (224, 448) is one of height and width."""
+    """Return a list of sizes. A tuple such as (224, 448) is one size."""
     if sizes is None or isinstance(sizes, int) or (isinstance(sizes, tuple) and all(isinstance(s, int) for s in sizes)):
         return [sizes]
     return list(sizes)
@@ -184,7 +183,7 @@ def _cost(
     source: ModelSource, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
     gpu: hardware.Gpu | None,
 ) -> ModelCost:  # fmt: skip
-    patch: tuple[int, int] | None = patch_size if source.has_patches else None  # of build(), which may be None
+    patch: tuple[int, int] | None = patch_size if source.has_patches else None  # None: the default of build()
     try:
         model, fused = source.on_meta("fused", image_size, patch), True
     except NoFusedForm:
@@ -193,7 +192,7 @@ def _cost(
     with torch.device("meta"):
         pixels = images(batch, image_size, _DTYPE, channels(model))
     parameters = parameter_counts.by_part(model)
-    has_attention = parameters.attention + parameters.other > 0  # what no name fits may be attention
+    has_attention = parameters.attention + parameters.other > 0  # unnamed parameters may be attention
     prefix = source.prefix_tokens(model, image_size, patch) if patch is not None and has_attention else None
     outputs: list[Tensor] = []
     with source.running(), FlopCounterMode(display=False) as counter, torch.enable_grad():

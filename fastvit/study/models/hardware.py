@@ -1,6 +1,6 @@
-"""What GPUs can do at most, by their vendors' own figures, and the least time that a computation takes there.
+"""The vendors' peak figures of GPUs, and the least time of a computation by them.
 
-A bound, no prediction: no kernel reaches both figures, and most reach neither.
+That time is a bound, not a prediction: no kernel reaches both figures, and most reach neither.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """
+    """Peak figures of one GPU.
+
     Attributes:
         bandwidth: of its memory, bytes per second.
-        flops: dense matmuls of `dtype` with float32 sums, per second, without sparsity.
+        flops: FLOPs per second of dense matmuls in `dtype` with float32 sums, without sparsity.
         memory: bytes, as sold (1 GB is 1e9).
         source: the vendor's document.
-        dtype: "bfloat16", or "float16" for GPUs before sm_80: they have no bfloat16, and fastvit's kernels do not run
-            on them.
+        dtype: "bfloat16", or "float16" for GPUs older than sm_80, which have no bfloat16 and run none of the kernels.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time on a GPU: neither its arithmetic nor its memory allows less.
+    """The least time that a GPU's arithmetic and memory allow.
 
     Attributes:
         gpu: its name.
@@ -49,7 +49,7 @@ class Bound:
 
     @property
     def limit(self) -> str:
-        """Which of the two it is: "FLOPs" or "bytes"."""
+        """The larger of the two: "FLOPs" or "bytes"."""
         return "FLOPs" if self.arithmetic >= self.memory else "bytes"
 
 
@@ -57,9 +57,9 @@ def _gpu(name: str, gb_per_second: float, teraflops: float, gb: float, source: s
     return Gpu(name, gb_per_second * 1e9, teraflops * 1e12, gb * 1e9, source, dtype)
 
 
-# Where a datasheet gives matmuls with sparsity only, half of it. Of consumer GPUs the rate of sums in float32, which is
-# half of the one in float16. Where a vendor's documents differ, the higher figure: a bound has to hold.
-# T4, V100, A10, RTX A6000 and RTX 3090 were read in other listings, not yet in the documents named here.
+# Half of the rate with sparsity if a datasheet gives only that. For consumer GPUs the rate with float32 sums, half of
+# that with float16 sums. If a vendor's documents differ, the higher figure, because a bound has to hold.
+# T4, V100, A10, RTX A6000 and RTX 3090 come from other listings, and were not yet read in the documents named here.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -84,16 +84,16 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs whose bounds `models` knows, with their vendors' figures."""
+    """Return the GPUs that `models` has bounds for."""
     return tuple(GPUS.values())
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name, in any spelling of case and spaces. A part of the name is enough where only one GPU has
-    these words: "A6000", "V100".
+    """Find a GPU by its name, whatever the case and spaces. Some of its words are enough if no other GPU has them, such
+    as "A6000" or "V100".
 
     Raises:
-        ValueError: none in the table, with the nearest.
+        ValueError: not in the table; names the nearest.
     """
     by_letters = {_letters(known): found for known, found in GPUS.items()}
     if found := by_letters.get(_letters(name)):
@@ -107,7 +107,7 @@ def gpu(name: str) -> Gpu:
 
 
 def bound(of: Gpu, flops: float, least_bytes: float) -> Bound:
-    """max(flops / rate, bytes / bandwidth): the roofline of Williams et al. 2009, doi:10.1145/1498765.1498785."""
+    """Return max(flops / rate, bytes / bandwidth): the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785)."""
     return Bound(of.name, flops / of.flops, least_bytes / of.bandwidth)
 
 

@@ -1,4 +1,4 @@
-"""Parameters of a ViT by the part that they belong to, for whatever library wrote it."""
+"""Counts a ViT's parameters by part, in any library's names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastvit.study.sources.model_source import embeds_patches
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many of a model's parameters each part has. They add up to `total`: nothing is counted twice or left out.
+    """A model's parameters by part. They add up to `total`: nothing is counted twice or left out.
 
     Attributes:
-        patch_embedding: the projection of patches; of hierarchical models also convolutions that merge them.
+        patch_embedding: the projection of patches; in hierarchical models also the convolutions that merge patches.
         positions: embeddings of positions, and prefix tokens (CLS, registers, masks).
         attention, mlp: their linear layers, with biases.
-        norms: norms and scales (LayerScale), wherever they are.
+        norms: norms and scales (LayerScale), in any part.
         head: classifier, pooler, attention pooling.
-        other: what none of these names fits.
+        other: parameters that fit none of these names.
     """
 
     patch_embedding: int = 0
@@ -36,8 +36,8 @@ class Parameters:
         return sum(asdict(self).values())
 
 
-# The first that is found in a parameter's name decides, where neither its module nor its number of dimensions does:
-# the names of timm, torchvision, transformers, and Meta's DINOv2 and DINOv3
+# The first pattern found in a parameter's name decides, if its module does not: the names of timm, torchvision,
+# transformers, and Meta's DINOv2 and DINOv3
 _NAMES = (
     ("norms", r"norm|\bln_|gamma|lambda|layer_?scale|\bls\d"),
     ("head", r"^(attn_pool|heads?(_\w+)?\b|classifier|pooler|fc\b)|\.(head|classifier|pooler)\."),
@@ -48,11 +48,11 @@ _NAMES = (
 )  # fmt: skip
 
 
-_OF_BOTH = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # what blocks of attention and MLP side by side have
+_OF_BOTH = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # one layer for attention and a parallel MLP
 
 
 def by_part(model: nn.Module) -> Parameters:
-    """Every parameter once, shared ones by their first name."""
+    """Count every parameter once; a shared one belongs to the part of its first name."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         for part, count in _shares(model, name, parameter).items():
@@ -61,8 +61,11 @@ def by_part(model: nn.Module) -> Parameters:
 
 
 def _shares(model: nn.Module, name: str, parameter: Tensor) -> dict[str, int]:
-    """How much of a parameter belongs to each part. Of a layer into attention and MLP 3 * D rows are q's, k's and v's;
-    of a layer out of both D columns are attention's, and the bias, which is of the sum, counts there."""
+    """Return how many elements of a parameter belong to each part.
+
+    In a layer that feeds attention and MLP, 3 * D rows belong to q, k and v. In a layer after both, D columns belong to
+    attention, and so does the bias.
+    """
     part, total = _part(model, name), parameter.numel()
     layer, found = model.get_submodule(name.rpartition(".")[0]), _OF_BOTH.search(name)
     if part == "other" and found and isinstance(layer, nn.Linear):

@@ -1,4 +1,4 @@
-"""Published ImageNet-1k accuracies of the zoo's names."""
+"""Published ImageNet-1k accuracies for names of the zoo."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Top1(NamedTuple):
     percent: float
 
 
-# Of each name the checkpoint with the highest figure, as timm publishes them: results/results-imagenet.csv of
-# github.com/huggingface/pytorch-image-models at commit 4e5207c7 of 2025-10-30. A name that is not here has no figure
+# For each name the checkpoint with the highest figure in timm's list: results/results-imagenet.csv of
+# github.com/huggingface/pytorch-image-models at commit 4e5207c7 of 2025-10-30. Names that are missing have no figure
 # there.
 TOP1 = {
     "beit3_base_patch16_224": Top1("indomain_in22k_ft_in1k", 224, 85.454),

@@ -11,7 +11,7 @@
   const { grid: [rows, columns], prefix, tokens, layers, heads, queries } = attention;
   const rowOf = new Map(queries.map((token, i) => [token, i]));
 
-  // A matrix of (queries, tokens): bytes, each row with its own largest value, which is 255
+  // A matrix (queries, tokens) of bytes: 255 is the largest weight of each row
   const matrices = new Map();
   function matrix(name) {
     const packed = attention.maps[name];
@@ -20,7 +20,7 @@
   }
   const nameOf = (layer, head) => `${layer}.${head}`;
 
-  // The weights of a query's row: of all tokens, and the largest of patches
+  // The weights of a query: of all tokens, and the largest of patches
   function row(name, token) {
     const { values, most } = matrix(name);
     const at = rowOf.get(token);
@@ -33,11 +33,11 @@
   const names = [["patch", "the chosen patch"], ...attention.prefix_names.map((name, i) => [String(i), name])];
   const from = select($("attention-controls"), "Query", names, "patch", show);
   from.closest(".field").hidden = attention.prefix_names.length === 0;
-  // Weights fall off steeply: with their roots, small ones are seen beside the largest
+  // Weights differ by orders of magnitude: square roots make small ones visible
   const scale = choice($("attention-controls"), "Brightness", [["root", "Root of weight"], ["linear", "Weight"]], "root", show);
 
   let at = [Math.floor(rows / 2), Math.floor(columns / 2)];
-  // The token whose rows are there, nearest to the chosen patch
+  // The token with rows that is nearest to the chosen patch
   function query() {
     if (from.value !== "patch") return Number(from.value);
     const wanted = prefix + at[0] * columns + at[1];
@@ -72,7 +72,7 @@
     view("rollout-map", () => "rollout", () => "Rollout"),
   ];
 
-  // From one query whose rows are there to the next in that direction
+  // Go to the next query with rows in that direction
   function step([row, column]) {
     const stride = attention.stride;
     if (Math.abs(row - at[0]) + Math.abs(column - at[1]) === 1) {

@@ -1,4 +1,4 @@
-// What the sections share: data, numbers, controls, and pictures under a grid of patches.
+// Shared by all sections: data, numbers, controls, and pictures under a grid of patches.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
@@ -37,7 +37,7 @@ function bytesOf(text, kind) {
   return kind === undefined ? bytes : new kind(bytes.buffer);
 }
 
-// <dt>label<dd>value, and what it is made of below
+// <dt>label<dd>value, with its derivation below
 function numbers(list, rows) {
   list.replaceChildren(...rows.map(([label, value, more]) => {
     const dd = make("dd", {}, value);
@@ -50,7 +50,7 @@ function numbers(list, rows) {
 
 let fields = 0;
 
-// A slider over discrete stops; what it says is the stop, not its index
+// A slider over discrete stops; its text is the stop, not the index
 function slider(parent, label, stops, chosen, onchange, text = String) {
   const id = `f${++fields}`;
   const output = make("output", { htmlFor: id });
@@ -80,7 +80,7 @@ function number(parent, label, value, onchange, least = 1, most = 1e5) {
   return input;
 }
 
-// One of a few, as radio buttons
+// A choice of a few, as radio buttons
 function choice(parent, label, options, chosen, onchange) {
   const name = `f${++fields}`;
   const group = make("div", { className: "choice" });
@@ -105,8 +105,8 @@ function select(parent, label, options, chosen, onchange) {
 // ---- pictures ----
 
 const photograph = new Image();
-const grey = document.createElement("canvas"); // the same without colours, under heat maps
-const drawn = []; // what is drawn again when the picture is there, or the scheme of colours changes
+const grey = document.createElement("canvas"); // the picture without colours, under heat maps
+const drawn = []; // drawn again when the picture has loaded or the colour scheme changes
 
 function repaint() { for (const draw of drawn) draw(); }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
@@ -126,7 +126,7 @@ photograph.addEventListener("load", () => {
 });
 photograph.src = DATA.picture.uri;
 
-// A context in CSS pixels, of the height that the picture wants
+// A context in CSS pixels, with the picture's aspect ratio
 function canvasFor(canvas, ratio) {
   const width = Math.max(1, Math.round(canvas.clientWidth));
   const height = Math.max(1, Math.round(width * ratio));
@@ -138,7 +138,7 @@ function canvasFor(canvas, ratio) {
   return [context, width, height];
 }
 
-// A canvas over a grid of patches in which one is chosen, by pointer or keys
+// A canvas over a grid of patches, one of which is chosen by pointer or keys
 //   grid() -> [rows, columns]; draw(context, width, height); chosen([row, column]); name() -> its label
 function gridView(canvas, { grid, draw, chosen, name }) {
   const view = { at: [0, 0], draw: () => {} };
@@ -182,7 +182,7 @@ function gridView(canvas, { grid, draw, chosen, name }) {
   return view;
 }
 
-// The frame of the chosen patch, seen on any ground
+// The frame of the chosen patch, visible on any background
 function mark(context, [row, column], rows, columns, width, height) {
   const [h, w] = [height / rows, width / columns];
   for (const [stroke, line] of [["#000", 4], ["#fff", 2]]) {
@@ -192,7 +192,7 @@ function mark(context, [row, column], rows, columns, width, height) {
   }
 }
 
-// Ramps of colours by control points; light ones stand for much
+// Colour ramps by control points; lighter is more
 const HEAT = [[18, 16, 46], [52, 44, 122], [44, 98, 158], [48, 152, 152], [122, 198, 118], [250, 232, 140]];
 const SIGNED = [[0, 92, 150], [86, 160, 200], [244, 243, 238], [232, 150, 80], [176, 66, 0]];
 

@@ -1,4 +1,4 @@
-// What the page is about.
+// The model and its figures.
 
 (() => {
   const { model } = DATA;

@@ -23,7 +23,7 @@
     dtype: choice(row, "Type", memory.dtypes.map((d) => [d, d]), memory.start.dtype, show),
   };
 
-  // Bytes of every part, or nothing where this was not planned
+  // Bytes of every part, or nothing if it was not planned
   const planned = (provider, image = controls.size.value) => {
     const of = memory.plan[provider][controls.mode.value][controls.dtype.value];
     return of[`${image}x${controls.patch.value}`]?.[controls.batch.value];
@@ -51,7 +51,7 @@
   function bars(plans, totals, scale, name) {
     const budget = controls.budget.value * GIB;
     const most = Math.max(...totals);
-    const wide = Math.max(most, budget <= 2 * most ? budget : 0) * 1.02; // a budget far away is not on the scale
+    const wide = Math.max(most, budget <= 2 * most ? budget : 0) * 1.02; // a distant budget is off the scale
     const children = plans.flatMap(([provider, parts], i) => {
       const label = make("b", { className: provider }, `${NAMES[provider]} ${rounded(totals[i] / scale)} ${name}`);
       const bar = make("div", { className: "bar" }, ...parts.map((bytes, k) => {
@@ -121,7 +121,7 @@
     }
     let last = -Infinity;
     for (const s of sizes) {
-      if (x(s) - last < 38) continue; // no room for another
+      if (x(s) - last < 38) continue; // no room for this label
       last = x(s);
       draw(svg, "text", { x: last, y: height - 6, "text-anchor": "middle" }, s);
     }
@@ -136,7 +136,7 @@
     }
     labels.sort((a, b) => a[0] - b[0]);
     labels.forEach(([at, provider], i) => {
-      if (i) labels[i][0] = Math.max(at, labels[i - 1][0] + 16); // names that would lie on each other
+      if (i) labels[i][0] = Math.max(at, labels[i - 1][0] + 16); // move names apart that would overlap
       draw(svg, "text", { x: width - right + 10, y: labels[i][0] + 4, style: `fill: var(--${provider}); font-weight: 600` }, NAMES[provider]);
     });
     box.replaceChildren(svg);
