@@ -1,5 +1,4 @@
-"""The command `fastvit`: a verb a file, each a thin layer over `fastvit.study`. Nothing here imports torch before a
-verb runs, so that `--help` answers at once."""
+"""The command `fastvit`, one file for each verb. Nothing imports torch before a verb runs, so `--help` is quick."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from collections.abc import Sequence
 
 from fastvit.cli import terminal
 
-# verb -> the line that describes it; the file of a verb has `configure(parser)` and `run(args)`, its exit status
+# verb -> description; a verb's file has `configure(parser)` and `run(args)`, which returns the exit status
 VERBS = {
     "memory": "what a model needs at every image size, planned or measured",
     "models": "parameters, tokens, FLOPs and activations of every known model",
     "attention": "attention maps and rollout over a picture",
     "explore": "one page to explore a model: patches, tokens, memory, attention",
-    "verify": "hold the fused ops against float64 on this device",
+    "verify": "compare the fused ops with float64 on this device",
     "tune": "measure launch choices for a model on this GPU, and keep them",
     "warmup": "compile a model's kernels before its first step",
-    "doctor": "this machine: device, versions, and which path each op takes",
-    "bench": "the benchmarks in their quickest form, in a checkout",
+    "doctor": "this machine: devices, versions, and the path of each op",
+    "bench": "run the quickest benchmarks of a checkout",
 }
 _EXAMPLE = """examples:
   fastvit memory vit_large_patch16_224 --image-size 224,512,1024,2048
@@ -31,14 +30,14 @@ _EXAMPLE = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; without a verb, print its help. Return the status: 1 if a check failed, 2 for a wrong call."""
+    """Run the command, or print its help without arguments. Return the status: 1 if a check failed, 2 for wrong use."""
     if argv is None and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where module:function is looked for first, as by `python -m`
+        sys.path.insert(0, os.getcwd())  # look there first for module:function, as `python -m` does
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in argv if word in VERBS), None)
     parser = terminal.Parser("fastvit", "See what a Vision Transformer costs, and what it looks at.", _EXAMPLE)
     parser.add_argument("--version", action=_Version)
-    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for verb, line in VERBS.items():
         of_verb = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")

@@ -1,4 +1,4 @@
-"""fastvit bench"""
+"""`fastvit bench`: the benchmarks of a checkout, through pytest."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-_EPILOG = """It is pytest over the folder benchmarks/ of a checkout of fastvit: the one that
-is installed (pip install --editable), or the folder that the command is called
-in. One tiny case per op, under a minute; `make bench` runs all of them. The
-status is pytest's.
+_EPILOG = """Runs pytest on benchmarks/ of a checkout of fastvit: the one that is installed
+(pip install --editable), or the current folder. One tiny case per op, under a
+minute; `make bench` runs all of them. The status is pytest's.
 
 examples:
   fastvit bench
@@ -23,7 +22,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "fastvit bench [-h] [-- ARGUMENT ...]"
     parser.epilog = _EPILOG
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="an argument of pytest, after --")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="an argument for pytest, after --")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checkout() -> Path | None:
-    """The folder that has the benchmarks: of the package, or the current one."""
+    """Return the folder of a checkout: the package's, or the current one. None if neither has the benchmarks."""
     for folder in (Path(__file__).parents[2], Path.cwd()):
         if (folder / "benchmarks/conftest.py").is_file() and (folder / "fastvit/cli").is_dir():
             return folder

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from fastvit.study import Finding
 
 _MARK = {"ok": " ", "note": "-", "trouble": "!"}
-_EPILOG = """It changes nothing, but for one small kernel that it compiles on a GPU, and
-never fails: what goes wrong is a line of its own. "!" marks what keeps fastvit
-from running well, "-" what changes how it runs.
+_EPILOG = """Changes nothing, except that it compiles one small kernel on a GPU, and never
+fails: a failure is a line of its own. "!" marks what keeps fastvit from running
+well, "-" what changes how it runs.
 
 examples:
   fastvit doctor
-  fastvit doctor --json > machine.json  for a report of a bug
+  fastvit doctor --json > machine.json  for a bug report
   FASTVIT_BACKEND=aten fastvit doctor
 """
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _together(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Ops of one path in one line."""
+    """Join ops with the same path in one line."""
     from dataclasses import replace
 
     same: dict[tuple[str, str], list[str]] = {}

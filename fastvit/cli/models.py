@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 _SORTS = ("name", "parameters", "tokens", "flops", "saved", "bound")
 _EPILOG = """columns:
   size        image / patch, in pixels
-  tokens      patches and prefix (CLS, registers); none for models that are no
+  tokens      patches and prefix (CLS, registers); empty for models that are no
               plain ViTs
   N x N       elements of one head's attention matrix: tokens^2
-  MACs        multiply-adds of matmuls and convolutions, of a forward pass of a
+  MACs        multiply-adds of matmuls and convolutions in a forward pass of a
               batch; papers often call these FLOPs
-  FLOPs       two for each of these
-  saved       what autograd keeps of the batch for backward, in bfloat16, with
-              fastvit's ops where the model has blocks for them
-  bound       the least time of a forward in 16 bits that the GPU's datasheet
-              allows: the larger of FLOPs / rate of dense matmuls and least
-              bytes / bandwidth. A bound, no prediction: no kernel reaches it
-  top-1       best published accuracy on ImageNet-1k at this image size, and the
-              weights that have it, by timm's tag, from timm's
-              results/results-imagenet.csv of October 2025
+  FLOPs       two for each multiply-add
+  saved       bytes that autograd keeps for backward, in bfloat16, with
+              fastvit's ops if they replace blocks of the model
+  bound       the least time of a forward pass in 16 bits by the datasheet of
+              the GPU: the larger of FLOPs / rate of dense matmuls and least
+              bytes / bandwidth. A bound, not a prediction: no kernel reaches it
+  top-1       best published accuracy on ImageNet-1k at this image size, and
+              timm's tag of its weights, from results/results-imagenet.csv of
+              timm in October 2025
 
 examples:
   fastvit models vit_base_patch16_384  with parameters by part
@@ -55,10 +55,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--patch-size", type=options.sizes, metavar="PX,...", help="14,16 (default: each model's)")
     options.add_batches(parser, "1")
     parser.add_argument("--gpu", help='add the bound of a GPU: "T4", "A100 80GB SXM", "H100 SXM", "RTX 4090", ...')
-    parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, unless by name")
+    parser.add_argument("--sort", choices=_SORTS, default="name", help="largest first, except by name")
     columns = parser.add_mutually_exclusive_group()
     columns.add_argument("--parts", action="store_true", help="parameters by part")
-    columns.add_argument("--top1", action="store_true", help="published ImageNet-1k accuracy, where one is known")
+    columns.add_argument("--top1", action="store_true", help="published ImageNet-1k accuracy, if known")
     parser.add_argument("--block", type=Path, metavar="FILE", help="draw the ops of one model's block, .png or .svg")
     options.add_theme(parser)
     form = parser.add_mutually_exclusive_group()
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _draw_block(args: argparse.Namespace) -> int:
-    """What a block runs and keeps, by provider."""
+    """Draw the ops of a block and what they keep, for every provider."""
     if len(args.models) != 1:
         raise ValueError(f"--block draws one model, got {' '.join(args.models)}")
     if any(sizes and len(sizes) > 1 for sizes in (args.image_size, args.patch_size)):
@@ -110,7 +110,7 @@ def _draw_block(args: argparse.Namespace) -> int:
 
 
 def fields(cost: ModelCost) -> dict[str, Any]:
-    """Everything about a row, flat."""
+    """Return everything about a row, without nesting."""
     from dataclasses import asdict
 
     from fastvit.study.models.hardware import GPUS
@@ -133,7 +133,7 @@ def _cell(value: Any) -> Any:
     return "x".join(map(str, value)) if isinstance(value, tuple) else value
 
 
-_COLUMNS = {  # of each table, between the model's name and the bound
+_COLUMNS = {  # of each table, after the model's name
     "cost": ["size", "tokens", "N x N", "params", "MACs", "FLOPs", "saved"],
     "parts": ["size", "total", "patches", "positions", "attention", "MLP", "norms", "head", "other"],
     "top1": ["size", "params", "MACs", "FLOPs", "top-1", "weights"],
@@ -243,7 +243,7 @@ def _exact(count: int | None) -> str:
 
 
 def _short(count: float | None) -> str:
-    """86859496 -> "86.9M"."""
+    """Write 86859496 as "86.9M"."""
     if count is None:
         return ""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -15,6 +15,7 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "amp")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Add --image-size, --dtype and --mode."""
     options.add_image_size(parser)
     parser.add_argument(
         "--dtype",
@@ -26,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def check_triton() -> None:
-    """Raise ImportError, which says how to install triton, where it is missing."""
+    """Raise ImportError, with the command to install it, if triton is missing."""
     from fastvit.ops.runtime import dispatch
 
     if not dispatch.HAVE_TRITON:
@@ -34,11 +35,12 @@ def check_triton() -> None:
 
 
 def modes(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the modes of the steps that were asked for."""
     return ("infer", "train") if args.mode == "both" else (args.mode,)
 
 
 def calls(source: ModelSource, args: argparse.Namespace, batch: int) -> list[OpCall]:
-    """The fused ops of the step that was asked for. Leaves PyTorch's precision of float32 matmuls as it needs it."""
+    """Return the fused ops of the steps that were asked for. Sets PyTorch's precision of float32 matmuls for them."""
     import torch
 
     from fastvit.tuning.calls import calls_of
@@ -49,8 +51,8 @@ def calls(source: ModelSource, args: argparse.Namespace, batch: int) -> list[OpC
     return calls_of(source, size, batch, dtype, modes(args))
 
 
-def described(source: ModelSource, args: argparse.Namespace, *batches: int) -> str:
-    """Such as "vit_base_patch16_224, batch 32, 224 px, bf16"."""
+def in_words(source: ModelSource, args: argparse.Namespace, *batches: int) -> str:
+    """Describe the step, such as "vit_base_patch16_224, batch 32, 224 px, bf16"."""
     from fastvit.study.sources.model_source import pixels
 
     size, _ = source.sizes(args.image_size)

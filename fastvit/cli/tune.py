@@ -26,10 +26,10 @@ _DEFAULT = "vit_base_patch16_224"
 _EPILOG = """Which tile sizes, warps and pipeline stages are fastest depends on the GPU. This
 records the ops that a step of the model calls, and for each runs the shipped
 choice and the candidates in turn, on random tensors of the same shapes. The op
-that takes most of the step comes first. A choice is kept if it computes the
-same and is more than 2 % faster. A second call measures only what is missing.
+that takes most of the step comes first. A choice is kept if its results agree
+and it is more than 2 % faster. A second call measures only what is missing.
 
-The table, tuned_<gpu>.json, lies in $FASTVIT_CACHE_DIR, or else in fastvit in
+The table, tuned_<gpu>.json, is in $FASTVIT_CACHE_DIR, or else in fastvit in
 $XDG_CACHE_HOME or ~/.cache. Every program that imports fastvit on a GPU of this
 name uses it. A fastvit with other kernels ignores it, with a warning.
 
@@ -47,10 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser, f"{options.MODEL} (default: {_DEFAULT})", nargs="?")
     parser.add_argument("--batch", type=options.count, default=32, metavar="B", help="images")
     step_options.configure(parser)
-    parser.add_argument("--minutes", type=_minutes, metavar="M", help="leave out what is left after so long")
+    parser.add_argument("--minutes", type=_minutes, metavar="M", help="stop measuring after so long")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--show", action="store_true", help="the tables in use on this GPU, and change nothing")
-    instead.add_argument("--forget", action="store_true", help="delete your table of this GPU")
+    instead.add_argument("--show", action="store_true", help="show the tables in use on this GPU")
+    instead.add_argument("--forget", action="store_true", help="delete your table for this GPU")
     instead.add_argument(
         "--rehearse", action="store_true", help="all steps on a tiny model in Triton's interpreter, without a GPU"
     )
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a table that is ignored: what follows says so
+            warnings.simplefilter("ignore")  # a table that is ignored is reported below
             machine = gpu_at_hand()
     except ValueError as error:
         raise ValueError(f"{error}; `fastvit tune --rehearse` runs all steps without one") from None
@@ -148,7 +148,7 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 
 def _measured() -> dict[str, Any]:
-    """Where and with what is measured, as it stands in the table. "sources" decides whether a table is used."""
+    """Return date, versions and "sources" of a measurement. A table is used only if its "sources" are equal."""
     import torch
     import triton
 
@@ -170,12 +170,12 @@ def _tune(
     with terminal.progress(len(calls), "timing") as step:
         skipped = tuning.time_calls(step)
     works = tuning.works()
-    what = step_options.described(source, args, args.batch)
+    what = step_options.in_words(source, args, args.batch)
     print(f"{what}: {len(calls)} ops, {len(works)} choices to measure", flush=True)
     for op in skipped:
         print(_line(op), flush=True)
     done, late, lines = 0, 0, list[str]()
-    bar = sys.stdout.isatty() and sys.stderr.isatty()  # lines would break into it
+    bar = sys.stdout.isatty() and sys.stderr.isatty()  # lines would break the bar
     try:
         with terminal.progress(len(works), "tuning") as step:
             for result in tuning.tune(works, until, step):
@@ -203,7 +203,7 @@ def _tune(
 
 
 def _line(result: Result | Skipped) -> str:
-    """Such as "attention forward N=197 d=64: 41.2 -> 38.0 us, 128x64, 8 warps, 3 stages"."""
+    """Describe a result: "attention forward N=197 d=64: 41.2 -> 38.0 us, 128x64, 8 warps, 3 stages"."""
     from fastvit.tuning.model import Skipped
     from fastvit.tuning.names import choice_in_words, key_in_words
 

@@ -18,10 +18,10 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _EPILOG = """the rule:
   error of fused <= 2 * error of eager PyTorch in the same dtype + one ulp,
   against float64, in the maximum and in the RMS; for gradients 3 times. A
-  figure of the table is fused's error over (eager's error + ulp / 2 or 3): 1.0
-  is as accurate as eager, an output may have 2, a gradient 3. What has more is
-  judged on four draws of data together, so that no single rounding decides; if
-  it still has, it says FAIL, and the status is 1.
+  figure in the table is fused's error over (eager's error + ulp / 2 or 3): 1.0
+  is as accurate as eager; 2 is allowed for outputs, 3 for gradients. A case
+  with more is judged again on four draws of data together, so that no single
+  rounding decides. If it still has more, it is a FAIL, and the status is 1.
 
 examples:
   fastvit verify
@@ -34,9 +34,7 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     options.add_model(parser, f"one model and its ops: {options.MODEL}", nargs="?")
-    parser.add_argument(
-        "--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16 (default: all that the device has)"
-    )
+    parser.add_argument("--dtype", type=_dtypes, metavar="T,...", help="fp32,bf16,fp16 (default: all of the device)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     parser.add_argument(
         "--head-dim",
@@ -45,9 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of attention (default: the model's, or 32,64,72,80,96,128)",
     )
     parser.add_argument(
-        "--ops", type=lambda text: text.split(","), metavar="OP,...", help="names of fastvit.ops (default: all)"
+        "--ops", type=lambda text: text.split(","), metavar="OP,...", help="names in fastvit.ops (default: all)"
     )
-    parser.add_argument("--depth", type=options.count, help="blocks that the model is cut to (default: all)")
+    parser.add_argument("--depth", type=options.count, help="number of blocks to keep of the model (default: all)")
     options.add_json(parser)
 
 
@@ -75,19 +73,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         _table(verdicts)
         for verdict in bad:
-            print(f"FAIL  {described(verdict)}", file=sys.stderr)
+            print(f"FAIL  {failure(verdict)}", file=sys.stderr)
     return int(bool(bad))
 
 
 def _fields(verdict: Verdict) -> dict[str, Any]:
-    """JSON has no infinity: null, as where it did not run; `note` says which."""
+    """Return the fields, with None for infinity, which JSON does not have; `note` says whether the case ran."""
     from dataclasses import asdict
 
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(verdict).items()}
 
 
-def described(verdict: Verdict) -> str:
-    """What is wrong, in a line."""
+def failure(verdict: Verdict) -> str:
+    """Describe in one line what is wrong."""
     size = f"head_dim {verdict.head_dim}" if verdict.head_dim else f"width {verdict.width}"
     what = f"{verdict.name} {verdict.dtype}, {size}, {verdict.tokens} tokens, {verdict.path}: "
     if verdict.output is None or verdict.gradient is None:

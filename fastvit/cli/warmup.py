@@ -11,23 +11,23 @@ from fastvit.cli import options, step_options, terminal
 
 _EPILOG = """A model's first step compiles its Triton kernels one after the other. This
 compiles them beforehand, in several processes, into Triton's cache: the folder
-$TRITON_CACHE_DIR, or ~/.triton/cache. No GPU is needed with --target, as for a
-container image; copy the cache along with it.
+$TRITON_CACHE_DIR, or ~/.triton/cache. With --target it needs no GPU, so the
+cache can be built into a container image.
 
-The cache is hit if these agree:
+The first step finds a kernel in the cache if these agree:
   versions    of fastvit and triton, and Triton's environment variables
   GPU         its architecture (--target sm_90)
   the step    dtype, image size, and whether it trains
-  batch size  nearly: tiles of matmuls and of patch embedding are chosen by the
-              number of rows. For a ViT-B at 224 px batches of 1, 8 and 16 have
-              all kernels of 1 to 512. Measured tables choose for numbers of
-              rows within a factor of two: then name all batch sizes.
-  processors  patch embedding asks for the number of --multiprocessors; by
+  batch size  roughly: the number of rows chooses the tiles of matmuls and of
+              patch embedding. For a ViT-B at 224 px, batches of 1, 8 and 16
+              have all kernels of 1 to 512. Measured tables choose for numbers
+              of rows within a factor of two: then name all batch sizes.
+  processors  patch embedding depends on the number of --multiprocessors; by
               default it is that of A100, A40, L40S, H100, B200 or RTX 5090
-  tables      those measured for the GPU at hand are used, and with --target
-              none: what they change, the first step compiles
-What is not aligned to 16 bytes, such as a slice of a tensor, has kernels of its
-own, which the first step compiles too.
+  tables      those measured for the current GPU are used, with --target none;
+              the first step compiles the kernels that they change
+Tensors that are not aligned to 16 bytes, such as some slices, have kernels of
+their own, which the first step compiles too.
 
 examples:
   fastvit warmup vit_base_patch16_224 --batch 1,8,16 --mode infer
@@ -41,9 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_batches(parser, "32")
     step_options.configure(parser)
-    parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, ... (default: the GPU at hand)")
+    parser.add_argument("--target", metavar="ARCH", help="sm_80, sm_90, ... (default: the current GPU)")
     parser.add_argument("--multiprocessors", type=options.count, metavar="N", help="of the GPU that --target is for")
-    parser.add_argument("--processes", type=options.count, metavar="N", help="(default: one a core)")
+    parser.add_argument("--processes", type=options.count, metavar="N", help="at most (default: one for each core)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     record(calls, recorder, multiprocessors)
     launches = list(recorder.launches.values())
     if not launches:
-        raise ValueError(f"{step_options.described(source, args, *args.batch)}: Triton takes none of its ops")
+        raise ValueError(f"{step_options.in_words(source, args, *args.batch)}: Triton takes none of its ops")
     start, made, failed = time.perf_counter(), 0, 0
     processes = min(args.processes or cores(), len(launches))
     with terminal.progress(len(launches), "compiling") as progress:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     there = len(launches) - made - failed
     seconds = time.perf_counter() - start
     print(
-        f"{step_options.described(source, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
+        f"{step_options.in_words(source, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
     )
     print(f"{len(launches)} kernels, {there} of them compiled before, in {seconds:.1f} s by {processes} processes")
     return int(failed > 0)
