@@ -1,4 +1,4 @@
-"""A small model's page, and a browser for it."""
+"""The page of a small model, and a browser for it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 @contextmanager
 def small_model() -> Iterator[None]:
-    """Within the context the zoo has the model, and the page's table few others."""
+    """Within the context the zoo has the model, and the page's table lists only a few others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(zoo.CONFIGS, NAME, CONFIG)
         patch.setattr(exploration, "_NAMES", NAMES)
@@ -40,7 +40,7 @@ def small_model() -> Iterator[None]:
 
 
 def weights(folder: Path) -> Path:
-    """A file for it, of values so large that attention and positions are not all alike."""
+    """Write a file of weights that are large enough for attention and positions to differ."""
     torch.manual_seed(0)
     model = fastvit.VisionTransformer(**CONFIG)
     for p in model.parameters():
@@ -52,7 +52,7 @@ def weights(folder: Path) -> Path:
 
 
 def picture(folder: Path) -> Path:
-    """A picture whose name is markup."""
+    """Write a picture whose name is markup."""
     image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
     path = folder / "<img src=x onerror=alert(1)>&amp;.png"
     generator = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def decoded(text: str, dtype: Any) -> np.ndarray:
 
 
 def rows_of(packed: dict[str, str], tokens: int) -> np.ndarray:
-    """As the page has them: (queries, N)."""
+    """Return the rows (queries, N) that the page computes."""
     values = decoded(packed["values"], np.uint8).reshape(-1, tokens)
     return values / 255 * decoded(packed["most"], "<f4")[:, None]
 
@@ -80,7 +80,7 @@ def in_gib(nbytes: int) -> str:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A headless browser, or a skip that says what is missing."""
+    """Yield a headless browser, or skip the test and say what is missing."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _PROGRAMS)), None)
     if program is None:
@@ -92,7 +92,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Opened:
-    """The page in a window. What it complains of, and what it asks for, is kept."""
+    """The page in a window, with its console messages and its requests."""
 
     def __init__(self, browser: Any, path: Path, width: int = 1200, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
@@ -106,7 +106,7 @@ class Opened:
         self.page.goto(path.as_uri())
 
     def number(self, within: str, name: str) -> int:
-        """Of a <dl>, without what groups its digits."""
+        """Return the number in an entry of a <dl>."""
         return int(re.sub(r"\D", "", self.text(f'{within} [data-name="{name}"] dd', first_line=True)))
 
     def text(self, selector: str, first_line: bool = False) -> str:
@@ -114,13 +114,13 @@ class Opened:
         return text.splitlines()[0] if first_line else text
 
     def slide(self, within: str, name: str, *keys: str) -> None:
-        """Presses keys on a slider."""
+        """Press keys on a slider."""
         slider = self.page.locator(f'{within} input[data-name="{name}"]')
         for key in keys:
             slider.press(key)
 
     def parts(self, provider: str) -> dict[str, int]:
-        """Bytes that the memory table has of a provider."""
+        """Return the bytes of a provider in the memory table, by part."""
         cells = self.page.locator(f'#memory-table tr[data-part] td[data-provider="{provider}"]').all()
         names = [row.get_attribute("data-part") for row in self.page.locator("#memory-table tr[data-part]").all()]
         return {str(n): int(cell.get_attribute("data-bytes")) for n, cell in zip(names, cells, strict=True)}
@@ -134,7 +134,7 @@ _folder = tempfile.TemporaryDirectory()
 
 @functools.cache  # for the tests of all files
 def explored() -> tuple[study.Exploration, Path, Path]:
-    """The page of the model, with the files that it is of: a picture, and weights."""
+    """Return the page of the model, and the files of its picture and weights."""
     pytest.importorskip("triton", reason="triton is not installed")
     folder = Path(_folder.name)
     files = picture(folder), weights(folder)

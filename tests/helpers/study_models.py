@@ -1,4 +1,4 @@
-"""Models that studies take as module:function."""
+"""Models that tests give to studies as module:function."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastvit import ops, reference, zoo
 
 SMALL = "vit_of_two_blocks"
-CONFIG = {  # of SMALL, which stands in the zoo while a test runs
+CONFIG = {  # of SMALL, which is in the zoo while a test runs
     "img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5,
 }  # fmt: skip
 TIMM = "study_models:of_timm"
@@ -22,8 +22,8 @@ TIMM = "study_models:of_timm"
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Within the context SMALL is in the zoo, and these functions are found; on a CPU, ops run what a user's CPU runs,
-    not the interpreter."""
+    """Within the context SMALL is in the zoo, and this module can be imported. On a CPU, ops run on ATen, not in the
+    interpreter."""
     with pytest.MonkeyPatch.context() as patch, ops.use_backend("auto" if torch.cuda.is_available() else "aten"):
         patch.setitem(zoo.CONFIGS, SMALL, CONFIG)
         patch.syspath_prepend(str(Path(__file__).parent))
@@ -31,7 +31,7 @@ def known() -> Iterator[None]:
 
 
 def of_timm(image_size: int = 32) -> nn.Module:
-    """A ViT of timm: 8 x 8 patches, CLS, two blocks."""
+    """Make a ViT of timm: 8 x 8 patches, CLS, two blocks."""
     options: dict[str, Any] = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
     make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
     return make(img_size=image_size, **options)
@@ -50,7 +50,7 @@ def of_the_reference(image_size: int = 32) -> nn.Module:
 
 
 def of_registers(image_size: int = 32) -> nn.Module:
-    """Of transformers: a position for CLS and each patch, none for the registers."""
+    """Make a model of transformers with positions for CLS and patches, but not for registers."""
     transformers = import_library("transformers")
     config = transformers.Dinov2WithRegistersConfig(
         image_size=image_size, patch_size=8, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
@@ -66,7 +66,7 @@ def of_relative_positions(image_size: int = 32) -> nn.Module:
 
 
 def of_a_bias(image_size: int = 32) -> nn.Module:
-    """A ViT of timm whose blocks add a learnt bias to the scores of each head."""
+    """Make a ViT of timm whose blocks add a learnt bias to the scores of each head."""
 
     class Biased(nn.Module):
         def __init__(self) -> None:
@@ -85,7 +85,7 @@ def of_a_bias(image_size: int = 32) -> nn.Module:
 
 
 def of_no_library(image_size: int = 32) -> nn.Module:
-    """Patches, and an encoder of PyTorch's own."""
+    """Make a patch embedding and an encoder of PyTorch's."""
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     patches = nn.Conv2d(3, 48, 8, 8)
     return nn.Sequential(patches, nn.Flatten(2), nn.Linear((image_size // 8) ** 2, 48), nn.TransformerEncoder(layer, 1))
@@ -97,7 +97,7 @@ def of_timm_with_dropout(image_size: int = 64) -> nn.Module:
 
 
 def of_values(image_size: int = 32) -> nn.Module:
-    """A function that reads numbers out of tensors, as stochastic depth's are made in many places."""
+    """Read numbers out of tensors, as many constructors do for stochastic depth."""
     rates = [x.item() for x in torch.linspace(0, 0.1, 2)]
     make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
     return make(image_size, 8, embed_dim=48, depth=len(rates), num_heads=3, num_classes=5, drop_path_rate=rates[-1])
@@ -125,7 +125,7 @@ def of_mistakes() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """A ViT that no library has, on PyTorch's SDPA."""
+    """A ViT of no library, on PyTorch's SDPA."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class Plain(nn.Module):
         return x
 
 
-def of_nobody(image_size: int = 32) -> nn.Module:
-    """Of any size, since it has no positions."""
+def of_a_user(image_size: int = 32) -> nn.Module:
+    """Make a model that loads weights. It takes any size, because it has no positions."""
     model = Plain()
     model.load_state_dict(Plain().state_dict())
     return model

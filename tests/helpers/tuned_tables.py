@@ -1,4 +1,4 @@
-"""A user's table of launch choices, for tests."""
+"""Writes a user's table of launch choices."""
 
 import json
 from pathlib import Path

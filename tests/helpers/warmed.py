@@ -1,6 +1,6 @@
-"""Warms up models and then runs a step of each, to nothing: prints a line a model, how many kernels its step launched
-and what that added to Triton's cache. Then the same of the candidates of some launch tables. For
-tests/tuning/test_cli_tune.py, in a process of its own."""
+"""Runs `fastvit warmup` for some models and then a step of each on a stub GPU. Prints for every model how many kernels
+the step launched, and how many files that added to Triton's cache. Then does the same for the candidates of some launch
+tables. tests/tuning/test_cli_tune.py runs it in a process of its own."""
 
 import os
 import tempfile

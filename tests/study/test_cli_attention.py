@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +55,7 @@ def run(*arguments: Any) -> int:
 # ---- reading ----
 
 
-def test_a_picture_is_cropped_in_the_centre_and_normalised(picture: Path) -> None:
+def test_a_picture_is_cropped_in_the_centre_and_normalised(picture):
     found = study.read_picture(picture, (20, 20), (0.0, 0.5, 1.0), (1.0, 0.5, 2.0))
     assert found.shown.size == (40, 40)  # of 60 x 40, so 10 columns are gone on either side
     assert (found.pixels.shape, found.pixels.dtype) == ((3, 20, 20), torch.float32)
@@ -66,15 +65,15 @@ def test_a_picture_is_cropped_in_the_centre_and_normalised(picture: Path) -> Non
         torch.testing.assert_close(got, expected, rtol=0.0, atol=0.03)  # the filter rings by a few levels
 
 
-@pytest.mark.parametrize("size", [8, (8, 16), (16, 8), (300, 20)], ids=str)
-def test_any_size(size: Any, picture: Path) -> None:
+@pytest.mark.parametrize("size", [8, (300, 20)], ids=str)
+def test_any_size(size, picture):
     found = study.read_picture(picture, size, *HALVES)
     height, width = (size, size) if isinstance(size, int) else size
     assert found.pixels.shape == (3, height, width)
     assert found.shown.width / found.shown.height == pytest.approx(width / height, rel=0.3)
 
 
-def test_upright_by_its_exif_orientation(tmp_path: Path) -> None:
+def test_upright_by_its_exif_orientation(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned clockwise
     path = tmp_path / "turned.png"
@@ -84,45 +83,36 @@ def test_upright_by_its_exif_orientation(tmp_path: Path) -> None:
     assert pixels[:, 55, 20].tolist() == [-1.0, -1.0, 1.0]
 
 
-def grey(mode: str) -> Any:
-    return Image.new("L", (8, 8), 51).convert(mode)
-
-
 PIXELS: dict[str, tuple[Any, float]] = {
-    "L": (grey("L"), 0.2),
-    "P": (grey("P"), 0.2),
-    "CMYK": (grey("CMYK"), 0.2),
-    "1": (Image.new("1", (8, 8), 1), 1.0),
+    "P": (Image.new("L", (8, 8), 51).convert("P"), 0.2),
     "16 bits": (Image.fromarray(np.full((8, 8), 13107, np.uint16)), 0.2),
     "RGBA": (Image.new("RGBA", (8, 8), (51, 51, 51, 255)), 0.2),
-    "transparent": (Image.new("RGBA", (8, 8), (0, 0, 0, 0)), 1.0),
     "LA": (Image.new("LA", (8, 8), (0, 0)), 1.0),
 }
 
 
 @pytest.mark.parametrize("kind", PIXELS)
-def test_pixels_of_any_mode_become_rgb(kind: str, tmp_path: Path) -> None:
+def test_pixels_of_any_mode_become_rgb(kind, tmp_path):
     made, value = PIXELS[kind]
-    path = tmp_path / ("picture.tiff" if kind == "CMYK" else "picture.png")
-    made.save(path)
-    found = study.read_picture(path, 8, (0.0,) * 3, (1.0,) * 3).pixels
+    made.save(tmp_path / "picture.png")
+    found = study.read_picture(tmp_path / "picture.png", 8, (0.0,) * 3, (1.0,) * 3).pixels
     torch.testing.assert_close(found, torch.full((3, 8, 8), value), rtol=0.0, atol=1e-6)
 
 
-def test_a_palette_with_a_transparent_colour(tmp_path: Path) -> None:
+def test_a_palette_with_a_transparent_colour(tmp_path):
     made = Image.new("P", (8, 8), 0)
     made.putpalette([0, 0, 0, 51, 51, 51])
     made.save(tmp_path / "picture.png", transparency=0)
     assert study.read_picture(tmp_path / "picture.png", 8, (0.0,) * 3, (1.0,) * 3).pixels.eq(1.0).all()
 
 
-def test_statistics_that_are_none(picture: Path) -> None:
+def test_statistics_that_are_none(picture):
     for mean, std in (((0.5,), (0.5,) * 3), ((0.5,) * 3, (0.5, 0.5, 0.0))):
         with pytest.raises(ValueError, match="mean and std must have three values, std positive ones"):
             study.read_picture(picture, 8, mean, std)
 
 
-def test_names_are_normalised_as_timm_does_it() -> None:
+def test_names_are_normalised_as_timm_does_it():
     timm = import_timm()
     names = [name for name in zoo.list_models() if timm.is_model(name)]
     assert len(names) > 150
@@ -140,7 +130,7 @@ def light(tile: np.ndarray) -> np.ndarray:
     return tile[..., :3].sum(-1).astype(int)
 
 
-def test_the_map_is_bright_where_the_weight_is() -> None:
+def test_the_map_is_bright_where_the_weight_is():
     weights = torch.zeros(4, 4)
     weights[0, 3] = 0.7
     sheet = np.asarray(draw_maps(Image.new("RGB", (80, 80), "grey"), "here", [("map", weights)], "cls"))
@@ -153,7 +143,7 @@ def test_the_map_is_bright_where_the_weight_is() -> None:
     assert not sheet[:, side : side + 6, 3].any()  # nothing between the tiles
 
 
-def test_the_query_is_marked_on_every_tile() -> None:
+def test_the_query_is_marked_on_every_tile():
     black, nothing = Image.new("RGB", (40, 80)), torch.full((4, 2), 1e-3)
     plain, marked = (
         np.asarray(draw_maps(black, "", [("", nothing), ("", nothing)], query)) for query in ("cls", (2, 1))
@@ -169,8 +159,8 @@ def test_the_query_is_marked_on_every_tile() -> None:
         assert abs(rows[inside].max() - 1.5 * width) <= 3
 
 
-@pytest.mark.parametrize(("maps", "columns", "rows"), [(1, 2, 1), (3, 4, 1), (6, 4, 2), (12, 4, 4), (24, 5, 5)])
-def test_the_sheet_is_as_wide_as_a_page(maps: int, columns: int, rows: int) -> None:
+@pytest.mark.parametrize(("maps", "columns", "rows"), [(1, 2, 1), (6, 4, 2), (24, 5, 5)])
+def test_the_sheet_is_as_wide_as_a_page(maps, columns, rows):
     sheet = draw_maps(Image.new("RGB", (50, 50)), "", [("", torch.ones(2, 2))] * maps, "cls")
     assert 840 <= sheet.width <= 850
     side = (sheet.width + 6) // columns - 6
@@ -180,8 +170,8 @@ def test_the_sheet_is_as_wide_as_a_page(maps: int, columns: int, rows: int) -> N
 # ---- the command ----
 
 
-def test_json_has_the_rows(picture: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of the weights in a file, whose head does not matter."""
+def test_json_has_the_rows(picture, capsys, tmp_path):
+    """The weights come from a file, whose head does not matter."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     model = randomised(fastvit.create_model(MODEL, num_classes=7), 0.2)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -200,7 +190,7 @@ def test_json_has_the_rows(picture: Path, capsys: pytest.CaptureFixture[str], tm
     assert (found["layer"], found["depth"], found["query"]) == (10, 12, [3, 4])
 
 
-def test_the_table_fits_and_says_that_weights_are_random(picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_fits_and_says_that_weights_are_random(picture, capsys):
     assert run(MODEL, picture, "--rollout", "--image-size", "32x64") == 0
     out, err = capsys.readouterr()
     assert err == f"fastvit: {MODEL} has random weights, without --weights\n"
@@ -212,7 +202,7 @@ def test_the_table_fits_and_says_that_weights_are_random(picture: Path, capsys: 
     assert all(line.count("(") == 4 and "%" in line for line in rows)
 
 
-def test_out_is_a_picture(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_is_a_picture(picture, tmp_path, capsys):
     assert run(MODEL, picture, "--head", 1, "--query", "0,7", "--out", tmp_path / "map.png") == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -226,17 +216,13 @@ def test_out_is_a_picture(picture: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert sheet.width == 4 * 208 + 3 * 6
 
 
-def model_of_a_function(image_size: int = 32) -> Any:
-    return fastvit.VisionTransformer(image_size, 8, embed_dim=32, depth=1, num_heads=2)
-
-
-def test_models_of_a_function_bring_their_weights(picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"{__name__}:model_of_a_function"
-    sys.modules.setdefault(__name__, sys.modules[model_of_a_function.__module__])
-    assert run(name, picture, "--json") == 0
+def test_models_of_a_function_bring_their_weights(picture, capsys, monkeypatch):
+    """No library has this model: its attention is PyTorch's, and it loads weights while it is made."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers"))
+    assert run("study_models:of_a_user", picture, "--image-size", "32", "--json") == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["grid"], err) == ([4, 4], "")
-    assert run(name, picture, "--weights", "x.safetensors") == 2
+    assert run("study_models:of_a_user", picture, "--weights", "x.safetensors") == 2
     assert "weights are for names of `fastvit models`" in capsys.readouterr().err
 
 
@@ -251,18 +237,14 @@ def truncated() -> bytes:
     ("content", "message"),
     [
         (None, "No such file or directory: {path}"),
-        ("folder", "Is a directory: {path}"),
-        (b"", "{path} is no picture that Pillow reads: cannot identify"),
         (b"hello", "{path} is no picture that Pillow reads: cannot identify"),
         (truncated(), "{path} is no picture that Pillow reads: image file is truncated"),
     ],
-    ids=["missing", "a folder", "empty", "text", "truncated"],
+    ids=["missing", "text", "truncated"],
 )
-def test_files_that_are_no_pictures(content: Any, message: str, tmp_path: Path, capsys: Any) -> None:
+def test_files_that_are_no_pictures(content, message, tmp_path, capsys):
     path = tmp_path / "picture.jpg"
-    if content == "folder":
-        path.mkdir()
-    elif content is not None:
+    if content is not None:
         path.write_bytes(content)
     assert run(MODEL, path) == 2
     err = capsys.readouterr().err
@@ -274,15 +256,12 @@ def test_files_that_are_no_pictures(content: Any, message: str, tmp_path: Path, 
     ("options", "message"),
     [
         (["--layer", "12"], "layers must be in -12..11, got 12"),
-        (["--head", "3"], "heads must be in -3..2, got 3"),
-        (["--query", "8,0"], "queries must have rows in 0..7 and columns in 0..7, got (8, 0)"),
-        (["--image-size", "33"], "image size 33 is not a multiple of the patch size 4"),
-        (["--std", "1,1,0"], "mean and std must have three values, std positive ones"),
         (["--weights", "/nowhere/model.safetensors"], "/nowhere/model.safetensors: no such file"),
+        (["--out", "no/folder/map.png"], "there is no folder"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_mistakes_are_one_line(options: list[str], message: str, picture: Path, capsys: Any) -> None:
+def test_mistakes_are_one_line(options, message, picture, capsys):
     assert run(MODEL, picture, *options) == 2
     err = capsys.readouterr().err.splitlines()
     assert message in err[-1]
@@ -291,10 +270,10 @@ def test_mistakes_are_one_line(options: list[str], message: str, picture: Path, 
 
 @pytest.mark.parametrize(
     "options",
-    [["--query", "7"], ["--query", "all"], ["--mean", "0.5"], ["--std", "a,b,c"], ["--out", "map.jpg"]],
+    [["--query", "7"], ["--mean", "0.5"], ["--std", "a,b,c"], ["--out", "map.jpg"]],
     ids=" ".join,
 )
-def test_arguments_that_cannot_be_read(options: list[str], picture: Path, capsys: Any) -> None:
+def test_arguments_that_cannot_be_read(options, picture, capsys):
     with pytest.raises(SystemExit) as exit:
         run(MODEL, picture, *options)
     assert exit.value.code == 2
@@ -303,29 +282,7 @@ def test_arguments_that_cannot_be_read(options: list[str], picture: Path, capsys
     assert options[1] in err
 
 
-def test_without_pillow(picture: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_pillow(picture, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert run(MODEL, picture) == 2
     assert "pip install 'fastvit[study]'" in capsys.readouterr().err
-
-
-def test_as_a_process(picture: Path) -> None:
-    command = [sys.executable, "-m", "fastvit", "attention", "vit_tiny_patch16_siglip_gap_224", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "is not a known model; nearest: " in done.stderr
-
-
-def test_a_model_that_no_library_has(picture: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Its attention is PyTorch's, and its weights are loaded while it is made."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers"))
-    words = ["attention", "study_models:of_nobody", str(picture), "--image-size", "32", "--json"]
-    assert main(words) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    assert json.loads(out)["grid"] == [4, 4]
-
-
-def test_a_folder_that_is_not_there(picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["attention", "vit_tiny_patch16_224", str(picture), "--out", "no/folder/map.png"]) == 2
-    assert "there is no folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""fastvit memory, and what all verbs share: examples, mistakes, what is not installed."""
+"""`fastvit memory`, and what all verbs share: examples, mistakes, missing packages."""
 
 import csv
 import errno
@@ -51,14 +51,12 @@ def test_json_and_csv_are_the_study(capsys):
     assert [int(r["tokens"]) for r in rows] == [p.tokens for p in want.points]
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_plot(theme, tmp_path, capsys):
+def test_the_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    for name in ("memory.svg", "memory.png"):
+    for name, theme in (("memory.svg", "dark"), ("memory.png", "light")):
         assert main([*FAST, "--plot", str(tmp_path / name), "--theme", theme]) == 0
         assert capsys.readouterr().err == f"wrote {tmp_path / name}\n"
-    text = (tmp_path / "memory.svg").read_text()
-    assert {"light": "#ffffff", "dark": "#0d1117"}[theme] in text
+    assert "#0d1117" in (tmp_path / "memory.svg").read_text()
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -73,8 +71,6 @@ def test_a_budget_by_the_command(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["memory", "vit_base_patch16_244"], "nearest: vit_base_patch16_224"),
-        (["memory", SMALL, "--image-size", "33"], "not a multiple of the patch size 4"),
         (["memory", "missing.json"], "missing.json"),
         ([*FAST, "--plot", "a.pdf"], "--plot writes .png or .svg"),
         ([*FAST, "--plot", "no/folder/a.png"], "there is no folder"),
@@ -177,9 +173,8 @@ def test_help_imports_no_torch():
     assert not re.search(r"default: (None|False|\[|-)", done.stdout)
 
 
-@pytest.mark.parametrize("command", [["-m", "fastvit"], ["-m", "fastvit", "--help"]])
-def test_the_package_runs_as_a_program_which_prints_its_help(command):
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+def test_the_package_runs_as_a_program_which_prints_its_help():
+    done = subprocess.run([sys.executable, "-m", "fastvit"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: fastvit [-h]")
 
@@ -214,6 +209,4 @@ def test_sizes_in_words():
     from fastvit.cli.memory import memory_size
 
     assert memory_size("24GiB") == 24 << 30
-    assert memory_size("80 GB") == 80 * 10**9
-    assert memory_size("0.5mib") == 1 << 19
-    assert memory_size("1000 b") == 1000
+    assert memory_size("0.5 gb") == 5 * 10**8

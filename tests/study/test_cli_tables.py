@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -81,9 +80,9 @@ def print_attention() -> set[str]:
 PRINTERS = [print_memory, print_models, print_model, print_verdicts, print_attention]
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [60, 120])
 @pytest.mark.parametrize("show", PRINTERS, ids=lambda show: show.__name__)
-def test_no_number_is_cut(show: Any, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_no_number_is_cut(show, columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     numbers = show()
     out = capsys.readouterr().out
@@ -96,9 +95,8 @@ def test_no_number_is_cut(show: Any, columns: int, monkeypatch: pytest.MonkeyPat
             assert word in out
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_a_name_wraps_between_its_words(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_a_name_wraps_between_its_words(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
     models._table([a_cost(LONG, 1), a_cost("vit_b", 1)], "cost")
     lines = capsys.readouterr().out.splitlines()
     start = next(n for n, line in enumerate(lines) if line.startswith("vit_mediumd_"))
@@ -111,14 +109,14 @@ def test_a_name_wraps_between_its_words(columns: int, monkeypatch: pytest.Monkey
     assert all(piece.endswith("_") for piece in pieces[:-1])
 
 
-def test_a_table_too_narrow_for_one_number_is_still_whole(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_table_too_narrow_for_one_number_is_still_whole(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     terminal.print_table(["model", "a", "b"], [["some_name_of_a_model", "123,456,789,012", "1"], [], ["x", "2", "34"]])
     out = capsys.readouterr().out
     assert {"123,456,789,012", "34"} <= set(out.split())
 
 
-def test_the_doctor_breaks_no_word(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_doctor_breaks_no_word(monkeypatch, capsys):
     path = "/a/very/long/path/" + "without_a_space/" * 5
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr("fastvit.study.doctor", lambda: [Finding("caches", "Triton", f"{path} 123456 files")])

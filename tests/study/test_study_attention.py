@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastvit
-from benchmarks.harness.families import ARCHITECTURES, Architecture
+from benchmarks.harness.families import ARCHITECTURES
 from fastvit import ops, reference, study
 from fastvit.eva import Eva
 from fastvit.ops import use_backend
@@ -105,7 +105,7 @@ def dense_rollout(weights: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_rows_are_the_references_softmax(kind: str) -> None:
+def test_rows_are_the_references_softmax(kind):
     ours, theirs = pair(kind)
     found = study.attention_maps(ours, image(), queries=["cls", (1, 2), (3, 5)])
     everything = materialised(theirs, image())
@@ -118,7 +118,7 @@ def test_rows_are_the_references_softmax(kind: str) -> None:
     assert torch.equal(found.patches[..., 2, 5], found.rows[..., prefix + 2 * 6 + 5])
 
 
-def test_rows_in_bfloat16_are_as_accurate_as_eager_ones() -> None:
+def test_rows_in_bfloat16_are_as_accurate_as_eager_ones():
     """The oracle's rule: rounded weights and activations err in both, and the softmax in float32 adds nothing."""
     ours, theirs = pair("vit")
     low, exact = copy.deepcopy(theirs).bfloat16(), copy.deepcopy(theirs)
@@ -130,7 +130,7 @@ def test_rows_in_bfloat16_are_as_accurate_as_eager_ones() -> None:
     assert_as_accurate(found.rows, eager[:, :, [0, 3 + 8]], expected[:, :, [0, 3 + 8]])
 
 
-def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones() -> None:
+def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones():
     ours, theirs = pair("vit")
     expected = materialised(copy.deepcopy(theirs).double(), image().double())
     with torch.autocast("cpu", torch.bfloat16):
@@ -142,22 +142,21 @@ def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones() -> None
         torch.testing.assert_close(found.rows.sum(-1), torch.ones(found.rows.shape[:-1]), rtol=0.0, atol=1e-6)
 
 
-def test_rows_are_the_same_on_both_backends(backend: str) -> None:
+def test_rows_are_the_same_on_both_backends(backend):
     ours, theirs = pair("eva", img_size=16, depth=1)
     found = study.attention_maps(ours, image(16, 16), queries=(1, 0))
     torch.testing.assert_close(found.rows[:, :, 0], materialised(theirs, image(16, 16))[:, :, 2 + 2], **VISIBLE)
 
 
-def test_a_model_in_float64_has_rows_in_float64() -> None:
+def test_a_model_in_float64_has_rows_in_float64():
     ours, theirs = pair("vit")
     found = study.attention_maps(ours.double(), image().double())
     torch.testing.assert_close(found.rows[:, :, 0], materialised(theirs.double(), image().double())[:, :, 0])
 
 
-NAMES = (
-    "deit_small_distilled_patch16_224", "vit_small_patch16_dinov3_qkvb", "vit_pe_spatial_tiny_patch16_512",
-    "DeiTForImageClassification", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel",
-    "vit_b_32",
+NAMES = (  # two prefix tokens, rotary positions, registers, a head that pools, nn.MultiheadAttention
+    "deit_small_distilled_patch16_224", "vit_pe_spatial_tiny_patch16_512", "Dinov2WithRegistersModel", "DINOv3ViTModel",
+    "SiglipVisionModel", "vit_b_32",
 )  # fmt: skip
 LIBRARIES = [architecture for architecture in ARCHITECTURES if architecture.name in NAMES]
 
@@ -180,7 +179,7 @@ def explicit(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Te
 
 
 @pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
-def test_models_of_libraries_accelerated_and_not(architecture: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
     import_library(architecture.library)
     model = architecture.model()
     x = architecture.image(model, 1)
@@ -216,7 +215,7 @@ class Meta(nn.Module):
         return x
 
 
-def test_metas_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metas_layout(monkeypatch):
     model = randomised(Meta().eval(), 0.3)
     x = image(32, 32)[None]
     expected = explicit(model, x, monkeypatch)
@@ -228,7 +227,7 @@ def test_metas_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (1, 2, 24, 24), (24,)], ids=str)
-def test_a_bias_of_the_scores_is_added(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_of_the_scores_is_added(shape, monkeypatch):
     monkeypatch.setattr(attention_maps, "_CHUNK", 2 * 24 * 7)
     bias = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     model = Odd(lambda q: sdpa(q, attn_mask=bias.expand(24, 24) if bias.dim() == 1 else bias))
@@ -241,7 +240,7 @@ def test_a_bias_of_the_scores_is_added(shape: tuple[int, ...], monkeypatch: pyte
     torch.testing.assert_close(rollout.rows[0].double(), dense_rollout(weights)[18], **VISIBLE)
 
 
-def test_a_mask_is_a_bias() -> None:
+def test_a_mask_is_a_bias():
     mask = torch.ones(24, 24, dtype=torch.bool)
     mask[1, 5:] = False
     rows = study.attention_maps(Odd(lambda q: sdpa(q, attn_mask=mask)), image(), queries=[(0, 1), (0, 2)]).rows
@@ -251,7 +250,7 @@ def test_a_mask_is_a_bias() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_and_shared_keys_of_fused_attention(kind: str) -> None:
+def test_masks_and_shared_keys_of_fused_attention(kind):
     """Both heads look at the first one's keys."""
     mask = torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
     given = mask if kind == "bool" else torch.zeros(24, 24).masked_fill(~mask, -torch.inf)
@@ -281,7 +280,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("function", [study.attention_maps, study.attention_rollout], ids=["maps", "rollout"])
-def test_no_matrix_of_all_weights(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_matrix_of_all_weights(function, monkeypatch):
     monkeypatch.setattr(attention_maps, "_CHUNK", 200_000)
     model = vit(img_size=256, depth=2)
     with Largest() as largest:
@@ -291,7 +290,7 @@ def test_no_matrix_of_all_weights(function: Callable[..., Any], monkeypatch: pyt
     assert largest.elements < N * N / 2  # of one head
 
 
-def test_only_the_layers_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_layers_asked_for_are_kept(monkeypatch):
     """And computed, where that is known before the last one."""
     computed: list[int] = []
     rows = attention_maps._rows
@@ -305,7 +304,7 @@ def test_only_the_layers_asked_for_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert computed == [0, 2]
 
 
-def test_evaluation_mode_and_no_gradient_and_both_restored() -> None:
+def test_evaluation_mode_and_no_gradient_and_both_restored():
     model = vit(attn_drop_rate=0.5, pos_drop_rate=0.5, drop_path_rate=0.5)
     expected = study.attention_maps(model, image()).rows
     model.train()
@@ -321,7 +320,7 @@ def test_evaluation_mode_and_no_gradient_and_both_restored() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_what_is_compiled_runs_as_what_it_was_compiled_from() -> None:
+def test_what_is_compiled_runs_as_what_it_was_compiled_from():
     model = vit(depth=1)
     expected = study.attention_maps(model, image()).rows
     compiled = torch.compile(model, backend="eager")
@@ -331,7 +330,7 @@ def test_what_is_compiled_runs_as_what_it_was_compiled_from() -> None:
             compiled(image()[None])  # from here on there is a graph
 
 
-def test_no_compiler_is_loaded() -> None:
+def test_no_compiler_is_loaded():
     """It takes seconds, of which `fastvit attention` would be most."""
     program = """
 import sys, torch, fastvit
@@ -354,7 +353,7 @@ assert "torch._dynamo" not in sys.modules
     ],
     ids=str,
 )  # fmt: skip
-def test_some_of_them_are_those_of_all(layers: Any, heads: Any, queries: Any) -> None:
+def test_some_of_them_are_those_of_all(layers, heads, queries):
     model = vit()
     every = [(r, c) for r in range(4) for c in range(6)]
     everything = study.attention_maps(model, image(), queries=["cls", *every])
@@ -371,24 +370,20 @@ def test_some_of_them_are_those_of_all(layers: Any, heads: Any, queries: Any) ->
     ("arguments", "message"),
     [
         ({"layers": 3}, r"layers must be in -3\.\.2, got 3"),
-        ({"layers": [0, -4]}, r"layers must be in -3\.\.2, got -4"),
         ({"layers": []}, r"layers must be an integer, some integers, or None for all, got \[\]"),
-        ({"layers": 1.0}, r"layers must be .*got 1\.0"),
         ({"heads": True}, r"heads must be .*got True"),
-        ({"heads": 3}, r"heads must be in -3\.\.2, got 3"),
         ({"queries": "all"}, "queries must be \"cls\", .*got 'all'"),
         ({"queries": (4, 0)}, r"rows in 0\.\.3 and columns in 0\.\.5, got \(4, 0\)"),
-        ({"queries": (0, -1)}, r"columns in 0\.\.5, got \(0, -1\)"),
         ({"queries": [(0, 1), (1, 2, 3)]}, r"queries must be .*got \(1, 2, 3\)"),
         ({"queries": []}, r"queries must be .*got \[\]"),
     ],
 )
-def test_what_the_model_has_not(arguments: dict[str, Any], message: str) -> None:
+def test_what_the_model_has_not(arguments, message):
     with pytest.raises(ValueError, match=message):
         study.attention_maps(vit(), image(), **arguments)
 
 
-def test_images_that_are_not_one() -> None:
+def test_images_that_are_not_one():
     with pytest.raises(ValueError, match=r"image must have shape .* got \(2, 3, 32, 48\)"):
         study.attention_maps(vit(), torch.zeros(2, 3, 32, 48))
     with pytest.raises(TypeError, match="image must be a tensor, got str"):
@@ -396,7 +391,7 @@ def test_images_that_are_not_one() -> None:
 
 
 @pytest.mark.parametrize("registers", [0, 2])
-def test_without_cls_the_patch_in_the_centre(registers: int) -> None:
+def test_without_cls_the_patch_in_the_centre(registers):
     model = vit(class_token=False, reg_tokens=registers, global_pool="avg")
     found = study.attention_maps(model, image())
     assert (found.queries, found.num_prefix_tokens) == (((2, 3),), registers)
@@ -407,7 +402,7 @@ def test_without_cls_the_patch_in_the_centre(registers: int) -> None:
 # ---- attention that is not seen ----
 
 
-def test_a_layer_that_computes_its_weights_itself_is_named() -> None:
+def test_a_layer_that_computes_its_weights_itself_is_named():
     model = vit()
     model.blocks[1].attn.attn_drop.register_forward_hook(lambda *_: None)  # which wants the weights
     everything = study.attention_maps(vit(), image(), layers=[0, 2])
@@ -435,12 +430,12 @@ def test_a_layer_that_computes_its_weights_itself_is_named() -> None:
     ],
     ids=["causal", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
 )  # fmt: skip
-def test_attention_of_other_kinds_is_named(attend: Any, message: str) -> None:
+def test_attention_of_other_kinds_is_named(attend, message):
     with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):
         study.attention_maps(Odd(attend), image())
 
 
-def test_layers_of_other_sizes_are_named() -> None:
+def test_layers_of_other_sizes_are_named():
     def attend(q: Tensor) -> Any:
         return [sdpa(t) for t in (q, torch.cat([q, q], 2), q[:, :1])]
 
@@ -451,7 +446,7 @@ def test_layers_of_other_sizes_are_named() -> None:
     assert study.attention_maps(Odd(attend), image(), layers=[0, 2], heads=0).rows.shape == (2, 1, 1, 24)
 
 
-def test_models_without_attention_or_patches() -> None:
+def test_models_without_attention_or_patches():
     with pytest.raises(ValueError, match="no self-attention that is seen"):
         study.attention_maps(Odd(lambda q: q), image())
     model = Odd(lambda q: sdpa(q))
@@ -463,9 +458,9 @@ def test_models_without_attention_or_patches() -> None:
 # ---- rollout ----
 
 
-@pytest.mark.parametrize("chunk", [1, 600, 1 << 22], ids=["a row at a time", "some", "all"])
-@pytest.mark.parametrize("kind", ["vit", "eva"])
-def test_rollout_is_its_definition(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "chunk"), [("vit", 1), ("vit", 1 << 22), ("eva", 600)])
+def test_rollout_is_its_definition(kind, chunk, monkeypatch):
+    """With weights computed a row at a time, all at once, and some at a time."""
     monkeypatch.setattr(attention_maps, "_CHUNK", chunk)
     ours, theirs = pair(kind)
     found = study.attention_rollout(ours, image(), queries=["cls", (2, 1)])

@@ -21,9 +21,8 @@ from fastvit.study.accuracy import verification
 ROOT = Path(__file__).parents[2]
 
 
-def found(name):
-    """The finding of that name."""
-    (finding,) = [finding for finding in doctor() if finding.name == name]
+def found(name, probe):
+    (finding,) = [finding for finding in probe() if finding.name == name]
     return finding
 
 
@@ -44,19 +43,19 @@ def test_the_path_of_every_op_and_why(monkeypatch):
     with ops.use_backend("auto"):
         monkeypatch.setattr(dispatch, "HAVE_TRITON", True)
         monkeypatch.setattr(dispatch, "INTERPRET", False)
-        assert found("mlp").value.startswith("ATen: no GPU")
+        assert found("mlp", machine._ops).value.startswith("ATen: no GPU")
         monkeypatch.setattr(dispatch, "INTERPRET", True)
-        assert found("mlp").value.startswith("Triton's interpreter: TRITON_INTERPRET=1")
-        assert found("mlp").status == "note"
+        assert found("mlp", machine._ops).value.startswith("Triton's interpreter: TRITON_INTERPRET=1")
+        assert found("mlp", machine._ops).status == "note"
     with ops.use_backend("aten"):
-        assert found("mlp").value == "ATen: FASTVIT_BACKEND or use_backend says so"
+        assert found("mlp", machine._ops).value == "ATen: FASTVIT_BACKEND or use_backend says so"
 
 
 def test_a_gpu_that_is_too_old(monkeypatch):
     monkeypatch.setattr(dispatch, "wants_triton", lambda x: True)
     monkeypatch.setattr(dispatch, "INTERPRET", False)
     monkeypatch.setattr(devices, "_target", lambda x: "sm_75")
-    assert found("attention").value == "ATen: sm_75 is older than sm_80"
+    assert found("attention", machine._ops).value == "ATen: sm_75 is older than sm_80"
 
 
 def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
@@ -90,16 +89,8 @@ def test_a_gpu_and_its_tuned_table(monkeypatch, tmp_path):
     ("built", "visible", "error", "capability", "expected"),
     [
         (None, None, None, None, "is a CPU build"),
-        (
-            "13.0",
-            None,
-            "Found no NVIDIA driver on your system.\nGo there",
-            None,
-            "Found no NVIDIA driver on your system.",
-        ),
-        ("13.0", None, "The NVIDIA driver on your system is too old", None, "is too old"),
+        ("13.0", None, "Found no NVIDIA driver.\nGo there", None, "Found no NVIDIA driver."),
         ("13.0", "", None, None, "CUDA_VISIBLE_DEVICES= hides every GPU"),
-        ("13.0", "-1", None, None, "CUDA_VISIBLE_DEVICES=-1 hides every GPU"),
         ("13.0", None, None, None, "torch is built for 13.0, and sees no GPU"),
         ("13.0", None, None, (7, 5), "Tesla T4 is sm_75, and the kernels need sm_80 or newer"),
         ("13.0", None, None, (9, 0), ""),
@@ -143,7 +134,7 @@ def test_a_probe_that_fails_is_a_finding_and_the_others_go_on(monkeypatch):
 )
 def test_versions_of_torch(version, status, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)
-    assert found("torch").status == status
+    assert found("torch", machine._versions).status == status
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
@@ -163,7 +154,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
 
 def test_a_compiler_that_is_not_there(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
-    assert found("C").value.startswith("CC=no-such-compiler is not there")
+    assert found("C", machine._compilers).value.startswith("CC=no-such-compiler is not there")
 
 
 def test_without_triton_and_rich():

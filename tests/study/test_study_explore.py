@@ -37,7 +37,7 @@ def explored() -> Iterator[Explored]:
 
 
 @pytest.mark.parametrize(("size", "patch", "bias"), [(224, 16, True), ((32, 48), 8, False)])
-def test_patch_embedding_is_a_convolution(size, patch: int, bias: bool) -> None:
+def test_patch_embedding_is_a_convolution(size, patch, bias):
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         projection = nn.Conv2d(3, 192, patch, patch, bias=bias)
         out = projection(torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size))))
@@ -53,7 +53,7 @@ def test_patch_embedding_is_a_convolution(size, patch: int, bias: bool) -> None:
 # ---- what the page has is what the functions say ----
 
 
-def test_facts_and_models(explored: Explored) -> None:
+def test_facts_and_models(explored):
     data = explored[0].data
     (cost,) = study.models(NAME)
     facts = data["model"]
@@ -65,22 +65,21 @@ def test_facts_and_models(explored: Explored) -> None:
         assert row["parameters"] == other.parameters.total
 
 
-def test_table_is_of_known_models() -> None:
+def test_table_is_of_known_models():
     assert set(exploration._NAMES) <= set(zoo.CONFIGS)
     assert len(exploration._NAMES) == len(set(exploration._NAMES)) <= 40
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_attention_is_that_of_attention_maps(explored: Explored, layer: int) -> None:
+def test_attention_is_that_of_attention_maps(explored):
     found, image, weights = explored
     attention = found.data["attention"]
     model = exploring.built(weights)
     pixels = study.read_picture(image, 40, (0.5,) * 3, (0.5,) * 3).pixels
     queries = ["cls", *((row, column) for row in range(5) for column in range(5))]
     assert attention["queries"] == [0, *range(2, 27)]
-    rows = study.attention_maps(model, pixels, layer, queries=queries).rows[0]
-    for name, right in [(f"{layer}.{head}", rows[head]) for head in range(3)] + [(f"{layer}.mean", rows.mean(0))]:
-        near(rows_of(attention["maps"][name], 27), right)
+    for layer, rows in enumerate(study.attention_maps(model, pixels, queries=queries).rows):
+        for name, right in [(f"{layer}.{head}", rows[head]) for head in range(3)] + [(f"{layer}.mean", rows.mean(0))]:
+            near(rows_of(attention["maps"][name], 27), right)
     near(rows_of(attention["maps"]["rollout"], 27), study.attention_rollout(model, pixels, queries).rows)
 
 
@@ -91,7 +90,7 @@ def near(ours: np.ndarray, right: torch.Tensor) -> None:
     assert ((torch.from_numpy(ours) - right).abs() <= most * 0.5001 / 255).all()
 
 
-def test_positions(explored: Explored) -> None:
+def test_positions(explored):
     found, _, weights = explored
     positions = exploring.built(weights).pos_embed[0, 2:]
     right = F.cosine_similarity(positions[:, None], positions[None], dim=-1)
@@ -100,7 +99,7 @@ def test_positions(explored: Explored) -> None:
     assert right.min() < 0 < 0.1 < right.fill_diagonal_(0).max()
 
 
-def test_a_model_with_rotary_positions_has_none_to_show() -> None:
+def test_a_model_with_rotary_positions_has_none_to_show():
     model = zoo.create_model("vit_small_patch16_dinov3", depth=1, img_size=32)
     found = exploration._positions(model, (2, 2))
     assert found["cosine"] is None
@@ -108,7 +107,7 @@ def test_a_model_with_rotary_positions_has_none_to_show() -> None:
 
 
 @pytest.mark.parametrize("provider", ["eager", "sdpa", "fused"])
-def test_memory_of_the_page_is_that_of_the_study(explored: Explored, provider: str) -> None:
+def test_memory_of_the_page_is_that_of_the_study(explored, provider):
     memory = explored[0].data["memory"]
     assert memory["patches"] == [4, 8]
     for mode, dtype, size, patch, batch in [
@@ -126,11 +125,13 @@ def test_memory_of_the_page_is_that_of_the_study(explored: Explored, provider: s
         assert ours == asdict(point.planned)
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-@pytest.mark.parametrize("mode", ["train", "infer"])
-@pytest.mark.parametrize("provider", ["eager", "sdpa", "fused"])
-def test_a_plan_scaled_from_one_step_is_the_plan(provider: str, mode: str, gpu: bool, monkeypatch) -> None:
-    """From one of several images, or of one for one."""
+@pytest.mark.parametrize(
+    ("provider", "mode", "gpu"),
+    [("eager", "train", True), ("sdpa", "infer", False), ("fused", "train", True), ("fused", "infer", True),
+     ("fused", "train", False)],
+)  # fmt: skip
+def test_a_plan_scaled_from_one_step_is_the_plan(provider, mode, gpu, monkeypatch):
+    """A trace of several images scales to any number but one, which has a trace of its own."""
     scaled_is_planned(monkeypatch, "vit_small_patch16_224", 1, provider, Setting(mode), gpu)
 
 
@@ -138,7 +139,7 @@ def test_a_plan_scaled_from_one_step_is_the_plan(provider: str, mode: str, gpu: 
     ("name", "prefix"),
     [("vit_small_plus_patch16_dinov3", 5), ("aimv2_large_patch14_224", 0), ("vit_small_patch16_rope_mixed_224", 1)],
 )
-def test_plans_of_rotary_gated_and_qk_normed_models_scale(name: str, prefix: int, monkeypatch) -> None:
+def test_plans_of_rotary_gated_and_qk_normed_models_scale(name, prefix, monkeypatch):
     scaled_is_planned(monkeypatch, name, prefix, "fused", Setting(), gpu=True)
 
 
@@ -157,8 +158,8 @@ def scaled_is_planned(
         assert scaled.parts(grid * p, p, batch) == right
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
-def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix: int) -> None:
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix):
     widths = 17 * 19, 23 * 47
     with torch.device("meta"):
         at = sizes_to_trace(nn.ModuleList([nn.Linear(*widths)]), prefix)
@@ -174,7 +175,7 @@ def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix: int)
         assert n > 1
 
 
-def test_every_extent_scales_by_what_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_extent_scales_by_what_grows(monkeypatch):
     """Registers without positions, as transformers' DINOv2 has them, and tables of relative positions, as BEiT."""
     pytest.importorskip("triton", reason="triton is not installed")
     for name, prefix in [("study_models:of_registers", 3), ("study_models:of_relative_positions", 1)]:
@@ -188,28 +189,24 @@ def test_every_extent_scales_by_what_grows(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("size", "patches", "stops"),
     [
-        (224, [8, 16, 32], [224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048]),
         (518, [7, 14], [224, 252, 322, 378, 448, 518, 644, 770, 1022, 1540, 2044]),
         (40, [4, 8], [40, 48, 56, 64, 80, 88, 112, 136, 184, 272, 368]),
     ],
 )
-def test_stops(size: int, patches: list[int], stops: list[int]) -> None:
+def test_stops(size, patches, stops):
     assert explored_memory.size_stops(size, patches) == stops
     assert all(stop % p == 0 for stop in stops for p in patches)
 
 
-@pytest.mark.parametrize(
-    ("patch", "stops"), [(16, [4, 7, 8, 14, 16, 28, 32, 56]), (112, [4, 7, 8, 14, 16, 28, 32, 56, 112])]
-)
-def test_patches_that_divide(patch: int, stops: list[int]) -> None:
-    assert exploration.patch_stops((224, 224), (patch, patch)) == stops
+def test_patches_that_divide():
+    assert exploration.patch_stops((224, 224), (112, 112)) == [4, 7, 8, 14, 16, 28, 32, 56, 112]
 
 
 # ---- room ----
 
 
-@pytest.mark.parametrize(("room", "whole"), [(20_000, {0, 1}), (40_000, {1}), (60_000, {0, 1})])
-def test_attention_stays_within_its_room(room: int, whole: set[int], monkeypatch) -> None:
+@pytest.mark.parametrize(("room", "whole"), [(20_000, {0, 1}), (40_000, {1})])
+def test_attention_stays_within_its_room(room, whole, monkeypatch):
     monkeypatch.setattr(explored_attention, "ROOM", room)
     model = fastvit.VisionTransformer(img_size=32, patch_size=4, embed_dim=48, depth=2, num_heads=3).eval()
     found = explored_attention.collect(model, torch.randn(3, 32, 32), [1], exploration._silent)
@@ -222,25 +219,23 @@ def test_attention_stays_within_its_room(room: int, whole: set[int], monkeypatch
         assert rows_of(maps[name], 65).shape == (len(found["queries"]), 65)
 
 
-def test_the_rooms_together_are_within_the_limit() -> None:
+def test_the_rooms_together_are_within_the_limit():
     positions = 4 * -(-(exploration._POSITIONS**2) // 3)
     static = len(document.rendered("", {}))
     assert explored_attention.ROOM + positions + static + 450_000 < 12_000_000  # memory and the picture
 
 
-@pytest.mark.parametrize(("depth", "asked", "order"), [(5, [], [4, 0, 3, 1, 2]), (4, [2], [2, 3, 0, 1]), (1, [0], [0])])
-def test_layers_by_interest(depth: int, asked: list[int], order: list[int]) -> None:
-    assert explored_attention._by_interest(depth, asked) == order
+def test_layers_by_interest():
+    assert explored_attention._by_interest(5, []) == [4, 0, 3, 1, 2]
+    assert explored_attention._by_interest(4, [2]) == [2, 3, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("layers", "text"), [([3], "3"), ([0, 1, 5], "0, 1, 5"), ([0, 1, 2, 7, 8, 9, 11], "0 to 2, 7 to 9, 11")]
-)
-def test_layers_in_words(layers: list[int], text: str) -> None:
-    assert explored_attention._ranges(layers) == text
+def test_layers_in_words():
+    assert explored_attention._ranges([0, 1, 5]) == "0, 1, 5"
+    assert explored_attention._ranges([0, 1, 2, 7, 8, 9, 11]) == "0 to 2, 7 to 9, 11"
 
 
-def test_a_model_whose_attention_is_not_seen_says_so() -> None:
+def test_a_model_whose_attention_is_not_seen_says_so():
     found = explored_attention.collect(nn.Conv2d(3, 8, 4, 4), torch.zeros(3, 16, 16), None, exploration._silent)
     assert found["maps"] is None
     assert found["note"].startswith("No attention is shown: ")
@@ -249,7 +244,7 @@ def test_a_model_whose_attention_is_not_seen_says_so() -> None:
 # ---- the page as a text ----
 
 
-def test_nothing_leads_out_of_the_page(explored: Explored) -> None:
+def test_nothing_leads_out_of_the_page(explored):
     page = explored[0].html()
     assert set(re.findall(r"\w+://[^\s\"'<>)]+", page)) == {"http://www.w3.org/2000/svg"}  # a name, never asked for
     assert not re.search(r"<(link|iframe|object|embed|img|script)\b[^>]*\b(src|href)=", page)
@@ -259,7 +254,7 @@ def test_nothing_leads_out_of_the_page(explored: Explored) -> None:
     assert len(page.encode()) < 12_000_000
 
 
-def test_names_are_no_markup(explored: Explored) -> None:
+def test_names_are_no_markup(explored):
     found, image, _ = explored
     page = found.html()
     assert image.name not in page
@@ -276,7 +271,7 @@ def test_names_are_no_markup(explored: Explored) -> None:
 # ---- the command ----
 
 
-def test_command(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path, monkeypatch, capsys):
     """Without a picture and weights, at a size whose memory is not planned."""
     monkeypatch.setattr(exploration, "_NAMES", exploring.NAMES[:1])
     monkeypatch.setitem(zoo.CONFIGS, NAME, exploring.CONFIG)
@@ -297,17 +292,12 @@ def test_command(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vit_base_patch16_244"], "is not a known model; nearest: vit_base_patch16_224"),
-        ([NAME, "--image-size", "33"], "image size 33 is not a multiple of the patch size 8"),
         ([NAME, "nothing.png"], "No such file or directory: nothing.png"),
-        ([NAME, __file__], "is no picture that Pillow reads"),
         ([NAME, "--weights", "nothing.pth"], "nothing.pth: no such file"),
         ([NAME, "--layers", "12"], "layers must be in 0..1, got 12"),
     ],
 )
-def test_mistakes(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(zoo.CONFIGS, NAME, exploring.CONFIG)
     out = tmp_path / "page.html"
     assert main(["explore", *arguments, "--out", str(out)]) == 2

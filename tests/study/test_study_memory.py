@@ -21,8 +21,8 @@ from fastvit.study.memory.search import Search, _largest
 from fastvit.study.memory.step import Setting
 from fastvit.study.sources import find
 
-GPU_PLAN = pytest.param("cuda", marks=pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed"))
-KINDS = pytest.mark.parametrize("kind", ["cpu", GPU_PLAN])
+NEEDS_TRITON = pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed")
+KINDS = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=NEEDS_TRITON)])
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +37,11 @@ def assert_planned_is_measured(found: study.MemoryStudy) -> None:
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
-@pytest.mark.parametrize(("model", "sizes"), [(SMALL, (32, 48, 64)), (TIMM, (64, 96, 128))], ids=["ours", "timm"])
+@pytest.mark.parametrize(("model", "sizes"), [(SMALL, (32, 64)), (TIMM, (64, 128))], ids=["ours", "timm"])
 def test_planned_is_measured(model, sizes, mode, device):
     options = {"mode": mode, "dtype": "float32", "device": device.type, "measured": True}
     found = study.memory(model, image_sizes=sizes, batches=(4,), **options)
-    assert len(found.points) == 9
+    assert len(found.points) == 6
     assert_planned_is_measured(found)
 
 
@@ -72,8 +72,7 @@ def test_dropout_saves_its_seed(kind, monkeypatch):
     assert saved[1] - saved[0] <= 2 * 4 * 512
 
 
-@KINDS
-@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize(("kind", "mode"), [("cpu", "train"), pytest.param("cuda", "infer", marks=NEEDS_TRITON)])
 def test_how_memory_grows(kind, mode):
     found = study.memory(SMALL, image_sizes=(32, 64, 128, 256), batches=(2,), mode=mode, device=kind)
     assert all(p.attention <= p.activations <= p.planned.peak for p in found.points)
@@ -175,7 +174,7 @@ def test_a_model_without_attention():
 
 
 def test_a_cpu_without_memory(monkeypatch):
-    """As CUDA's error of its own, it leaves the point unmeasured; another error is none of these."""
+    """Like CUDA's own error, it leaves the point unmeasured; any other error is raised."""
 
     def measure(*_: object) -> int:
         raise RuntimeError(message)
@@ -232,8 +231,7 @@ def test_a_budget():
     assert study.largest_batch(SMALL, 1 << 16, **options) == 0
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", [SMALL, TIMM, "study_models:of_registers"])
+@pytest.mark.parametrize(("name", "batch"), [(SMALL, 1), (TIMM, 2), ("study_models:of_registers", 2)])
 def test_a_search_traces_few_steps(name, batch, monkeypatch):
     """One for all that it searches, one more for each that it finds; and those of one image."""
     traced = []
@@ -288,11 +286,7 @@ def test_a_search_that_cannot_scale(monkeypatch):
         ({"model": "study_models:of_nothing"}, ValueError, "must return an nn.Module, got NoneType"),
         ({"model": "study_models:of_one_size", "image_sizes": (64,)}, ValueError, "takes no image_size"),
         ({"model": "study_models:of_the_reference"}, ValueError, "the reference has no fused form"),
-        (
-            {"model": "study_models:of_no_library", "providers": ("fused",)},
-            ValueError,
-            "accelerate knows no block of Seq",
-        ),
+        ({"model": "study_models:of_no_library", "providers": ("fused",)}, ValueError, "knows no block of Sequential"),
         ({"model": "study_models:of_no_library"}, ValueError, "Sequential has no switch for eager attention"),
         ({"model": "study_models:of_mistakes"}, ValueError, "of_mistakes: RuntimeError: what went wrong$"),
         ({"model": "no_such_module:vit"}, ImportError, "no_such_module"),
@@ -331,11 +325,10 @@ def import_transformers():
     ("provider", "kept", "ops"),
     [("eager", 16 + 197 / 64, 17), ("sdpa", 16, 10), ("fused", 10, 7)],
 )
-@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "vit_small_patch16_224"])
-def test_what_a_block_keeps(model, provider, kept, ops):
-    """Token tensors, of ViTs whose heads are of 64: eager has H * N^2 probabilities beside SDPA's."""
+def test_what_a_block_keeps(provider, kept, ops):
+    """In token tensors, for ViTs whose heads are of 64: eager also keeps H * N^2 probabilities."""
     pytest.importorskip("triton")
-    cost = study.block(model, provider=provider)
+    cost = study.block("vit_tiny_patch16_224", provider=provider)
     assert cost.tokens == 197
     assert cost.kept == pytest.approx(kept, abs=0.2)
     assert len(cost.ops) == ops
@@ -348,7 +341,7 @@ def test_a_block_of_timm_and_of_rotary_positions():
     (attention,) = [op.kept for op in eva.ops if op.name == "attention_qkvpacked_fwd"]
     assert attention == pytest.approx(1.03, abs=0.02)
     kept = study.block(TIMM, image_size=64).kept
-    assert 10 < kept < 11  # with statistics, which count beside 48 channels
+    assert 10 < kept < 11  # with statistics, which are not negligible at 48 channels
     names = [op.name for op in study.block("vit_small_patch16_dinov3").ops]
     assert "rotary" in " ".join(names)
 

@@ -1,4 +1,4 @@
-"""Tuning a model: its calls, what is measured in which order, the user's table."""
+"""Tuning a model: its calls, what is measured in which order, and the user's table."""
 
 import functools
 import math
@@ -49,7 +49,7 @@ def counted(name: str, mode: str, **options: Any) -> Counter[str]:
 # ---- the calls of a model ----
 
 
-def test_the_calls_of_a_model_of_the_zoo() -> None:
+def test_the_calls_of_a_model_of_the_zoo():
     """Two blocks: two norms, attention, two linear layers after it and in the MLP; and the norm after them."""
     one = {"patch_embed_fwd": 1, "layer_norm_fwd": 5, "attention_qkvpacked_fwd": 2}
     assert counted(SMALL, "infer") == one | {"linear_fwd": 6}
@@ -58,27 +58,27 @@ def test_the_calls_of_a_model_of_the_zoo() -> None:
     assert counted(SMALL, "train") == forward | backward | {"patch_embed_bwd_weight": 1}
 
 
-def test_equal_calls_are_one() -> None:
+def test_equal_calls_are_one():
     found = [call for call in calls(SMALL) if call.name == "attention_qkvpacked_fwd"]
     assert [call.counts for call in found] == [{"infer": 2, "train": 2}]
     assert len(set(calls(SMALL))) == len(calls(SMALL))
 
 
-def test_the_calls_of_an_accelerated_model() -> None:
+def test_the_calls_of_an_accelerated_model():
     """Under autocast: float32 parameters, 16-bit attention."""
     assert counted("study_models:of_timm", "infer", dtype="amp")["attention_qkvpacked_fwd"] == 2
     attention = next(c for c in calls("study_models:of_timm", dtype="amp") if c.name == "attention_qkvpacked_fwd")
     assert attention.leaves[0].dtype is torch.bfloat16
 
 
-def test_the_calls_of_a_model_with_rotary_positions() -> None:
+def test_the_calls_of_a_model_with_rotary_positions():
     name = "eva02_tiny_patch14_224"
     assert counted(name, "train", size=28)["rotary"] == 24, "forward and backward"
     assert counted(name, "train", size=28)["gated_dact"] == 12
 
 
-def test_a_masked_call_has_one_choice_to_measure() -> None:
-    """The sum of the mask's gradient over programs; kernels with masks take no measured choice."""
+def test_a_masked_call_has_one_choice_to_measure():
+    """It sums the mask's gradient over programs. Kernels with masks take no measured choice."""
     masked = [c for c in calls("study_models:of_a_bias") if "attention" in c.name]
     names = {"attention_qkvpacked_fwd", "attention_qkvpacked_bwd_with_mask"}
     assert {call.name for call in masked} == names
@@ -90,8 +90,8 @@ def test_a_masked_call_has_one_choice_to_measure() -> None:
 
 
 @pytest.mark.parametrize("name", [SMALL, "study_models:of_a_bias"])
-def test_drawn_arguments_look_like_the_recorded_ones(name: str) -> None:
-    """In shape, strides and dtype, and nothing that an op computes of them overflows."""
+def test_drawn_arguments_look_like_the_recorded_ones(name):
+    """They have the recorded shape, strides and dtype, and no op overflows with them."""
     for call in calls(name):
         arguments = call.arguments(CPU)
         again = torch.utils._pytree.tree_leaves(arguments)
@@ -104,8 +104,8 @@ def test_drawn_arguments_look_like_the_recorded_ones(name: str) -> None:
         assert all(t.isfinite().all() for t in out if isinstance(t, torch.Tensor)), call.name
 
 
-def test_no_probability_of_a_drawn_backward_pass_exceeds_one() -> None:
-    """Kernels bound it in their last tile: with other data choices whose tiles differ would have other results."""
+def test_no_probability_of_a_drawn_backward_pass_exceeds_one():
+    """Kernels clamp it in their last tile only, so choices with other tiles would have other results."""
     (call,) = (call for call in calls(SMALL) if call.name == "attention_qkvpacked_bwd")
     names = [argument.name for argument in call.op._schema.arguments]
     given = dict(zip(names, call.arguments(CPU), strict=True))
@@ -114,7 +114,7 @@ def test_no_probability_of_a_drawn_backward_pass_exceeds_one() -> None:
     assert (scores.amax(-1) <= given["lse"] + 1e-3).all()
 
 
-def test_a_model_without_fused_ops_is_refused() -> None:
+def test_a_model_without_fused_ops_is_refused():
     source = SimpleNamespace(name="a model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastvit.tuning.calls.trace_step", lambda *_, **__: SimpleNamespace(seen=SimpleNamespace(ops=[])))
@@ -126,14 +126,14 @@ def test_a_model_without_fused_ops_is_refused() -> None:
 
 
 def stand_in(seconds: dict[str, float], **options: Any) -> ModelTuning:
-    """The tuning of SMALL on a GPU that takes so long for a call, by its name."""
+    """Return the tuning of SMALL on a GPU that takes these seconds for a call, by its name."""
     of = SimpleNamespace(arch=ARCH, device=CPU, shipped={}, entries={}, has=lambda table, key: False, **options)
     tuning = ModelTuning(calls(SMALL), of, 132)  # type: ignore[arg-type]
     tuning.seconds = {i: seconds.get(call.name, 1e-6) for i, call in enumerate(tuning.calls)}
     return tuning
 
 
-def test_the_largest_share_of_the_step_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_share_of_the_step_comes_first(monkeypatch):
     monkeypatch.setattr(dispatch, "INTERPRET", False)  # where all matmuls are Triton's
     works = stand_in({"attention_qkvpacked_bwd": 1.0, "patch_embed_fwd": 1.9, "linear_dact": 0.4}).works()
     tables = [work.table for work in works]
@@ -144,19 +144,19 @@ def test_the_largest_share_of_the_step_comes_first(monkeypatch: pytest.MonkeyPat
     assert len({(work.table, work.label) for work in works}) == len(works)
 
 
-def test_every_table_that_a_model_asks_for_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of kernels that the shipped choices do not launch, as the two of attention's backward on sm_90."""
+def test_every_table_that_a_model_asks_for_is_measured(monkeypatch):
+    """So are tables of kernels that the shipped choices do not launch: two of attention's backward on sm_90."""
     monkeypatch.setattr(dispatch, "INTERPRET", False)
     assert {work.table for work in stand_in({}).works()} == set(_tuned.FIELDS)
 
 
-def test_a_call_is_measured_by_the_op_that_takes_most() -> None:
+def test_a_call_is_measured_by_the_op_that_takes_most():
     tuning = stand_in({"layer_norm_bwd": 2.0})
     (norm,) = (work for work in tuning.works() if (work.table, work.label) == ("layer_norm", "norm backward D=48"))
     assert norm.build.args[0].name == "layer_norm_bwd"  # type: ignore[attr-defined]
 
 
-def test_what_is_left_when_the_time_is_up_is_not_measured() -> None:
+def test_what_is_left_when_the_time_is_up_is_not_measured():
     tuning = stand_in({}, tune=lambda work: pytest.fail("measured"))
     works = tuning.works()
     found = list(tuning.tune(works, until=-math.inf))
@@ -164,7 +164,7 @@ def test_what_is_left_when_the_time_is_up_is_not_measured() -> None:
     assert all(isinstance(result, Skipped) and result.late for result in found)
 
 
-def test_one_that_cannot_be_timed_does_not_stop_the_others() -> None:
+def test_one_that_cannot_be_timed_does_not_stop_the_others():
     def tune(work: tuner.Work) -> list[str]:
         if work.table == "gemm":
             raise tuner.HostBound("the GPU waited")
@@ -177,7 +177,7 @@ def test_one_that_cannot_be_timed_does_not_stop_the_others() -> None:
     assert {r.reason for r in found if isinstance(r, Skipped)} == {"the GPU waited"}
 
 
-def test_a_call_that_cannot_be_timed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_be_timed_is_named(monkeypatch):
     def timed(call: OpCall, choices: Any, rounds: int) -> list[float]:
         if call.name == "linear_dact":
             raise dispatch.KernelUnsupported("too wide")
@@ -190,7 +190,7 @@ def test_a_call_that_cannot_be_timed_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert len(tuning.seconds) == len(tuning.calls) - 1
 
 
-def test_only_calls_with_other_choices_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_calls_with_other_choices_are_timed_again(monkeypatch):
     (attention,) = (c for c in calls(SMALL) if c.name == "attention_qkvpacked_fwd")
     tuning = stand_in({call.name: 1.0 for call in calls(SMALL)})
     tuning.tuner.entries[("attention_fwd", (65, 16, 2, 0, 0))] = (0, 64, 64, 4, 2)
@@ -207,7 +207,7 @@ def test_only_calls_with_other_choices_are_timed_again(monkeypatch: pytest.Monke
     assert train.before - train.after == pytest.approx(2 * 0.75)
 
 
-def test_the_baseline_is_the_shipped_table(tmp_path: Path) -> None:
+def test_the_baseline_is_the_shipped_table(tmp_path):
     """A choice has to beat the one that would run without the user's table."""
     key = ("attention_fwd", (20, 16, 2, 0, 0))
     shipped = {key: (0, 64, 64, 4, 2)}
@@ -222,8 +222,8 @@ def test_the_baseline_is_the_shipped_table(tmp_path: Path) -> None:
     assert one.entries == shipped
 
 
-def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path: Path) -> None:
-    """The number of programs of another table's choice is the number of rows to add up."""
+def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path):
+    """Another table's choice sets the number of programs, and so of rows to add up."""
 
     def run() -> tuple[torch.Tensor, ...]:
         _tuned.choice(ARCH, "column_sum", 9 if _tuned.choice(ARCH, "layer_norm", 768, 1) is None else 10, 768)
@@ -235,8 +235,8 @@ def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path: Path) -> No
     assert result.key == (10, 768)
 
 
-def test_results_in_memory_that_is_written_again_are_compared(tmp_path: Path) -> None:
-    """Some ops write into a tensor that they are given: the candidate's result must not be compared with itself."""
+def test_results_in_memory_that_is_written_again_are_compared(tmp_path):
+    """Some ops write into a given tensor: a candidate's result must not be compared with itself."""
     out = torch.ones(1)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -247,11 +247,11 @@ def test_results_in_memory_that_is_written_again_are_compared(tmp_path: Path) ->
     assert (result.tried, result.unfit) == (0, 1)
 
 
-def test_long_sequences_have_no_kernel_for_short_ones_to_try() -> None:
+def test_long_sequences_have_no_kernel_for_short_ones_to_try():
     assert candidates.candidates("attention_bwd_short", (1025, 64, 2, 0, 0)) == []
 
 
-def test_compilation_ends_with_its_caller(tmp_path: Path) -> None:
+def test_compilation_ends_with_its_caller(tmp_path):
     """Ctrl-C leaves no kernels to compile in the background."""
 
     def compile(number: int) -> None:
@@ -271,9 +271,7 @@ def algorithm(n: int) -> str:
     return _attention_configs.attention_fwd(n, 64, 2, False, ARCH).algorithm
 
 
-def test_the_users_choices_go_before_the_shipped_ones_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_choices_go_before_the_shipped_ones_one_by_one(tmp_path, monkeypatch):
     shipped = {"197,64,2,0,0": ONLINE, "50,64,2,0,0": ONLINE}
     monkeypatch.setattr(_tuned, "FOLDER", write(tmp_path / "shipped", {}, tables={"attention_fwd": shipped}).parent)
     write(tmp_path / "user", SHORT)
@@ -286,8 +284,8 @@ def test_the_users_choices_go_before_the_shipped_ones_one_by_one(
     assert algorithm(197) == "online"
 
 
-def test_a_second_model_of_an_arch_changes_no_choice_of_the_first(tmp_path: Path) -> None:
-    """The first one has no table, and its launches stay the same throughout a run."""
+def test_a_second_model_of_an_arch_changes_no_choice_of_the_first(tmp_path):
+    """The first one has no table, and its launches must not change during a run."""
     write(tmp_path, ONLINE)
     _tuned.load(ARCH, "A GPU without a table", tmp_path)
     _tuned.load(ARCH, GPU, tmp_path)
@@ -298,13 +296,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"measured": {"sources": "other kernels"}}, "measured with other kernels than these; `fastvit tune` measures"),
     ({"measured": {}}, "measured with other kernels"),
     ({"measured": []}, "no attribute"),
-    ({"gpu": "Another"}, "made on 'Another'"),
-    ({"tables": []}, "tables is not an object"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "why"), BAD)
-def test_a_damaged_or_stale_table_is_ignored_with_one_warning(changes: Any, why: str, tmp_path: Path) -> None:
+def test_a_damaged_or_stale_table_is_ignored_with_one_warning(changes, why, tmp_path):
     path = write(tmp_path, ONLINE, **changes)
     with pytest.warns(UserWarning, match=why) as caught:
         [_tuned.load(ARCH, GPU, tmp_path) for _ in range(2)]
@@ -313,7 +309,7 @@ def test_a_damaged_or_stale_table_is_ignored_with_one_warning(changes: Any, why:
     assert algorithm(197) == "short"
 
 
-def test_a_folder_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_no_error(tmp_path, monkeypatch):
     def refused(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -327,8 +323,8 @@ def test_a_folder_that_cannot_be_read_is_no_error(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "file" / "below").exists()
 
 
-def test_the_digest_is_of_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any change of them makes a user's table stale; a table next to them is no source."""
+def test_the_digest_is_of_the_kernels(tmp_path, monkeypatch):
+    """Any change of a kernel makes a user's table stale; a table in their folder does not."""
     _tuned.sources.cache_clear()
     (tmp_path / "kernel.py").write_text("a = 1")
     monkeypatch.setattr(_tuned, "__file__", str(tmp_path / "_tuned.py"))
@@ -347,7 +343,7 @@ FOLDERS: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("environment", "folder"), FOLDERS)
-def test_the_folder_of_the_users_tables(environment: Any, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_users_tables(environment, folder, monkeypatch):
     for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"HOME": "/a/home"} | environment).items():
@@ -355,7 +351,7 @@ def test_the_folder_of_the_users_tables(environment: Any, folder: str, monkeypat
     assert dispatch.cache_folder() == Path(folder)
 
 
-def test_keys_and_choices_in_words() -> None:
+def test_keys_and_choices_in_words():
     assert key_in_words("attention_fwd", (197, 64, 2, 0, 0)) == "attention forward N=197 d=64"
     assert key_in_words("gemm", (13, 3072, 768, 2)) == "linear 768->3072 M<8192"
     which = key_in_words("use_triton_gemm", (13, 3072, 768, 2, 1))
