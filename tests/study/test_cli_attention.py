@@ -34,7 +34,7 @@ def _quick() -> Iterator[None]:
 
 
 def three_columns(height: int = 40, width: int = 60) -> np.ndarray:
-    """Red, green, blue, from left to right."""
+    """Draw red, green and blue columns, from left to right."""
     pixels = np.zeros((height, width, 3), np.uint8)
     for i in range(3):
         pixels[:, i * width // 3 : (i + 1) * width // 3, i] = 255

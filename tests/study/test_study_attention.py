@@ -40,13 +40,13 @@ VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}
 
 @pytest.fixture(autouse=True)
 def _quick() -> Iterator[None]:
-    """Triton's interpreter is slow, and q and k are the same."""
+    """Triton's interpreter is slow, and has the same q and k."""
     with use_backend("aten"):
         yield
 
 
 def pair(kind: str, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """Ours and the reference, with the same weights, far from uniform attention."""
+    """Return our model and the reference with the same weights, whose attention is far from uniform."""
     of_ours, of_theirs, more = PAIRS[kind]
     torch.manual_seed(0)
     ours, theirs = (make(**SIZE | more | options).eval() for make in (of_ours, of_theirs))
@@ -63,7 +63,7 @@ def image(height: int = 32, width: int = 48) -> Tensor:
 
 
 def materialised(model: nn.Module, x: Tensor) -> Tensor:
-    """All weights of a reference model, (layers, H, N, N)."""
+    """Return all attention weights of a reference model, (layers, H, N, N)."""
     seen: list[Tensor] = []
     drops = [m for name, m in model.named_modules() if name.endswith("attn_drop")]
     handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[0][0])) for m in drops]
@@ -75,7 +75,7 @@ def materialised(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Odd(nn.Module):
-    """Patches, and attention as `attend` calls it."""
+    """Patches, then the given attention."""
 
     def __init__(self, attend: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def sdpa(q: Tensor, **options: Any) -> Tensor:
 
 
 def dense_rollout(weights: Tensor) -> Tensor:
-    """(layers, H, N, N) -> (N, N), in float64."""
+    """Roll out weights (layers, H, N, N) to (N, N), in float64."""
     eye = torch.eye(weights.shape[-1], dtype=torch.float64)
     product = eye
     for layer in weights.double().mean(1):
@@ -119,7 +119,7 @@ def test_rows_are_the_references_softmax(kind):
 
 
 def test_rows_in_bfloat16_are_as_accurate_as_eager_ones():
-    """The oracle's rule: rounded weights and activations err in both, and the softmax in float32 adds nothing."""
+    """Rounded weights and activations err in both; the softmax in float32 adds no error."""
     ours, theirs = pair("vit")
     low, exact = copy.deepcopy(theirs).bfloat16(), copy.deepcopy(theirs)
     exact.load_state_dict(low.state_dict())  # the rounded weights
@@ -162,7 +162,7 @@ LIBRARIES = [architecture for architecture in ARCHITECTURES if architecture.name
 
 
 def explicit(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """All weights of a model that calls F.scaled_dot_product_attention, (layers, H, N, N), without heads that pool."""
+    """Return the weights (layers, H, N, N) of a model on F.scaled_dot_product_attention, without pooling heads."""
     seen: list[Tensor] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
@@ -200,7 +200,7 @@ def model_patch(model: nn.Module) -> int:
 
 
 class Meta(nn.Module):
-    """In the layout of Meta's DINOv2, with positions left out."""
+    """A model in the layout of Meta's DINOv2, without positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_metas_layout(monkeypatch):
     torch.testing.assert_close(study.attention_maps(model, x).rows[:, :, 0], expected[:, :, 0], **VISIBLE)
 
 
-# ---- what is computed, and what is left as it was ----
+# ---- what is computed, and what does not change ----
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (1, 2, 24, 24), (24,)], ids=str)
@@ -251,7 +251,7 @@ def test_a_mask_is_a_bias():
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_masks_and_shared_keys_of_fused_attention(kind):
-    """Both heads look at the first one's keys."""
+    """Both heads attend to the first head's keys."""
     mask = torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) > 0.3
     given = mask if kind == "bool" else torch.zeros(24, 24).masked_fill(~mask, -torch.inf)
 
@@ -268,7 +268,7 @@ def test_masks_and_shared_keys_of_fused_attention(kind):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any result. Outside of the study's own mode, it sees what that one computes."""
+    """The largest number of elements of any result. It is outside of the study's own mode, and sees its tensors too."""
 
     elements = 0
 
@@ -291,7 +291,7 @@ def test_no_matrix_of_all_weights(function, monkeypatch):
 
 
 def test_only_the_layers_asked_for_are_kept(monkeypatch):
-    """And computed, where that is known before the last one."""
+    """Only their rows are computed, if they are known before the last layer."""
     computed: list[int] = []
     rows = attention_maps._rows
 
@@ -331,7 +331,7 @@ def test_what_is_compiled_runs_as_what_it_was_compiled_from():
 
 
 def test_no_compiler_is_loaded():
-    """It takes seconds, of which `fastvit attention` would be most."""
+    """Loading it takes seconds, more than the rest of `fastvit attention`."""
     program = """
 import sys, torch, fastvit
 from fastvit import study
@@ -342,7 +342,7 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
-# ---- what is asked for ----
+# ---- arguments ----
 
 
 @pytest.mark.parametrize(

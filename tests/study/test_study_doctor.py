@@ -158,7 +158,7 @@ def test_a_compiler_that_is_not_there(monkeypatch):
 
 
 def test_without_triton_and_rich():
-    """In a process of its own, in which neither can be imported."""
+    """It runs in a process that can import neither."""
     program = "import sys; sys.modules['triton'] = sys.modules['rich'] = None\n"
     program += "from fastvit.cli import main; sys.exit(main(['doctor']))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
@@ -195,7 +195,7 @@ def test_bench_runs_pytest_in_the_checkout(monkeypatch):
 
 
 def test_bench_collects_the_quick_cases(monkeypatch):
-    """The benchmarks refuse Triton's interpreter and several processes, in which the tests run."""
+    """The benchmarks refuse Triton's interpreter and pytest-xdist, which the tests use."""
     for name in ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
         monkeypatch.delenv(name, raising=False)
     assert main(["bench", "--", "--collect-only", "-q", "-k", "layer_norm"]) == 0

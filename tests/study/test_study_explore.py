@@ -84,7 +84,7 @@ def test_attention_is_that_of_attention_maps(explored):
 
 
 def near(ours: np.ndarray, right: torch.Tensor) -> None:
-    """To half of a 255th of the largest weight of each row."""
+    """Check rows to half of a 255th of the largest weight of each."""
     most = right.amax(-1, keepdim=True)
     assert most.max() > 3 / 27, "all rows are flat: this test could not tell them apart"
     assert ((torch.from_numpy(ours) - right).abs() <= most * 0.5001 / 255).all()
@@ -176,7 +176,7 @@ def test_sizes_to_trace_at_are_told_from_widths_and_from_each_other(prefix):
 
 
 def test_every_extent_scales_by_what_grows(monkeypatch):
-    """Registers without positions, as transformers' DINOv2 has them, and tables of relative positions, as BEiT."""
+    """Models with registers without positions (transformers' DINOv2), and with tables of relative positions (BEiT)."""
     pytest.importorskip("triton", reason="triton is not installed")
     for name, prefix in [("study_models:of_registers", 3), ("study_models:of_relative_positions", 1)]:
         source = find(name)
@@ -272,7 +272,7 @@ def test_names_are_no_markup(explored):
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """Without a picture and weights, at a size whose memory is not planned."""
+    """It runs without picture and weights, at a size whose memory is not planned."""
     monkeypatch.setattr(exploration, "_NAMES", exploring.NAMES[:1])
     monkeypatch.setitem(zoo.CONFIGS, NAME, exploring.CONFIG)
     out = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""The page of `fastvit explore` in a browser: what it shows is what the functions say, by pointer and by keys."""
+"""The page of `fastvit explore` in a browser, by pointer and by keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[
 
 @pytest.fixture
 def opened(browser: Any, written: tuple[study.Exploration, Path]) -> Iterator[Callable[..., Opened]]:
-    """Opens the page; in the end nothing was wrong on any, and none has asked for another file."""
+    """Open the page. At the end, no window has complained, and none has asked for another file."""
     windows: list[Opened] = []
 
     def open_(**options: Any) -> Opened:

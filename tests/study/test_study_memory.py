@@ -46,7 +46,7 @@ def test_planned_is_measured(model, sizes, mode, device):
 
 
 def test_rotary_positions_are_planned_in_place(device, monkeypatch):
-    """Calls that nothing observes copy no q, k and v, and nor does the plan. In inference the peak lies there."""
+    """Without an observer, ops copy no q, k and v. The plan must not count such copies, which would be the peak."""
     name = "vit_small_patch16_dinov3"
     monkeypatch.setitem(zoo.CONFIGS, name, {**zoo.CONFIGS[name], "depth": 2, "embed_dim": 128, "num_heads": 2})
     options = {"mode": "infer", "dtype": "float32", "device": device.type, "measured": True, "providers": ("fused",)}
@@ -55,8 +55,8 @@ def test_rotary_positions_are_planned_in_place(device, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["amp", "bfloat16"])
 def test_planned_is_measured_in_16_bits(dtype, device, monkeypatch):
-    """At a size where 0.1 MB that a CPU's matrix product takes for itself do not count, nor the keys and values of one
-    block, 0.7 MB, that PyTorch's attention packs for a CPU with AMX."""
+    """The model is large enough to hide 0.1 MB of scratch memory of a CPU's matmul, and 0.7 MB that PyTorch's attention
+    packs for a CPU with AMX."""
     monkeypatch.setitem(zoo.CONFIGS, SMALL, CONFIG | {"depth": 4})
     options = {"dtype": dtype, "optimizer": "sgd", "device": device.type, "measured": True}
     assert_planned_is_measured(study.memory(SMALL, image_sizes=(64,), batches=(12,), **options))
@@ -116,7 +116,7 @@ def test_the_parts_of_a_step(kind):
 
 
 def test_autocast_on_a_gpu_has_scores_in_float32():
-    """On a CPU, whose tensors stand in for a GPU's, autocast leaves them in bfloat16."""
+    """Fake CPU tensors stand for a GPU's, but a CPU's autocast leaves scores in bfloat16."""
     pytest.importorskip("triton")
     source = find.find(SMALL)
     matrices = [plan(source, "eager", (64, 64), 2, Setting(dtype="amp"), gpu=gpu).attention for gpu in (False, True)]
@@ -124,7 +124,7 @@ def test_autocast_on_a_gpu_has_scores_in_float32():
 
 
 def test_what_an_op_allocates_by_itself_is_seen():
-    """The partial sums of the gradient of a LayerNorm's weight: a row for each program of 132 multiprocessors."""
+    """The gradient of a LayerNorm's weight has partial sums: a row for each program of 132 multiprocessors."""
     pytest.importorskip("triton")
     with FakeTensorMode(), as_on(gpu=True):
         x, weight, bias = (torch.empty(*shape, requires_grad=True) for shape in ((65536, 64), (64,), (64,)))
@@ -189,7 +189,7 @@ def test_a_cpu_without_memory(monkeypatch):
 
 
 def test_planning_leaves_no_trace():
-    """Launchers launch again, and the interpreter interprets."""
+    """Afterwards launchers launch, and the interpreter interprets."""
     pytest.importorskip("triton")
     from fastvit.ops.runtime import launch
 
@@ -208,7 +208,7 @@ def test_planning_leaves_no_trace():
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_the_largest_that_fits(start, slope, power, budget, step):
-    """Whatever the way in which a peak grows: evenly, bent, in stairs."""
+    """It is found whether a peak grows linearly, faster, or in steps."""
 
     def peak(n: int) -> int:
         return start + slope * int((n // step * step + 1) ** power)
@@ -233,7 +233,7 @@ def test_a_budget():
 
 @pytest.mark.parametrize(("name", "batch"), [(SMALL, 1), (TIMM, 2), ("study_models:of_registers", 2)])
 def test_a_search_traces_few_steps(name, batch, monkeypatch):
-    """One for all that it searches, one more for each that it finds; and those of one image."""
+    """It traces once for all searches, once more for each result, and once for batches of one."""
     traced = []
 
     def counted(*args, **options):
@@ -257,7 +257,7 @@ def test_a_search_traces_few_steps(name, batch, monkeypatch):
 
 
 def test_a_search_that_cannot_scale(monkeypatch):
-    """A model of one size; and a plan that differs from the scaled one, as of functions that go by size."""
+    """The model has one size only, or its plan differs from the traced step's."""
     options = {"provider": "fused", "device": "cpu"}
     batch = study.largest_batch("study_models:of_one_size", 64 << 20, **options)
     assert batch == study.largest_batch(TIMM, 64 << 20, **options) > 1

@@ -48,7 +48,7 @@ def test_peak_sees_allocations_inside_ops_and_in_backward():
 
 
 def test_peak_is_of_the_path_that_runs_without_a_profiler():
-    """Under the dispatcher rotary positions are no longer written into the buffer that they are read from."""
+    """Under the dispatcher, rotary positions are not applied in place, which takes more memory."""
     paths: list[str] = []
     peak_bytes(lambda: paths.append(choose_backend(torch.ones(1))), CPU)
     with profile():

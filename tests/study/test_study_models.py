@@ -91,7 +91,7 @@ def test_another_size_and_batch():
 
 
 def test_saved_bytes_are_those_of_a_real_step():
-    """Counted on the meta device, they are what autograd keeps of real tensors, by the benchmarks' own count."""
+    """The count on the meta device equals the count on real tensors."""
     (cost,) = models("vit_cifar_small", batch=2)
     model = find.find("vit_cifar_small").build("fused").bfloat16().train()
     images = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)

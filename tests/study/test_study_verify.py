@@ -1,4 +1,4 @@
-"""`fastvit verify`: what is right passes, and what is wrong in any of these ways does not."""
+"""`fastvit verify`: right ops pass, and wrong ones fail."""
 
 import json
 import math
@@ -120,7 +120,7 @@ def test_what_triton_cannot_take_is_noted_and_verified_on_aten(triton_backend, m
 
 
 def test_one_unlucky_element_is_judged_with_other_draws(monkeypatch):
-    """A miss of the first draw alone is none of all draws, where eager has such elements too."""
+    """The first draw fails alone, but not together with others, in which eager has such elements too."""
     draws = []
 
     def compared(draw):
@@ -182,7 +182,7 @@ def test_a_wrong_model_fails(monkeypatch, capsys):
 
 
 def test_a_model_of_transformers_whose_keys_have_a_bias(tmp_path):
-    """Its gradient is zero, which neither of the two hits."""
+    """The gradient of that bias is zero, and both sides have rounding errors only."""
     import_library("transformers")
     path = tmp_path / "config.json"
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
