@@ -1,6 +1,6 @@
 """Models that tests give to studies as module:function."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,11 @@ def known() -> Iterator[None]:
         yield
 
 
-def of_timm(image_size: int = 32) -> nn.Module:
+def of_timm(image_size: int = 32, **options: Any) -> nn.Module:
     """Make a ViT of timm: 8 x 8 patches, CLS, two blocks."""
-    options: dict[str, Any] = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5}
-    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
-    return make(img_size=image_size, **options)
+    options = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5} | options
+    model: nn.Module = import_library("timm").models.VisionTransformer(img_size=image_size, **options)
+    return model
 
 
 def of_one_size() -> nn.Module:
@@ -61,8 +61,9 @@ def of_registers(image_size: int = 32) -> nn.Module:
 
 
 def of_relative_positions(image_size: int = 32) -> nn.Module:
-    make: Callable[..., nn.Module] = import_library("timm").models.beit.Beit
-    return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5, use_rel_pos_bias=True)
+    options: dict[str, Any] = {"embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 5, "use_rel_pos_bias": True}
+    model: nn.Module = import_library("timm").models.beit.Beit(image_size, 8, **options)
+    return model
 
 
 def of_a_bias(image_size: int = 32) -> nn.Module:
@@ -92,20 +93,17 @@ def of_no_library(image_size: int = 32) -> nn.Module:
 
 
 def of_timm_with_dropout(image_size: int = 64) -> nn.Module:
-    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
-    return make(image_size, 8, embed_dim=48, depth=2, num_heads=3, num_classes=5, attn_drop_rate=0.1)
+    return of_timm(image_size, attn_drop_rate=0.1)
 
 
 def of_values(image_size: int = 32) -> nn.Module:
     """Read numbers out of tensors, as many constructors do for stochastic depth."""
     rates = [x.item() for x in torch.linspace(0, 0.1, 2)]
-    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
-    return make(image_size, 8, embed_dim=48, depth=len(rates), num_heads=3, num_classes=5, drop_path_rate=rates[-1])
+    return of_timm(image_size, depth=len(rates), drop_path_rate=rates[-1])
 
 
 def of_grey_images(image_size: int = 32) -> nn.Module:
-    make: Callable[..., nn.Module] = import_library("timm").models.VisionTransformer
-    return make(image_size, 8, in_chans=1, embed_dim=48, depth=1, num_heads=3, num_classes=5)
+    return of_timm(image_size, in_chans=1)
 
 
 def of_an_image_and_text(image_size: int = 32) -> nn.Module:

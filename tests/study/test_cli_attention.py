@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from library_imports import import_timm
 from models import randomised
 
 import fastvit
-from fastvit import study, zoo
+from fastvit import study
 from fastvit.cli import main
 from fastvit.ops import use_backend
 from fastvit.study.attention.drawing import draw_maps
-from fastvit.study.sources import normalization
-from fastvit.study.sources.from_timm import TimmSource
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("rich")
@@ -110,17 +107,6 @@ def test_statistics_that_are_none(picture):
     for mean, std in (((0.5,), (0.5,) * 3), ((0.5,) * 3, (0.5, 0.5, 0.0))):
         with pytest.raises(ValueError, match="mean and std must have three values, std positive ones"):
             study.read_picture(picture, 8, mean, std)
-
-
-def test_names_are_normalised_as_timm_does_it():
-    timm = import_timm()
-    names = [name for name in zoo.list_models() if timm.is_model(name)]
-    assert len(names) > 150
-    for name in names:
-        config = timm.get_pretrained_cfg(name)
-        assert normalization.statistics(name) == (tuple(config.mean), tuple(config.std)), name
-    of_timm = TimmSource("vit_base_patch16_224.augreg_in21k")
-    assert of_timm.normalization() == HALVES
 
 
 # ---- drawing ----
@@ -222,8 +208,6 @@ def test_models_of_a_function_bring_their_weights(picture, capsys, monkeypatch):
     assert run("study_models:of_a_user", picture, "--image-size", "32", "--json") == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["grid"], err) == ([4, 4], "")
-    assert run("study_models:of_a_user", picture, "--weights", "x.safetensors") == 2
-    assert "weights are for names of `fastvit models`" in capsys.readouterr().err
 
 
 def truncated() -> bytes:

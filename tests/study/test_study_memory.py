@@ -1,6 +1,5 @@
 """Planned memory against what allocators record, and against arithmetic."""
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -218,19 +217,6 @@ def test_the_largest_that_fits(start, slope, power, budget, step):
     assert peak(found + 1) > budget
 
 
-def test_a_budget():
-    options = {"provider": "eager", "mode": "infer", "optimizer": "none", "device": "cpu"}
-    budget = 64 << 20
-    batch = study.largest_batch(SMALL, budget, image_size=48, **options)
-    size = study.largest_image(SMALL, budget, batch=batch, **options)
-    peaks = study.memory(
-        SMALL, image_sizes=(size, size + 4), batches=(batch,), mode="infer", providers=("eager",), device="cpu"
-    ).of("eager")
-    assert peaks[0].planned.peak <= budget < peaks[1].planned.peak
-    assert size == 48
-    assert study.largest_batch(SMALL, 1 << 16, **options) == 0
-
-
 @pytest.mark.parametrize(("name", "batch"), [(SMALL, 1), (TIMM, 2), ("study_models:of_registers", 2)])
 def test_a_search_traces_few_steps(name, batch, monkeypatch):
     """It traces once for all searches, once more for each result, and once for batches of one."""
@@ -269,56 +255,21 @@ def test_a_search_that_cannot_scale(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"model": "vit_base_patch16_244"}, ValueError, "vit_base_patch16_244.*nearest: vit_base_patch16_224"),
-        ({"image_sizes": (33,)}, ValueError, "image size 33 is not a multiple of the patch size 4.*nearest: 32"),
-        ({"image_sizes": (32,), "patch_size": 5}, ValueError, "32 is not a multiple of the patch size 5"),
-        ({"mode": "training"}, ValueError, "mode must be one of train, infer, got 'training'"),
-        ({"dtype": "int8"}, ValueError, "dtype must be one of .*got 'int8'"),
-        ({"optimizer": "lion"}, ValueError, "optimizer must be one of"),
-        ({"providers": ("flash",)}, ValueError, "providers must be of .*got 'flash'"),
-        ({"providers": ("compile",)}, ValueError, "'compile' has no planned figures"),
-        ({"device": "tpu"}, ValueError, "device must be one of"),
-        ({"batches": (0,)}, ValueError, "a batch must be a positive integer, got 0"),
-        ({"model": "no/such/config.json"}, FileNotFoundError, "no/such/config.json"),
-        ({"model": "study_models:missing"}, ValueError, "study_models has no function 'missing'"),
-        ({"model": "study_models:of_nothing"}, ValueError, "must return an nn.Module, got NoneType"),
-        ({"model": "study_models:of_one_size", "image_sizes": (64,)}, ValueError, "takes no image_size"),
-        ({"model": "study_models:of_the_reference"}, ValueError, "the reference has no fused form"),
-        ({"model": "study_models:of_no_library", "providers": ("fused",)}, ValueError, "knows no block of Sequential"),
-        ({"model": "study_models:of_no_library"}, ValueError, "Sequential has no switch for eager attention"),
-        ({"model": "study_models:of_mistakes"}, ValueError, "of_mistakes: RuntimeError: what went wrong$"),
-        ({"model": "no_such_module:vit"}, ImportError, "no_such_module"),
+        ({"mode": "training"}, "mode must be one of train, infer, got 'training'"),
+        ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
+        ({"optimizer": "lion"}, "optimizer must be one of"),
+        ({"providers": ("flash",)}, "providers must be of .*got 'flash'"),
+        ({"providers": ("compile",)}, "'compile' has no planned figures"),
+        ({"device": "tpu"}, "device must be one of"),
+        ({"batches": (0,)}, "a batch must be a positive integer, got 0"),
     ],
 )
-def test_what_it_refuses(arguments, error, message):
+def test_what_it_refuses(arguments, message):
     arguments = {"model": SMALL, "image_sizes": (32,), "device": "cpu"} | arguments
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         study.memory(**arguments)
-
-
-def test_a_configuration_of_transformers(tmp_path, import_transformers):
-    config = tmp_path / "config.json"
-    values = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
-    config.write_text(json.dumps({"model_type": "dinov2", **values}))
-    for name in (config, tmp_path):
-        found = study.memory(str(name), image_sizes=(28, 56), batches=(2,), device="cpu")
-        assert [p.tokens for p in found.of("fused")] == [5, 17]
-        assert [found.of(provider)[1].attention > 0 for provider in ("eager", "sdpa", "fused")] == [True, False, False]
-    config.write_text("{")
-    with pytest.raises(ValueError, match="is not a configuration in JSON"):
-        study.memory(str(config))
-    config.write_text("{}")
-    with pytest.raises(ValueError, match="no model_type"):
-        study.memory(str(config))
-
-
-@pytest.fixture
-def import_transformers():
-    from library_imports import import_library
-
-    return import_library("transformers")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,14 +149,6 @@ def test_models_that_are_no_plain_vits_are_rows_without_tokens(name, parameters,
     assert small.saved_bytes > 10e6
 
 
-def test_other_studies_want_patches():
-    import_timm()
-    with pytest.raises(ValueError, match="no plain ViT"):
-        find.find("resnet50")
-    with pytest.raises(ValueError, match=r"patch_size must be None for resnet50, which has no patches, got \(8, 8\)"):
-        models("resnet50", patch_size=(8, 8))
-
-
 def test_a_gpu_by_a_part_of_its_name():
     from fastvit.study.models.hardware import gpu
 
@@ -254,9 +245,3 @@ def test_one_model_is_shown_in_full(capsys):
     out = capsys.readouterr().out
     for text in ("332,929", "331,776", "86,859,496", "28,348,416", "110,968,700,928", "no prediction", "datasheet"):
         assert text in out
-
-
-def test_grey_images(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "helpers"))
-    (cost,) = models("study_models:of_grey_images")
-    assert cost.parameters.patch_embedding == (64 + 1) * 48

@@ -80,13 +80,6 @@ def test_tuning_a_model(gpu, capsys):
     assert gpu.read_text() == written
 
 
-def test_another_model_adds_to_the_table(gpu, capsys):
-    assert main([*TUNE, "--dtype", "fp16"]) == 0
-    before = json.loads(gpu.read_text())["samples"]
-    assert main([*TUNE, "--mode", "train"]) == 0
-    assert json.loads(gpu.read_text())["samples"].items() > before.items()
-
-
 def test_without_a_model_the_default_is_named(gpu, capsys):
     assert main(["tune", "--mode", "infer", "--minutes", "1e-9"]) == 0
     said = capsys.readouterr()

@@ -1,7 +1,6 @@
 """Tuning a model: its calls, what is measured in which order, and the user's table."""
 
 import functools
-import math
 import time
 import warnings
 from collections import Counter
@@ -154,14 +153,6 @@ def test_a_call_is_measured_by_the_op_that_takes_most():
     tuning = stand_in({"layer_norm_bwd": 2.0})
     (norm,) = (work for work in tuning.works() if (work.table, work.label) == ("layer_norm", "norm backward D=48"))
     assert norm.build.args[0].name == "layer_norm_bwd"  # type: ignore[attr-defined]
-
-
-def test_what_is_left_when_the_time_is_up_is_not_measured():
-    tuning = stand_in({}, tune=lambda work: pytest.fail("measured"))
-    works = tuning.works()
-    found = list(tuning.tune(works, until=-math.inf))
-    assert [result.label for result in found] == [work.label for work in works]  # type: ignore[union-attr]
-    assert all(isinstance(result, Skipped) and result.late for result in found)
 
 
 def test_one_that_cannot_be_timed_does_not_stop_the_others():

@@ -1,0 +1,109 @@
+"""The models that a study finds by name, file or function, and their sizes."""
+
+import json
+
+import pytest
+import torch
+from library_imports import import_library, import_timm
+from study_models import SMALL, known
+
+from fastvit import reference, zoo
+from fastvit.study.sources.find import find
+from fastvit.study.sources.model_source import channels
+from fastvit.study.sources.normalization import HALF, statistics
+
+
+@pytest.fixture(autouse=True)
+def _models():
+    with known():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("vit_base_patch16_244", ValueError, "vit_base_patch16_244.*nearest: vit_base_patch16_224"),
+        ("no/such/config.json", FileNotFoundError, "no/such/config.json"),
+        ("no_such_module:vit", ImportError, "no_such_module"),
+        ("study_models:missing", ValueError, "study_models has no function 'missing'"),
+        ("study_models:of_nothing", ValueError, "must return an nn.Module, got NoneType"),
+        ("study_models:of_mistakes", ValueError, "of_mistakes: RuntimeError: what went wrong$"),
+    ],
+)
+def test_names_of_no_model(name, error, message):
+    with pytest.raises(error, match=message):
+        find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        (SMALL, {"image_size": 33}, "image size 33 is not a multiple of the patch size 4.*nearest: 32"),
+        (SMALL, {"image_size": 32, "patch_size": 5}, "32 is not a multiple of the patch size 5"),
+        (SMALL, {"provider": "flash"}, "provider must be one of .*got 'flash'"),
+        ("study_models:of_one_size", {"image_size": 64}, "takes no image_size"),
+        ("study_models:of_the_reference", {"provider": "fused"}, "the reference has no fused form"),
+        ("study_models:of_no_library", {"provider": "fused"}, "accelerate knows no block of Sequential"),
+        ("study_models:of_no_library", {"provider": "eager"}, "Sequential has no switch for eager attention"),
+    ],
+)
+def test_models_that_cannot_be_built(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        find(name).on_meta(**arguments)
+
+
+def test_models_without_patches_are_for_some_studies():
+    import_timm()
+    with pytest.raises(ValueError, match="no plain ViT"):
+        find("resnet50")
+    with pytest.raises(ValueError, match=r"patch_size must be None for resnet50, which has no patches, got \(8, 8\)"):
+        find("resnet50", without_patches=True).sizes(patch_size=(8, 8))
+
+
+def test_a_function_says_its_size_by_its_default_or_by_its_model():
+    assert find("study_models:of_timm_with_dropout").image_size == (64, 64)
+    assert find("study_models:of_one_size").image_size == (32, 32)
+    assert channels(find("study_models:of_grey_images").on_meta("sdpa")) == 1
+
+
+def test_a_configuration_of_transformers(tmp_path):
+    import_library("transformers")
+    config = tmp_path / "config.json"
+    values = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 28, "patch_size": 14}
+    config.write_text(json.dumps({"model_type": "dinov2", **values}))
+    for name in (config, tmp_path):
+        source = find(str(name))
+        assert (source.image_size, source.patch_size) == ((28, 28), (14, 14))
+        for provider, attention in (("eager", "eager"), ("sdpa", "sdpa")):
+            built = source.on_meta(provider, 56)
+            assert (built.config.image_size, built.config._attn_implementation) == (56, attention)
+        assert source.prefix_tokens(source.on_meta("fused"), (28, 28), (14, 14)) == 1
+    for text, message in (("{", "is not a configuration in JSON"), ("{}", "no model_type")):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            find(str(config))
+
+
+def test_providers_of_the_zoo():
+    eager, sdpa, fused = (find(SMALL).on_meta(provider) for provider in ("eager", "sdpa", "fused"))
+    assert isinstance(eager, reference.VisionTransformer)
+    assert not isinstance(fused, reference.VisionTransformer)
+    assert "attend" in vars(sdpa.blocks[0].attn)
+    assert "attend" not in vars(eager.blocks[0].attn)
+
+
+def test_names_are_normalised_as_timm_does_it():
+    timm = import_timm()
+    names = [name for name in zoo.list_models() if timm.is_model(name)]
+    assert len(names) > 150
+    for name in names:
+        config = timm.get_pretrained_cfg(name)
+        assert statistics(name) == (tuple(config.mean), tuple(config.std)), name
+    assert find("vit_base_patch16_224.augreg_in21k").normalization() == HALF
+
+
+def test_weights_are_for_names_of_the_zoo():
+    with pytest.raises(ValueError, match="weights are for names of `fastvit models`, and study_models:of_timm is of"):
+        find("study_models:of_timm").with_weights("x.safetensors")
+    with torch.device("meta"):
+        assert isinstance(find(SMALL).with_weights(None), type(zoo.create_model(SMALL)))
