@@ -226,7 +226,7 @@ def _mib(value: int | None) -> str:
 def _check_plot(args: argparse.Namespace) -> None:
     """Raise for options that --plot cannot draw, before anything takes time."""
     if len(args.image_size or []) < 2:
-        raise ValueError("--plot draws memory against tokens: it wants two image sizes or more")
+        raise ValueError("--plot draws memory against tokens: it needs two image sizes or more")
     if set(args.providers) == {"compile"}:
         raise ValueError("--plot draws planned figures, and the provider compile has none")
     terminal.check_picture("--plot", args.plot)

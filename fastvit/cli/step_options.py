@@ -31,7 +31,7 @@ def check_triton() -> None:
     from fastvit.ops.runtime import dispatch
 
     if not dispatch.HAVE_TRITON:
-        raise ImportError("this wants triton, which is not installed: pip install 'fastvit[triton]'")
+        raise ImportError("this needs triton, which is not installed: pip install 'fastvit[triton]'")
 
 
 def modes(args: argparse.Namespace) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ def wanted(module: str, package: str) -> Any:
     except ImportError as error:
         if error.name and error.name.split(".")[0] != package:
             raise
-        raise ImportError(f"this wants {package}, which is not installed: pip install 'fastvit[study]'") from None
+        raise ImportError(f"this needs {package}, which is not installed: pip install 'fastvit[study]'") from None
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def _on_gpu(args: argparse.Namespace, machine: Machine, folder: Path) -> int:
         print(f"no MODEL is given: {_DEFAULT}", file=sys.stderr)
     source = find(args.model or _DEFAULT)
     calls = step_options.calls(source, args, args.batch)
-    if reason := not_writable(folder):  # before anything takes time
+    if reason := not_writable(folder):  # checked before anything takes time
         raise ValueError(f"{reason}; FASTVIT_CACHE_DIR names another")
     path = folder / _tuned.file_name(machine.gpu)
     before = _tuned.users(machine.arch, machine.gpu, folder)
@@ -131,7 +131,7 @@ def _rehearse(args: argparse.Namespace) -> int:
 
     step_options.check_triton()
     if not dispatch.INTERPRET:
-        raise ValueError("--rehearse wants a process of its own: triton is imported already")
+        raise ValueError("--rehearse needs a process of its own: triton is imported already")
     args.batch, args.image_size, args.dtype = 2, None, "fp32"  # bfloat16 is wrong in the interpreter
     with tempfile.TemporaryDirectory() as temporary, dispatch.use_backend("triton", strict=True):
         folder = args.out or Path(temporary)

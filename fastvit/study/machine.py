@@ -70,9 +70,9 @@ def _versions() -> Iterator[Finding]:
     yield Finding("versions", "system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _LEAST_TORCH:
-        yield Finding("versions", "torch", f"{torch.__version__}: older than 2.9, which fastvit wants", TROUBLE)
+        yield Finding("versions", "torch", f"{torch.__version__}: older than 2.9, which fastvit needs", TROUBLE)
     elif version > _NEWEST_TORCH:
-        yield Finding("versions", "torch", f"{torch.__version__}: newer than 2.15, the newest that was tried", NOTE)
+        yield Finding("versions", "torch", f"{torch.__version__}: newer than 2.15, the newest that was tested", NOTE)
     else:
         yield Finding("versions", "torch", torch.__version__)
     from fastvit.ops.runtime import dispatch, torch_private
@@ -80,7 +80,7 @@ def _versions() -> Iterator[Finding]:
     missing = [name for name, value in vars(torch_private).items() if value is None and not name.startswith("__")]
     if not dispatch._KNOWS_OBSERVERS:
         names = ", ".join(sorted(missing))
-        yield Finding("versions", "private names", f"torch lacks {names}: every call takes the dispatcher's way", NOTE)
+        yield Finding("versions", "private names", f"torch lacks {names}: every call goes through the dispatcher", NOTE)
 
 
 def _triton() -> Iterator[Finding]:
@@ -95,7 +95,7 @@ def _triton() -> Iterator[Finding]:
     elif launch._DIRECT:
         yield Finding("versions", "launches", "direct: a kernel that was seen before is called without Triton's binder")
     else:
-        why = f"by Triton's own binder, slower by some 15 us each: {version} was not compared with 3.6 to 3.9"
+        why = f"by Triton's own binder, slower by some 15 us each: only 3.6 to 3.9 were tested, not {version}"
         yield Finding("versions", "launches", why, NOTE)
 
 
@@ -171,7 +171,7 @@ def _compilers() -> Iterator[Finding]:
         else:
             missing = f"{variable}={chosen} is not there" if chosen else f"none of {', '.join(names)}"
             status = TROUBLE if what == "C" and torch.cuda.is_available() else NOTE
-            yield Finding("compilers", what, f"{missing}: {wanted} wants one", status)
+            yield Finding("compilers", what, f"{missing}: {wanted} needs one", status)
 
 
 def _caches() -> Iterator[Finding]:

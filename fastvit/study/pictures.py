@@ -50,7 +50,7 @@ def read_picture(path: str | Path, size: Pair, mean: Sequence[float], std: Seque
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ImportError("pictures want pillow, which is not installed: pip install 'fastvit[study]'") from None
+        raise ImportError("pictures need pillow, which is not installed: pip install 'fastvit[study]'") from None
     rgb = _rgb(path)
     scale = min(rgb.width / width, rgb.height / height)
     shown = ImageOps.fit(rgb, (max(1, round(scale * width)), max(1, round(scale * height))))

@@ -62,10 +62,8 @@ def collect(
             for s, p in itertools.product(sizes, patches):
                 parts = {b: astuple((one if b == 1 else more).parts(s, p, b)) for b in BATCHES}
                 plans[provider][mode][dtype][f"{s}x{p}"] = parts
-    last, start = (
-        providers[-1],
-        f"{size[0]}x{patch[0]}",
-    )  # checked for the fused ops, whose launches depend most on sizes
+    # check the last provider, usually the fused ops, whose launches depend most on sizes
+    last, start = providers[-1], f"{size[0]}x{patch[0]}"
     right = plan(source, last, size, _START, Setting("train", "bfloat16"), gpu=gpu).parts.peak
     off = abs(sum(plans[last]["train"]["bfloat16"][start][_START]) / right - 1)
     return {

@@ -33,7 +33,7 @@ def picture(
     try:
         from PIL import Image
     except ImportError:
-        raise ImportError("the page wants pillow, which is not installed: pip install 'fastvit[study]'") from None
+        raise ImportError("the page needs pillow, which is not installed: pip install 'fastvit[study]'") from None
     scale = 2 * max(1, _SHOWN // max(size))  # twice as fine, for smooth edges
     drawn = landscape((scale * size[0], scale * size[1])).permute(1, 2, 0).contiguous()
     shown = Image.fromarray(drawn.numpy()).reduce(2)

@@ -219,7 +219,7 @@ def as_on(gpu: bool) -> Iterator[None]:
         yield
         return
     if not dispatch.HAVE_TRITON:
-        raise ImportError("planning for a GPU asks the launchers of the Triton kernels: pip install triton")
+        raise ImportError("planning for a GPU runs the launchers of the Triton kernels: pip install triton")
     from fastvit.ops.runtime.launch import nothing_launched
 
     warned, before = registry._warned, set(registry._warned)

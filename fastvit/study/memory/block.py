@@ -70,10 +70,8 @@ class _Steps(Allocations):
         return out
 
     def _add_step(self, op: Any, first: int) -> None:
-        name = op._schema.name.partition("::")[2]
-        name = (
-            name.removeprefix("native_").removeprefix("_").removesuffix("_for_cpu")
-        )  # fake CPU tensors stand for a GPU's
+        name = op._schema.name.partition("::")[2].removeprefix("native_").removeprefix("_")
+        name = name.removesuffix("_for_cpu")  # fake CPU tensors stand for a GPU's
         self.steps.append((name, range(first, len(self.storages))))
 
 

@@ -56,7 +56,9 @@ class Step:
         self.model, self.images, self.setting = model, images, setting
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if setting.mode == "train" and not self.parameters:
-            raise ValueError("mode 'train' wants a parameter that requires a gradient; all of the model are frozen")
+            raise ValueError(
+                "mode 'train' needs a parameter that requires a gradient, and all of the model's are frozen"
+            )
         self.model.train(setting.mode == "train")
         self.optimizer: torch.optim.Optimizer | None = None
         # foreach is PyTorch's default on a GPU, and needs more memory

@@ -131,7 +131,7 @@ def models(
     if sort not in SORTS:
         raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r}")
     if sort == "bound" and gpu is None:
-        raise ValueError("sort='bound' wants a gpu")
+        raise ValueError("sort='bound' needs a gpu")
     of_gpu = None if gpu is None else hardware.gpu(gpu)
     asked = matching(names)
     batches = [batch] if isinstance(batch, int) else list(batch)

@@ -108,7 +108,7 @@ class ModelSource(ABC):
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context for running the model, in which errors of another library's model become one-line
-        ValueErrors: it may refuse an image size, or want another input."""
+        ValueErrors: it may refuse an image size, or need another input."""
         return one_line_errors(self.name)
 
     def sizes(
