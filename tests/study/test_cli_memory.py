@@ -91,7 +91,7 @@ def test_mistakes_are_one_line(words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["memory"], "required: model"),
+        (["memory"], "required: MODEL"),
         (["memori"], "invalid choice"),
         ([*FAST, "--budget", "much"], "such as 24GiB"),
         ([*FAST, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
