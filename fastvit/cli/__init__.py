@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     for verb, line in VERBS.items():
-        of_verb = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
+        verb_parser = verbs.add_parser(verb, help=line, description=line[0].upper() + line[1:] + ".")
         if verb == chosen:
-            importlib.import_module(f"fastvit.cli.{verb}").configure(of_verb)
+            importlib.import_module(f"fastvit.cli.{verb}").configure(verb_parser)
     if not argv:
         parser.print_help()
         return 0

@@ -172,10 +172,10 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
 
     s = found.setting
     step = f"training with optimizer {s.optimizer}" if s.mode == "train" else "inference"
-    more = ", checkpointed" if s.checkpointing else ""
+    checkpointed = ", checkpointed" if s.checkpointing else ""
     batches = list(dict.fromkeys(p.batch for p in found.points))
     batch = f"batch {batches[0]}" if len(batches) == 1 else "by batch"
-    title = f"{found.model}, {batch}, {step}{more}, {s.dtype}, on a {_device(found.device)}: MiB at the peak"
+    title = f"{found.model}, {batch}, {step}{checkpointed}, {s.dtype}, on a {_device(found.device)}: MiB at the peak"
     heads = ["image", "N", "batch"][: 2 + (len(batches) > 1)]
     keys = len(heads) + 1
     heads += ["", "weights", "grads", "optim", "saved", "attention", "other", "planned"]
@@ -195,8 +195,8 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
     for provider in dict.fromkeys(p.provider for p in found.points):
         slopes = found.exponents(provider) if found.of(provider) else {}
         if slopes:
-            told = ", ".join(f"{name} as N^{p:.2f}" for name, p in slopes.items())
-            console.print(f"{NAMES[provider]}: {told}")
+            growth = ", ".join(f"{name} as N^{p:.2f}" for name, p in slopes.items())
+            console.print(f"{NAMES[provider]}: {growth}")
     for fit in fits:
         batches_that_fit = ", ".join(f"{b} at {size}" for size, b in fit["batch"].items())
         images = ", ".join(f"{'-' if px is None else px or 'none'} at batch {b}" for b, px in fit["image_size"].items())
@@ -206,9 +206,12 @@ def _print(found: MemoryStudy, args: argparse.Namespace, fits: list[dict[str, An
 def _cells(p: MemoryPoint) -> list[str]:
     if p.planned is None:
         return [""] * 7
-    of = p.planned
-    other = of.inputs + of.temporaries
-    return [_mib(n) for n in (of.weights, of.gradients, of.optimizer, of.saved, of.attention, other, of.peak)]
+    parts = p.planned
+    other = parts.inputs + parts.temporaries
+    return [
+        _mib(n)
+        for n in (parts.weights, parts.gradients, parts.optimizer, parts.saved, parts.attention, other, parts.peak)
+    ]
 
 
 def _device(kind: str) -> str:

@@ -151,14 +151,14 @@ def _table(costs: Sequence[ModelCost], kind: str) -> None:
         heads.remove("other")
     rows = []
     for cost in costs:
-        of = cost.parameters
+        parameters = cost.parameters
         known = {
             "size": _size(cost), "batch": str(cost.batch), "tokens": _exact(cost.tokens),
-            "N x N": _short(cost.token_pairs), "params": _short(of.total), "MACs": _short(cost.macs),
-            "FLOPs": _short(cost.flops), "saved": _bytes(cost.saved_bytes), "total": _short(of.total),
-            "patches": _short(of.patch_embedding), "positions": _short(of.positions),
-            "attention": _short(of.attention), "MLP": _short(of.mlp), "norms": _short(of.norms),
-            "head": _short(of.head), "other": _short(of.other), "bound": _seconds(cost),
+            "N x N": _short(cost.token_pairs), "params": _short(parameters.total), "MACs": _short(cost.macs),
+            "FLOPs": _short(cost.flops), "saved": _bytes(cost.saved_bytes), "total": _short(parameters.total),
+            "patches": _short(parameters.patch_embedding), "positions": _short(parameters.positions),
+            "attention": _short(parameters.attention), "MLP": _short(parameters.mlp), "norms": _short(parameters.norms),
+            "head": _short(parameters.head), "other": _short(parameters.other), "bound": _seconds(cost),
             "top-1": f"{cost.top1.percent:.2f}%" if cost.top1 else "",
             "weights": cost.top1.weights if cost.top1 else "",
         }  # fmt: skip
@@ -199,7 +199,7 @@ def _notes_on_gpu(cost: ModelCost) -> list[str]:
 def _one(cost: ModelCost) -> None:
     from fastvit.study.models.hardware import GPUS
 
-    of, batch = cost.parameters, f" of {cost.batch} images" if cost.batch > 1 else " of an image"
+    parameters, batch = cost.parameters, f" of {cost.batch} images" if cost.batch > 1 else " of an image"
     rows = []
     if cost.grid is None:
         rows.append(["image", _size(cost), "no plain ViT: no sequence of tokens"])
@@ -211,12 +211,13 @@ def _one(cost: ModelCost) -> None:
         rows.append(["attention matrix", _exact(cost.token_pairs), "elements per head, tokens^2"])
         if cost.prefix_tokens:
             rows.append(["", _exact(cost.patch_pairs), "without the prefix, patches^2"])
-    rows.append(["parameters", f"{of.total:,}", ""])
+    rows.append(["parameters", f"{parameters.total:,}", ""])
     names = {
-        "patch embedding": of.patch_embedding, "positions, prefix tokens": of.positions, "attention": of.attention,
-        "MLP": of.mlp, "norms, scales": of.norms, "head": of.head, "other": of.other,
+        "patch embedding": parameters.patch_embedding, "positions, prefix tokens": parameters.positions,
+        "attention": parameters.attention, "MLP": parameters.mlp, "norms, scales": parameters.norms,
+        "head": parameters.head, "other": parameters.other,
     }  # fmt: skip
-    rows += [[f"  {name}", f"{count:,}", f"{count / of.total:.1%}"] for name, count in names.items() if count]
+    rows += [[f"  {name}", f"{count:,}", f"{count / parameters.total:.1%}"] for name, count in names.items() if count]
     rows.append(["MACs", f"{cost.macs:,}", f"multiply-adds of a forward{batch}, which many papers call FLOPs"])
     rows.append(["FLOPs", f"{cost.flops:,}", "two for a multiply-add"])
     ops = "fastvit's ops" if cost.fused else "PyTorch's ops: fastvit fuses no block of it"

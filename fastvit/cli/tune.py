@@ -235,16 +235,18 @@ def _show(machine: Machine, folder: Path) -> int:
         data = json.loads(users.path.read_text())
         samples, measured = data.get("samples", {}), data["measured"]
         print(f"       measured {measured.get('when')} with triton {measured.get('triton')}")
-    theirs, own = entries_of(shipped), entries_of(users)
-    for (name, key), choice in sorted((theirs | own).items()):
-        of_shipped = choice_in_words(name, theirs[name, key]) if (name, key) in theirs else "by its rule"
+    shipped_choices, own_choices = entries_of(shipped), entries_of(users)
+    for (name, key), choice in sorted((shipped_choices | own_choices).items()):
+        shipped_words = (
+            choice_in_words(name, shipped_choices[name, key]) if (name, key) in shipped_choices else "by its rule"
+        )
         line = f"{key_in_words(name, key)}: {choice_in_words(name, choice)}"
-        sample = samples.get(name_of(name, key), {}) if (name, key) in own else None
+        sample = samples.get(name_of(name, key), {}) if (name, key) in own_choices else None
         if sample is None:
             line += " (shipped)"
         elif "gain" in sample:
             before = sample["shipped"]["median"] * 1e6
-            line += f", {before / sample['gain']:.1f} us; shipped: {of_shipped}, {before:.1f} us"
+            line += f", {before / sample['gain']:.1f} us; shipped: {shipped_words}, {before:.1f} us"
         print(line)
     return 0
 

@@ -65,21 +65,21 @@ def run(args: argparse.Namespace) -> int:
     launches = list(recorder.launches.values())
     if not launches:
         raise ValueError(f"{step_options.in_words(source, args, *args.batch)}: Triton takes none of its ops")
-    start, made, failed = time.perf_counter(), 0, 0
+    start, compiled_now, failed = time.perf_counter(), 0, 0
     processes = min(args.processes or cores(), len(launches))
     with terminal.progress(len(launches), "compiling") as progress:
         for launch, compiled in compile_all(launches, processes):
             progress(launch.name.removesuffix("_kernel"))
-            made += compiled is True
+            compiled_now += compiled is True
             if isinstance(compiled, str):
                 failed += 1
                 print(f"fastvit: {launch.name} does not compile: {compiled.splitlines()[0]}", file=sys.stderr)
-    there = len(launches) - made - failed
+    cached = len(launches) - compiled_now - failed
     seconds = time.perf_counter() - start
     print(
         f"{step_options.in_words(source, args, *args.batch)}, {' and '.join(step_options.modes(args))}, for {target}:"
     )
-    print(f"{len(launches)} kernels, {there} of them compiled before, in {seconds:.1f} s by {processes} processes")
+    print(f"{len(launches)} kernels, {cached} of them compiled before, in {seconds:.1f} s by {processes} processes")
     return int(failed > 0)
 
 

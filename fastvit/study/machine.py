@@ -140,15 +140,15 @@ def _gpu(index: int) -> Iterator[Finding]:
     from fastvit.kernels import _tuned
     from fastvit.ops.runtime import dispatch
 
-    of = torch.cuda.get_device_properties(index)
-    arch = str(of.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{of.major}{of.minor}"
+    gpu = torch.cuda.get_device_properties(index)
+    arch = str(gpu.gcnArchName).split(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
     free, _ = torch.cuda.mem_get_info(index)
-    size = f"{of.total_memory / 1e9:.1f} GB, {free / 1e9:.1f} GB free, {of.multi_processor_count} multiprocessors"
-    old = not torch.version.hip and of.major < 8
+    size = f"{gpu.total_memory / 1e9:.1f} GB, {free / 1e9:.1f} GB free, {gpu.multi_processor_count} multiprocessors"
+    old = not torch.version.hip and gpu.major < 8
     why = ": older than sm_80, its ops run on ATen" if old else ""
-    yield Finding("devices", f"cuda:{index}", f"{of.name}, {arch}, {size}{why}", NOTE if old else OK)
-    yield _table("tuned table", _tuned.shipped(arch, of.name), f"none for {of.name}: kernels run as shipped")
-    users = _tuned.users(arch, of.name, dispatch.cache_folder())
+    yield Finding("devices", f"cuda:{index}", f"{gpu.name}, {arch}, {size}{why}", NOTE if old else OK)
+    yield _table("tuned table", _tuned.shipped(arch, gpu.name), f"none for {gpu.name}: kernels run as shipped")
+    users = _tuned.users(arch, gpu.name, dispatch.cache_folder())
     yield _table("your table", users, "none; `fastvit tune` measures one")
 
 
@@ -179,8 +179,8 @@ def _caches() -> Iterator[Finding]:
         from triton import knobs
 
         yield _folder("Triton", Path(knobs.cache.dir))
-    of_user = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    yield _folder("inductor", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", of_user)))
+    default = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    yield _folder("inductor", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default)))
 
 
 def _folder(name: str, path: Path) -> Finding:

@@ -75,14 +75,14 @@ def attention_maps(
         ValueError: the model has no such layer, head or query; or a layer's attention is not seen, because it computes
             N x N weights, is causal, or is over windows.
     """
-    asked, of_heads = _checked("layers", layers), _checked("heads", heads)
+    asked, asked_heads = _checked("layers", layers), _checked("heads", heads)
     back = max((-layer for layer in asked or () if layer < 0), default=0)
     tokens = QueryTokens(model, queries)
     kept: dict[int, _Rows | str] = {}  # rows, or why there are none
 
     def on_call(call: AttentionCall) -> None:
         if asked is None or back or call.layer in asked:
-            kept[call.layer] = tokens.misfit(call) or _rows(call, of_heads, tokens.numbers)
+            kept[call.layer] = tokens.misfit(call) or _rows(call, asked_heads, tokens.numbers)
         if asked is not None and call.layer - back not in asked:  # now known not to be the `back`-th from the last
             kept.pop(call.layer - back, None)
 

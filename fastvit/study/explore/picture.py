@@ -37,8 +37,8 @@ def picture(
     scale = 2 * max(1, _SHOWN // max(size))  # twice as fine, for smooth edges
     drawn = landscape((scale * size[0], scale * size[1])).permute(1, 2, 0).contiguous()
     shown = Image.fromarray(drawn.numpy()).reduce(2)
-    of_channel = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
-    return (landscape(size).float() / 255 - next(of_channel)) / next(of_channel), shown
+    by_channel = (torch.tensor(v, dtype=torch.float32, device="cpu").view(3, 1, 1) for v in (mean, std))
+    return (landscape(size).float() / 255 - next(by_channel)) / next(by_channel), shown
 
 
 def landscape(size: tuple[int, int]) -> Tensor:

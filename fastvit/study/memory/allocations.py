@@ -182,16 +182,16 @@ class Allocations(TorchDispatchMode):
             of: count these storages only; None for all.
         """
         events = [(i, n, came) for i, (n, came) in enumerate(self.events[:last]) if of is None or n in of]
-        now, most, when = 0, 0, -1
+        now, largest, when = 0, 0, -1
         for i, number, came in events:
             now += self.storages[number].nbytes if came else -self.storages[number].nbytes
-            if i >= first and now > most:
-                most, when = now, i
-        there: set[int] = set()
+            if i >= first and now > largest:
+                largest, when = now, i
+        alive: set[int] = set()
         for i, number, came in events:
             if i <= when:
-                (there.add if came else there.discard)(number)
-        return there
+                (alive.add if came else alive.discard)(number)
+        return alive
 
     def bytes_of(self, numbers: Iterable[int]) -> int:
         """Return the sum of the bytes of these storages."""

@@ -74,16 +74,16 @@ def plan(
         gpu: plan for a GPU, where fused ops run Triton kernels; else for a CPU.
     """
     seen, begin, last, groups = trace_step(source, provider, image_size, batch, setting, gpu=gpu, patch_size=patch_size)
-    there, parts = seen.held(begin), {}
+    at_peak, parts = seen.held(begin), {}
     for name, group in groups.items():
-        parts[name] = seen.bytes_of(there & group)
-        there -= group
-    parts["temporaries"] = seen.bytes_of(there)
+        parts[name] = seen.bytes_of(at_peak & group)
+        at_peak -= group
+    parts["temporaries"] = seen.bytes_of(at_peak)
     activations = set(range(len(seen.storages))).difference(
         *(groups[name] for name in ("weights", "gradients", "optimizer", "inputs"))
     )
-    most = [seen.bytes_of(seen.held(begin, last, of)) for of in (activations, groups["attention"])]
-    return MemoryPlan(Parts(**parts), seen.tokens, *most)
+    largest = [seen.bytes_of(seen.held(begin, last, storages)) for storages in (activations, groups["attention"])]
+    return MemoryPlan(Parts(**parts), seen.tokens, *largest)
 
 
 class StepTrace(NamedTuple):

@@ -68,7 +68,9 @@ class Search:
     def largest_batch(self, budget: int, image_size: Pair | None = None) -> int:
         """Return what the function `largest_batch` does."""
         size, _ = self.source.sizes(image_size, self.patch)
-        return self._largest(lambda n: (size, n), self._traced_step(one=False) if size[0] == size[1] else None, budget)
+        return self._largest(
+            lambda n: (size, n), self._traced_step(one_image=False) if size[0] == size[1] else None, budget
+        )
 
     def largest_image(self, budget: int, batch: int = 8) -> int:
         """Return what the function `largest_image` does."""
@@ -76,7 +78,9 @@ class Search:
         side, width = self.patch
         if side != width:
             raise ValueError(f"the patches of {self.source.name} must be square, got {self.patch}")
-        return side * self._largest(lambda n: ((n * side, n * side), batch), self._traced_step(one=batch == 1), budget)
+        return side * self._largest(
+            lambda n: ((n * side, n * side), batch), self._traced_step(one_image=batch == 1), budget
+        )
 
     def _largest(
         self, step: Callable[[int], tuple[tuple[int, int], int]], traced: TracedStep | None, budget: int
@@ -99,13 +103,13 @@ class Search:
                 return found
         return _largest(peak, budget)
 
-    def _traced_step(self, one: bool) -> TracedStep | None:
+    def _traced_step(self, one_image: bool) -> TracedStep | None:
         """Return the trace of one image, or of several; None if the model cannot be traced."""
-        if one not in self._traced:
-            self._traced[one] = self._trace(one)
-        return self._traced[one]
+        if one_image not in self._traced:
+            self._traced[one_image] = self._trace(one_image)
+        return self._traced[one_image]
 
-    def _trace(self, one: bool) -> TracedStep | None:
+    def _trace(self, one_image: bool) -> TracedStep | None:
         if self.patch[0] != self.patch[1]:
             return None
         try:
@@ -114,7 +118,7 @@ class Search:
             if prefix is None:
                 return None
             at = sizes_to_trace(model, prefix, self.patch[0])
-            at = at._replace(batch=1) if one else at
+            at = at._replace(batch=1) if one_image else at
             return TracedStep(self.source, self.provider, self.setting, at, gpu=self.gpu)
         except ValueError:
             return None

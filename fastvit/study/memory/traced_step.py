@@ -124,9 +124,9 @@ class TracedStep:
         nbytes = self.seen.rounded(asked)
         held = np.cumsum(nbytes[number] * sign)
         until = self.begin + int(held[self.begin :].argmax()) + 1
-        there = np.bincount(number[:until], sign[:until], len(nbytes)) > 0
+        alive = np.bincount(number[:until], sign[:until], len(nbytes)) > 0
         part = np.pad(self.part, (0, len(nbytes) - len(self.part)), constant_values=len(fields(Parts)) - 1)
-        return Parts(*(int(nbytes[there & (part == p)].sum()) for p in range(len(fields(Parts)))))
+        return Parts(*(int(nbytes[alive & (part == p)].sum()) for p in range(len(fields(Parts)))))
 
     def _with_fused_ops(self, asked: np.ndarray, grown: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Put the events of the fused ops' runs at these sizes in place of the traced ones. Return storage and sign of
@@ -138,8 +138,8 @@ class TracedStep:
         for op, which, older in self.ops:
             found, (begin, end) = runs[which], op.events
             own = np.arange(storages, storages + len(found.asked))
-            for mine, theirs in zip(found.outputs, op.outputs, strict=True):
-                own[mine], asked[theirs] = theirs, found.asked[mine]
+            for new, traced in zip(found.outputs, op.outputs, strict=True):
+                own[new], asked[traced] = traced, found.asked[new]
             numbers += [self.number[done:begin], own[found.number], self.number[older]]
             signs += [self.sign[done:begin], found.sign, self.sign[older]]
             nbytes.append(found.asked)

@@ -132,7 +132,7 @@ def models(
         raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r}")
     if sort == "bound" and gpu is None:
         raise ValueError("sort='bound' needs a gpu")
-    of_gpu = None if gpu is None else hardware.gpu(gpu)
+    bound_gpu = None if gpu is None else hardware.gpu(gpu)
     asked = matching(names)
     batches = [batch] if isinstance(batch, int) else list(batch)
     if bad := [b for b in batches if not isinstance(b, int) or b < 1]:
@@ -149,7 +149,7 @@ def models(
                     raise
                 reasons.append(str(error))
                 continue
-            found += [_cost(source, *sizes, b, of_gpu) for b in batches]
+            found += [_cost(source, *sizes, b, bound_gpu) for b in batches]
     if not found:
         raise ValueError(reasons[0] if reasons else "image_size, patch_size and batch must not be empty")
     for reason in reasons:

@@ -106,9 +106,9 @@ def gpu(name: str) -> Gpu:
     raise ValueError(f"gpu {name!r} is not in the table; {hint}known: {', '.join(GPUS)}")
 
 
-def bound(of: Gpu, flops: float, least_bytes: float) -> Bound:
+def bound(gpu: Gpu, flops: float, least_bytes: float) -> Bound:
     """Return max(flops / rate, bytes / bandwidth): the roofline (Williams et al. 2009, doi:10.1145/1498765.1498785)."""
-    return Bound(of.name, flops / of.flops, least_bytes / of.bandwidth)
+    return Bound(gpu.name, flops / gpu.flops, least_bytes / gpu.bandwidth)
 
 
 def _letters(name: str) -> str:

@@ -48,7 +48,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-_OF_BOTH = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # one layer for attention and a parallel MLP
+_JOINT_LAYER = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # one layer for attention and a parallel MLP
 
 
 def by_part(model: nn.Module) -> Parameters:
@@ -67,12 +67,12 @@ def _shares(model: nn.Module, name: str, parameter: Tensor) -> dict[str, int]:
     attention, and so does the bias.
     """
     part, total = _part(model, name), parameter.numel()
-    layer, found = model.get_submodule(name.rpartition(".")[0]), _OF_BOTH.search(name)
+    layer, found = model.get_submodule(name.rpartition(".")[0]), _JOINT_LAYER.search(name)
     if part == "other" and found and isinstance(layer, nn.Linear):
         D = min(layer.in_features, layer.out_features)
-        of_attention = (3 * D if found[1] == "in" else D) * (D if parameter.dim() == 2 else 1)
-        if of_attention <= total:
-            return {"attention": of_attention, "mlp": total - of_attention}
+        attention = (3 * D if found[1] == "in" else D) * (D if parameter.dim() == 2 else 1)
+        if attention <= total:
+            return {"attention": attention, "mlp": total - attention}
     return {part: total}
 
 
@@ -83,8 +83,8 @@ def _part(model: nn.Module, name: str) -> str:
         return "norms"
     if embeds_patches(owner):
         return "patch_embedding"
-    of_layer = isinstance(owner, nn.Linear)
+    in_linear = isinstance(owner, nn.Linear)
     for part, pattern in _NAMES:
-        if re.search(pattern, name) and not (of_layer and part == "norms"):
+        if re.search(pattern, name) and not (in_linear and part == "norms"):
             return part
     return "other"

@@ -137,9 +137,9 @@ class ModelSource(ABC):
         Args:
             model: of these sizes. If it does not say, a second one runs up to its first block.
         """
-        said: int | None = getattr(model, "num_prefix_tokens", None)
-        if said is not None:
-            return said
+        declared: int | None = getattr(model, "num_prefix_tokens", None)
+        if declared is not None:
+            return declared
         patches = image_size[0] // patch_size[0] * (image_size[1] // patch_size[1])
         prefix = self._tokens(image_size, patch_size) - patches
         return None if prefix < 0 else prefix
