@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import dinov2_layout
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,7 +141,8 @@ def test_rows_and_rollout_under_autocast_are_as_accurate_as_eager_ones():
         torch.testing.assert_close(found.rows.sum(-1), torch.ones(found.rows.shape[:-1]), rtol=0.0, atol=1e-6)
 
 
-def test_rows_are_the_same_on_both_backends(backend):
+def test_rows_of_triton_kernels(triton_backend):
+    """They rotate q and k in place."""
     ours, theirs = pair("eva", img_size=16, depth=1)
     found = study.attention_maps(ours, image(16, 16), queries=(1, 0))
     torch.testing.assert_close(found.rows[:, :, 0], materialised(theirs, image(16, 16))[:, :, 2 + 2], **VISIBLE)
@@ -197,30 +197,6 @@ def test_models_of_libraries_accelerated_and_not(architecture, monkeypatch):
 
 def model_patch(model: nn.Module) -> int:
     return next(m.stride[0] for m in model.modules() if isinstance(m, nn.Conv2d))
-
-
-class Meta(nn.Module):
-    """A model in the layout of Meta's DINOv2, without positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch_embed = dinov2_layout.PatchEmbed(32, 8, 3, 48)
-        self.cls_token = nn.Parameter(torch.randn(1, 1, 48))
-        self.blocks = nn.ModuleList(dinov2_layout.NestedTensorBlock(48, 3) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x)], dim=1)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_metas_layout(monkeypatch):
-    model = randomised(Meta().eval(), 0.3)
-    x = image(32, 32)[None]
-    expected = explicit(model, x, monkeypatch)
-    assert any(entry.kind == "NestedTensorBlock" for entry in fastvit.accelerate(model).accelerated)
-    torch.testing.assert_close(study.attention_maps(model, x).rows[:, :, 0], expected[:, :, 0], **VISIBLE)
 
 
 # ---- what is computed, and what does not change ----

@@ -207,7 +207,6 @@ BAD = {
     "device cuda:99 is not there": ["--device", "cuda:99"],
     "a multiple of 8 from 16 to 256, got 20": ["--head-dim", "20"],
     "depth is for a model": ["--depth", "2"],
-    "nearest: vit_cifar_small": ["vit_cifar_smal"],
     "study_models:of_one_size takes no depth": ["study_models:of_one_size", "--depth", "1"],
 }
 
