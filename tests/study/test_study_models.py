@@ -234,7 +234,10 @@ def test_csv_has_what_json_has(capsys):
         assert of_csv[key] == ("x".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
-@pytest.mark.parametrize(("option", "column"), [("--parts", "positions"), ("--top1", "top-1"), ("--gpu=L4", "bound")])
+@pytest.mark.parametrize(
+    ("option", "column"),
+    [("--sort=flops", "tokens"), ("--parts", "positions"), ("--top1", "top-1"), ("--gpu=L4", "bound")],
+)
 def test_an_option_chooses_the_table(option, column, capsys):
     assert main(["models", "vit_cifar_small", "vit_tiny_patch16_224", option]) == 0
     _, heads, *rows = capsys.readouterr().out.splitlines()
