@@ -72,13 +72,12 @@ GPU_PYTHON = $(eval GPU_PYTHON := $(shell $(PYTHON) -c '$(BUILT_FOR_GPUS)' 2>/de
 
 GPU_PYTHON_READY = test $(GPU_PYTHON) = $(PYTHON) || $(MAKE) --no-print-directory $(INSTALLED)
 
-gpu-first:  ## nine minutes of a GPU: is all of it right, and how fast; ARGS="--out FOLDER" or "--rehearse", without one
-	@$(GPU_PYTHON_READY)
-	$(GPU_PYTHON) -m benchmarks.gpu.first $(ARGS)
-
-gpu:  ## tuning, tests, sanitizers, benchmarks and their page on a GPU, resumable; ARGS="--list" or "--steps tests"
+gpu:  ## everything that needs a GPU, resumable; ARGS="--list", "--steps tests" or, without a GPU, "--rehearse"
 	@$(GPU_PYTHON_READY)
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+gpu-first:  ## its first nine minutes: is all of it right, and how fast; ARGS="--out FOLDER"
+	$(MAKE) --no-print-directory gpu ARGS="--first $(ARGS)"
 
 tune:  ## only the launch tables: kernels/tuned_<gpu>.json
 	$(MAKE) --no-print-directory gpu ARGS="--steps tune $(ARGS)"

@@ -28,7 +28,7 @@ from benchmarks.harness.measure import measure as measure_one
 from benchmarks.harness.providers import PROVIDERS
 from benchmarks.harness.record import Record, environment
 from benchmarks.harness.schedule import Case, OutOfTime, Schedule, command, counted, selection, turns
-from benchmarks.harness.workloads import Workload, workloads
+from benchmarks.harness.workloads import INSTALLED, Workload, workloads
 from fastvit.tuning.clock import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -212,6 +212,8 @@ def _not_measured(config: pytest.Config) -> Iterator[str]:
     chosen = [f"--{name} {value}" for name, value in given.items() if value]
     left_out = [case for case, _ in session.schedule.left_out]
     ran = dict.fromkeys(record.op for record in session.records)
+    if not INSTALLED:
+        yield "accelerate: none of timm, torchvision and transformers is installed"
     if left_out:
         grid = [f"--{name}" for name in ("quick", "long") if getattr(options, name)]
         minutes = f"--bench-minutes {session.schedule.minutes()}"

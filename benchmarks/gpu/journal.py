@@ -65,6 +65,11 @@ class Journal:
         record = self.get(kind, name)
         return record is not None and record["status"] in DONE
 
+    def status(self, step: str) -> str:
+        """Return what became of a step, or "to do"."""
+        record = self.get("step", step)
+        return "to do" if record is None else str(record["status"])
+
 
 def read(path: Path) -> list[Record]:
     """Every whole line of a file, of any device and sources."""

@@ -36,7 +36,7 @@ class Plan:
         ends = [0.0, *PARTS.values()]
         lengths = {part: (end - start) * self._scale for part, start, end in zip(PARTS, ends, ends[1:], strict=False)}
         self._lengths = REHEARSED if rehearse else lengths
-        self._todo = [part for part in PARTS if part in todo]
+        self.todo = [part for part in PARTS if part in todo]
         self._part, self._since = "", 0.0
 
     def begin(self, part: str, elapsed: float) -> float:
@@ -48,6 +48,6 @@ class Plan:
         """Return the seconds that the rest will take by the plan."""
         parts = [*PARTS]
         now = parts.index(self._part) if self._part else -1
-        later = sum(self._lengths[part] for part in self._todo if parts.index(part) > now)
-        current = self._lengths[self._part] - (elapsed - self._since) if self._part in self._todo else 0.0
+        later = sum(self._lengths[part] for part in self.todo if parts.index(part) > now)
+        current = self._lengths[self._part] - (elapsed - self._since) if self._part in self.todo else 0.0
         return min(later + max(current, 0.0), max(self.seconds - elapsed, 0.0))

@@ -14,8 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from benchmarks.gpu.journal import Journal
 from benchmarks.harness.provenance import ROOT
@@ -27,22 +26,32 @@ _OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of the process that ca
 
 @dataclass(frozen=True)
 class Step:
-    """arguments: of the Python interpreter. limit: seconds."""
+    """A process of its own.
+
+    Attributes:
+        arguments: of the Python interpreter.
+        limit: seconds after which it is ended.
+        variables: of the environment, in addition to this process's.
+    """
 
     name: str
     arguments: tuple[str, ...]
     limit: float = 3600.0
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Runner:
-    """seconds: after these no step goes on. variables: of the environment, for all steps. left: how long the rest will
-    take, in words; printed with every step that ends, of which `ended` has the names."""
+    """Runs steps and keeps what became of them in the journal. `ended` has the names of those that have ended.
+
+    Args:
+        seconds: length of the run, after which every step is ended.
+        left: says how long the rest will take; printed with every step that ends.
+    """
 
     def __init__(
-        self, journal: Journal, seconds: float = math.inf, variables: Mapping[str, str] = MappingProxyType({}),
-        left: Callable[[Runner], str] = lambda runner: "",
-    ) -> None:  # fmt: skip
-        self.journal, self.seconds, self._variables, self._left = journal, seconds, variables, left
+        self, journal: Journal, seconds: float = math.inf, left: Callable[[Runner], str] = lambda runner: ""
+    ) -> None:
+        self.journal, self.seconds, self._left = journal, seconds, left
         self.ended: set[str] = set()
         self._start = time.monotonic()
         self._lock = threading.Lock()
@@ -86,7 +95,7 @@ class Runner:
         with self._lock:
             for name in self._running.keys() & set(names):
                 self._cut.add(name)
-                _let_go(self._running[name])
+                _release(self._running[name])
 
     def end(self) -> None:
         """End all steps that run."""
@@ -103,9 +112,9 @@ class Runner:
             return "cut"
         start, last, timed_out = time.time(), deque[str](maxlen=3), threading.Event()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-        environment |= self._variables
+        environment |= step.variables
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.gpu.leash", *step.arguments], cwd=ROOT, env=environment,
+            [sys.executable, "-m", "benchmarks.gpu.process_group", *step.arguments], cwd=ROOT, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         with self._lock:
@@ -113,7 +122,7 @@ class Runner:
 
         def end() -> None:
             timed_out.set()
-            _let_go(process)
+            _release(process)
 
         timer = threading.Timer(limit, end)
         timer.start()
@@ -124,7 +133,7 @@ class Runner:
             code = process.wait()
         finally:
             timer.cancel()
-            _let_go(process)
+            _release(process)
             with self._lock:
                 del self._running[step.name]
         status = {0: "passed", SKIPPED: "skipped", CUT: "cut"}.get(code, "failed")
@@ -159,7 +168,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} hours".replace(".0 ", " ")
 
 
-def _let_go(process: subprocess.Popen[str]) -> None:
-    """Of the leash: the process ends with all that it started."""
+def _release(process: subprocess.Popen[str]) -> None:
+    """Close the input of process_group.py, which then ends the step with all that it has started."""
     assert process.stdin is not None
     process.stdin.close()

@@ -41,7 +41,7 @@ def device_of(chosen: argparse.Namespace) -> torch.device:
 def markdown(records: list[Record]) -> str:
     machine = next((r for r in records if r["name"] == "machine"), {})
     lines = [
-        f"# {machine.get('device', 'GPU')}, the first minutes",
+        f"# {machine.get('device', 'GPU')}",
         "",
         "```",
         *verdict.lines(records),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator
 
-from benchmarks.gpu.journal import BEGUN, DONE, REHEARSAL, Record
+from benchmarks.gpu.journal import BEGUN, REHEARSAL, Record
 
 KINDS = ("correct", "row", "compiled")  # of results
 PASSES = {"inference": "forward", "training": "both passes"}
@@ -26,9 +26,8 @@ def lines(records: list[Record]) -> list[str]:
     for word, several in (("WRONG", wrong), ("FAILED", failed)):
         found += _named(word, [f"{r['name']}: {reason(r)} {figures(r)}".strip() for r in several])
     found += _named("MISSING", missing)
-    for r in records:
-        if r["kind"] in ("environment", "compile", "step") and (r["status"] not in DONE or r["status"] == "skipped"):
-            found.append(f"{r['name']}: {r['status']} {reason(r)}"[:160])
+    steps = [r for r in records if r["kind"] in ("environment", "compile", "step") and r["status"] != "passed"]
+    found += _named("", [f"{r['name']}: {r['status']} {reason(r)}" for r in steps])
     return [*found, *_times(results), *_compiled(results)]
 
 
@@ -55,8 +54,9 @@ def ratios(r: Record, which: str) -> dict[str, float]:
 
 
 def _named(word: str, names: list[str]) -> list[str]:
-    more = [f"{word}: and {len(names) - _NAMED} more"] * (len(names) > _NAMED)
-    return [f"{word}: {name}"[:160] for name in names[:_NAMED]] + more
+    word = f"{word}: " * bool(word)
+    more = [f"{word}and {len(names) - _NAMED} more"] * (len(names) > _NAMED)
+    return [f"{word}{name}"[:160] for name in names[:_NAMED]] + more
 
 
 def _times(results: list[Record]) -> Iterator[str]:

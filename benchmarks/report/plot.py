@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.record import Record
 from benchmarks.harness.table import growth
+from benchmarks.report.read import read
 from fastvit._output import write_file
 from fastvit.study.memory.peak import growth_exponent
 from fastvit.study.memory.plot import Curves, draw
@@ -57,7 +58,5 @@ def _fitted(studies: dict[str, Curves]) -> str:
 
 
 if __name__ == "__main__":
-    from benchmarks.report.results import read
-
     found, _, where = read([Path(sys.argv[1])])
     print(*save(found, where[0], Path(sys.argv[2])), sep="\n")

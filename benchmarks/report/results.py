@@ -13,20 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from benchmarks.codegen import compile_time
 from benchmarks.harness import conditions, families, table
 from benchmarks.harness.provenance import ROOT
-from benchmarks.harness.record import Provider, Record
-from benchmarks.harness.timing import Ceilings
 from benchmarks.host import dispatch, launch, low_precision
 from benchmarks.peers import compare as peers
 from benchmarks.report import graph_tables, plot
+from benchmarks.report.read import read
 from fastvit._output import write_file
-from fastvit.tuning.clock import Quantiles
 
 RESULTS = ROOT / "benchmarks" / "results"
 _INTRODUCTION = f"""\
@@ -40,38 +36,6 @@ about the Triton kernels' speed. `make results` draws the picture anew, too.
 {table.LEGEND}
 ```
 """
-
-
-def _record(data: dict[str, Any]) -> Record:
-    known = {f.name: data[f.name] for f in fields(Record) if f.name in data}
-    known["providers"] = {name: _provider(p) for name, p in known["providers"].items()}
-    return Record(**known)
-
-
-def _provider(data: dict[str, Any]) -> Provider:
-    times = {name: Quantiles(**data[name]) for name in ("time", "called") if data.get(name)}
-    intervals = {name: tuple(data[name]) for name in ("over_fused", "called_over_fused") if data.get(name)}
-    return Provider(**{**data, **times, **intervals})
-
-
-def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
-    """The records of one run, its limits, and where and when it was."""
-    runs = [json.loads(path.read_text()) for path in paths]
-    info = [b["extra_info"] for run in runs for b in run["benchmarks"]]
-    if not info:
-        raise ValueError(f"{', '.join(map(str, paths)) or 'no file'}: no benchmark in it")
-    devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
-    if len(devices) > 1:
-        raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
-    during = [conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run]  # a newer file
-    ceilings = conditions.best([*(Ceilings(**i["ceilings"]) for i in info), *(found.end for found in during)])
-    records = [_record(i) for i in info]
-    commit = runs[0]["commit_info"]
-    dirty = " with local changes" * commit["dirty"]
-    when = f"{runs[0]['datetime'][:10]}, commit {commit['id'][:10]}{dirty}"
-    where = [*table.header(info[0]["environment"], ceilings), when]
-    where += [line for found in during for line in conditions.lines(found, records, ceilings)]
-    return records, ceilings, where
 
 
 def render(paths: Sequence[Path]) -> str:

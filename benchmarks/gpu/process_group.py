@@ -1,5 +1,9 @@
-"""python -m benchmarks.gpu.leash ARGUMENTS...: Python with these arguments, in a session of its own that ends with
-whoever holds this process's standard input: also with one that is killed."""
+"""Run Python in a session of its own that ends with the process that started it, even if that one is killed.
+
+    python -m benchmarks.gpu.process_group ARGUMENTS...
+
+The session is killed when the standard input of this process is closed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def main() -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     status = child.wait()
-    end()  # what the child has left behind
+    end()  # what the child has started and not ended
     return status if status >= 0 else 128 - status
 
 

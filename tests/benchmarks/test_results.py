@@ -1,0 +1,86 @@
+"""The results page, its picture, and what the README says of the result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.harness import provenance
+from benchmarks.harness.record import Provider, Record, environment
+from benchmarks.harness.timing import Ceilings
+from benchmarks.report import plot, results
+from fastvit.tuning.clock import Quantiles
+
+
+def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a GPU") -> Path:
+    benchmarks = []
+    for N in lengths:
+        record = Record("attention", f"N{N}", "inference", {"N": N}, {}, flops=10**9, moved_bytes=10**6)
+        record.providers = {"eager": Provider(Quantiles.of([0.012] * 3)), "fused": Provider(Quantiles.of([0.004] * 3))}
+        where = environment(torch.device("cpu"), torch.float32) | {"device": device}
+        benchmarks.append({"extra_info": record.as_dict(where, Ceilings(copy, 1e12))})
+    commit = {"id": "0123456789abcdef", "dirty": False}
+    run = {"datetime": "2026-01-02T03:04:05", "commit_info": commit, "benchmarks": benchmarks}
+    path.write_text(json.dumps(run))
+    return path
+
+
+def test_one_table_of_several_files(tmp_path: Path) -> None:
+    second = result(tmp_path / "b.json", (577, 1025), 3e12)
+    first = result(tmp_path / "a.json", (17, 50), 1e12)
+    text = results.render([first, second])
+    assert text.count("### attention") == 1
+    places = [text.index(f"\nN{N} ") for N in (17, 50, 577, 1025)]
+    assert places == sorted(places)
+    assert "large copy 3,000 GB/s" in text, "the best that the machine reached"
+    assert "commit 0123456789" in text
+    (tmp_path / "cut_off.json").touch()
+    assert text in results.page([tmp_path]), "a folder's files of one dtype are one run"
+    with pytest.raises(ValueError, match="several devices"):
+        results.render([first, result(tmp_path / "c.json", (197,), 1e12, "another GPU")])
+    with pytest.raises(ValueError, match="no benchmark"):
+        results.render([])
+
+
+def test_the_page_is_that_of_the_result_files() -> None:
+    """`python -m benchmarks.report.results` makes it."""
+    text = (results.RESULTS / "README.md").read_text()
+    assert text == results.page()
+    tables = [line for block in text.split("```")[1::2] for line in block.splitlines()]
+    assert max(map(len, tables)) <= 100
+    for file in plot.FILES.values():
+        assert f"cpu/{file}" in text
+        assert (results.RESULTS / "cpu" / file).exists()
+
+
+def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
+    readme = (provenance.ROOT / "README.md").read_text()
+    assert readme == results.with_ops(readme)
+    assert "| `attention_qkvpacked`, B1 N1025 H12 d64 |" in readme
+    assert len(readme.splitlines()) <= 170, "read in one sitting"
+    with pytest.raises(ValueError, match="no lines"):
+        results.with_ops("a page without marks")
+
+
+def test_the_low_precision_of_the_readme_is_that_of_the_result_file() -> None:
+    rows = json.loads((provenance.ROOT / "benchmarks/results/cpu/low_precision.json").read_text())["models"]
+    ms, found = (
+        {(r["provider"], r["precision"]): r for r in next(rows[name] for name in rows if name.startswith(model))}
+        for model in ("ViT-B/16", "DINOv2")
+    )
+    named = ("eager", "bfloat16"), ("compile", "int8, torchao"), ("ONNX Runtime", "int8")
+    milliseconds = [f"{1e3 * ms[row]['time']['median']:.0f}" for row in (("eager", "float32"), *named)]
+    shares = [f"{100 * found[row]['top1']:.0f}" for row in named]
+    readme = " ".join((provenance.ROOT / "README.md").read_text().split())
+    assert "eager {} ms, bfloat16 {}, int8 {} (torchao, compiled) or {} (ONNX".format(*milliseconds) in readme
+    assert "finds {}, {} and {} % of nearest patches again".format(*shares) in readme
+
+
+def test_the_compile_time_of_the_readme_is_that_of_the_result_file() -> None:
+    found = json.loads((provenance.ROOT / "benchmarks/results/cpu/compile_time.json").read_text())["results"]
+    cases = [case for of in found.values() for case in of["cases"] if case["mode"] == "train"]
+    (kernels,) = {len(case["kernels"]) for case in cases}
+    least, most = (f(case["seconds"] for case in cases) for f in (min, max))
+    said = f"training ViT-B/16: {kernels} in {least:.0f} to {most:.0f} s of one core"
+    assert said in (provenance.ROOT / "README.md").read_text()
