@@ -97,7 +97,7 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path: 
     assert {"correct mlp", "layer_norm B1 N50 D192 forward"} <= set(again)
     assert {"tune", "torch.compile sdpa vit_cifar_small"}.isdisjoint(again), "done before"
     assert "correct layer_norm: done before" in out
-    assert "seconds left" in out
+    assert "minutes left" in out
     assert "mlp: 6 of 6 correct" in out
     assert "26 results: 0 wrong, 0 failed, 0 missing" in out
     table = (folder / "table.md").read_text()
