@@ -93,13 +93,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_header(config: pytest.Config) -> Generator[None, list[str], list[str]]:
-    """The defaults of pytest-benchmark, of which none is used here, are no part of it."""
+    """Leave out the defaults of pytest-benchmark: none is used here."""
     lines = yield
     return [line for line in lines if not str(line).startswith("benchmark: ")]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The workloads of a bench module's OPS; each runs in its MODES, or forward only and forward + backward."""
+    """Parametrise a bench module with the workloads of its OPS, in its MODES, or forward only and forward +
+    backward."""
     if "workload" in metafunc.fixturenames:
         chosen = workloads(*metafunc.config.stash[SESSION].grid, ops=metafunc.module.OPS)
         metafunc.parametrize("workload", chosen, ids=[workload.id for workload in chosen])
@@ -124,7 +125,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A case for which there is no time is left out; every other has a line of progress."""
+    """Leave out a case for which there is no time; print a line of progress for every other."""
     if CASE not in item.stash:
         return (yield)
     session, (workload, mode) = item.config.stash[SESSION], item.stash[CASE]
@@ -150,7 +151,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_teststatus(report: pytest.TestReport) -> Generator[None, Any, tuple[str, str, str]]:
-    """No letters between the lines of progress. What was left out is listed at the end, by op."""
+    """Print no letters between the lines of progress. Cases left out are listed at the end, by op."""
     category, *_ = yield
     return "left out" if category == "skipped" and NO_TIME in str(report.longrepr) else category, "", ""
 
@@ -171,7 +172,7 @@ def measure(benchmark: BenchmarkFixture, request: pytest.FixtureRequest) -> Meas
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, object]) -> None:
-    machine_info.pop("node", None)  # the name of the machine is nobody's business
+    machine_info.pop("node", None)  # the name of the machine stays private
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -202,7 +203,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _not_measured(config: pytest.Config) -> Iterator[str]:
-    """What was left out, and the command that runs it."""
+    """List the cases that were left out, and the command that runs them."""
     session, options = config.stash[SESSION], config.option
     given = {
         "dtype": options.dtype,

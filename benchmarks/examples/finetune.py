@@ -1,9 +1,9 @@
-"""Fine-tunes a pretrained Vision Transformer on scikit-learn's handwritten digits.
+"""Fine-tune a pretrained Vision Transformer on scikit-learn's handwritten digits.
 
     python benchmarks/examples/finetune.py --weights dinov2_vits14_pretrain.pth
     python benchmarks/examples/finetune.py --weights dinov2_vits14_pretrain.pth --freeze --lr 3e-3
 
-Every block learns more slowly than the one behind it, by the factor --layer-decay; with --freeze the head alone learns.
+Every block learns more slowly than the next one, by the factor --layer-decay; with --freeze the head alone learns.
 Images stay uint8 until the patch embedding, which normalises them.
 """
 

@@ -44,7 +44,7 @@ def mosaics(count: int, size: int, *, right: bool) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def dense_features(model: fastvit.VisionTransformer, images: Tensor) -> Tensor:
-    """(n, 3, H, W) -> (n, D, h, w): the patch tokens behind the last norm, back on their grid."""
+    """(n, 3, H, W) -> (n, D, h, w): the patch tokens after the last norm, on their grid."""
     return torch.cat([model.get_intermediate_layers(batch, reshape=True)[0] for batch in images.split(16)])
 
 

@@ -1,4 +1,4 @@
-"""Latency of a timm model at batch 1, as it is and accelerated; on a GPU also as CUDA graphs.
+"""Measure the latency of a timm model at batch 1, untouched and accelerated; on a GPU also as CUDA graphs.
 
     python benchmarks/examples/serve.py --model vit_base_patch16_224
 

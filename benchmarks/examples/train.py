@@ -1,10 +1,10 @@
-"""Trains a small Vision Transformer from scratch on scikit-learn's handwritten digits.
+"""Train a small Vision Transformer from scratch on scikit-learn's handwritten digits.
 
     python benchmarks/examples/train.py
     python benchmarks/examples/train.py --compile  # torch.compile, which on a CPU needs a C++ compiler
 
-With what recipes for ViTs have: AdamW, warm-up and cosine decay, stochastic depth, clipped gradients, bf16 autocast on
-a GPU, and an exponential moving average of the weights, which is what is evaluated.
+The recipe is a usual one for ViTs: AdamW, warm-up and cosine decay, stochastic depth, clipped gradients, bf16 autocast
+on a GPU. An exponential moving average of the weights is evaluated.
 """
 
 import argparse

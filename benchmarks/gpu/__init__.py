@@ -1,1 +1,1 @@
-"""What needs a GPU: the first minutes, every step of a full run, tuning of the launch tables, the sanitizer."""
+"""Run everything that needs a GPU: the first minutes, the other steps, tuning of the launch tables, the sanitizer."""

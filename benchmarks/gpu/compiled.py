@@ -1,9 +1,10 @@
-"""Whole models under torch.compile: eager with SDPA, fused, and the former with fastvit's ops in its graph.
+"""Time whole models under torch.compile: with SDPA, with fused modules, and with fastvit's ops in the graph of SDPA's.
 
     python -m benchmarks.gpu.compiled --out FOLDER --model vit_base_patch16_224 --provider fused --go FILE --until TIME
 
-Several such processes compile side by side. Each leaves a file next to `go` when it is ready, waits for `go`, and then
-times what it has compiled, one process after the other. A compilation that might not end before `--until` is not begun.
+Several such processes compile at the same time. Each creates a file next to `go` when it is ready, waits for `go`, and
+then times the models that it has compiled, one process after the other. A compilation that might not end before
+`--until` is not begun.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _MODES = ("training", "inference")  # the longer one first, so that it bounds wh
 
 
 def runs(rehearse: bool) -> list[tuple[str, str]]:
-    """(model, provider), a process each."""
+    """Return (model, provider) of every process."""
     if rehearse:
         return [(REHEARSED, provider) for provider in PROVIDERS]
     return [*((model, provider) for model in MODELS for provider in ("sdpa", "fused")), (MODELS[1], "graph")]
 
 
 def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, str]]:
-    """By name, what a run of `runs` has to find out, in the order in which it is compiled."""
+    """Return the results that a process of `runs` has to find, by name, in the order in which it compiles them."""
     return {
         f"model {_workload(model, rehearse)} {provider}, {style}, {summary.MODES[mode]}": {
             "model": model, "provider": provider, "style": style, "mode": mode,
@@ -53,7 +54,7 @@ def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, st
 
 
 def ready(go: Path, model: str, provider: str) -> Path:
-    """The file that says that a run has compiled what it could."""
+    """Return the file by which a process says that it has compiled all that it could."""
     return go.with_name(f"{provider} {model} is ready")
 
 
@@ -64,7 +65,7 @@ def _workload(model: str, rehearse: bool) -> Workload:
 
 
 def warm(workload: Workload, provider: str, mode: str, device: torch.device, options: dict[str, Any]) -> Step:
-    """The step, compiled and warm."""
+    """Return the step, compiled and warm."""
     step, runner = workload.step("sdpa" if provider == "graph" else provider, mode, Draw(torch.bfloat16, device))
     runner.forward = compiled(provider, runner.forward, **options)
     for _ in range(4):  # the third and later ones may replay a graph
@@ -75,8 +76,8 @@ def warm(workload: Workload, provider: str, mode: str, device: torch.device, opt
 
 
 def compile_all(journal: Journal, chosen: Any, device: torch.device) -> dict[str, tuple[Step, dict[str, Any]]]:
-    """Compile what is not done before; by name, the step and what is known of it. What fails and what is not begun goes
-    into the journal with the reason."""
+    """Compile what is not done yet. Returns by name the step and its record so far. What fails and what is not begun
+    goes into the journal with the reason."""
     found: dict[str, tuple[Step, dict[str, Any]]] = {}
     longest = 0.0
     for name, about in results(chosen.model, chosen.provider, chosen.rehearse).items():

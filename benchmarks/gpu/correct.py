@@ -1,11 +1,9 @@
-"""Every op on the GPU against float64, as the tests' oracle does: outputs and gradients, in all dtypes.
+"""Check every op on the GPU against float64 by the rule of fastvit.study.accuracy.rule, in all dtypes.
 
     python -m benchmarks.gpu.correct --out FOLDER --group "attention short"
 
-err(fused) <= factor * err(eager in the same dtype) + ulp; factor 2, for gradients 3, of one draw of numbers, or where
-that one misses the rule, of four together (`_oracle.pooled_ratios`). What fused computes into is full
-of NaN before, and it runs twice, with bitwise the same results. A group of cases is a process of its own: an illegal
-access destroys no other.
+Outputs and gradients are compared. Memory that fused computes into is full of NaN before, and fused runs twice, with
+bitwise the same results. A group of cases is a process of its own: an illegal access ends no other.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def dtypes(rehearse: bool) -> list[str]:
 
 
 def groups(rehearse: bool) -> list[str]:
-    """What is done in one process each, the most wanted first."""
+    """Return the groups of cases, a process each, the most important first."""
     found = dict.fromkeys(map(group, cases(rehearse)))
     first = ("attention short", "layer_norm", "linear", "mlp", "attention long", "patch_embed", "block", "model")
     return sorted(found, key=lambda name: first.index(name) if name in first else len(first))
@@ -75,7 +73,7 @@ def group(case: Workload) -> str:
 
 
 def build(case: Workload, provider: str, draw: Draw) -> Runner:
-    """As the workload says, but with dropout: fused draws the masks of one seed, and eager is given them."""
+    """Build the workload's runner; with dropout, fused draws the masks of one seed, and eager gets the same masks."""
     runner = case.runner(provider, draw)
     p = 0.1 if case.op == "dropout" else case.sizes.get("dropout_p", 0.0)
     if not p:
@@ -110,8 +108,8 @@ def _masked(case: Workload, runner: Runner, p: float) -> Callable[[], Tensor]:
 
 
 def _attention_mask(shape: torch.Size, p: float, device: torch.device) -> Tensor:
-    """(B, H, N, N): what attention of these sizes multiplies its weights with, one head dimension of keys at a time:
-    the weights are all equal, and each of these values is of one key."""
+    """Return the factors of attention's dropout, (B, H, N, N), found for one head dimension of keys at a time: all
+    weights are equal, and each output element is the value of one key."""
     B, N, _, H, d = shape
     found = torch.empty(B, H, N, N, device=device)
     for first in range(0, N, d):
@@ -125,7 +123,7 @@ def _attention_mask(shape: torch.Size, p: float, device: torch.device) -> Tensor
 
 
 def results(runner: Runner, gradients: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
-    """Outputs, with and without what backward needs, and gradients."""
+    """Return outputs, with autograd and without, and gradients."""
     runner.train(False)
     outputs = runner.outputs()
     found = torch.autograd.grad(outputs, runner.leaves, gradients)
@@ -133,7 +131,7 @@ def results(runner: Runner, gradients: tuple[Tensor, ...]) -> tuple[tuple[Tensor
 
 
 def check(case: Workload, dtype: torch.dtype, device: torch.device) -> tuple[list[float], str]:
-    """The worst error ratios of outputs and of gradients, and what is wrong; empty if nothing is."""
+    """Return the worst error ratios of outputs and of gradients, and the reason why the case fails, or ""."""
     same = True
 
     def compared(number: int) -> Iterator[Compared]:

@@ -1,11 +1,11 @@
-"""The rows that a user asks for first: fused against eager and PyTorch's own attention kernels by name, in bfloat16.
+"""Time the most important rows: fused against eager and PyTorch's attention kernels by name, in bfloat16.
 
     python -m benchmarks.gpu.headline --out FOLDER --part first
 
 A provider has two figures: as called, in a steady loop, and of the GPU alone, from replays of a CUDA graph with a
-cleared cache. Both are of rounds in which the providers take turns in random order (`timing.orders`), as many as fit
-into the row's share of the time that is left. A row is written down when it begins and when it ends: one that ends the
-process is left out by the next.
+cleared cache. In every round the providers run in random order (`timing.orders`); as many rounds run as fit into the
+row's share of the time that is left. A row is recorded when it begins and when it ends: one that has ended its process
+is left out by the next.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Work = Callable[[], tuple[Tensor, ...]]
 
 
 def rows(rehearse: bool, part: str = "") -> list[Workload]:
-    """In order of worth; of all parts, unless one is named."""
+    """Return the workloads, the most important first; of all parts, unless one is named."""
     ops = [op for name, some in PARTS.items() if part in ("", name) for op in some]
     if rehearse:
         quick = workloads("quick", ops=("attention", "layer_norm"))
@@ -57,18 +57,18 @@ def rows(rehearse: bool, part: str = "") -> list[Workload]:
 
 
 def named(rehearse: bool, part: str) -> list[tuple[Workload, str, str]]:
-    """(workload, mode, name) of every row of the part."""
+    """Return (workload, mode, name) of every row of the part."""
     return [(w, mode, f"{w.op} {w} {title}") for w in rows(rehearse, part) for mode, title in summary.MODES.items()]
 
 
 def left(journal: Journal, rehearse: bool, part: str, since: float) -> list[tuple[Workload, str, str]]:
-    """Rows of the part, (workload, mode, name), that are not done and were not begun since then."""
+    """Return the rows of the part, (workload, mode, name), that are not done and were not begun since then."""
     known = {r["name"]: r for r in journal.records() if r["kind"] == "row"}
 
-    def settled(name: str) -> bool:
+    def finished(name: str) -> bool:
         return name in known and (known[name]["status"] in DONE or known[name]["at"] >= since)
 
-    return [row for row in named(rehearse, part) if not settled(row[2])]
+    return [row for row in named(rehearse, part) if not finished(row[2])]
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def _using(provider: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _taken(names: set[str]) -> Iterator[None]:
-    """Add the measured launch choices that are looked up within the context and found."""
+    """Add to names the measured launch choices that are looked up within the context and found."""
     plain = _tuned.choice
 
     def choice(arch: str, table: str, *key: int) -> tuple[int, ...] | None:
@@ -101,7 +101,7 @@ def _within(provider: str, step: Work) -> Work:
 
 
 class Row:
-    """One workload in one mode, all providers. seconds: of timed rounds of the GPU; calls get half as many."""
+    """One workload in one mode, with all providers. seconds: of timed rounds of the GPU; calls get half as many."""
 
     def __init__(self, workload: Workload, mode: str, clock: Clock, seconds: float) -> None:
         self.workload, self.mode, self.clock, self.seconds = workload, mode, clock, seconds
@@ -111,7 +111,7 @@ class Row:
         self.tuned: set[str] = set()  # measured choices that fused's launches take, "table[key]"
 
     def measure(self) -> str:
-        """What is wrong with fused's results; empty if nothing is. Raises what fused raises."""
+        """Time all providers. Returns how fused's results are wrong, or "". Raises what fused raises."""
         names = [name for name in summary.PROVIDERS if name not in _BACKENDS or "sdpa" in self.workload.providers]
         steps = {name: step for name in names if (step := self._begin(name)) is not None}
         self._time_calls(steps)
@@ -119,8 +119,8 @@ class Row:
         return self._disagreement()
 
     def _disagreement(self) -> str:
-        """That fused's results are not the first provider's, by more than other providers' are; empty if they are.
-        At the timed sizes this sees what is grossly wrong; what is accurate, benchmarks/gpu/correct.py says."""
+        """Say by how much fused's results differ from the first provider's, if that is more than other providers' do,
+        or "". This finds gross errors at the timed sizes; benchmarks/gpu/correct.py checks accuracy."""
         baseline, *others = self.results
         apart = {name: difference(self.results[name], self.results[baseline]) for name in others}
         own = apart.pop("fused", 0.0)
@@ -128,7 +128,7 @@ class Row:
         return f"differs from {baseline} by {own:.2g} of the largest result, allowed {bound:.2g}" if own > bound else ""
 
     def _begin(self, name: str) -> Work | None:
-        """The provider's step, after it has run once; None if it cannot run here."""
+        """Return the provider's step, after it has run once; None if it cannot run here."""
         figures = self.figures[name] = {}
         device = self.clock.device
         try:
@@ -152,7 +152,7 @@ class Row:
             self.figures[name]["called"] = asdict(Quantiles.of(values))
 
     def _time(self, steps: dict[str, Work]) -> None:
-        """The GPU alone."""
+        """Time the GPU alone."""
         runs: dict[str, Callable[[], object]] = {**steps}
         if self.clock.device.type == "cuda":
             for name, replay in capture_all(steps).items():
@@ -200,12 +200,13 @@ def measure(journal: Journal, clock: Clock, workload: Workload, mode: str, name:
 
 
 def seconds_for(rows: int, until: float) -> float:
-    """Seconds of timed rounds for the next of so many rows, all of which are to be done by then (since 1970)."""
+    """Return the seconds of timed rounds for the next of so many rows. until: seconds since 1970 by which all are
+    done."""
     return min(max((until - time.time()) / max(rows, 1) / SHARE, LEAST), MOST)
 
 
 def _recover(device: torch.device) -> None:
-    """Gives memory back, and raises where an error has ended the device's context."""
+    """Give memory back, and raise where an error has ended the device's context."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

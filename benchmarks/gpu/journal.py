@@ -1,7 +1,7 @@
-"""What a run on a GPU has found out so far: results.jsonl, a JSON object a line, written at once.
+"""Keep the results of a run on a GPU in results.jsonl, a JSON object a line, written at once.
 
-Whatever ends the run, and whenever, all lines but perhaps the last are whole; a broken one is left out in reading.
-Several processes may write. A result counts for the device and the sources that it was made with, and for no others.
+However the run ends, at most the last line is broken, and reading leaves it out. Several processes may write. A result
+counts only for the device and the sources that it was made with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ BEGUN = "begun"
 
 
 class Journal:
-    """page: makes of all records the text of table.md, which is written anew with each of them."""
+    """The results in a folder. page: makes the text of table.md from all records; it is written with every new
+    record."""
 
     def __init__(self, folder: Path, device: str, page: Page | None = None, *, code: str | None = None) -> None:
         self.folder, self.device, self.page = folder, device, page
@@ -51,7 +52,7 @@ class Journal:
                 write_text(self.folder / "table.md", self.page(self.records()))
 
     def records(self) -> list[Record]:
-        """The last of each kind and name, in the order of their first."""
+        """Return the last record of each kind and name, in the order of their first."""
         found: dict[tuple[str, str], Record] = {}
         for record in read(self.path):
             if (record["device"], record["sources"]) == (self.device, self.code):
@@ -72,7 +73,7 @@ class Journal:
 
 
 def read(path: Path) -> list[Record]:
-    """Every whole line of a file, of any device and sources."""
+    """Return every whole line of a file, of any device and sources."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -85,18 +86,18 @@ def read(path: Path) -> list[Record]:
 
 
 def results_folder(device: str) -> Path:
-    """Where the results of a device belong."""
+    """Return the folder for the results of a device."""
     name = re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
     return ROOT / ("out" if device == REHEARSAL else "benchmarks/results") / name
 
 
 def words(error: Exception) -> str:
-    """What it says, on one line."""
+    """Return the error's class and message on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN: null."""
+    """Replace infinity and NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Checks, before the first step, that what a run on a GPU needs is there."""
+"""Check before the first step that a run on a GPU has all that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the 
 
 
 def complaint(target: str, packages: tuple[str, ...], *, rehearse: bool) -> str:
-    """Return in a line or two why the run cannot begin, or "". target: of the Makefile. packages: that steps import."""
+    """Return in a few lines why the run cannot begin, or "". target: of the Makefile. packages: that steps import."""
     if not rehearse and (reason := why_no_gpu()):
         return (
             f"make {target} needs a GPU: {reason}, in {sys.executable}.\n"
@@ -30,7 +30,7 @@ def complaint(target: str, packages: tuple[str, ...], *, rehearse: bool) -> str:
 
 
 def missing_for_triton() -> str:
-    """Return what Triton needs to build its launchers and does not find here, or ""."""
+    """Say what Triton needs to build its launchers and does not find here, or ""."""
     compilers = [os.environ.get("CC"), "gcc", "clang"]
     if not any(shutil.which(name) for name in compilers if name):
         return "no C compiler: Triton needs CC, gcc or clang for what launches its kernels"

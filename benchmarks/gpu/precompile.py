@@ -1,4 +1,4 @@
-"""Compiles what is about to be launched, in many processes, into the cache in which Triton's launches look first.
+"""Compile kernels that are about to be launched, in many processes, into Triton's cache.
 
 The launches are recorded on meta tensors, so that this process needs no GPU and can be forked
 (fastvit/tuning/launches.py).
@@ -35,8 +35,8 @@ REHEARSED: Machine = (9, 0), 132, REHEARSAL
 
 
 def first_minutes(rehearse: bool, machine: Machine) -> list[Launch]:
-    """Every launch of the first minutes, the most wanted first: rows, what tuning of these tries, then checks by dtype.
-    Of a rehearsal, which launches nothing, only the rows'."""
+    """Return every launch of the first minutes, the most important first: rows, candidates of their tuning, then checks
+    by dtype. A rehearsal, which launches nothing, records only the rows."""
     with _recording(machine) as recorder:
         _run(recorder, ((w, "bf16") for w in headline.rows(rehearse)))
         if not rehearse:
@@ -51,14 +51,14 @@ def first_minutes(rehearse: bool, machine: Machine) -> list[Launch]:
 
 
 def record(items: Iterable[Item], machine: Machine) -> list[Launch]:
-    """Every launch of the items, forward alone, and forward and backward, each once."""
+    """Return every launch of the items, forward alone, and forward and backward, each once."""
     with _recording(machine) as recorder:
         _run(recorder, items)
     return list(recorder.launches.values())
 
 
 def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
-    """Every launch that tuning of these tables tries."""
+    """Return every launch that tuning of these tables tries."""
     wanted = set(tables)
     with _recording(machine) as recorder:
         for work in works():
@@ -76,8 +76,8 @@ def _run(recorder: Any, items: Iterable[Item]) -> None:
 
 
 def _try_in_block() -> None:
-    """Record what the rows launch with any choice that tuning before them may make: blocks have other epilogues than
-    the works that tuning measures. One block has all of them, at every batch and width."""
+    """Record the launches of the rows for every choice that tuning before them may make: blocks have other epilogues
+    than the works that tuning measures. One block has all of them, at every batch and width."""
     block = next(w for w in headline.rows(False) if w.op == "block")
     runner = block.runner("fused", Draw(headline.DTYPE, "meta"))
     for choice in candidates("gemm", ()):
@@ -87,7 +87,7 @@ def _try_in_block() -> None:
 
 
 def _recording(machine: Machine) -> Any:
-    """For the GPU at hand, with what was measured on it: launch choices depend on both."""
+    """Record launches for the GPU and its measured choices: configurations depend on both."""
     (major, minor), multiprocessors, name = machine
     arch = f"sm_{major}{minor}"
     _tuned.load(arch, name, dispatch.cache_folder())
@@ -95,7 +95,7 @@ def _recording(machine: Machine) -> Any:
 
 
 def _machine() -> Machine:
-    """The GPU at hand; asked for in a process of its own, since one that has met CUDA should not be forked."""
+    """Return the GPU at hand. A process of its own asks for it: one that has initialised CUDA should not be forked."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
         return pool.submit(_ask).result()
 

@@ -1,4 +1,4 @@
-"""The first seconds on a GPU: what machine it is, one kernel, the machine's limits."""
+"""Spend the first seconds on a GPU: describe the machine, launch one kernel, measure the machine's limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from fastvit.tuning.clock import Clock
 
 
 def first_launches(device: torch.device) -> float:
-    """The largest difference of a LayerNorm from torch's: by Triton's own launch, and by ours, which the second is."""
+    """Return the largest difference of two LayerNorms from torch's. Triton launches the first, our launcher the
+    second."""
     x = torch.randn(197, 768, device=device)
     weight, bias = torch.randn(2, 768, device=device)
     expected = F.layer_norm(x, (768,), weight, bias, 1e-6)

@@ -1,6 +1,6 @@
-"""Runs the steps of a run on a GPU, each a process of its own with a limit, and keeps what became of them.
+"""Run the steps of a run on a GPU, each a process of its own with a time limit, and record how they ended.
 
-All output goes into log.txt, each line behind the name of its step; lines that begin with "> " are also printed.
+All output goes into log.txt, each line after the name of its step; lines that begin with "> " are also printed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Step:
 
 
 class Runner:
-    """Runs steps and keeps what became of them in the journal. `ended` has the names of those that have ended.
+    """Runs steps and records their status in the journal. `ended` has the names of those that have ended.
 
     Args:
         seconds: length of the run, after which every step is ended.
@@ -71,8 +71,8 @@ class Runner:
     def run(
         self, steps: Iterable[Step], *, workers: int = 1, until: float = math.inf, again: bool = False
     ) -> dict[str, str]:
-        """What became of the steps, by name, when all have ended: those that are done already stay as they are, unless
-        `again`. until: seconds after the start of the run at which they are ended."""
+        """Run the steps and wait for them. Returns the status of each by name. Steps that are done already do not run,
+        unless `again`. until: seconds after the start of the run at which they are ended."""
         with ThreadPoolExecutor(workers) as pool:
             futures = {step.name: pool.submit(self._run, step, until, again) for step in steps}
             try:
@@ -150,7 +150,7 @@ class Runner:
             last.append(line)
 
     def _ended(self, step: Step, status: str, start: float, last: list[str]) -> None:
-        """start: seconds since 1970."""
+        """Record the end of a step. start: seconds since 1970."""
         seconds = time.time() - start
         self.journal.add("step", step.name, status, ran=[start, start + seconds], seconds=round(seconds, 1), last=last)
         self.ended.add(step.name)

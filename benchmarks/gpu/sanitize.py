@@ -1,4 +1,4 @@
-"""Every kernel once, at small awkward shapes, under compute-sanitizer.
+"""Run every kernel once, at small awkward shapes, under compute-sanitizer.
 
     python -m benchmarks.gpu.sanitize --tool memcheck            # or racecheck, initcheck, synccheck
     python -m benchmarks.gpu.sanitize --tool racecheck --op attention
@@ -35,12 +35,12 @@ _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cud
 
 
 def ops() -> list[str]:
-    """Those that have workloads for the sanitizer."""
+    """Return the ops that have workloads for the sanitizer."""
     return list(dict.fromkeys(workload.op for workload in workloads("sanitize")))
 
 
 def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
-    """The op's workloads, forward and backward."""
+    """Run the op's workloads, forward and backward."""
     for workload, dtype in itertools.product(workloads("sanitize", ops=(op,)), dtypes):
         runner = workload.runner("fused", Draw(dtype, device))
         with dispatch.use_backend("triton", strict=True):
@@ -50,7 +50,8 @@ def run(op: str, device: torch.device, *dtypes: torch.dtype) -> None:
 
 
 def rehearse(op: str) -> list[str]:
-    """In the interpreter, without matmuls; the kernels that ran. Raises for an access out of bounds and for a race."""
+    """Run the op in the interpreter, without matmuls. Returns the kernels that ran. Raises for an access out of bounds
+    and for a race."""
     from benchmarks.codegen.traffic_counter import count
 
     with count(compute=False) as traffic:
@@ -96,7 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _follow(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Prints what the command prints; its exit status and its own last words on an error."""
+    """Run the command and print its output. Returns its exit status and the last line in which the tool reports an
+    error."""
     last = ""
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

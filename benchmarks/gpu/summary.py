@@ -1,4 +1,4 @@
-"""The table of the first minutes on a GPU, and its short form, both made of the journal's records."""
+"""The table of a run on a GPU, and its short form, both made from the journal's records."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TOLERANCE = 0.05  # of the largest result, by which a timed result may differ fr
 
 
 def journal(folder: Path, device: torch.device) -> Journal:
-    """That of the first minutes."""
+    """Return the journal of a run in this folder, which writes table.md."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else REHEARSAL
     return Journal(folder, name, markdown)
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Of every process of the first minutes."""
+    """Return the parser of a process of the first minutes."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
@@ -59,7 +59,7 @@ def markdown(records: list[Record]) -> str:
 
 
 def _table(head: Iterable[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table, and a blank line; nothing without rows."""
+    """Return a Markdown table between blank lines; nothing without rows."""
     head = list(head)
     return ["", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), ""] if rows else []
 
@@ -82,12 +82,12 @@ def _steps(records: list[Record]) -> list[str]:
 
 
 def _last(r: Record) -> str:
-    """Why a step did not pass."""
+    """Say why a step did not pass, or ""."""
     return "" if r["status"] == "passed" else reason(r)[:200]
 
 
 def _correct(records: list[Record]) -> list[str]:
-    """Worst error by op and shape: outputs and gradients, over their bounds."""
+    """Return the table of the worst errors of outputs and gradients, by op and shape."""
     found: dict[str, dict[str, str]] = {}
     for r in records:
         if r["kind"] == "correct":
@@ -133,7 +133,7 @@ def _rows(records: list[Record]) -> list[str]:
 
 
 def _us(providers: Record, name: str, which: str) -> str:
-    """Microseconds; the GPU's as those of calls where there was no graph."""
+    """Format microseconds; * marks a GPU time without a graph."""
     time = providers.get(name, {}).get(which)
     if time is None:
         return "-"
@@ -154,7 +154,7 @@ def _compiled(records: list[Record]) -> list[str]:
 
 
 def short(records: list[Record]) -> list[str]:
-    """What matters, in a few lines."""
+    """Return the most important results in a few lines."""
     machine = [r for r in records if r["name"] == "machine"]
     lines = [f"{r['own_device']}, torch {r['torch']}, triton {r['triton']}, commit {r['commit']}" for r in machine]
     bad = [r for r in records if r["kind"] == "environment" and r["status"] != "passed"]

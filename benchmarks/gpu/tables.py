@@ -17,9 +17,14 @@ from fastvit.tuning.tuner import Run, Work
 
 @dataclass(frozen=True)
 class Table:
-    """name: of a table, measured by an op's workloads. steps: "forward", "backward" or "both", as one call. leaves:
-    which of the op's tensors backward differentiates by, all of them if none is named: no GEMM is timed with the kernel
-    in question."""
+    """A table that an op's workloads measure.
+
+    Attributes:
+        steps: "forward", "backward" or "both", as one call.
+        leaves: the op's tensors that backward differentiates by, all of them if none is named. A choice leaves out
+        those whose gradient takes a GEMM, which would be timed with the kernel. suits: whether a workload of these
+        sizes is measured.
+    """
 
     name: str
     op: str
@@ -50,8 +55,11 @@ _WIDTHS = (768, 384)  # of the rows' models, the more wanted first
 
 
 def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:
-    """Everything there is to measure; tiny: for the interpreter, whose GEMMs with an epilogue are all Triton's.
-    headline: only what the rows of headline.py ask for of the tables HEADLINE."""
+    """Yield everything that tuning measures.
+
+    tiny: for the interpreter, whose GEMMs with an epilogue are all Triton's. headline: only the entries of the tables
+    HEADLINE that the rows of headline.py look up.
+    """
     for width, table in itertools.product(_WIDTHS if headline and not tiny else (0,), TABLES):
         if (headline and table.name not in HEADLINE) or (tiny and table.name == "use_triton_gemm"):
             continue

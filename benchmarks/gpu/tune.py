@@ -1,6 +1,6 @@
-"""Measures the launch tables of fastvit/kernels on the GPU at hand: writes kernels/tuned_<gpu>.json.
+"""Measure the launch tables of fastvit/kernels on the GPU at hand, and write kernels/tuned_<gpu>.json.
 
-    python -m benchmarks.gpu.tune                                   # every table; goes on where it was stopped
+    python -m benchmarks.gpu.tune                                   # every table; continues where it was stopped
     python -m benchmarks.gpu.tune --table attention_fwd
     python -m benchmarks.gpu.tune --headline                        # what the rows of the first minutes ask for
 
@@ -30,7 +30,7 @@ from fastvit.tuning.tuner import HostBound, Tuner, timer_of
 
 
 def measured(device: torch.device) -> dict[str, Any]:
-    """Where and with what is measured, as it stands in the table."""
+    """Return where and with which versions the table is measured."""
     return environment(device, torch.bfloat16) | {"when": now(), "commit": commit(), "sources": sources()}
 
 

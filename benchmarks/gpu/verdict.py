@@ -1,4 +1,4 @@
-"""The verdict on the first minutes, in a few lines: what is wrong, what is missing, how fast it is."""
+"""The verdict on a run in a few lines: wrong, failed and missing results, and times against other providers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _NAMED = 8  # results at most that are named
 
 
 def lines(records: list[Record]) -> list[str]:
-    """Return what is wrong first, then what failed, did not end or is missing, then times of others over fused's."""
+    """Return wrong results first, then those that failed, did not end or are missing, then times of others over
+    fused's."""
     results = [r for r in records if r["kind"] in KINDS]
     wrong = [r for r in results if is_wrong(r)]
     failed = [r for r in results if r["status"] in ("failed", BEGUN) and not is_wrong(r)]
@@ -32,22 +33,22 @@ def lines(records: list[Record]) -> list[str]:
 
 
 def is_wrong(r: Record) -> bool:
-    """Whether it is a result that was compared, and missed its bound or changed from run to run."""
+    """Whether a result was compared, and missed its bound or changed from run to run."""
     return r["status"] == "failed" and bool(r.get("wrong") or (r["kind"] == "correct" and "ratios" in r))
 
 
 def reason(r: Record) -> str:
-    """Why something did not pass, or a step's last words."""
+    """Say why a result did not pass; for a step, its last lines."""
     return "did not end" if r["status"] == BEGUN else r.get("reason") or " ".join(r.get("last", ())[-2:])
 
 
 def figures(r: Record) -> str:
-    """The error ratios of a check: outputs, gradients; "" of all else."""
+    """Format the error ratios of a check, outputs and gradients; "" for other results."""
     return ", ".join("not finite" if value is None else f"{value:.2f}" for value in r.get("ratios", ()))
 
 
 def ratios(r: Record, which: str) -> dict[str, float]:
-    """Time of each other provider over fused's; which: "graph" or "called"."""
+    """Return the time of each other provider over fused's. which: "graph" or "called"."""
     times = {name: f[which]["median"] for name, f in r.get("providers", {}).items() if f.get(which)}
     own = times.pop("fused", None)
     return {name: value / own for name, value in times.items()} if own else {}
@@ -60,7 +61,7 @@ def _named(word: str, names: list[str]) -> list[str]:
 
 
 def _times(results: list[Record]) -> Iterator[str]:
-    """A line for each op and pass."""
+    """Yield a line for each op and pass."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     without = 0
     for r in results:
@@ -82,7 +83,7 @@ def _times(results: list[Record]) -> Iterator[str]:
 
 
 def _compiled(results: list[Record]) -> Iterator[str]:
-    """Models under torch.compile: SDPA over those that are fused, style by style."""
+    """Yield lines for models under torch.compile: the time of SDPA over that of fused ones."""
     times = {
         (r["model"], r["style"], r["mode"], r["provider"]): r["graph"]["median"]
         for r in results

@@ -1,1 +1,1 @@
-"""What a benchmark is made of: workloads, providers, clock, memory, records, tables and the picture."""
+"""The parts of a benchmark: workloads, providers, timing, records and tables."""

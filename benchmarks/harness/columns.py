@@ -1,4 +1,4 @@
-"""A table of at most 100 columns, on a terminal and in a file."""
+"""Format a table of at most 100 columns, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WIDTH = 100
 def make(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: int = 0, width: int = WIDTH
 ) -> list[str]:
-    """Lines of a table, `width` columns wide where that suffices. The first `left` columns hold words, the others
-    numbers; the `wrap`-th is broken where there is no room."""
+    """Return the lines of a table, `width` columns wide where that suffices. The first `left` columns hold words, the
+    others numbers; the `wrap`-th is broken where there is no room."""
     from rich.box import SIMPLE_HEAD  # here, so that measuring needs no rich
     from rich.console import Console
     from rich.table import Table

@@ -31,23 +31,23 @@ class Conditions:
 
     @staticmethod
     def read(data: dict[str, Any]) -> Conditions:
-        """From a result file."""
+        """Read the conditions of a result file."""
         return Conditions(**{**data, "start": Ceilings(**data["start"]), "end": Ceilings(**data["end"])})
 
 
 def load() -> float | None:
-    """That of the last minute."""
+    """Return the load of the last minute; None where the system does not say."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def best(several: Sequence[Ceilings]) -> Ceilings:
-    """The most that the machine reached in any of several measurements."""
+    """Return the most that the machine reached in any of several measurements."""
     known = {f.name: [v for c in several if (v := getattr(c, f.name)) is not None] for f in fields(Ceilings)}
     return Ceilings(**{name: max(values) for name, values in known.items() if values})
 
 
 def lines(found: Conditions, records: Sequence[Record], ceilings: Ceilings) -> Iterator[str]:
-    """The load, and what marks the run: a limit that moved, a share of the limits that cannot be."""
+    """Yield the load, and reasons to distrust the run: a limit that moved, a share of the limits that cannot be."""
     if found.load_before is not None and found.load_after is not None:
         yield (
             f"load of the last minute {found.load_before:.1f} before the run, {found.load_after:.1f} after it, "

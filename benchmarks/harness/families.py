@@ -1,4 +1,4 @@
-"""The models of other libraries that `fastvit.accelerate` knows: architectures, small and whole, with random weights.
+"""Models of other libraries that `fastvit.accelerate` knows: architectures, small and whole, with random weights.
 
     python -m benchmarks.harness.families benchmarks/results/cpu/families.json
 
@@ -41,7 +41,7 @@ class Architecture:
         return f"{self.library}-{self.name}"
 
     def model(self, *, whole: bool = False, seed: int = 0) -> nn.Module:
-        """In evaluation mode, with random weights."""
+        """Build the model in evaluation mode, with random weights."""
         torch.manual_seed(seed)
         model = self.build(self.name, **(self.whole if whole else self.small)).eval()
         randomize(model)
@@ -54,7 +54,7 @@ class Architecture:
 
 
 def image_size(model: Any) -> tuple[int, int]:
-    """Where timm, transformers and torchvision say it."""
+    """Return (height, width) as timm, transformers or torchvision stores it."""
     if hasattr(model, "patch_embed"):
         H, W = model.patch_embed.img_size
         return H, W
@@ -63,7 +63,7 @@ def image_size(model: Any) -> tuple[int, int]:
 
 
 def output(result: Any) -> Tensor:
-    """Logits, or else what a headless model's user takes: all tokens, joined with the pooled ones where they exist."""
+    """Return the logits; for a headless model all tokens, joined with the pooled ones where they exist."""
     if isinstance(result, Tensor):
         return result
     if isinstance(result, tuple) and not hasattr(result, "last_hidden_state"):
@@ -162,8 +162,11 @@ VIT_B_16: dict[str, Callable[..., nn.Module]] = {
 
 
 def agree(architecture: Architecture) -> dict[str, Any]:
-    """Of one whole model at batch 1 in float32. difference: the largest, over the largest |output| of the library's own
-    model. fused: the ops that run, by class of module; skipped: class and reason; seconds: of `accelerate`."""
+    """Compare one whole model with its accelerated self at batch 1 in float32.
+
+    difference: the largest, over the largest |output| of the library's own model. fused: the ops that run, by class of
+    module. skipped: class and reason. seconds: of `accelerate`.
+    """
     model = architecture.model(whole=True)
     image = architecture.image(model, 1)
     with torch.inference_mode():
@@ -185,8 +188,8 @@ def agree(architecture: Architecture) -> dict[str, Any]:
 
 
 def speed(library: str, rounds: int) -> dict[str, Any]:
-    """ViT-B/16 at 224 px, batch 1, inference: the median in ms, accelerated, and untouched time / accelerated time in
-    pairs of runs, in alternating order."""
+    """Time ViT-B/16 at 224 px, batch 1, inference: the median in ms, accelerated, and untouched time / accelerated time
+    in pairs of runs, in alternating order."""
     model = VIT_B_16[library]().eval()
     image = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     clock = Clock(torch.device("cpu"))
@@ -203,7 +206,7 @@ def speed(library: str, rounds: int) -> dict[str, Any]:
 
 
 def render(path: Path) -> list[str]:
-    """The table of a result file."""
+    """Return the table of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
     fused = [[op for ops in row["fused"].values() for op in ops.split(", ")] for row in results["agreements"]]

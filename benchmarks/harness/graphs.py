@@ -1,4 +1,4 @@
-"""Work as a CUDA graph: replayed without its host, so that what is timed is the GPU's."""
+"""Capture work as CUDA graphs, whose replays need no host, so that the GPU alone is timed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class Uncapturable(RuntimeError):
 
 
 def capture_all(works: Mapping[str, Work]) -> dict[str, Work | str]:
-    """For each of the works what replays it, or the reason why there is no graph of it. They compute in tensors that
-    they hold already, and what they return is lost.
+    """Return for each of the works the function that replays it, or the reason why there is no graph of it. The works
+    use tensors that they hold already, and their results are lost.
 
-    The graphs share their memory, so that all of them need no more than the hungriest: one may be replayed at a time.
+    The graphs share their memory, so that all of them need no more than the largest: only one may be replayed at a
+    time.
     """
     for work in works.values():
         _warm_up(work)
@@ -33,7 +34,8 @@ def capture_all(works: Mapping[str, Work]) -> dict[str, Work | str]:
 
 
 def _warm_up(work: Work) -> None:
-    """Three calls on a stream of their own: kernels are compiled and loaded, libraries have chosen their algorithms."""
+    """Call the work three times on a stream of its own, so that kernels are loaded and libraries choose their
+    algorithms."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -44,7 +46,12 @@ def _warm_up(work: Work) -> None:
 
 
 def capture(work: Work, pool: Any = None) -> Work:
-    """What replays `work`, which has run before. Raises `Uncapturable`, or the error that has ended the context."""
+    """Return the function that replays `work`, which has run before.
+
+    Raises:
+        Uncapturable: CUDA or the work refused the capture.
+        RuntimeError: the error that has ended the context.
+    """
     stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool=pool):
@@ -52,7 +59,7 @@ def capture(work: Work, pool: Any = None) -> Work:
         graph.replay()
         torch.cuda.synchronize()
     except Exception as error:
-        torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream behind
+        torch.cuda.set_stream(stream)  # a capture that fails at its end leaves its own stream current
         _check_context()
         cause = error.__context__ or error  # ending a capture that has failed fails, too
         raise Uncapturable(f"{type(cause).__name__}: {str(cause)[:200]}") from error
@@ -60,7 +67,7 @@ def capture(work: Work, pool: Any = None) -> Work:
 
 
 def _check_context() -> None:
-    """Raises where kernels, or captures, no longer work."""
+    """Raise where kernels, or captures, no longer work."""
     torch.cuda.synchronize()
     x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

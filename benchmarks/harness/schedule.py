@@ -1,4 +1,4 @@
-"""In which order benchmarks run, and which of them the time is too short for."""
+"""Choose the order of the benchmarks, and leave out those for which there is no time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.harness.workloads import Workload
 
 Case = tuple[Workload, str]  # and "inference" or "training"
 
-# What tells most of an op, on a CPU and on a GPU, and the sizes that an exponent is fitted to.
-TELLING = {
+# The most important case of each op, on a CPU and on a GPU, and the sizes that an exponent is fitted to.
+FIRST = {
     "attention": ("B1 N1025 H12 d64", "B32 N197 H16 d64"),
     "attention_varlen": ("B4 N256 H12 d64", "B32 N1024 H16 d64"),
     "rotary": ("B8 N197 H12 d64 halves", "B32 N197 H12 d64 halves"),
@@ -45,13 +45,13 @@ class OutOfTime(Exception):
 
 
 def turns(workloads: Iterable[Workload]) -> dict[str, tuple[int, int]]:
-    """By id, what to sort by: all ops' telling cases, then all ops' first of the others, then their second. What is
-    made of many ops, and takes as long, comes last each time."""
+    """Return sort keys by id: the cases FIRST of all ops, then the next case of every op, and so on. Blocks and models,
+    which take longest, come last each time."""
     ops = sorted(OPS, key=lambda op: op in ("block", "model", "accelerate"))
     seen = Counter[str]()
     found = {}
     for workload in workloads:
-        other = str(workload) not in TELLING[workload.op]
+        other = str(workload) not in FIRST[workload.op]
         seen[workload.op] += other
         found[workload.id] = (seen[workload.op] if other else 0), ops.index(workload.op)
     return found
@@ -62,32 +62,33 @@ STEPS = 200  # more steps of eager, at the machine's limits, than a case takes o
 
 @dataclass
 class Schedule:
-    """The time of a run. A case begins only if it is likely to end before the deadline, by what others took for their
-    work: the seconds that a step of eager needs at the machine's limits."""
+    """The time of a run. A case begins only if it is likely to end before the deadline, judged by the time that others
+    took for their work. Work is counted in seconds that a step of eager needs at the machine's limits."""
 
     deadline: float  # of perf_counter()
     case_seconds: float  # of timed rounds, for each case
     total: int = 0
     done: int = 0
-    taken: list[tuple[str, float, float]] = field(default_factory=list)  # op, work, seconds beside timed rounds
+    taken: list[tuple[str, float, float]] = field(default_factory=list)  # op, work, seconds in addition to timed rounds
     left_out: list[tuple[Case, float]] = field(default_factory=list)  # and its work
 
     def left(self) -> float:
         return max(0.0, self.deadline - time.perf_counter())
 
     def check(self) -> None:
-        """Raises OutOfTime once the time is over: on a busy machine a case takes longer than it seemed."""
+        """Raise OutOfTime once the time is over: on a busy machine a case takes longer than estimated."""
         if time.perf_counter() > self.deadline:
             raise OutOfTime
 
     def budget(self) -> float:
-        """Seconds of timed rounds for the next case: half of what is left, spread evenly; the other half goes into
-        agreement and memory."""
+        """Return the seconds of timed rounds for the next case: half of the time left, spread evenly. The other half
+        goes into agreement and memory."""
         return min(self.case_seconds, self.left() / (2 * max(1, self.total - self.done - len(self.left_out))))
 
     def estimate(self, op: str, work: float) -> float:
-        """Seconds: what every case takes, and in proportion to work what the op's largest so far, or else that of all,
-        took beside that. Where it is the lesser part, it tells little."""
+        """Estimate the seconds of a case: a constant, and a part in proportion to its work. That part comes from the
+        op's largest case so far, or else the largest of all; it is bounded where it is the smaller part, and so
+        uncertain."""
         if not self.taken:
             return self.case_seconds
         every = min(seconds for _, _, seconds in self.taken)
@@ -97,7 +98,7 @@ class Schedule:
         return self.case_seconds + every + work * (steps if seconds > 2 * every else min(steps, STEPS))
 
     def admits(self, case: Case, work: float) -> bool:
-        """Whether there is time for it; if not, it is left out."""
+        """Return whether there is time for the case; if not, note that it is left out."""
         if self.estimate(case[0].op, work) <= self.left():
             return True
         self.left_out.append((case, work))
@@ -108,13 +109,13 @@ class Schedule:
         self.taken.append((op, work, max(0.0, seconds - self.case_seconds)))
 
     def minutes(self) -> int:
-        """What those left out would take, a third added."""
+        """Return the minutes that the cases left out would take, with a third added."""
         seconds = sum(self.estimate(workload.op, work) for (workload, _), work in self.left_out)
         return math.ceil(4 / 3 * seconds / 60)
 
 
 def selection(left_out: Sequence[Case], ran: Iterable[str]) -> str:
-    """An expression for pytest's -k that names these, all of an op together if it is not among those that ran."""
+    """Return an expression for pytest's -k that selects these cases. An op of which no case ran is named as a whole."""
     whole = {workload.op for workload, _ in left_out} - {*ran}
     modes = Counter(workload.id for workload, _ in left_out)
     words = (
@@ -127,14 +128,14 @@ def selection(left_out: Sequence[Case], ran: Iterable[str]) -> str:
 
 
 def counted(ops: Iterable[str]) -> list[str]:
-    """How many of each op, in lines."""
+    """Return lines that say how many cases each op has."""
     text = "; ".join(f"{op} {count}".replace(" ", "\0") for op, count in Counter(ops).items())
     lines = textwrap.wrap(text, WIDTH, initial_indent="    ", subsequent_indent="    ")
     return [line.replace("\0", " ") for line in lines]
 
 
 def command(*options: str) -> list[str]:
-    """How pytest runs the benchmarks from here, on lines that a shell joins, between double quotes too."""
+    """Return the command that runs the benchmarks from here, on lines that a shell joins, between double quotes too."""
     python, here = Path(sys.executable), Path.cwd()
     python = python.relative_to(here) if python.is_relative_to(here) else python
     words = f"{python} -m pytest benchmarks --benchmark-only {' '.join(options)}"

@@ -1,4 +1,4 @@
-"""Which kernel `F.scaled_dot_product_attention` chooses."""
+"""Find the kernel that `F.scaled_dot_product_attention` chooses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SdpaBackend(TorchDispatchMode):
-    """Within the context, `name` becomes that of the kernel behind `F.scaled_dot_product_attention`."""
+    """Within the context, `name` becomes that of the kernel that `F.scaled_dot_product_attention` has called."""
 
     name = "math"
 

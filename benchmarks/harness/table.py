@@ -1,4 +1,4 @@
-"""What a run of the benchmarks measured, op by op."""
+"""The tables of a run of the benchmarks, op by op."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def header(environment: dict[str, Any], ceilings: Ceilings | None) -> list[str]:
 
 
 def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WIDTH) -> Iterator[tuple[str, list[str]]]:
-    """(op, lines) for each op: tables of times and of peak memory; ("notes", lines). The memory study has too few
-    rounds for times."""
+    """Yield (op, lines) for each op, with tables of times and of peak memory, then ("notes", lines). The memory study
+    has too few rounds for times."""
     known = [*OPS]
     for op in sorted({r.op for r in records}, key=lambda op: (known.index(op) if op in known else len(known), op)):
         mine = _small_first([r for r in records if r.op == op])
@@ -72,7 +72,7 @@ def render(records: Sequence[Record], ceilings: Ceilings | None, width: int = WI
 
 
 def _small_first(records: Sequence[Record]) -> list[Record]:
-    """In order of work, the steps of a case together."""
+    """Sort by work, with the steps of a case together."""
     least: dict[str, tuple[int, int]] = {}
     for r in records:
         least[r.case] = min(least.get(r.case, (r.flops, r.moved_bytes)), (r.flops, r.moved_bytes))
@@ -81,7 +81,8 @@ def _small_first(records: Sequence[Record]) -> list[Record]:
 
 
 def _table(records: Sequence[Record], names: list[str], unit: str, ceilings: Ceilings | None, width: int) -> list[str]:
-    """unit: "ms" for times, with the share of the ceilings and the error; "ms called" as called; "MB" for peaks."""
+    """Return one table. unit: "ms" for times, with the share of the ceilings and the error; "ms called"; "MB" for
+    peaks."""
     rivals = [name for name in names if name != "fused"]
     rows = []
     for r in records:
@@ -112,7 +113,7 @@ def _time(p: Provider) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, and all before the decimal point."""
+    """Format three significant digits, and all before the decimal point."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value < 1 else f"{value:.2f}"
@@ -128,7 +129,7 @@ def ratio(value: float | None) -> str:
 
 
 def _remarks(records: Sequence[Record]) -> list[str]:
-    """What a reader must know that is not a number: what was skipped and why."""
+    """Return the remarks below a table: what was skipped and why, and exponents of growth."""
     lines = [
         f"skipped: {r.case} {MODE[r.mode]}, {name}: {p.skipped}"
         for r in records
@@ -144,7 +145,7 @@ def _remarks(records: Sequence[Record]) -> list[str]:
 
 
 def _notes(records: Sequence[Record]) -> Iterator[str]:
-    """What the images are and which SDPA ran, once each, with the ops it holds for."""
+    """Yield which images were used and which SDPA ran, once each, with the ops that this holds for."""
     ops: dict[str, dict[str, None]] = {}
     for r in records:
         for note in (r.note, r.sdpa_backend and f"sdpa runs {r.sdpa_backend}"):
@@ -155,7 +156,7 @@ def _notes(records: Sequence[Record]) -> Iterator[str]:
 
 
 def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], list[int]]]]:
-    """For the memory study: by op, by provider, token counts, the smallest first, and peak bytes."""
+    """Return the memory study: by op and provider, token counts, the smallest first, and peak bytes."""
     curves: dict[str, dict[str, tuple[list[int], list[int]]]] = {}
     for r in sorted(records, key=lambda r: r.shape.get("N", 0)):
         for name, p in r.providers.items():
@@ -167,7 +168,7 @@ def growth(records: Sequence[Record]) -> dict[str, dict[str, tuple[list[int], li
 
 
 def growth_lines(records: Sequence[Record]) -> list[str]:
-    """Fitted exponents of peak memory against N, and the sizes that they are fitted to."""
+    """Return lines with the fitted exponents of peak memory against N, and the sizes that they are fitted to."""
     lines = []
     for by_provider in growth(records).values():
         missing = []

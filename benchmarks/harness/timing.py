@@ -1,4 +1,4 @@
-"""Timing: rounds in random order, intervals of what was measured, the machine's ceilings."""
+"""Time in rounds of random order, find intervals of ratios, measure the machine's ceilings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WARM_SECONDS = 2.0  # until a GPU's clocks and power are steady
 
 
 def measured(samples: Sequence[float]) -> list[float]:
-    """The samples that are measurements; none at all if most are not."""
+    """Return the samples that are not NaN; none at all if most are NaN."""
     good = [seconds for seconds in samples if not math.isnan(seconds)]
     return good if 2 * len(good) > len(samples) else []
 
 
 def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: float = 0.1) -> float:
-    """Runs work `calls` times or for `seconds`, whichever ends first, at least once; what the last measurement took,
-    all that belongs to it included."""
+    """Run work `calls` times or for `seconds`, whichever ends first, at least once. Returns the seconds of the last
+    measurement, with everything that belongs to it."""
     start = time.perf_counter()
     for _ in range(calls):
         before = time.perf_counter()
@@ -38,7 +38,7 @@ def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: f
 
 
 def per_call(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1, rounds: int = 3) -> list[float]:
-    """Seconds a call takes in a steady loop, host and device together, caches warm; one sample a loop."""
+    """Return the seconds of a call in a steady loop, host and device together, caches warm; one sample a loop."""
     return per_call_in_turn({"": work}, device, seconds=seconds, rounds=rounds)[""]
 
 
@@ -46,8 +46,10 @@ def per_call_in_turn(
     steps: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float = 0.1, rounds: int,
     seed: str = "", within: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Measure several functions like `per_call`: in every round a loop of each, in random order. seed: of the order.
-    within: the context of a loop of the function of that name; entering it is not timed."""
+    """Measure several functions like `per_call`: in every round a loop of each, in random order.
+
+    seed: of the order. within: the context of a loop, by the function's name; entering it is not timed.
+    """
 
     def loop(name: str, count: int) -> float:
         with within(name):
@@ -70,7 +72,7 @@ def per_call_in_turn(
 
 
 def orders(names: Iterable[str], rounds: int, seed: str = "") -> list[list[str]]:
-    """For each round an order of the names, drawn at random, the same in every run with the same seed.
+    """Return for each round a random order of the names, the same in every run with the same seed.
 
     In a fixed order, or in one and its reverse by turns, the same function measured as two providers differed by up to
     6 %: what ran before leaves caches and free memory in a state of its own. A random order favours none, so that the
@@ -86,13 +88,13 @@ def _wait(device: torch.device) -> None:
 
 
 def plan_rounds(round_seconds: float, budget: float, *, least: int = 3, most: int = 200) -> int:
-    """How many rounds fit into the budget."""
+    """Return how many rounds fit into the budget."""
     return int(np.clip(budget / max(round_seconds, 1e-9), min(least, most), most))
 
 
 def paired_interval(others: Sequence[float], own: Sequence[float]) -> tuple[float, float] | None:
-    """The interval that holds the median of other / own, pair by pair, with at least 95 %. None below six pairs, whose
-    range has less. Pairs with a NaN do not count.
+    """Return the interval that holds the median of other / own, pair by pair, with at least 95 %; None below six pairs,
+    whose range has less. Pairs with a NaN do not count.
 
     Its ends are two of the ratios: the k-th smallest and the k-th largest, where k is the largest for which a fair coin
     falls on one side fewer than k times with at most 2.5 %. So it leaves out 1 exactly where the sign test rejects it,
@@ -111,8 +113,8 @@ LARGE = 1 << 27  # bytes that a large copy reads; what moves fewer may find them
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reached in this run: a large copy (read and written bytes), a large matmul in the dtype, and on
-    a CPU a copy within its caches."""
+    """Limits that this machine reached in this run: of a large copy (read and written bytes), of a large matmul in the
+    dtype, and on a CPU of a copy within its caches."""
 
     bytes_per_second: float
     flops_per_second: float

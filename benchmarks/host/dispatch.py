@@ -1,4 +1,4 @@
-"""What one call of an op costs on top of the ATen functions that do the work: one small image, inference, the CPU.
+"""Measure what a call of an op adds to the ATen functions that do the work: one small image, inference, on the CPU.
 
     python -m benchmarks.host.dispatch benchmarks/results/cpu/dispatch.json
 
@@ -31,12 +31,13 @@ Case = tuple[Callable[[], object], Callable[[], object]]
 
 
 def _parameters(*sizes: tuple[int, ...]) -> list[nn.Parameter]:
-    """Matrices are divided by the root of what they sum over, so that scores stay small: large ones round visibly."""
+    """Return random parameters. Matrices are divided by the root of their inputs, because large scores round
+    visibly."""
     return [nn.Parameter(torch.randn(*size) / math.prod(size[1:]) ** 0.5) for size in sizes]
 
 
 def cases() -> dict[str, Case]:
-    """name -> the op, and the ATen calls that give the same."""
+    """Return by name the op, and the ATen calls that compute its result."""
     torch.manual_seed(0)
     x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
     q, qkv = torch.randn(1, N, HEADS, D // HEADS), torch.randn(1, N, 3, HEADS, D // HEADS)
@@ -119,7 +120,7 @@ def cases() -> dict[str, Case]:
 
 @torch.inference_mode()
 def measure(rounds: int, calls: int) -> dict[str, dict[str, float]]:
-    """name -> microseconds of the op ("fused") and of the ATen calls ("aten"), the least of the rounds."""
+    """Return by name the microseconds of the op ("fused") and of the ATen calls ("aten"), the least of the rounds."""
     found = {}
     for name, pair in cases().items():
         torch.testing.assert_close(*(call() for call in pair))
@@ -130,7 +131,7 @@ def measure(rounds: int, calls: int) -> dict[str, dict[str, float]]:
 
 
 def render(path: Path) -> list[str]:
-    """The table of a result file."""
+    """Return the table of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
     rows = [(name, *(f"{us:.1f}" for us in (row["aten"], row["fused"], row["fused"] - row["aten"])))

@@ -1,4 +1,4 @@
-"""What it takes the host to queue kernels: one launch, by Triton's own way and by fastvit's, and a ViT-B/16 block.
+"""Measure the host's time to queue kernels: one launch, by Triton and by fastvit, and a ViT-B/16 block.
 
     python -m benchmarks.host.launch benchmarks/results/cpu/launch.json
 
@@ -38,7 +38,7 @@ Work = Callable[[], object]
 
 
 def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Microseconds of each, timed in turns where there are several."""
+    """Return the microseconds of each, timed in turns where there are several."""
     for work in works.values():
         work()
     seconds = [[timeit.timeit(work, number=_CALLS) / _CALLS for work in works.values()] for _ in range(rounds)]
@@ -46,8 +46,8 @@ def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
 
 
 def single_launches(rounds: int) -> dict[str, dict[str, float]]:
-    """Kernel -> its arguments, and microseconds of one launch: every kernel of a block's training step, at N and at a
-    length that is not short."""
+    """Return by kernel its arguments and the microseconds of one launch: every kernel of a block's training step, at N
+    and at a length that is not short."""
     from benchmarks.codegen.stub_driver import stub_gpu  # here: both need triton, a table of the results does not
     from fastvit.ops.runtime.launch import launch, launching
 
@@ -67,8 +67,8 @@ def single_launches(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def block(rounds: int) -> dict[str, dict[str, float]]:
-    """Step -> microseconds, kernels of fastvit, calls of the vendor's matmuls, sums and casts, microseconds of a
-    stand-in."""
+    """Return by step the microseconds, kernels of fastvit, calls of the vendor's matmuls, sums and casts, and
+    microseconds of a stand-in."""
     from benchmarks.codegen.stub_driver import stub_gpu
     from fastvit.ops.runtime.launch import launching
 
@@ -110,7 +110,7 @@ def _block(tokens: int) -> dict[str, Work]:
 
 @contextlib.contextmanager
 def _vendor_stand_ins() -> Iterator[list[str]]:
-    """Within the context ATen's matmuls, sums and casts of CPU tensors only allocate. Yields the names of those
+    """Make ATen's matmuls, sums and casts of CPU tensors only allocate, within the context. Yields the names of those
     called."""
     called: list[str] = []
 
@@ -139,7 +139,7 @@ def _vendor_stand_ins() -> Iterator[list[str]]:
 
 
 def render(path: Path) -> list[str]:
-    """The tables of a result file."""
+    """Return the tables of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
     launches = [

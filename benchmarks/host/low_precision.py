@@ -1,4 +1,4 @@
-"""Low precision on a CPU: one image through ViT-B/16 and a trained DINOv2 ViT-S/14 in float32, bfloat16 and int8.
+"""Compare float32, bfloat16 and int8 on a CPU: one image through ViT-B/16 and a trained DINOv2 ViT-S/14.
 
     python -m benchmarks.host.low_precision benchmarks/results/cpu/low_precision.json
     python -m benchmarks.host.low_precision FILE --quick    # 7 rounds of ViT-B/16, nothing compiled
@@ -172,7 +172,7 @@ def _top1(output: Tensor) -> Tensor:
 
 
 def measure(model: nn.Module, rounds: int, compiled: bool) -> list[dict[str, Any]]:
-    """A row for each variant."""
+    """Return a row for each variant."""
     images = photographs(len(NAMES), SIZE)[:, None].unbind()
     exact = torch.cat([copy.deepcopy(model).double()(image.double()) for image in images])
     rows, found = [], list(variants(model, images[0], compiled))
@@ -192,14 +192,14 @@ def measure(model: nn.Module, rounds: int, compiled: bool) -> list[dict[str, Any
 
 
 def _instructions() -> list[str]:
-    """Which of INSTRUCTIONS the CPU has; none where /proc/cpuinfo does not tell."""
+    """Return those of INSTRUCTIONS that the CPU has; none where /proc/cpuinfo does not say."""
     info = Path("/proc/cpuinfo")
     flags = re.search(r"^flags\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
     return sorted(INSTRUCTIONS.intersection(flags[1].split())) if flags else []
 
 
 def render(path: Path) -> list[str]:
-    """The tables of a result file."""
+    """Return the tables of a result file."""
     results = json.loads(path.read_text())
     lines = []
     for name, rows in results["models"].items():

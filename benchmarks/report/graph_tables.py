@@ -32,12 +32,12 @@ STATUS = {
 
 
 def is_cross(reason: str) -> bool:
-    """Whether attention was left because it is to other tokens than the queries'."""
+    """Whether attention was left because its keys are of other tokens than its queries."""
     return reason.startswith("k and v of another length")
 
 
 def counts(row: Row, *kinds: str) -> tuple[int, int]:
-    """Fused sites, and all; of attention, all self-attention."""
+    """Return the number of fused sites, and of all; for attention, of all self-attention."""
     fused = left = 0
     for kind in kinds:
         found = row["sites"].get(kind, {"fused": {}, "left": {}})
@@ -106,7 +106,7 @@ def _of(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _reasons(rows: Iterable[Row]) -> Iterator[str]:
-    """Why sites were left, by kind, and in how many models."""
+    """Yield why sites were left, by kind, and in how many models."""
     found: dict[str, Counter[str]] = {}
     for row in rows:
         for kind, parts in row["sites"].items():

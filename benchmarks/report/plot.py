@@ -1,4 +1,4 @@
-"""The memory study as a picture: peak memory of a training step against tokens, for light and for dark pages.
+"""Draw the memory study: peak memory of a training step against tokens, for light and for dark pages.
 
     python -m benchmarks.report.plot benchmarks/results/cpu/float32.json benchmarks/results/cpu
 
@@ -23,7 +23,7 @@ FILES = {"light": "memory_light.svg", "dark": "memory_dark.svg"}
 
 
 def picture(folder: str) -> str:
-    """HTML that shows the one that suits the reader's page."""
+    """Return HTML that shows the picture for the reader's light or dark page."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{folder}/{FILES["dark"]}">'
         f'<img alt="Peak memory of a training step against the number of tokens" src="{folder}/{FILES["light"]}">'
@@ -32,7 +32,7 @@ def picture(folder: str) -> str:
 
 
 def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
-    """Writes both files; a ValueError if the memory study is not among the records."""
+    """Write both files and return their paths; a ValueError if the memory study is not among the records."""
     from matplotlib import rc_context
 
     studies = growth(records)
@@ -51,7 +51,7 @@ def save(records: Sequence[Record], where: str, folder: Path) -> list[Path]:
 
 
 def _fitted(studies: dict[str, Curves]) -> str:
-    """Which sizes the exponents are of."""
+    """Say which sizes the exponents are fitted to."""
     fits = {growth_exponent(*curve) for curves in studies.values() for curve in curves.values()} - {None}
     ranges = {f"{fit.first} to {fit.last}" for fit in fits if fit}
     return f"; exponents: from N = {', '.join(sorted(ranges))}" * bool(ranges)

@@ -1,4 +1,4 @@
-"""Writes benchmarks/results/README.md from the result files beside it, and the table of ops of the main README.
+"""Write benchmarks/results/README.md from the result files next to it, and the table of ops of the main README.
 
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.report.results
@@ -28,9 +28,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 _INTRODUCTION = f"""\
 # Results
 
-Made by `python -m benchmarks.report.results` from the files beside this page; how they were measured is in
-[../README.md](../README.md). A CPU runs PyTorch's fused ATen functions behind the same ops: its figures say nothing
-about the Triton kernels' speed. `make results` draws the picture anew, too.
+Made by `python -m benchmarks.report.results` from the files next to this page; how they were measured is in
+[../README.md](../README.md). On a CPU the same ops run PyTorch's fused ATen functions: the figures say nothing about
+the Triton kernels' speed. `make results` also draws the picture.
 
 ```text
 {table.LEGEND}
@@ -39,7 +39,7 @@ about the Triton kernels' speed. `make results` draws the picture anew, too.
 
 
 def render(paths: Sequence[Path]) -> str:
-    """Section of one run: a part for each op."""
+    """Return the section of one run, with a part for each op."""
     records, ceilings, where = read(paths)
     parts = [_fenced(where)]
     for op, lines in table.render(records, ceilings):
@@ -52,7 +52,7 @@ def _fenced(lines: Sequence[str]) -> str:
 
 
 def page(folders: Sequence[Path] = ()) -> str:
-    """The whole page, of all folders of results unless they are given."""
+    """Return the page, of all folders of results unless some are given."""
     folders = folders or sorted(path for path in RESULTS.iterdir() if path.is_dir())
     return "\n".join([_INTRODUCTION, *(part for folder in folders for part in _folder(folder))])
 
@@ -103,7 +103,8 @@ _OPS_HEAD = """\
 
 
 def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
-    """Forward and backward, one size of each op, and where that was measured; "-" where the file has none."""
+    """Return the table of one size of each op, forward and backward, and where it was measured; "-" where the file has
+    none."""
     found, _, (where, versions, *rest) = read([path])
     records = {(r.op, r.case): r for r in found if r.mode == "training"}
     lines = [_OPS_HEAD]
@@ -119,7 +120,7 @@ def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
 
 
 def with_ops(readme: str) -> str:
-    """The README with the table between its two marks."""
+    """Return the README with the table between its two marks."""
     before, mark, rest = readme.partition("<!-- ops -->\n")
     _, end, after = rest.partition("<!-- end -->")
     if not (mark and end):

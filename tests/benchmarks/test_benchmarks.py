@@ -24,7 +24,7 @@ from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.measure import cost, interleave
 from benchmarks.harness.providers import OPS, Op
 from benchmarks.harness.record import Provider, Record, environment
-from benchmarks.harness.schedule import TELLING, OutOfTime, Schedule, selection, turns
+from benchmarks.harness.schedule import FIRST, OutOfTime, Schedule, selection, turns
 from benchmarks.harness.sdpa_backend import SdpaBackend
 from benchmarks.harness.timing import Ceilings, plan_rounds
 from benchmarks.harness.workloads import Workload, workloads
@@ -487,13 +487,13 @@ def test_every_op_has_its_turn_before_any_has_its_second(grid: tuple[str, ...]) 
     found = workloads(*grid)
     turn = turns(found)
     order = sorted(found, key=lambda w: turn[w.id])
-    telling = [w for w in order if str(w) in TELLING[w.op]]
+    first = [w for w in order if str(w) in FIRST[w.op]]
     if grid != ("quick",):
-        assert {w.op for w in telling} == {w.op for w in found}
-        assert order[: len(telling)] == telling
+        assert {w.op for w in first} == {w.op for w in found}
+        assert order[: len(first)] == first
         assert [w.sizes["N"] for w in order if w.op == "memory, block"] == [4097, 2305, 1025, 577, 197]
         assert {str(w) for w in found if w.op in ("model", "block")} >= {
-            TELLING[op][grid == ("gpu",)] for op in ("model", "block")
+            FIRST[op][grid == ("gpu",)] for op in ("model", "block")
         }
     others = [turn[w.id][0] for w in order]
     assert others == sorted(others)
