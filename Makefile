@@ -22,7 +22,7 @@ mutants: $(INSTALLED)  ## one change at a time, which a test has to notice; ARGS
 		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mutants]"
 	$(BIN)/python -m tests.mutation.run $(ARGS)
 
-# Each with what it wants beside it, in a folder that goes before .venv
+# Each with its requirements, in a folder that goes before .venv
 TRANSFORMERS := 5.0.0 5.8.1 5.12.1 5.17.0 5.20.2 5.24.0
 
 versions: $(INSTALLED)  ## accelerated models of other versions of transformers, downloaded into out/
@@ -54,7 +54,7 @@ results: $(INSTALLED)  ## benchmarks/results/README.md and its picture from the 
 traffic: $(INSTALLED)  ## bytes that every kernel moves against the least possible, counted in the interpreter
 	$(BIN)/python -m benchmarks.codegen.traffic $(ARGS)
 
-# What has a page of its own, beside the modules that these export
+# Pages of their own, in addition to the modules that these export
 PAGES := fastvit fastvit.checkpoints fastvit.eva fastvit.eva_layers fastvit.features fastvit.rope fastvit.graph \
 	fastvit.integrations fastvit.integrations.transformers
 

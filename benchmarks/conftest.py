@@ -192,7 +192,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         where = table.header(environment(session.device, session.dtype), ceilings)
         where += conditions.lines(session.conditions, session.records, ceilings)
         if left_out := len(session.schedule.left_out):
-            where.append(f"NOT ALL: {left_out} of {session.schedule.total} benchmarks were left out, for want of time")
+            where.append(f"NOT ALL: {left_out} of {session.schedule.total} benchmarks were left out: no time was left")
         write("\n".join([*where, "", table.LEGEND]))
         for title, lines in table.render(session.records, ceilings, shutil.get_terminal_size().columns):
             terminalreporter.section(title, sep="-")
@@ -218,7 +218,7 @@ def _not_measured(config: pytest.Config) -> Iterator[str]:
     if left_out:
         grid = [f"--{name}" for name in ("quick", "long") if getattr(options, name)]
         minutes = f"--bench-minutes {session.schedule.minutes()}"
-        yield f"left out, for want of time: {len(left_out)} of {session.schedule.total} benchmarks"
+        yield f"left out, no time was left: {len(left_out)} of {session.schedule.total} benchmarks"
         yield from counted(case.op for case, _ in left_out)
         yield from command(*grid, *chosen, minutes, f'-k "{selection(left_out, ran)}"')
     if (ran or left_out) and session.grid == ("quick",):

@@ -117,7 +117,7 @@ def test_one_slow_call_does_not_slow_all_later_ones(gpu: Gpu) -> None:
 
 
 def test_a_plugin_may_call_the_clock(gpu: Gpu) -> None:
-    """As pytest-benchmark does, and again after a measurement that was broken off."""
+    """pytest-benchmark calls it, also after a measurement that was broken off."""
     clock, work = Clock(CUDA), launches(gpu, 1, 5e-6, 4e-6)
     clock.prepare()
     clock()  # whose work raised
@@ -172,7 +172,7 @@ class Cuda:
     def graph(self, graph: Any, pool: Any = None) -> Iterator[None]:
         self.synchronize()
         before, self.on = self.on, "capture"
-        yield  # a capture that fails leaves its stream behind
+        yield  # a capture that fails leaves its stream current
         self.on = before
 
     def graph_pool_handle(self) -> tuple[int, int]:

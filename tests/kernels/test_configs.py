@@ -22,7 +22,7 @@ TOO_OLD = ("sm_50", "sm_61", "sm_70", "sm_75")
 
 
 def configurations(arch: str) -> list[tuple]:
-    """Of every kernel, over lengths, head dimensions, widths and dtypes."""
+    """Return the configurations of every kernel, over lengths, head dimensions, widths and dtypes."""
     found = []
     for n in (1, 17, 50, 64, 197, 256, 257, 577, 1024, 1370, 16385):
         for d in range(16, 257, 8):

@@ -1,6 +1,7 @@
 """Every kernel, as the ops launch it, compiled for real GPUs on a machine that needs none.
 
-By default the workloads that touch each kernel once, in bfloat16; FASTVIT_TARGETS=all (`make targets`) takes, by tier:
+By default the first tier, with the workloads that touch each kernel once, in bfloat16. FASTVIT_TARGETS=all (`make
+targets`) takes, by tier:
 
 - **first**, sm_90 and sm_80 in bfloat16 and float16: every width, head dimension, length, activation and option. No
   spills, no narrow accesses, wgmma on Hopper, and the goals for issue slots. From triton 3.9 on, which takes more
@@ -32,7 +33,8 @@ from benchmarks.codegen import accesses, sass
 
 ROOT = Path(__file__).parents[2]
 FULL = os.environ.get("FASTVIT_TARGETS", "quick") == "all"
-TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+FIRST_TIER = ("sm_80", "sm_90")
+TARGETS = (*FIRST_TIER, "sm_100", "sm_120", "gfx942") if FULL else FIRST_TIER
 KERNELS = {
     name
     for path in sorted((ROOT / "kernels").glob("*.py"))
@@ -50,7 +52,7 @@ def selection(target: str) -> dict[str, tuple[str, ...]]:
     """use of the workloads -> dtypes"""
     if not FULL:
         return {"kernels": ("bf16",)}
-    if target in ("sm_90", "sm_80"):
+    if target in FIRST_TIER:
         return {"compile": ("bf16", "fp16"), "second": ("fp32", "tf32", *("amp",) * (target == "sm_90"))}
     return {"second": ("bf16", "fp32", "tf32")}
 
@@ -88,9 +90,9 @@ def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:
 @needs_triton
 @every_target
 def test_what_the_tiers_are(target: str) -> None:
-    """And that the report looks at tensor cores at all."""
+    """The report also looks at tensor cores at all."""
     for row in compiled(target):
-        assert row["first_tier"] is (target in ("sm_90", "sm_80") and row["dtype"] in ("bf16", "fp16"))
+        assert row["first_tier"] is (target in FIRST_TIER and row["dtype"] in ("bf16", "fp16"))
         if not (row["first_tier"] and NEWER):  # whose loops the report judges
             assert row["spill_bytes"] <= (0 if row["first_tier"] else 64)
     matmuls = {row["kernel"] for row in compiled(target) if row["tensor_dots"] and row["tensor_instructions"]}
@@ -100,7 +102,7 @@ def test_what_the_tiers_are(target: str) -> None:
 @pytest.mark.slow
 @needs_triton
 def test_every_kernel_is_launched() -> None:
-    """On the main target; others may choose between two kernels differently."""
+    """Checked on the main target; others may choose between two kernels differently."""
     assert {row["kernel"] for row in report("sm_90")} >= KERNELS
 
 
@@ -164,7 +166,7 @@ def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Calla
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("target", FIRST_TIER)
 def test_layer_norm_backward_loads_ahead(target: str) -> None:
     """Its loop copies a later tile's rows, and sums twice over a row with the barriers of one sum."""
     mixes = [
@@ -177,7 +179,7 @@ def test_layer_norm_backward_loads_ahead(target: str) -> None:
 @pytest.mark.slow
 @needs_triton
 def test_gelu_meets_its_goal() -> None:
-    """Of the exact-erf GELU and of its derivative, an element."""
+    """Slots an element, of the exact-erf GELU and of its derivative."""
     code = "from benchmarks.codegen.activation_probes import slots; print(*slots('gelu'))"
     value, derivative = map(float, python("-c", code).split())
     assert value <= 14

@@ -175,8 +175,7 @@ def test_rotary_in_place_moves_q_and_k_alone() -> None:
         assert tables == (3 * 49 * 64 * 4,) * 2, "four heads of 16 tokens a program, of 2 samples of 6"
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms"])
-@pytest.mark.parametrize("spelling", ["halves", "interleaved"])
+@pytest.mark.parametrize(("norm", "spelling"), [("layer", "halves"), ("rms", "interleaved")])
 def test_qk_norm_with_positions_is_within_five_percent_of_the_least(norm: str, spelling: str) -> None:
     for found in passes("qk_norm", **OF_AN_SM, norm=norm, spelling=spelling):
         assert 1.0 < found.moved / found.least <= 1.05
@@ -200,7 +199,7 @@ def test_qk_norm_moves_q_and_k_once(sizes: dict[str, str]) -> None:
 
 
 def test_qk_norm_within_attention_writes_one_gradient() -> None:
-    """In the place of attention's, in a packed one that nothing copies; forward, into room of its own."""
+    """The gradient replaces attention's in the packed tensor, without a copy; forward has a tensor of its own."""
     forward, backward = passes("layer_norm_attention", B=2, N=20, D=128, H=2, rotary="halves", qk_norm="rms")
     assert [launch.kernel for launch in forward.launches] == [
         "layer_norm_fwd_kernel", "qk_norm_fwd_kernel", "attention_short_fwd_kernel", "linear_fwd_kernel",
@@ -225,7 +224,7 @@ def test_patch_embed_loads_a_tile_once_per_program() -> None:
 
 
 def test_a_gate_reads_its_rows_once_for_both_layers() -> None:
-    """What is the value's is loaded as often as what is the gate's, and x no more often than for one of them."""
+    """The weights of gate and value are loaded equally often, and x no more often than for one of them."""
     sizes = {"B": 1, "N": 150, "D": 64, "hidden": 128}
     forward, backward = (
         found
