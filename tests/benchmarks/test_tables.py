@@ -108,12 +108,12 @@ def test_tables_fit_a_hundred_columns() -> None:
 def test_growth_is_fitted_to_the_largest_sizes_and_says_which() -> None:
     """In whichever order they ran."""
     records = [a_record("memory, attention", n, 4 * n * n, 64 * n) for n in (4097, 2305, 1025, 577, 197)]
-    assert table.growthlines_of(records) == [
+    assert table.growth_lines(records) == [
         "eager: peak grows as N^2.00 from N = 1025 to 4097",
         "fused: peak grows as N^1.00 from N = 1025 to 4097",
     ]
     for few in (records[:2], records[-2:], [a_record("memory, attention", n, n, n) for n in (50, 197, 577)]):
-        (line,) = table.growthlines_of(few)
+        (line,) = table.growth_lines(few)
         assert line.startswith("eager, fused: no exponent of growth")
 
 
