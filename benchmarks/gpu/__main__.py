@@ -97,7 +97,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", action="store_true", help="only the first nine minutes")
     parser.add_argument("--minutes", type=float, help="for all of it; default: 9 with --first, else no limit")
     parser.add_argument(
-        "--steps", nargs="+", metavar="PREFIX", help='only these steps after the first minutes: tests, or "bench model"'
+        "--steps",
+        nargs="+",
+        metavar="PREFIX",
+        help='without the first minutes, only these steps: tests, or "bench model"',
     )
     parser.add_argument("--list", action="store_true", help="print the steps and their status")
     parser.add_argument("--rehearse", action="store_true", help="every kind of step in miniature, on a CPU")
