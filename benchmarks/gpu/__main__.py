@@ -37,11 +37,8 @@ from fastvit.kernels import _tuned
 def run(journal: Journal, first: FirstMinutes | None, steps: list[Step], seconds: float) -> int:
     """Run the first minutes, unless they are None, and then the steps, for at most so many seconds. Returns the exit
     status."""
-    plan = Plan(
-        min(seconds, SECONDS) if steps else seconds,
-        first.todo() if first else set(),
-        first is not None and first.rehearse,
-    )
+    length = min(seconds, SECONDS) if steps else seconds
+    plan = Plan(length, first.todo() if first else set(), first is not None and first.rehearse)
     if first is not None:
         journal.add("plan", "results", "passed", expected=first.expected())
 
