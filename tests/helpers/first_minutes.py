@@ -1,5 +1,5 @@
-"""Prints, as JSON, what the first minutes compile beforehand against what their rows and their tuning launch. For
-tests/benchmarks/test_gpu_plan.py, in a process of its own: kernels are recorded, not interpreted."""
+"""Print as JSON the kernels that the first minutes compile, and those that their rows and their tuning launch. For
+tests/benchmarks/test_gpu_first.py, in a process of its own: kernels are recorded, not interpreted."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Compiles launches beforehand and then launches the same, to nothing: prints how many kernels were compiled, how many
-were launched, and what the launches added to Triton's cache. For test_gpu_first.py, in a process of its own."""
+"""Compile launches, launch the same with a stub driver, and print how many kernels were compiled, how many were
+launched, and how many entries the launches added to Triton's cache. For test_gpu_first.py, in a process of its own."""
 
 import os
 from pathlib import Path
