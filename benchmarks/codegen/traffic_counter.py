@@ -54,7 +54,7 @@ class Argument:
 
 
 @dataclass
-class Launch:
+class CountedLaunch:
     kernel: str
     arguments: dict[str, Argument]
     storages: list[_Storage] = field(repr=False)
@@ -106,7 +106,7 @@ class _Storage:
 
 @dataclass
 class Traffic:
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[CountedLaunch] = field(default_factory=list)
 
     @property
     def moved(self) -> int:
@@ -142,7 +142,7 @@ class _Counter:
             by_storage.setdefault(t.untyped_storage().data_ptr(), {})[name] = t
         storages = [_Storage(by_storage[base]) for base in sorted(by_storage)]
         self._bases = [s.base for s in storages]
-        self.launch = Launch(kernel, {name: Argument(name) for name in tensors}, storages)
+        self.launch = CountedLaunch(kernel, {name: Argument(name) for name in tensors}, storages)
         self.traffic.launches.append(self.launch)
 
     def access(self, builder: Any, pointers: Any, mask: Any, *, store: bool) -> None:

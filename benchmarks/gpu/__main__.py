@@ -28,7 +28,7 @@ from benchmarks.gpu import needs, rest, summary, verdict
 from benchmarks.gpu.first import FirstMinutes, keep_tuned
 from benchmarks.gpu.journal import REHEARSAL, Journal, read, results_folder
 from benchmarks.gpu.plan import SECONDS, Plan
-from benchmarks.gpu.runner import Runner, Step
+from benchmarks.gpu.runner import Step, StepRunner
 from benchmarks.harness.provenance import commit, write_text
 from fastvit._output import not_writable, write_file
 from fastvit.kernels import _tuned
@@ -42,12 +42,12 @@ def run(journal: Journal, first: FirstMinutes | None, steps: list[Step], seconds
     if first is not None:
         journal.add("plan", "results", "passed", expected=first.expected())
 
-    def left(runner: Runner) -> str:
+    def left(runner: StepRunner) -> str:
         before = plan.left(runner.elapsed) if first and first.steps[-1].name not in runner.ended else 0.0
         return rest.left(steps, journal, runner.ended, runner.seconds - runner.elapsed, before)
 
     status = 0
-    runner = Runner(journal, seconds, left)
+    runner = StepRunner(journal, seconds, left)
     runner.say(f"{journal.device}, commit {commit()}, sources {journal.code}, results in {journal.folder}")
     runner.say(left(runner) or "all is done")
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.gpu import compiled, correct, headline
 from benchmarks.gpu.journal import DONE, REHEARSAL, Journal
 from benchmarks.gpu.plan import Plan
-from benchmarks.gpu.runner import Runner, Step
+from benchmarks.gpu.runner import Step, StepRunner
 from fastvit._output import write_file
 from fastvit.kernels import _tuned
 
@@ -88,7 +88,7 @@ class FirstMinutes:
         found = [status for (kind, _), status in records.items() if kind in ("environment", "compile")]
         return all(status in DONE for status in (*found, *(records.get(name) for name in wanted)))
 
-    def run(self, runner: Runner, plan: Plan) -> None:
+    def run(self, runner: StepRunner, plan: Plan) -> None:
         """Run what is left of all parts, in the order of the plan."""
 
         def begin(part: str) -> float:
@@ -111,7 +111,7 @@ class FirstMinutes:
         memory = machine.get("memory_bytes", 0) - COMPILING * len(compiled.runs(False))
         return 1 + max(2, min(6, int(memory / CHECKING), (os.cpu_count() or 1) // 2))
 
-    def _run_rows(self, runner: Runner, part: str, until: float) -> None:
+    def _run_rows(self, runner: StepRunner, part: str, until: float) -> None:
         """Start the step again without the row that ended the process, as long as there is progress."""
         since = time.time()
         wall = since + min(until, runner.seconds) - runner.elapsed
@@ -141,7 +141,7 @@ class CompiledModels:
     steps: by model and provider.
     """
 
-    def __init__(self, runner: Runner, until: float, steps: dict[tuple[str, str], Step], rehearse: bool) -> None:
+    def __init__(self, runner: StepRunner, until: float, steps: dict[tuple[str, str], Step], rehearse: bool) -> None:
         self.runner, self.until, self.rehearse = runner, until, rehearse
         self.steps = steps
         self.futures: dict[tuple[str, str], Future[str]] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.gpu import sanitize
 from benchmarks.gpu.journal import DONE, Journal, read
-from benchmarks.gpu.runner import Runner, Step, duration
+from benchmarks.gpu.runner import Step, StepRunner, duration
 from benchmarks.gpu.tables import TABLES
 from benchmarks.harness.provenance import ROOT
 
@@ -135,7 +135,7 @@ def left(
     return f"{'at most' if bound else 'about'} {duration(min(total, most))} left" if total else ""
 
 
-def execute(steps: list[Step], runner: Runner) -> int:
+def execute(steps: list[Step], runner: StepRunner) -> int:
     """Run all steps, kind by kind. Returns 0 if all are done, and 1 if not."""
     statuses: dict[str, str] = {}
     try:

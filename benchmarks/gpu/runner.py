@@ -40,7 +40,7 @@ class Step:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-class Runner:
+class StepRunner:
     """Runs steps and records their status in the journal. `ended` has the names of those that have ended.
 
     Args:
@@ -49,7 +49,7 @@ class Runner:
     """
 
     def __init__(
-        self, journal: Journal, seconds: float = math.inf, left: Callable[[Runner], str] = lambda runner: ""
+        self, journal: Journal, seconds: float = math.inf, left: Callable[[StepRunner], str] = lambda runner: ""
     ) -> None:
         self.journal, self.seconds, self._left = journal, seconds, left
         self.ended: set[str] = set()

@@ -18,9 +18,8 @@ from compiling import ROOT, needs_triton, python
 from benchmarks.gpu import compiled, correct, first, headline
 from benchmarks.gpu.journal import Journal
 from benchmarks.gpu.plan import PARTS, SECONDS, Plan
-from benchmarks.gpu.runner import Runner, Step
-from benchmarks.harness.draw import Draw
-from benchmarks.harness.draw import Runner as Provider
+from benchmarks.gpu.runner import Step, StepRunner
+from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.providers import OPS
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
@@ -93,7 +92,7 @@ def test_what_is_wrong_fails(how: str, reason: str, monkeypatch: pytest.MonkeyPa
     (case,) = workloads("quick", ops=("layer_norm",))
     plain, wrong = Workload.runner, Wrong(how)
 
-    def runner(self: Workload, provider: str, draw: Draw, *, check: bool = False) -> Provider:
+    def runner(self: Workload, provider: str, draw: Draw, *, check: bool = False) -> Runner:
         made = plain(self, provider, draw, check=check)
         if provider == "fused":
             made.forward = lambda: wrong(*made.inputs, *made.parameters)
@@ -187,7 +186,7 @@ def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path: Path, mon
     steps = {("m", name): Step(f"torch.compile {name} m", ("-c", code, name)) for name in ("sdpa", "fused")}
     monkeypatch.setattr(compiled, "results", lambda model, provider, rehearse: {f"{provider} result": {}})
     journal = Journal(tmp_path, "a GPU", code="code")
-    runner = Runner(journal)
+    runner = StepRunner(journal)
     with first.CompiledModels(runner, 2.0, steps, True) as models:
         models.measure(60.0)
     ended = [(r["name"], r["status"]) for r in journal.records() if r["kind"] == "step"]

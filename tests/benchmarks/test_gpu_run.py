@@ -15,7 +15,7 @@ from benchmarks.gpu import journal as journal_module
 from benchmarks.gpu import needs, rest, sanitize
 from benchmarks.gpu.journal import BEGUN, Journal, Record, read
 from benchmarks.gpu.rest import execute
-from benchmarks.gpu.runner import Runner, Step
+from benchmarks.gpu.runner import Step, StepRunner
 from benchmarks.harness import provenance
 from benchmarks.harness.provenance import ROOT
 from benchmarks.harness.workloads import workloads
@@ -175,8 +175,8 @@ def runs(folder: Path, name: str) -> int:
     return len(path.read_text()) if path.exists() else 0
 
 
-def start(folder: Path, device: str = "gpu", code: str = "code", seconds: float = 1e9) -> Runner:
-    return Runner(Journal(folder / "results", device, code=code), seconds)
+def start(folder: Path, device: str = "gpu", code: str = "code", seconds: float = 1e9) -> StepRunner:
+    return StepRunner(Journal(folder / "results", device, code=code), seconds)
 
 
 def statuses(folder: Path) -> dict[str, str]:
