@@ -38,7 +38,7 @@ MB = 1 << 20
 
 
 class _Plugin:
-    """pytest-benchmark's fixture, as far as `interleave` uses it."""
+    """The part of pytest-benchmark's fixture that `interleave` uses."""
 
     disabled = False
 
@@ -73,7 +73,7 @@ def test_no_provider_has_a_place_of_its_own_in_the_rounds() -> None:
 
 
 def _phases(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Every four measurements the machine is of another speed."""
+    """The machine changes its speed every four measurements."""
     runs, count = shape[0], math.prod(shape[1:])
     speeds = np.repeat(1 + draw.random((runs, count)), 4, axis=1)[:, :count]
     return speeds.reshape(shape) + 0.01 * draw.standard_normal(shape)
@@ -93,7 +93,7 @@ NOISE: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
 @pytest.mark.parametrize("rounds", [7, 20])
 @pytest.mark.parametrize("noise", NOISE)
 def test_equal_providers_are_told_apart_in_at_most_5_percent_of_runs(noise: str, rounds: int) -> None:
-    """Simulated. Two of three providers are the same; what they take depends on when they run."""
+    """Simulated: two of three providers are the same, and their time depends on when they run."""
     runs, names = 4000, ("a", "b", "c")
     times = NOISE[noise](np.random.default_rng(0), (runs, rounds, len(names)))
     place = np.array([[order.index(name) for name in names] for order in timing.orders(names, rounds)])
@@ -232,7 +232,7 @@ def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_agreement_is_that_of_the_worst_image(tokens: bool) -> None:
-    """The nearest patch of another image is not one of the same image, however similar."""
+    """The nearest patch is searched in other images only."""
     exact = torch.eye(4, dtype=torch.float64)[[0, 1, 2]]  # logits of three images
     if tokens:  # a CLS and two patches each: those of an image are more similar than those of two
         exact = exact[:, None] + torch.tensor([0.0, 0.5, 0.6], dtype=torch.float64)[:, None] * torch.eye(4).double()[3]

@@ -116,7 +116,7 @@ def test_memory_is_poisoned() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A time that only stands still."""
+    """A clock that only the test advances."""
     clock = types.SimpleNamespace(now=1000.0)
     monkeypatch.setattr(compiled, "time", types.SimpleNamespace(time=lambda: clock.now))
     return clock
@@ -144,7 +144,7 @@ def test_no_compilation_begins_that_would_run_into_the_timing(
 
 
 def test_it_is_imported_where_there_is_no_fcntl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Windows, where the tests of all else of it run."""
+    """Windows has no fcntl, and runs the other tests of this module."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     runpy.run_path(compiled.__file__, run_name="a copy")
 
@@ -174,7 +174,7 @@ def test_a_process_that_dies_gives_its_turn_away(tmp_path: Path) -> None:
 
 
 def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two processes is ready, and is timed after the other has been ended."""
+    """One of two processes is ready; it is timed after the other has been ended."""
     code = (
         "import pathlib, sys, time; go = pathlib.Path(sys.argv[3])\n"  # after NAME --go
         "if sys.argv[1] == 'sdpa':\n"

@@ -45,7 +45,7 @@ def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_row_is_begun_once_in_a_call(tmp_path: Path) -> None:
-    """One that ends its process is left out by the next, and begun again in a later call."""
+    """A row that ends its process is left out by the next process, and begun again in a later call."""
     journal = Journal(tmp_path, "a GPU", code="code")
     (_, _, first_row), (_, _, second_row) = headline.left(journal, True, "first", 0.0)
     since = time.time()

@@ -164,7 +164,7 @@ def test_unpacking_is_where_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def counting(folder: Path, name: str, status: int = 0) -> Step:
-    """A step that leaves one character a run in `folder/name`."""
+    """Return a step that writes one character a run into `folder/name`."""
     path = str(folder / name)
     code = f"import sys; open({path!r}, 'a').write('x'); print('done', {name!r}); sys.exit({status})"
     return Step(name, ("-c", code))
@@ -203,7 +203,7 @@ STUBBORN = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IG
 
 
 def begetting(pid: Path) -> str:
-    """Code of a process that starts another and waits; neither ends at SIGTERM."""
+    """Return code that starts another process and waits; neither ends at SIGTERM."""
     child = f"{STUBBORN} open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     return (
         f"import subprocess, sys; {STUBBORN} print('begun', flush=True);"
@@ -224,8 +224,8 @@ def test_a_step_over_its_limit_is_ended_with_what_it_started(
     assert ends(int(pid.read_text()))
 
 
-def test_a_step_ends_with_whoever_holds_it(tmp_path: Path) -> None:
-    """A process that is killed holds nothing."""
+def test_a_step_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:
+    """A killed process closes its pipes."""
     pid = tmp_path / "pid"
     holder = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu.process_group", "-c", begetting(pid)],
@@ -259,7 +259,7 @@ def test_what_a_person_stops_has_not_failed(tmp_path: Path) -> None:
 
 
 def test_steps_may_run_side_by_side(tmp_path: Path) -> None:
-    """Each waits for the other."""
+    """Each of two steps waits for the other."""
     code = (
         "import pathlib, sys, time; own, other = map(pathlib.Path, sys.argv[1:]); own.touch()\n"
         "while not other.exists(): time.sleep(0.02)"
@@ -270,7 +270,7 @@ def test_steps_may_run_side_by_side(tmp_path: Path) -> None:
 
 
 def ends(pid: int) -> bool:
-    """Whether the process, killed a moment ago, is gone long before it would end by itself."""
+    """Wait for a killed process. Returns whether it is gone long before it would end by itself."""
     limit = time.perf_counter() + 20
     while alive(pid):
         if time.perf_counter() > limit:

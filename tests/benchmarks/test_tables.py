@@ -35,7 +35,7 @@ def lines_of(record: Record, ceilings: Ceilings | None = None) -> list[str]:
 
 
 def row(lines: list[str], column: str) -> list[str]:
-    """The first row of the table that has this column."""
+    """Return the first row of the table that has this column."""
     start = next(i for i, line in enumerate(lines) if f" {column} " in f"{line} ")
     return lines[start + 2].split()
 
@@ -61,7 +61,7 @@ def test_the_table_has_calls_and_the_gpu_alone() -> None:
 
 
 def test_printed_ratios_are_those_of_the_printed_figures() -> None:
-    """Also where the median of the rounds' own ratios says otherwise: 1.5 here."""
+    """The median of the rounds' own ratios is another one: 1.5 here."""
     record = a_record("attention", 197, 8, 2)
     fused, eager = [1.0, 2.0, 4.0], [1.5, 1.9, 6.0]
     record.providers = {"eager": Provider(Quantiles.of(eager)), "fused": Provider(Quantiles.of(fused))}
@@ -76,7 +76,7 @@ def test_printed_ratios_are_those_of_the_printed_figures() -> None:
     ],
 )  # fmt: skip
 def test_what_the_rounds_do_not_tell_apart_is_marked(eager: float, interval: Any, apart: bool) -> None:
-    """The last: medians and pairs say different things."""
+    """In the last case medians and pairs disagree."""
     record = a_record("attention", 197, 8, 2)
     record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fused", 1.0))}
     record.providers["eager"].over_fused = interval
@@ -106,7 +106,7 @@ def test_tables_fit_a_hundred_columns() -> None:
 
 
 def test_growth_is_fitted_to_the_largest_sizes_and_says_which() -> None:
-    """In whichever order they ran."""
+    """The sizes may run in any order."""
     records = [a_record("memory, attention", n, 4 * n * n, 64 * n) for n in (4097, 2305, 1025, 577, 197)]
     assert table.growth_lines(records) == [
         "eager: peak grows as N^2.00 from N = 1025 to 4097",

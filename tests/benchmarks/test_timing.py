@@ -19,7 +19,7 @@ FLUSH = 90e-6
 
 
 class Gpu:
-    """Runs what is queued in order, each as soon as it was queued and the one before has ended. Seconds."""
+    """Runs queued work in order, each as soon as it is queued and the previous one has ended. In seconds."""
 
     def __init__(self) -> None:
         self.host = 1.0  # the host's clock
@@ -27,7 +27,7 @@ class Gpu:
         self.cycles = 2e9  # a second
 
     def queue(self, seconds: float, host: float = 4e-6) -> None:
-        """A launch: what it takes the host to queue and the GPU to run."""
+        """Queue a launch. seconds: of the GPU. host: seconds to queue it."""
         self.host += host
         self.free = max(self.free, self.host) + seconds
 
@@ -89,7 +89,7 @@ def test_the_clock_sees_the_gpu_and_not_the_host(count: int, seconds: float, hos
 
 
 def test_a_gpu_that_waits_for_its_host_is_not_timed(gpu: Gpu) -> None:
-    """0.2 s of the host cannot be hidden: no figure at all, rather than one of the host."""
+    """0.2 s of the host cannot be hidden: there is no figure, because it would be the host's."""
     assert math.isnan(Clock(CUDA).time(launches(gpu, 1000, 1e-6, 2e-4)))
     clock = Clock(CUDA)
     samples = [clock.time(launches(gpu, 1, 5e-6, host), tries=1) for host in (4e-6, 5e-3, 4e-6)]
@@ -99,7 +99,7 @@ def test_a_gpu_that_waits_for_its_host_is_not_timed(gpu: Gpu) -> None:
 
 
 def test_another_try_waits_longer(gpu: Gpu) -> None:
-    """Also where the GPU's own clock is faster by now, and a spin shorter."""
+    """The GPU's clock is faster by now, and a spin shorter."""
     clock = Clock(CUDA)
     gpu.cycles *= 6
     clock.time(launches(gpu, 1, 5e-6, 4e-6))
@@ -143,7 +143,7 @@ def test_a_call_takes_what_its_slower_side_takes(seconds: float, host: float, ex
 
 
 class Cuda:
-    """torch.cuda's streams and captures, as far as they can be seen from outside."""
+    """Replaces torch.cuda's streams and captures, and records which work ran on which stream."""
 
     def __init__(self) -> None:
         self.on = "default"  # the current stream

@@ -49,7 +49,7 @@ every_target = pytest.mark.parametrize("target", TARGETS)
 
 
 def selection(target: str) -> dict[str, tuple[str, ...]]:
-    """use of the workloads -> dtypes"""
+    """Return the dtypes by use of the workloads."""
     if not FULL:
         return {"kernels": ("bf16",)}
     if target in FIRST_TIER:
@@ -59,7 +59,7 @@ def selection(target: str) -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def report(target: str) -> list[Row]:
-    """Rows of benchmarks.codegen.report, computed once a session."""
+    """Return the rows of benchmarks.codegen.report, computed once a session."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for use, dtypes in selection(target).items():
@@ -117,7 +117,7 @@ def test_matmuls_are_wgmma_on_hopper() -> None:
 
 
 def whole_program(row: Row) -> float:
-    """Every instruction of the one-pass backward over its scores: the loop once for each tile of keys."""
+    """Return all instructions of the one-pass backward over its scores, with the loop once for each tile of keys."""
     config = row["config"]
     tiles = config["BLOCK_M"] // config["BLOCK_N"]
     return (row["slots"] + (tiles - 1) * row["hot_slots"]) / (config["BLOCK_M"] ** 2 / (32 * row["num_warps"]))

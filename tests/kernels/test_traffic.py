@@ -115,7 +115,7 @@ def tiled(found: Traffic) -> float:
     ("op", "options"), [("layer_norm", {}), ("layer_norm", {"norm": "rms"}), ("add_layer_norm", {})]
 )
 def test_layer_norm_is_within_five_percent_of_the_least(op: str, options: dict[str, str]) -> None:
-    """At the rows that a program has at batch 256: a 132nd of the GPU."""
+    """With the rows that an SM has at batch 256: one of 132 parts of the GPU."""
     forward, backward = passes(op, parts=traffic.SMS, B=1, N=382, D=192, **options)
     assert [launch.kernel for launch in forward.launches] == ["layer_norm_fwd_kernel"]
     assert [launch.kernel for launch in backward.launches] == ["layer_norm_bwd_kernel", "column_sum_kernel"]
@@ -125,7 +125,7 @@ def test_layer_norm_is_within_five_percent_of_the_least(op: str, options: dict[s
 
 @pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"])
 def test_layer_norm_moves_every_row_once(op: str) -> None:
-    """At any size; parameters are loaded by each program, and never twice by one."""
+    """Parameters are loaded by each program, and never twice by one."""
     forward, _ = passes(op, parts=traffic.SMS, B=1, N=197, D=192)
     (launch,) = forward.launches
     rows = [a for a in launch.arguments.values() if a.name not in ("w_ptr", "b_ptr", "layer_scale_ptr")]
@@ -184,7 +184,7 @@ def test_qk_norm_with_positions_is_within_five_percent_of_the_least(norm: str, s
 
 @pytest.mark.parametrize("sizes", [{"norm": "rms"}, {"norm": "layer", "spelling": "interleaved"}], ids=str)
 def test_qk_norm_moves_q_and_k_once(sizes: dict[str, str]) -> None:
-    """Each way what is read is read once; weights and tables are loaded by every program."""
+    """Heads are read once in each direction; weights and tables are loaded by every program."""
     heads = 2 * 50 * 5 * 64 * 2
     forward, backward = passes("qk_norm", B=2, N=50, H=5, d=64, **sizes)
     assert [launch.kernel for launch in backward.launches] == ["qk_norm_bwd_kernel", "column_sum_kernel"]
@@ -249,7 +249,7 @@ def test_no_excess_is_unexplained() -> None:
 
 @pytest.mark.parametrize("mask", ["padding", "positions"])
 def test_a_mask_is_loaded_once_for_each_tile(mask: str) -> None:
-    """In whole rows of 16 elements, by the programs of every head; the gradient is stored as two sums in float32."""
+    """Rows of 16 elements are loaded by the programs of every head; the gradient is stored as two sums in float32."""
     forward, backward = traffic.measure(
         Workload("attention", {"B": 2, "N": 70, "H": 2, "d": 64, "mask": mask})
     ).values()
