@@ -32,7 +32,7 @@ from benchmarks.harness.workloads import INSTALLED, Workload, workloads
 from fastvit.tuning.clock import Clock
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-END_SECONDS = 5.0  # kept for the limits, which are measured again at the end
+END_SECONDS = 5.0  # for measuring the limits again at the end
 MINUTES = {"quick": 5.0, "cpu": 5.0, "long": 30.0, "gpu": 110.0}  # a step of `make gpu` ends at 120
 NO_TIME = "no time left for it"
 SESSION = pytest.StashKey[Session]()
@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None:
-        reporter.showfspath = False  # a line a case says more
+        reporter.showfspath = False  # every case has a line of progress
 
 
 @pytest.hookimpl(wrapper=True)

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     where = {name: where[name] for name in ("device", "torch", "fastvit", "python")}
     where |= {"triton": triton.__version__, "commit": commit(), "when": now()}
     cases = []
-    context = multiprocessing.get_context("spawn")  # as a program that has just started
+    context = multiprocessing.get_context("spawn")  # like a program that has just started
     for target in chosen.target:
         for mode in chosen.mode:
             with context.Pool(1) as pool:

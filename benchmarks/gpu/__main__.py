@@ -60,7 +60,7 @@ def run(journal: Journal, first: FirstMinutes | None, steps: list[Step], seconds
         runner.end()
         keep_tuned(journal)
         records = journal.records()
-        write_text(journal.folder / "table.md", summary.markdown(records))  # several processes wrote it: now the last
+        write_text(journal.folder / "table.md", summary.markdown(records))  # the last of several writers
     if steps:
         print(rest.summary(steps, journal))
     if first is not None:

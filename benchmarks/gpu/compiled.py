@@ -30,9 +30,9 @@ MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")
 REHEARSED = "vit_cifar_small"
 BATCH = 32
 PROVIDERS = ("sdpa", "fused", "graph")
-LONGEST = 90.0  # seconds that a compilation is expected to take before the process has seen one
+LONGEST = 90.0  # seconds, assumed for the first compilation of a process
 _STYLES = ("reduce-overhead", "default")
-_MODES = ("training", "inference")  # the longer one first, so that it bounds what the next will take
+_MODES = ("training", "inference")  # the longer one first: its time bounds the next one's
 
 
 def runs(rehearse: bool) -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ def compile_all(journal: Journal, chosen: Any, device: torch.device) -> dict[str
 def take_turn(lock: Path) -> TextIO:
     """Wait until no other process has the turn. It lasts as long as the file that this returns is open, so at most as
     long as the process."""
-    import fcntl  # not on Windows, where this file is imported all the same
+    import fcntl  # Windows has no fcntl, but imports this file
 
     file = lock.open("a")
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -126,8 +126,8 @@ def main(arguments: list[str] | None = None) -> int:
     ready(chosen.go, chosen.model, chosen.provider).touch()
     while not chosen.go.exists():
         time.sleep(0.05)
-    turn = take_turn(chosen.go.with_name("turn"))  # until the process is gone, with all that it has on the GPU
-    clock = Clock(device)  # which measures the GPU's own clock
+    turn = take_turn(chosen.go.with_name("turn"))  # held until the process has ended and freed its GPU memory
+    clock = Clock(device)  # measures the frequency of the GPU's counter, so only now
     for name, (step, about) in found.items():
         start = time.time()
         called = Quantiles.of(per_call(step, device))

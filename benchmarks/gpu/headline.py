@@ -38,7 +38,7 @@ PARTS = {
     "first": ("attention", "block", "model"),
     "second": ("layer_norm", "add_layer_norm", "layer_norm_mlp", "patch_embed"),
 }
-SHARE = 4  # of a row's time, one part in so many goes into timed rounds; the rest builds, warms up and compares
+SHARE = 4  # a quarter of a row's time goes into timed rounds; the rest builds, warms up and compares
 LEAST, MOST = 0.4, 1.5  # seconds of timed rounds
 CALLED_ROUNDS = 3
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -88,7 +88,7 @@ def _taken(names: set[str]) -> Iterator[None]:
         return found
 
     with mock.patch.object(_tuned, "choice", choice):
-        _tuned.clear_caches()  # what was looked up before is looked up again
+        _tuned.clear_caches()  # choices that were looked up before must be seen again
         yield
 
 
@@ -105,7 +105,9 @@ class Row:
 
     def __init__(self, workload: Workload, mode: str, clock: Clock, seconds: float) -> None:
         self.workload, self.mode, self.clock, self.seconds = workload, mode, clock, seconds
-        self.name = f"{workload.op} {workload} {mode}"  # seeds the orders: rows of few rounds are not all in the same
+        self.name = (
+            f"{workload.op} {workload} {mode}"  # seed of the orders, so that rows of few rounds have different ones
+        )
         self.figures: dict[str, dict[str, Any]] = {}
         self.results: dict[str, tuple[Tensor, ...]] = {}
         self.tuned: set[str] = set()  # measured choices that fused's launches take, "table[key]"
@@ -141,7 +143,7 @@ class Row:
                 raise
             figures["skipped"] = words(error)
         self.results.pop(name, None)
-        _recover(device)  # now that the error holds no tensors any more
+        _recover(device)  # after the error, which held tensors
         return None
 
     def _time_calls(self, steps: dict[str, Work]) -> None:
@@ -179,7 +181,7 @@ def measure(journal: Journal, clock: Clock, workload: Workload, mode: str, name:
     """Writes the row into the journal."""
     journal.add("row", name, BEGUN)
     gc.collect()
-    gc.disable()  # for all alike
+    gc.disable()  # for all providers
     row, start, wrong = Row(workload, mode, clock, seconds), time.time(), False
     try:
         reason = row.measure()

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.provenance import ROOT, sources, write_text
 
-Record = dict[str, Any]  # kind, name, status, device, sources, at (seconds since 1970), and what was found
+Record = dict[str, Any]  # kind, name, status, device, sources, at (seconds since 1970), and the results
 Page = Callable[[list[Record]], str]
 DONE = ("passed", "skipped")
 REHEARSAL = "rehearsal"  # the device of a run in miniature, which measures nothing

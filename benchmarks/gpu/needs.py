@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastvit.study.machine import why_no_gpu
 
-_PIP = {"pytest_benchmark": "pytest-benchmark"}  # where it differs from the module's name
+_PIP = {"pytest_benchmark": "pytest-benchmark"}  # names that differ from the module's
 _SCHEMES = (sysconfig.get_default_scheme(), "posix_prefix")  # Triton takes the second where the first is Debian's own
 
 

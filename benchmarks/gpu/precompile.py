@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
             failed[f"{launch.name} {launch.dtype}"] = reason[:200]
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
-    if not tables:  # of what tuning tries, some does not fit
+    if not tables:  # some candidates of tuning do not fit, and that is no failure
         journal = summary.journal(chosen.out, summary.device_of(chosen))
         status = "failed" if failed else "passed"
         reason = f"{len(failed)} did not compile: {', '.join(failed)}" if failed else ""

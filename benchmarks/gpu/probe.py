@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = summary.device_of(chosen)
     found = summary.journal(chosen.out, device)
     facts = {f"own_{k}" if k == "device" else k: v for k, v in environment(device, torch.bfloat16).items()}
-    facts["strict"] = os.environ.get("FASTVIT_STRICT") == "1"  # what Triton cannot take raises
+    facts["strict"] = os.environ.get("FASTVIT_STRICT") == "1"  # then an unsupported call raises
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"capability": [properties.major, properties.minor], "sms": properties.multi_processor_count}

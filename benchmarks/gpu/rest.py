@@ -38,7 +38,7 @@ _WITHOUT_GPU = (
     "kernels/test_targets",
     "kernels/test_traffic",
     "kernels/test_tune",
-)  # tests that need none
+)  # tests that need no GPU
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TUNED_FIRST = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short", "gemm")
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from benchmarks.gpu.journal import Journal
 from benchmarks.harness.provenance import ROOT
 
-SKIPPED = 77  # exit status of a step that the machine has no tool for
-CUT = 75  # of one that had no time to do all of it
-_OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of the process that calls, in tests
+SKIPPED = 77  # exit status of a step whose tool the machine does not have
+CUT = 75  # exit status of a step that had no time to finish
+_OURS = ("TRITON_INTERPRET", "PYTEST_XDIST")  # variables of a test process that steps must not inherit
 
 
 @dataclass(frozen=True)

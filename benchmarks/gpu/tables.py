@@ -33,7 +33,7 @@ class Table:
     suits: Callable[[dict[str, Any]], bool] = lambda sizes: True
 
 
-TABLES = (  # in the order in which they build on each other: a choice between two kernels comes after theirs
+TABLES = (  # in this order: a choice between two kernels comes after the tables of both
     Table("layer_norm", "layer_norm", ("forward", "backward")),
     Table("column_sum", "layer_norm", ("backward",)),
     Table("activation_backward", "linear", ("backward",), (2,), suits=lambda sizes: sizes["B"] == 64),
@@ -45,13 +45,15 @@ TABLES = (  # in the order in which they build on each other: a choice between t
     Table("gemm", "mlp", ("both",)),
     Table("gemm", "linear", ("forward",), suits=lambda s: s["D"] == s["out"]),
     Table("use_triton_gemm", "linear", ("forward",), suits=lambda sizes: sizes["B"] != 64),
-    Table("use_triton_gemm", "mlp", ("backward",), (2, 3)),  # fc1's bias and fc2's weight: what linear_dact is for
+    Table(
+        "use_triton_gemm", "mlp", ("backward",), (2, 3)
+    ),  # fc1's bias and fc2's weight, whose gradients linear_dact computes
     Table("patch_embed", "patch_embed", ("forward", "backward"), (0, 1)),
 )
 
 
 HEADLINE = ("gemm", "use_triton_gemm")  # tables that are measured before the rows of headline.py
-_WIDTHS = (768, 384)  # of the rows' models, the more wanted first
+_WIDTHS = (768, 384)  # of the rows' models, the more important first
 
 
 def works(*, tiny: bool = False, headline: bool = False) -> Iterator[Work]:

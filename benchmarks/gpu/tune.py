@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.tune                                   # every table; continues where it was stopped
     python -m benchmarks.gpu.tune --table attention_fwd
-    python -m benchmarks.gpu.tune --headline                        # what the rows of the first minutes ask for
+    python -m benchmarks.gpu.tune --headline                        # what the rows of the first minutes look up
 
 How a choice is measured and made: fastvit/tuning/tuner.py.
 """

@@ -23,7 +23,7 @@ _declared: list[torch.library.Library] = []
 def load(name: str) -> Any:
     """Import timm, torchvision or transformers; an ImportError where it, or what it needs, is not installed."""
     if importlib.util.find_spec("torchvision") is not None:
-        _import_torchvision()  # by now: timm and transformers import it on their own
+        _import_torchvision()  # before timm and transformers import it
     return importlib.import_module(name)
 
 

@@ -57,7 +57,7 @@ def turns(workloads: Iterable[Workload]) -> dict[str, tuple[int, int]]:
     return found
 
 
-STEPS = 200  # more steps of eager, at the machine's limits, than a case takes on an idle machine
+STEPS = 200  # bound of a case's time in steps of eager at the machine's limits; an idle machine takes fewer
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 
 from fastvit.tuning.clock import Clock
 
-LIMIT_SECONDS = 0.5  # for each of the machine's limits: the neighbours of a virtual machine rest now and then
+LIMIT_SECONDS = 0.5  # for each of the machine's limits: long enough for a quiet moment of a shared machine
 WARM_SECONDS = 2.0  # until a GPU's clocks and power are steady
 
 

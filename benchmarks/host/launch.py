@@ -131,7 +131,7 @@ def _vendor_stand_ins() -> Iterator[list[str]]:
         return torch.empty_like(x, dtype=dtype)
 
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced
+        warnings.simplefilter("ignore")  # of replaced kernels
         stand_ins = {"mm": mm, "addmm": addmm, "sum.dim_IntList": column_sum, "_to_copy": cast}
         for name, stand_in in stand_ins.items():
             library.impl(name, stand_in, "CPU")

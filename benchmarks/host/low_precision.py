@@ -100,7 +100,7 @@ def variants(model: nn.Module, image: Tensor, compiled: bool) -> Iterator[Varian
         variant = partial(Variant, precision=precision, size=buffer.getbuffer().nbytes)
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         yield variant("eager", run=partial(_call, module, dtype))
-        if compiled and precision != "int8":  # whose layers inductor leaves as they are, each in a graph of its own
+        if compiled and precision != "int8":  # inductor leaves int8 layers as they are, each in a graph of its own
             yield variant("compile", run=partial(_call, torch.compile(module), dtype))
         accelerated = copy.deepcopy(module)
         fastvit.accelerate(accelerated)
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         left_out.append("Left out: torch.compile" + (" (--quick)." if chosen.quick else ", without a C++ compiler."))
     models = {}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch.ao is deprecated
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
         for name in [*MODELS][: 1 if chosen.quick else None]:
             print(name, flush=True)
             models[name] = measure(MODELS[name]().eval().requires_grad_(False), rounds, compiled)
