@@ -105,9 +105,7 @@ class Row:
 
     def __init__(self, workload: Workload, mode: str, clock: Clock, seconds: float) -> None:
         self.workload, self.mode, self.clock, self.seconds = workload, mode, clock, seconds
-        self.name = (
-            f"{workload.op} {workload} {mode}"  # seed of the orders, so that rows of few rounds have different ones
-        )
+        self.name = f"{workload.op} {workload} {mode}"  # seed of the orders: rows have different ones
         self.figures: dict[str, dict[str, Any]] = {}
         self.results: dict[str, tuple[Tensor, ...]] = {}
         self.tuned: set[str] = set()  # measured choices that fused's launches take, "table[key]"

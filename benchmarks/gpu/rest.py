@@ -33,12 +33,8 @@ BENCHES = {
     "qk_norm": ("qk_norm",),
     "rotary": ("rotary",),
 }  # ops of a step; its results go into a file of its own
-_WITHOUT_GPU = (
-    "benchmarks/",
-    "kernels/test_targets",
-    "kernels/test_traffic",
-    "kernels/test_tune",
-)  # tests that need no GPU
+# Tests that need no GPU
+_WITHOUT_GPU = ("benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tune")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TUNED_FIRST = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short", "gemm")
 

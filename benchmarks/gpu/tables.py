@@ -45,9 +45,8 @@ TABLES = (  # in this order: a choice between two kernels comes after the tables
     Table("gemm", "mlp", ("both",)),
     Table("gemm", "linear", ("forward",), suits=lambda s: s["D"] == s["out"]),
     Table("use_triton_gemm", "linear", ("forward",), suits=lambda sizes: sizes["B"] != 64),
-    Table(
-        "use_triton_gemm", "mlp", ("backward",), (2, 3)
-    ),  # fc1's bias and fc2's weight, whose gradients linear_dact computes
+    # fc1's bias and fc2's weight, whose gradients linear_dact computes
+    Table("use_triton_gemm", "mlp", ("backward",), (2, 3)),
     Table("patch_embed", "patch_embed", ("forward", "backward"), (0, 1)),
 )
 

@@ -27,9 +27,8 @@ def read(paths: Sequence[Path]) -> tuple[list[Record], Ceilings, list[str]]:
     devices = {(i["environment"]["device"], i["environment"]["dtype"]) for i in info}
     if len(devices) > 1:
         raise ValueError(f"one table of several devices or dtypes: {sorted(devices)}")
-    during = [
-        conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run
-    ]  # older files have none
+    # older files have no conditions
+    during = [conditions.Conditions.read(run["conditions"]) for run in runs if "conditions" in run]
     ceilings = conditions.best([*(Ceilings(**i["ceilings"]) for i in info), *(found.end for found in during)])
     records = [record(i) for i in info]
     commit = runs[0]["commit_info"]
