@@ -346,6 +346,19 @@ def test_the_time_left_is_that_of_similar_steps(tmp_path: Path) -> None:
     assert rest.left(steps[:3], journal, {"tune 1"}, before=500.0) == "about 10 minutes left"
 
 
+def test_the_list_has_every_step_and_its_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Journal(tmp_path, "rehearsal").add("step", "page", "passed")
+    assert program.main(["--rehearse", "--list", "--out", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("to do      environment ")
+    assert lines[-1].startswith("passed     page ")
+    assert sum("rows, " in line for line in lines) == 2
+    assert program.main(["--rehearse", "--list", "--steps", "tests", "--out", str(tmp_path)]) == 0
+    assert [line.split()[:4] for line in capsys.readouterr().out.splitlines()] == [
+        ["to", "do", "tests", "test_library"]
+    ]
+
+
 def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         program.main(["--rehearse", "--steps", "nonsense", "--out", str(tmp_path)])
