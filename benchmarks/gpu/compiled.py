@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks.gpu import summary
+from benchmarks.gpu import process, summary
 from benchmarks.gpu.journal import Journal, words
 from benchmarks.gpu.runner import CUT
 from benchmarks.harness.draw import Draw
@@ -114,14 +114,14 @@ def take_turn(lock: Path) -> TextIO:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = summary.arguments(__doc__)
+    parser = process.arguments(__doc__)
     parser.add_argument("--model", choices=(*MODELS, REHEARSED), required=True)
     parser.add_argument("--provider", choices=PROVIDERS, required=True)
     parser.add_argument("--go", type=Path, required=True)
     parser.add_argument("--until", type=float, required=True, help="seconds since 1970 by which all is compiled")
     chosen = parser.parse_args(arguments)
-    device = summary.device_of(chosen)
-    journal = summary.journal(chosen.out, device)
+    device = process.device_of(chosen)
+    journal = process.journal(chosen.out, device)
     found = compile_all(journal, chosen, device)
     ready(chosen.go, chosen.model, chosen.provider).touch()
     while not chosen.go.exists():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import summary
+from benchmarks.gpu import process, summary
 from benchmarks.gpu.journal import BEGUN, words
 from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.workloads import Workload, workloads
@@ -159,11 +159,11 @@ def check(case: Workload, dtype: torch.dtype, device: torch.device) -> tuple[lis
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = summary.arguments(__doc__)
+    parser = process.arguments(__doc__)
     parser.add_argument("--group", required=True)
     chosen = parser.parse_args(arguments)
-    device = summary.device_of(chosen)
-    journal = summary.journal(chosen.out, device)
+    device = process.device_of(chosen)
+    journal = process.journal(chosen.out, device)
     warnings.filterwarnings("ignore", message=".*deterministic.*")  # of eager's backward passes
     torch.backends.cudnn.allow_tf32 = False  # eager's convolutions in float32 are to be float32
     bad = 0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu import summary, verdict
+from benchmarks.gpu import process, summary, verdict
 from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
@@ -213,13 +213,13 @@ def _recover(device: torch.device) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = summary.arguments(__doc__)
+    parser = process.arguments(__doc__)
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--since", type=float, default=0.0, help="rows that were begun after this are left alone")
     parser.add_argument("--until", type=float, default=math.inf, help="seconds since 1970 by which to be done")
     chosen = parser.parse_args(arguments)
-    device = summary.device_of(chosen)
-    journal, clock = summary.journal(chosen.out, device), Clock(device)
+    device = process.device_of(chosen)
+    journal, clock = process.journal(chosen.out, device), Clock(device)
     rows_left = left(journal, chosen.rehearse, chosen.part, chosen.since)
     for i, row in enumerate(rows_left):
         measure(journal, clock, *row, 0.02 if chosen.rehearse else seconds_for(len(rows_left) - i, chosen.until))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.codegen.launches import DTYPES, Launch, recording
-from benchmarks.gpu import correct, headline, summary
+from benchmarks.gpu import correct, headline, process
 from benchmarks.gpu.journal import REHEARSAL
 from benchmarks.gpu.runner import SKIPPED
 from benchmarks.gpu.tables import works
@@ -106,7 +106,7 @@ def _ask() -> Machine:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = summary.arguments(__doc__)
+    parser = process.arguments(__doc__)
     parser.add_argument(
         "--tables", nargs="+", choices=sorted(_tuned.FIELDS), help="what tuning of these tries, instead"
     )
@@ -129,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{launch.name} {launch.dtype} {launch.constexprs}: {reason}", flush=True)
     print(f"> compiled in {time.perf_counter() - start:.1f} s, {len(failed)} did not compile", flush=True)
     if not tables:  # some candidates of tuning do not fit, and that is no failure
-        journal = summary.journal(chosen.out, summary.device_of(chosen))
+        journal = process.journal(chosen.out, process.device_of(chosen))
         status = "failed" if failed else "passed"
         reason = f"{len(failed)} did not compile: {', '.join(failed)}" if failed else ""
         journal.add("compile", "kernels", status, kernels=len(launches), failed=failed, reason=reason)

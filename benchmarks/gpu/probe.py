@@ -9,7 +9,7 @@ from dataclasses import asdict
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu import summary
+from benchmarks.gpu import process
 from benchmarks.harness.provenance import commit
 from benchmarks.harness.record import environment
 from benchmarks.harness.timing import measure_ceilings
@@ -27,9 +27,9 @@ def first_launches(device: torch.device) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    chosen = summary.arguments(__doc__).parse_args(arguments)
-    device = summary.device_of(chosen)
-    found = summary.journal(chosen.out, device)
+    chosen = process.arguments(__doc__).parse_args(arguments)
+    device = process.device_of(chosen)
+    found = process.journal(chosen.out, device)
     facts = {f"own_{k}" if k == "device" else k: v for k, v in environment(device, torch.bfloat16).items()}
     facts["strict"] = os.environ.get("FASTVIT_STRICT") == "1"  # then an unsupported call raises
     if device.type == "cuda":

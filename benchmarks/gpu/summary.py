@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import verdict
-from benchmarks.gpu.journal import BEGUN, REHEARSAL, Journal, Record
+from benchmarks.gpu.journal import BEGUN, Record
 from benchmarks.gpu.verdict import figures, ratios, reason
 
 MODES = {"inference": "forward", "training": "forward + backward"}
 PROVIDERS = ("eager", "flash", "cudnn", "fused")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = 0.05  # of the largest result, by which a timed result may differ from another provider's
-
-
-def journal(folder: Path, device: torch.device) -> Journal:
-    """Return the journal of a run in this folder, which writes table.md."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else REHEARSAL
-    return Journal(folder, name, markdown)
-
-
-def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a process of the first minutes."""
-    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--rehearse", action="store_true", help="in miniature on a CPU")
-    return parser
-
-
-def device_of(chosen: argparse.Namespace) -> torch.device:
-    if chosen.rehearse:
-        torch.set_num_threads(1)
-    return torch.device("cpu" if chosen.rehearse else "cuda")
 
 
 def markdown(records: list[Record]) -> str:
