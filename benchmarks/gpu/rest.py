@@ -34,7 +34,7 @@ BENCHES = {
     "rotary": ("rotary",),
 }  # ops of a step; its results go into a file of its own
 # Tests that need no GPU
-_WITHOUT_GPU = ("benchmarks/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tune")
+_WITHOUT_GPU = ("benchmarks/", "mutation/", "kernels/test_targets", "kernels/test_traffic", "kernels/test_tune")
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 _TUNED_FIRST = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_short", "gemm")
 
