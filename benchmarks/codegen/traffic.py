@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.codegen.traffic_counter import Argument, Launch, Traffic, count
+from benchmarks.codegen.traffic_counter import Argument, CountedLaunch, Traffic, count
 from benchmarks.harness.columns import make
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload, workloads
@@ -115,7 +115,7 @@ _AGAIN = {  # by kernel and argument: why one program loads an element again
 UNEXPLAINED = "unexplained"
 
 
-def _reasons(launch: Launch, argument: Argument) -> Iterator[str]:
+def _reasons(launch: CountedLaunch, argument: Argument) -> Iterator[str]:
     name = argument.name.removesuffix("_ptr")
     if argument.readers > 1.005:
         tile = _TILE.get(launch.kernel, {}).get(name)
@@ -124,7 +124,7 @@ def _reasons(launch: Launch, argument: Argument) -> Iterator[str]:
         yield f"{name} x{argument.reloads:.3g}: " + _AGAIN.get((launch.kernel, name), UNEXPLAINED)
 
 
-def why(launch: Launch) -> str:
+def why(launch: CountedLaunch) -> str:
     """Return the reasons for the launch's excess over its least, the largest first, without those under 1 %."""
     excess = {name: a.loaded - a.loaded_once for name, a in launch.arguments.items()}
     large = [name for name in sorted(excess, key=lambda n: -excess[n]) if excess[name] > 0.01 * launch.least]
@@ -146,7 +146,7 @@ def passes(workload: Workload) -> Iterator[tuple[str, list[list[str]]]]:
         yield f"{workload.op}, {step}: {workload}{parts}", rows
 
 
-def _row(kernel: str, reasons: str, launches: list[Launch], least: int) -> list[str]:
+def _row(kernel: str, reasons: str, launches: list[CountedLaunch], least: int) -> list[str]:
     moved = sum(launch.loaded + launch.stored for launch in launches)
     tiled = sum(launch.least_tiled for launch in launches)
     kilobytes = (f"{n / 1024:,.0f}" for n in (moved, least, tiled))
