@@ -43,14 +43,14 @@ __all__ = [
 
 __version__: str
 
-_OF = {
+_MODULE_NAMES = {
     "fastvit.graph": ("compile",),
     "fastvit.integrations": ("accelerate", "accelerated", "restore"),
     "fastvit.layers": ("Attention", "Block", "DropPath", "LayerNorm", "LayerScale", "Mlp", "PatchEmbed", "RMSNorm"),
     "fastvit.vit": ("VisionTransformer",),
     "fastvit.zoo": ("create_model", "list_models"),
 }
-_MODULE = {name: module for module, names in _OF.items() for name in names}
+_MODULE = {name: module for module, names in _MODULE_NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

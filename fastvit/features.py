@@ -1,4 +1,4 @@
-"""Dense features: the tokens behind chosen blocks, as timm's models and Meta's DINOv2 and DINOv3 hand them out."""
+"""Dense features: the tokens after chosen blocks, as timm's models and Meta's DINOv2 and DINOv3 return them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastvit.modules.arguments import check_choice, check_flags, checked_indices
-from fastvit.modules.patch_dropout import PatchDropout
 
-__all__ = ["Trunk"]
+__all__ = ["Backbone"]
 
 Indices = int | Sequence[int]
 
 
-class Trunk(nn.Module):
-    """What `VisionTransformer` and `Eva` do between an image and its tokens, of all blocks or of some.
+class Backbone(nn.Module):
+    """Base class of `VisionTransformer`: image to tokens, after the last block or after chosen ones.
 
     B: batch, P: prefix tokens (CLS, then registers), n = h * w: patches, D: embed_dim.
     """
 
     blocks: nn.Sequential
     norm: nn.Module
-    patch_drop: nn.Module
-    patch_embed: Any  # PatchEmbed, or embed_layer's
+    patch_embed: Any  # PatchEmbed, or a module that was put in its place
     embed_dim: int
     fc_norm: nn.Module
     num_prefix_tokens: int
@@ -37,7 +35,7 @@ class Trunk(nn.Module):
         self.grad_checkpointing = False
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> tokens (B, P + n, D) behind the last block and `norm`."""
+        """Map an image (B, C, H, W) to the tokens after the last block and `norm`, (B, P + n, D)."""
         x, *rest = self._embedded(x)
         if rest or (self.grad_checkpointing and torch.is_grad_enabled()):
             for i in range(len(self.blocks)):
@@ -50,24 +48,24 @@ class Trunk(nn.Module):
         self, x: Tensor, indices: Indices | None = None, return_prefix_tokens: bool = False, norm: bool = False,
         stop_early: bool = False, output_fmt: str = "NCHW", intermediates_only: bool = False, output_dict: bool = False,
     ) -> Any:  # fmt: skip
-        """The patches' tokens behind some blocks, as timm's method of this name.
+        """Return the patches' tokens after chosen blocks, as timm's method of this name.
 
         Args:
             x: image (B, C, H, W).
-            indices: of blocks, from the end if negative; an integer n stands for the last n, None for all. The result
-                is in the order of the blocks, each once.
-            return_prefix_tokens: pairs with CLS and registers, (B, P, D), where the model has any.
-            norm: `norm` of each of them; without it, they are as the blocks leave them.
-            stop_early: run no block behind the last one that is wanted.
+            indices: blocks, counted from the end if negative; an integer n stands for the last n, None for all. The
+                result is in the order of the blocks, each once.
+            return_prefix_tokens: return pairs with CLS and registers, (B, P, D), if the model has any.
+            norm: apply `norm` to each of them.
+            stop_early: run no block after the last one that is wanted.
             output_fmt: "NCHW" for (B, D, h, w), contiguous; "NLC" for (B, n, D).
-            intermediates_only: without the final tokens.
-            output_dict: a dict of "image_intermediates", "image_intermediates_prefix" and "image_features".
+            intermediates_only: leave out the final tokens.
+            output_dict: return a dict of "image_intermediates", "image_intermediates_prefix" and "image_features".
 
         Returns:
-            (tokens (B, P + n, D) behind `norm`, list of intermediates), the list alone, or the dict.
+            (tokens (B, P + n, D) after `norm`, list of intermediates), the list alone, or the dict.
 
         Raises:
-            TypeError, ValueError: indices or output_fmt that there are not; "NCHW" while `patch_drop` drops patches.
+            TypeError, ValueError: unknown indices or output_fmt.
         """
         check_flags(
             return_prefix_tokens=return_prefix_tokens, norm=norm, stop_early=stop_early,
@@ -89,25 +87,24 @@ class Trunk(nn.Module):
         self, x: Tensor, n: Indices = 1, reshape: bool = False, *, return_prefix_tokens: bool = False,
         return_class_token: bool = False, norm: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The patches' tokens behind some blocks, as DINOv2's method of this name, and timm's.
+        """Return the patches' tokens after chosen blocks, as DINOv2's method of this name, and timm's.
 
-        **norm is True by default, as in DINOv2, whose callers rely on it; in timm it is False.** What both have behind
-        `reshape` in different order is taken by name only.
+        **norm is True by default, as in DINOv2, whose callers rely on it; in timm it is False.** The arguments after
+        `reshape`, whose order differs between the two, are taken by name only.
 
         Args:
             x: image (B, C, H, W).
-            n: how many of the last blocks, or the blocks' indices, from the end if negative.
+            n: how many of the last blocks, or the blocks' indices, counted from the end if negative.
             reshape: (B, D, h, w) instead of (B, n, D).
-            return_prefix_tokens: timm's: pairs with CLS and registers, (B, P, D), where the model has any.
-            return_class_token: DINOv2's: pairs with CLS, (B, D).
-            norm: `norm` of each of them.
+            return_prefix_tokens: timm's: return pairs with CLS and registers, (B, P, D), if the model has any.
+            return_class_token: DINOv2's: return pairs with CLS, (B, D).
+            norm: apply `norm` to each of them.
 
         Returns:
-            A tuple with a tensor or a pair of each block, in the order of the blocks.
+            A tuple with a tensor or a pair for each block, in the order of the blocks.
 
         Raises:
-            TypeError, ValueError: an n that there is not; both kinds of pairs; CLS of a model without one; reshape
-                while `patch_drop` drops patches.
+            TypeError, ValueError: an unknown n; both kinds of pairs; CLS of a model without one.
         """
         check_flags(
             reshape=reshape, return_prefix_tokens=return_prefix_tokens, return_class_token=return_class_token, norm=norm
@@ -129,12 +126,12 @@ class Trunk(nn.Module):
     def prune_intermediate_layers(
         self, indices: Indices = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Removes what `forward_intermediates` with these indices does not need, in place, as timm's.
+        """Remove what `forward_intermediates` with these indices does not need, in place, as timm's.
 
         Args:
-            indices: as there: the blocks behind the last of them go.
-            prune_norm: `norm` goes.
-            prune_head: `attn_pool`, `fc_norm` and `head` go, and the model hands out all tokens.
+            indices: as in `forward_intermediates`: the blocks after the last of them are removed.
+            prune_norm: remove `norm`.
+            prune_head: remove `attn_pool`, `fc_norm` and `head`; the model then returns all tokens.
 
         Returns:
             The indices, counted from the first block.
@@ -151,9 +148,8 @@ class Trunk(nn.Module):
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
-        """What timm's feature extractors read of each block: its name, its channels D, the longer side of a patch."""
-        embed = self.patch_embed
-        reduction = embed.feat_ratio() if hasattr(embed, "feat_ratio") else max(embed.patch_size)
+        """List each block's name, its channels D and the longer side of a patch, for timm's feature extractors."""
+        reduction = max(self.patch_embed.patch_size)
         return [
             {"module": f"blocks.{i}", "num_chs": self.embed_dim, "reduction": reduction}
             for i in range(len(self.blocks))
@@ -163,20 +159,20 @@ class Trunk(nn.Module):
         """Recompute each block in the backward pass instead of saving its activations."""
         self.grad_checkpointing = enable
 
-    # ---- what models have of their own ----
+    # ---- defined by the subclasses ----
 
     def _embedded(self, x: Tensor) -> tuple[Any, ...]:
-        """Image -> what the first block takes: tokens (B, P + n, D), and what all blocks take beside them."""
+        """Return the first block's tokens (B, P + n, D) of an image, and further arguments that all blocks take."""
         raise NotImplementedError
 
     def _grid_of(self, x: Tensor) -> tuple[int, int]:
-        """The patch grid (h, w) of an image."""
+        """Return the patch grid (h, w) of an image."""
         raise NotImplementedError
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         raise NotImplementedError
 
-    # ---- what both have ----
+    # ---- internal ----
 
     def _run_block(self, i: int, x: Tensor, *rest: Any) -> Tensor:
         block = self.blocks[i]
@@ -187,9 +183,7 @@ class Trunk(nn.Module):
     def _intermediates(
         self, image: Tensor, taken: Collection[int], norm: bool, stop_early: bool, reshape: bool
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Tokens behind the last block that ran; patches, and prefix tokens if there are any, behind those taken."""
-        if reshape and isinstance(self.patch_drop, PatchDropout) and self.patch_drop.training:
-            raise ValueError("patches that patch_drop has dropped leave no grid: eval(), or tokens as (B, n, D)")
+        """Return the tokens after the last block that ran, and the patches and prefix tokens after the taken blocks."""
         grid = self._grid_of(image)
         x, *rest = self._embedded(image)
         last = max(taken) if stop_early else len(self.blocks) - 1

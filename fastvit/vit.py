@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,29 +16,21 @@ from fastvit.modules.arguments import (
     Pair,
     by_name,
     check_choice,
-    check_factory,
     check_flags,
     check_heads,
     check_hidden,
     check_init_values,
     check_integers,
     check_rates,
-    checked_pair,
 )
-from fastvit.modules.attention import Attention
-from fastvit.modules.block import ATTN_LAYERS, MLP_LAYERS, Block, ResPostBlock
+from fastvit.modules.block import MLP_LAYERS, Block
 from fastvit.modules.head import Head
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
-from fastvit.modules.parallel import ParallelScalingBlock, check_left_out
 from fastvit.modules.parts import ACT_LAYERS, ActLayer, LayerFactory
-from fastvit.modules.patch_dropout import PatchDropout
 from fastvit.modules.patch_embed import PatchEmbed, join_tokens
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, check_pool_size
 from fastvit.modules.positions import resample_abs_pos_embed
-
-EMBED_LAYERS = {"patch_embed": PatchEmbed}
-BLOCKS = {"block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock}
 
 
 class VisionTransformer(Head):
@@ -52,32 +43,24 @@ class VisionTransformer(Head):
             SigLIP's), or "" for all tokens (B, N, D).
         embed_dim, depth, num_heads, mlp_ratio: D, number of blocks, H (divides D), MLP width as a multiple of D.
         qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
-        init_values: LayerScale's initial value; None for no LayerScale.
-        class_token, reg_tokens: CLS or not, and the number of registers behind it.
+        init_values: initial value of LayerScale; None for no LayerScale.
+        class_token, reg_tokens: whether there is a CLS token, and the number of registers after it.
         pos_embed: "learn", or "" / "none" for no position.
         no_embed_class: positions for the patches only, none for CLS and registers.
-        pre_norm: a norm before the blocks and no bias in the patch embedding, as CLIP.
-        final_norm, fc_norm: a last norm; behind the pooling if fc_norm, which None means for avg, avgmax and max.
-        pool_include_prefix: whether avg, max, avgmax and map pool CLS and registers too.
-        attn_pool_num_heads, attn_pool_mlp_ratio: of the pooling "map"; None for those of the blocks.
-        dynamic_img_size: accept any image size that patch_size divides, positions interpolated on the fly.
-        dynamic_img_pad: pad images with zeros, below and on the right, to a multiple of patch_size.
-        drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, behind the position, behind
-            the projection and both MLP layers, on attention probabilities; in [0, 1).
-        patch_drop_rate: the share of patches that training leaves out (Li et al. 2023, arXiv:2212.00794), in [0, 1).
+        pre_norm: a norm before the blocks and no bias in the patch embedding, as in CLIP.
+        final_norm, fc_norm: a last norm; after the pooling if fc_norm, which None means for avg, avgmax and max.
+        dynamic_img_size: accept any image size that patch_size divides; positions are interpolated in every call.
+        attn_pool_num_heads, attn_pool_mlp_ratio: sizes of the pooling "map"; None for those of the blocks.
+        drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, after the positions are
+            added, after the projection and both MLP layers, and of the attention probabilities; in [0, 1).
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        weight_init: "" for timm's (trunc-normal 0.02, zero biases), "skip" for linear layers as PyTorch makes them.
-        fix_init: divide the initial weights of each branch's last layer by sqrt(2 * block's number, from 1); an
-            error with "parallel_scaling", as in timm.
+        embed_norm_layer: a norm of the patches before positions are added; None for no norm.
+        mlp_layer: a class with the arguments of `Mlp`, or "mlp", "glumlp", "swiglu" or "swiglupacked".
         norm_layer: a class, or "layernorm" or "rmsnorm".
-        act_layer: a class, or gelu, gelu_tanh, quick_gelu, relu, silu.
-        block_fn: "block" (pre-norm), "res_post" (norm behind the branch), "parallel_scaling" (attention and MLP side by
-            side, `ParallelScalingBlock`), or a class with Block's arguments.
-        scale_attn_norm, scale_mlp_norm, mlp_layer, attn_layer, qk_norm: of `Block`. With
-            "parallel_scaling" the first two are errors, the next two not used.
-        embed_layer, embed_norm_layer: PatchEmbed, or a class with timm's arguments and attributes; a norm for it.
-        mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only then
-            are they in `pretrained_cfg`, from which timm makes its transforms: a name does not tell its weights' own.
+        act_layer: a class, or "gelu", "gelu_tanh", "quick_gelu", "relu" or "silu".
+        mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only if they
+            are given does `pretrained_cfg` have them, from which timm makes its transforms: a model's name does not
+            determine the normalisation that its weights were trained with.
         device, dtype: of the parameters.
 
     Raises:
@@ -91,53 +74,37 @@ class VisionTransformer(Head):
         embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
         proj_bias: bool = True, init_values: float | None = None,
         class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
-        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
-        pool_include_prefix: bool = False, dynamic_img_size: bool = False, dynamic_img_pad: bool = False,
+        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None, dynamic_img_size: bool = False,
         attn_pool_num_heads: int | None = None, attn_pool_mlp_ratio: float | None = None,
-        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "", fix_init: bool = False,
-        scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
-        embed_layer: str | Callable[..., Any] = PatchEmbed, embed_norm_layer: str | NormLayer | None = None,
-        mlp_layer: str | LayerFactory = Mlp, attn_layer: str | LayerFactory = Attention,
-        norm_layer: str | NormLayer = "layernorm", act_layer: str | ActLayer = "gelu",
-        block_fn: str | Callable[..., nn.Module] = "block",
-        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: Device = None, dtype: Dtype = None, qk_norm: bool = False,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | NormLayer | None = None,
+        mlp_layer: str | LayerFactory = Mlp, norm_layer: str | NormLayer = "layernorm",
+        act_layer: str | ActLayer = "gelu", mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_integers(1, in_chans=in_chans, embed_dim=embed_dim, num_heads=num_heads)
+        check_heads("embed_dim", embed_dim, num_heads)
         check_integers(0, num_classes=num_classes, depth=depth, reg_tokens=reg_tokens)
         check_hidden("embed_dim", embed_dim, mlp_ratio)
         check_init_values(init_values)
         check_rates(
-            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, patch_drop_rate=patch_drop_rate,
-            proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
+            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
         )  # fmt: skip
         check_flags(
             qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
-            pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False,
-            pool_include_prefix=pool_include_prefix, dynamic_img_size=dynamic_img_size, dynamic_img_pad=dynamic_img_pad,
-            fix_init=fix_init, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
-            qk_norm=qk_norm,
+            pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False, dynamic_img_size=dynamic_img_size,
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", "", "none"))
-        check_choice("weight_init", weight_init, ("", "skip"))
         check_pool("global_pool", global_pool, class_token)
-        check_factory(device, dtype)
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
+        mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(by_name("norm_layer", norm_layer, NORM_LAYERS), **factory)
-        act = by_name("act_layer", act_layer, ACT_LAYERS)
-        block = by_name("block_fn", block_fn, BLOCKS)
-        mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
-        attention = by_name("attn_layer", attn_layer, ATTN_LAYERS)
-        kind = block.func if isinstance(block, partial) else block
-        parallel = isinstance(kind, type) and issubclass(kind, ParallelScalingBlock)
-        if parallel:
-            check_left_out(fix_init=fix_init, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm)
-        if parallel or (isinstance(kind, type) and issubclass(kind, Block) and attention is Attention):
-            check_heads("embed_dim", embed_dim, num_heads)
+        if embed_norm_layer is not None:
+            embed_norm_layer = by_name("embed_norm_layer", embed_norm_layer, NORM_LAYERS)
         pool_heads = num_heads if attn_pool_num_heads is None else attn_pool_num_heads
         pool_ratio = mlp_ratio if attn_pool_mlp_ratio is None else attn_pool_mlp_ratio
         if global_pool == "map":
@@ -152,48 +119,21 @@ class VisionTransformer(Head):
         self.num_reg_tokens = reg_tokens
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.no_embed_class = no_embed_class
-        self.pool_include_prefix = pool_include_prefix
         self.dynamic_img_size = dynamic_img_size
-
-        embed = by_name("embed_layer", embed_layer, EMBED_LAYERS)
-        options: dict[str, Any] = {"bias": not pre_norm, "dynamic_img_pad": dynamic_img_pad, **factory}
-        if embed_norm_layer is not None:
-            options["norm_layer"] = by_name("embed_norm_layer", embed_norm_layer, NORM_LAYERS)
-        if isinstance(embed, type) and issubclass(embed, PatchEmbed):
-            options |= {"strict_img_size": not dynamic_img_size, "mean": mean, "std": std}
-        elif mean is not None or std is not None:
-            raise ValueError(f"mean and std must be None with an embed_layer other than PatchEmbed, got {embed}")
-        elif dynamic_img_size:
-            options |= {"strict_img_size": False, "output_fmt": "NHWC"}
-        self.patch_embed = embed(
-            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **options
-        )
-        self.pretrained_cfg = self.default_cfg = {  # what timm's helpers read
-            "input_size": (in_chans, *checked_pair("img_size", img_size)), "fixed_input_size": not dynamic_img_size,
-            "num_classes": num_classes, "pool_size": None, "first_conv": "patch_embed.proj", "classifier": "head",
-            **({} if mean is None else {"mean": self.patch_embed.mean, "std": self.patch_embed.std}),
-        }  # fmt: skip
-        n = self.patch_embed.num_patches + (0 if no_embed_class else self.num_prefix_tokens)
-
-        def tokens(count: int) -> nn.Parameter | None:
-            return nn.Parameter(torch.empty(1, count, embed_dim, **factory)) if count else None
-
-        self.cls_token = tokens(int(class_token))
-        self.reg_token = tokens(reg_tokens)
-        self.pos_embed = tokens(n if pos_embed == "learn" else 0)
-        self.pos_drop = nn.Dropout(pos_drop_rate)
-        self.patch_drop: nn.Module = nn.Identity()
-        if patch_drop_rate:
-            self.patch_drop = PatchDropout(patch_drop_rate, self.num_prefix_tokens)
-        self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
-        make = partial(
-            block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
-            proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
-            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
-            qk_norm=qk_norm, mlp_layer=mlp, attn_layer=attention, **factory,
+        self.patch_embed = PatchEmbed(  # checks its arguments before it makes the first parameter
+            img_size, patch_size, in_chans, embed_dim, not pre_norm, not dynamic_img_size, mean, std,
+            norm_layer=embed_norm_layer, **factory,
         )  # fmt: skip
+        self._make_tokens(pos_embed == "learn", factory)
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.norm_pre = norm(embed_dim) if pre_norm else nn.Identity()
+        options = {
+            "mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "proj_bias": proj_bias, "proj_drop": proj_drop_rate,
+            "attn_drop": attn_drop_rate, "init_values": init_values, "act_layer": act, "norm_layer": norm,
+            "mlp_layer": mlp, **factory,
+        }  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(make(drop_path=p, depth=i) for i, p in enumerate(drop_paths)))
+        self.blocks = nn.Sequential(*(self._make_block(num_heads, drop_path=p, **options) for p in drop_paths))
         self.norm = norm(embed_dim) if final_norm and not fc_norm else nn.Identity()
         self.attn_pool = None
         if global_pool == "map":
@@ -202,30 +142,48 @@ class VisionTransformer(Head):
             )
         self.fc_norm = norm(embed_dim) if final_norm and fc_norm else nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
-        self.weight_init = weight_init
-        self.fix_init = fix_init
         self.reset_classifier(num_classes)
         self.init_weights(needs_reset=False)
 
+    def _make_tokens(self, positions: bool, factory: dict[str, Any]) -> None:
+        """Make `cls_token`, `reg_token`, `pos_embed` and what timm's helpers read of the input."""
+
+        def tokens(count: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(1, count, self.embed_dim, **factory)) if count else None
+
+        embed = self.patch_embed
+        self.cls_token = tokens(int(self.has_class_token))
+        self.reg_token = tokens(self.num_reg_tokens)
+        n = embed.num_patches + (0 if self.no_embed_class else self.num_prefix_tokens)
+        self.pos_embed = tokens(n if positions else 0)
+        self.pretrained_cfg = self.default_cfg = {
+            "input_size": (self.in_chans, *embed.img_size), "fixed_input_size": not self.dynamic_img_size,
+            "num_classes": self.num_classes, "pool_size": None, "first_conv": "patch_embed.proj", "classifier": "head",
+            **({} if embed.mean is None else {"mean": embed.mean, "std": embed.std}),
+        }  # fmt: skip
+
+    def _make_block(self, num_heads: int, **options: Any) -> nn.Module:
+        return Block(self.embed_dim, num_heads, **options)
+
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
-        """Initialise the parameters again, all of them by default, as after `to_empty`.
+        """Initialise the parameters again, all of them by default, for instance after `to_empty`.
 
         Args:
-            mode: "" for the model's `weight_init`; "skip", or "reset" as timm calls it, for tokens only.
+            mode: "" for timm's values (trunc-normal 0.02, zero biases); "skip", or "reset" as timm calls it, for
+                tokens only.
             needs_reset: call `reset_parameters` of the modules that mode leaves out; otherwise they stay as they are.
 
         Raises:
             ValueError: another mode.
         """
-        mode = mode or self.weight_init
         check_choice("mode", mode, ("", "skip", "reset"))
         if self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
-        for module in reversed(list(self.modules())[1:]):  # a module's own way comes behind its layers'
+        for module in reversed(list(self.modules())[1:]):  # children first: a module's own values replace its layers'
             if mode == "" and isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
@@ -234,40 +192,27 @@ class VisionTransformer(Head):
                 own()
             elif needs_reset and callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
-        if self.fix_init and mode == "":
-            for i, block in enumerate(self.blocks):
-                for name in ("attn.proj.weight", "mlp.fc2.weight"):
-                    block.get_parameter(name).div_(math.sqrt(2.0 * (i + 1)))
 
     # ---- tokens ----
 
     def _embedded(self, x: Tensor) -> tuple[Any, ...]:
-        return (self.norm_pre(self.patch_drop(self.pos_drop(self._tokens(x)))),)
+        return (self.norm_pre(self.pos_drop(self._tokens(x))),)
 
     def _grid_of(self, x: Tensor) -> tuple[int, int]:
         embed = self.patch_embed
-        if isinstance(embed, PatchEmbed):
-            return embed.grid_of(x)
-        if self.dynamic_img_size and hasattr(embed, "dynamic_feat_size"):  # timm's
-            return embed.dynamic_feat_size((x.shape[2], x.shape[3]))
-        return embed.grid_size
+        return embed.grid_of(x) if isinstance(embed, PatchEmbed) else embed.grid_size
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, P + n, D): patches with position, behind CLS and registers."""
+        """Embed an image (B, C, H, W): CLS and registers, then patches with their positions, (B, P + n, D)."""
         embed = self.patch_embed
+        pos, prefix = self._position_and_prefix(self._grid_of(x))
         if read_or_none(submodules, self, patch_embed={PatchEmbed}):
-            pos, prefix = self._position_and_prefix(embed.grid_of(x))
             # by name: modules' trackers (FLOP counters) take the gradients of positional arguments for granted
             return embed(x, pos_embed=pos, prefix=prefix)
-        patches = embed(x)
-        if patches.dim() == 4:  # (B, h, w, D)
-            grid, patches = (patches.shape[1], patches.shape[2]), patches.flatten(1, 2)
-        else:
-            grid = self._grid_of(x)
-        return join_tokens(patches, *self._position_and_prefix(grid))
+        return join_tokens(embed(x), pos, prefix)
 
     def _position_and_prefix(self, grid: tuple[int, int]) -> tuple[Tensor | None, Tensor | None]:
-        """The patches' position (n, D), and CLS and registers (P, D) with theirs."""
+        """Return the positions of the patches (n, D), and CLS and registers (P, D) with theirs added."""
         prefix = None
         if self.num_prefix_tokens:
             prefix = torch.cat([t[0] for t in (self.cls_token, self.reg_token) if t is not None])
@@ -280,7 +225,7 @@ class VisionTransformer(Head):
         return pos, prefix
 
     def _positions(self, pos_embed: Tensor, grid: tuple[int, int], old_grid: tuple[int, int]) -> Tensor:
-        """pos_embed (1, P + n, D), or (1, n, D) with no_embed_class, for another patch grid."""
+        """Interpolate pos_embed, (1, P + n, D) or with no_embed_class (1, n, D), to another patch grid."""
         P = 0 if self.no_embed_class else self.num_prefix_tokens
         return resample_abs_pos_embed(pos_embed, grid, old_grid, num_prefix_tokens=P)
 
@@ -305,10 +250,10 @@ class VisionTransformer(Head):
     # ---- timm's interface ----
 
     def no_weight_decay(self) -> set[str]:
-        """The parameters that an optimizer should not decay, beside norms and biases."""
+        """Return the names of parameters that an optimizer should not decay, in addition to norms and biases."""
         return {"pos_embed", "cls_token", "reg_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """How timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
+        """Return how timm's optimizers group the parameters by depth, for layer-wise learning rates (`layer_decay`)."""
         stem = r"^(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre)\b"
         return {"stem": stem, "blocks": [(r"^blocks\.(\d+)", None), (r"^norm\.", (99999,))]}

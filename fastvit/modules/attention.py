@@ -28,12 +28,11 @@ class Attention(nn.Module):
         dim: D.
         num_heads: H, a divisor of D; D / H is a multiple of 8 from 16 to 256.
         qkv_bias, proj_bias: whether `qkv` and `proj` have one.
-        attn_drop, proj_drop: dropout of the probabilities, and behind the projection; in [0, 1).
+        attn_drop, proj_drop: dropout of the probabilities, and after the projection; in [0, 1).
         device, dtype: of the parameters.
-        scale_norm: norm_layer(dim) as `norm` in front of the projection (Wang et al. 2022, arXiv:2210.06423).
-        qk_norm: norm_layer(D / H) as `q_norm` and `k_norm` of q's and k's heads (Dehghani et al. 2023,
-            arXiv:2302.05442).
-        norm_layer: for scale_norm and qk_norm: a class (or partial), "layernorm" or "rmsnorm".
+        qk_norm: norm_layer(D / H) as `q_norm` and `k_norm`, which normalise every head of q and k (Dehghani et al.
+            2023, arXiv:2302.05442).
+        norm_layer: for qk_norm: a class (or partial), "layernorm" or "rmsnorm".
     """
 
     __module__ = "fastvit.layers"
@@ -41,12 +40,12 @@ class Attention(nn.Module):
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
         attn_drop: float = 0.0, proj_drop: float = 0.0, device: Device = None, dtype: Dtype = None,
-        *, scale_norm: bool = False, qk_norm: bool = False, norm_layer: str | NormLayer | None = None,
+        *, qk_norm: bool = False, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
-        norm = checked_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
+        norm = checked_norm_layer(norm_layer, qk_norm=qk_norm)
         check_factory(device, dtype)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -56,8 +55,6 @@ class Attention(nn.Module):
             self.q_norm = norm(self.head_dim, device=device, dtype=dtype)
             self.k_norm = norm(self.head_dim, device=device, dtype=dtype)
         self.attn_drop = nn.Dropout(attn_drop)
-        if scale_norm:
-            self.norm = norm(dim, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -73,7 +70,4 @@ class Attention(nn.Module):
             out = ops.attention_qkvpacked(qkv, dropout_p=self.attn_drop.p if self.attn_drop.training else 0.0)
         else:
             out = attend(self, *qkv.unbind(2))
-        out = out.flatten(2)
-        if "norm" in self._modules:
-            out = self.norm(out)
-        return self.proj_drop(self.proj(out))
+        return self.proj_drop(self.proj(out.flatten(2)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from fastvit.modules.arguments import (
     check_heads,
     check_hidden,
     check_init_values,
-    check_integers,
     check_number,
     check_rates,
 )
@@ -26,7 +24,6 @@ from fastvit.modules.mlp import GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, LayerFactory, LayerScale
 
-ATTN_LAYERS = {"": Attention, "attn": Attention}
 MLP_LAYERS: dict[str, LayerFactory] = {"mlp": Mlp, "glumlp": GluMlp, "swiglu": SwiGLU, "swiglupacked": SwiGLUPacked}
 
 
@@ -42,16 +39,13 @@ class Block(nn.Module):
         dim, num_heads: D, and H, a divisor of D.
         mlp_ratio: width of the MLP as a multiple of D.
         qkv_bias, proj_bias: biases of the qkv layer, and of the projection and the MLP.
-        proj_drop, attn_drop: dropout behind the projection and both layers of the MLP, and of the probabilities.
-        init_values: LayerScale's, None or 0 for none.
+        proj_drop, attn_drop: dropout after the projection and both layers of the MLP, and of the probabilities.
+        init_values: initial value of LayerScale; None or 0 for no LayerScale.
         drop_path: the probability that a sample's branch is dropped, in [0, 1].
-        act_layer, norm_layer, mlp_layer, attn_layer: classes (or partials), called with timm's arguments, or names;
-            with classes that the ops do not know, that half of the block runs its submodules one by one.
+        act_layer, norm_layer, mlp_layer: classes (or partials), called with timm's arguments, or names; with classes
+            that the ops do not know, that half of the block runs its submodules one by one.
         device, dtype: of the parameters.
-        scale_attn_norm, scale_mlp_norm: a norm in front of the half's last layer; the MLP's, without a gate, makes that
-            half four ops.
-        qk_norm: of `Attention`.
-        depth: the block's number, for attention whose initialisation asks for it.
+        qk_norm: norms of q and k, as in `Attention`.
     """
 
     __module__ = "fastvit.layers"
@@ -60,16 +54,11 @@ class Block(nn.Module):
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: str | ActLayer = "gelu", norm_layer: str | NormLayer = LayerNorm,
-        device: Device = None, dtype: Dtype = None, *, scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
-        mlp_layer: str | LayerFactory = Mlp, attn_layer: str | LayerFactory = Attention, depth: int = 0,
-        qk_norm: bool = False,
+        device: Device = None, dtype: Dtype = None, *, mlp_layer: str | LayerFactory = Mlp, qk_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        attention = by_name("attn_layer", attn_layer, ATTN_LAYERS)
         mlp = by_name("mlp_layer", mlp_layer, MLP_LAYERS)
-        if attention is Attention:
-            check_heads("dim", dim, num_heads)
-        check_integers(1, dim=dim, num_heads=num_heads)
+        check_heads("dim", dim, num_heads)
         check_hidden("dim", dim, mlp_ratio)
         check_init_values(init_values)
         check_rates(proj_drop=proj_drop, attn_drop=attn_drop)
@@ -78,19 +67,16 @@ class Block(nn.Module):
         act_layer = by_name("act_layer", act_layer, ACT_LAYERS)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        own = {"depth": depth} if "depth" in inspect.signature(attention).parameters else {}
-        own |= {"qk_norm": True} if qk_norm else {}
         self.norm1 = norm(dim, **factory)
-        self.attn = attention(
-            dim, num_heads=num_heads, qkv_bias=qkv_bias, scale_norm=scale_attn_norm, proj_bias=proj_bias,
-            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm, **own, **factory,
-        )  # fmt: skip
+        self.attn = Attention(
+            dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, qk_norm=qk_norm, norm_layer=norm, **factory
+        )
         self.ls1 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = norm(dim, **factory)
         self.mlp = mlp(
             in_features=dim, hidden_features=int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop,
-            norm_layer=norm if scale_mlp_norm else None, **factory,
+            **factory,
         )  # fmt: skip
         self.ls2 = LayerScale(dim, init_values, device, dtype) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
@@ -105,29 +91,3 @@ class Block(nn.Module):
         if mlp is not None:
             return run.run_mlp_half(x, mlp)
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-
-
-class ResPostBlock(Block):
-    """Block with the norm at the end of each branch: x + drop_path1(norm1(attn(x))), and the same with the MLP.
-
-    No LayerScale: init_values, if not None, initialises the norms' weights instead (Liu et al. 2021, arXiv:2111.09883).
-    """
-
-    __module__ = "fastvit.layers"
-
-    def __init__(self, dim: int, num_heads: int, *, init_values: float | None = None, **kwargs: Any) -> None:
-        super().__init__(dim, num_heads, **kwargs)
-        del self.ls1, self.ls2
-        self.init_values = init_values
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        if self.init_values is not None:
-            for norm in (self.norm1, self.norm2):
-                nn.init.constant_(norm.get_parameter("weight"), self.init_values)
-
-    reset_parameters = init_weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path1(self.norm1(self.attn(x)))
-        return x + self.drop_path2(self.norm2(self.mlp(x)))

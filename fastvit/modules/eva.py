@@ -1,5 +1,7 @@
-"""EVA's attention and block (Fang et al. 2022, arXiv:2211.07636), which DINOv3 and Perception Encoder have too: timm's
-names, arguments and state_dict keys, with fused ops inside as in `fastvit.layers`."""
+"""EVA's attention and block (Fang et al. 2022, arXiv:2211.07636), also used by DINOv3 and the Perception Encoder.
+
+timm's names, arguments and state_dict keys, with fused ops inside as in `fastvit.layers`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from fastvit.modules.arguments import (
     check_rates,
 )
 from fastvit.modules.mlp import Mlp, SwiGLU, SwiGLUPacked
-from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer, checked_norm_layer
+from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
 from fastvit.modules.parts import ACT_LAYERS, ActLayer, DropPath, attend
 
 
@@ -37,28 +39,23 @@ class EvaAttention(nn.Module):
         num_heads: H, a divisor of D; D / H is a multiple of 8 from 16 to 256.
         qkv_bias: whether q and v have a bias.
         qkv_fused: one layer for q, k and v, whose biases are parameters of their own, or three.
-        num_prefix_tokens: tokens in front of the patches, which have no rotary position.
-        attn_drop, proj_drop: dropout of the probabilities, and behind the projection; in [0, 1).
-        norm_layer: for scale_norm and qk_norm: a class (or partial), "layernorm" or "rmsnorm".
-        scale_norm: norm_layer(dim) as `norm` in front of the projection.
-        rotate_half: how heads are rotated: by halves, as in DINOv3, or by neighbours.
+        num_prefix_tokens: tokens before the patches, which have no rotary position.
+        attn_drop, proj_drop: dropout of the probabilities, and after the projection; in [0, 1).
+        rotate_half: whether heads are rotated by halves, as in DINOv3, or by neighbours.
         device, dtype: of the parameters.
-        qk_norm: norm_layer(D / H) as `q_norm` and `k_norm` of q's and k's heads, before the rotation.
     """
 
     __module__ = "fastvit.eva_layers"
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = True, qkv_fused: bool = True, num_prefix_tokens: int = 1,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: str | NormLayer | None = None,
-        scale_norm: bool = True, rotate_half: bool = False, device: Device = None, dtype: Dtype = None,
-        *, qk_norm: bool = False,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, rotate_half: bool = False,
+        device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
         check_integers(0, num_prefix_tokens=num_prefix_tokens)
         check_rates(attn_drop=attn_drop, proj_drop=proj_drop)
-        norm = checked_norm_layer(norm_layer, scale_norm=scale_norm, qk_norm=qk_norm)
         check_factory(device, dtype)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
@@ -67,10 +64,7 @@ class EvaAttention(nn.Module):
         self.num_prefix_tokens = num_prefix_tokens
         self.rotate_half = rotate_half
         self._make_projections(dim, qkv_bias, qkv_fused, factory)
-        of_heads = norm if qk_norm else lambda *_, **__: nn.Identity()
-        self.q_norm, self.k_norm = of_heads(self.head_dim, **factory), of_heads(self.head_dim, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = norm(dim, **factory) if scale_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -95,7 +89,7 @@ class EvaAttention(nn.Module):
         self.v_proj = nn.Linear(dim, dim, bias=bias, **factory)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v, (B, N, H, d) each, by the modules one by one."""
+        """Return q, k and v, (B, N, H, d) each, by calling the modules one by one."""
         if "q_proj" in self._modules:
             three = [layer(x) for layer in (self.q_proj, self.k_proj, self.v_proj)]
         else:
@@ -113,18 +107,16 @@ class EvaAttention(nn.Module):
         if attention is not None:
             return run.run_attention(x, attention, rotary)
         q, k, v = self._heads(x)
-        q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = ops.rotary(q, rotary), ops.rotary(k, rotary)
-        return self.proj_drop(self.proj(self.norm(attend(self, q, k, v).flatten(2))))
+        return self.proj_drop(self.proj(attend(self, q, k, v).flatten(2)))
 
 
 class AttentionRope(EvaAttention):
     """`EvaAttention` whose k has a bias too, as Perception Encoder and ROPE-ViT (Heo et al. 2024, arXiv:2403.13298).
 
     Args:
-        dim, num_heads, num_prefix_tokens, attn_drop, proj_drop, norm_layer, scale_norm, rotate_half, device, dtype,
-            qk_norm: as in `EvaAttention`.
+        dim, num_heads, num_prefix_tokens, attn_drop, proj_drop, rotate_half, device, dtype: as in `EvaAttention`.
         qkv_bias: whether q, k and v have a bias.
         qkv_fused: one layer for q, k and v, or three.
     """
@@ -150,14 +142,13 @@ class EvaBlock(nn.Module):
 
     Args:
         dim, num_heads: D, and H, a divisor of D.
-        qkv_bias, qkv_fused, num_prefix_tokens, rotate_half, qk_norm: of `EvaAttention`.
+        qkv_bias, qkv_fused, num_prefix_tokens, rotate_half: as in `EvaAttention`.
         mlp_ratio: width of the MLP as a multiple of D, of each half of a gated one.
         swiglu_mlp: a gated MLP: `SwiGLU` with scale_mlp or swiglu_align_to, else `SwiGLUPacked`.
         swiglu_align_to: its width is raised to a multiple of this, if not 0.
-        scale_mlp, scale_attn_inner: a norm in front of the last layer of the MLP, and of attention's projection; the
-            former, without a gate, makes that half four ops.
+        scale_mlp: a norm before the last layer of the MLP; without a gate, that half runs as four ops.
         attn_type: "eva" for `EvaAttention`, "rope" for `AttentionRope`.
-        proj_drop, attn_drop: dropout behind the projection and both layers of the MLP, and of the probabilities.
+        proj_drop, attn_drop: dropout after the projection and both layers of the MLP, and of the probabilities.
         drop_path: the probability that a sample's branch is dropped, in [0, 1].
         init_values: initial value of gamma_1 and gamma_2, None for none.
         act_layer: of an MLP that is not gated: a class, or a name as in `Mlp`.
@@ -169,11 +160,11 @@ class EvaBlock(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int, qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0,
-        swiglu_mlp: bool = False, swiglu_align_to: int = 0, scale_mlp: bool = False, scale_attn_inner: bool = False,
+        swiglu_mlp: bool = False, swiglu_align_to: int = 0, scale_mlp: bool = False,
         num_prefix_tokens: int = 1, attn_type: str = "eva", rotate_half: bool = False, proj_drop: float = 0.0,
         attn_drop: float = 0.0, drop_path: float = 0.0, init_values: float | None = None,
         act_layer: str | ActLayer = "gelu", norm_layer: str | NormLayer = LayerNorm,
-        device: Device = None, dtype: Dtype = None, *, qk_norm: bool = False,
+        device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_heads("dim", dim, num_heads)
@@ -188,8 +179,7 @@ class EvaBlock(nn.Module):
         self.norm1 = norm(dim, **factory)
         self.attn = ATTENTION[attn_type](
             dim, num_heads, qkv_bias=qkv_bias, qkv_fused=qkv_fused, num_prefix_tokens=num_prefix_tokens,
-            attn_drop=attn_drop, proj_drop=proj_drop, norm_layer=norm, scale_norm=scale_attn_inner,
-            rotate_half=rotate_half, qk_norm=qk_norm, **factory,
+            attn_drop=attn_drop, proj_drop=proj_drop, rotate_half=rotate_half, **factory,
         )  # fmt: skip
         self.init_values = init_values
         self.gamma_1 = self._gamma(dim, factory)
@@ -225,35 +215,6 @@ class EvaBlock(nn.Module):
         if mlp is not None:
             return run.run_mlp_half(x, mlp)
         return x + self.drop_path2(_scaled(self.mlp(self.norm2(x)), self.gamma_2))
-
-
-class EvaBlockPostNorm(EvaBlock):
-    """`EvaBlock` with the norm at the end of each branch, (B, N, D) -> (B, N, D), as EVA-02's CLIP E has it:
-
-        x + drop_path1(norm1(attn(x, rope)))
-        x + drop_path2(norm2(mlp(x)))
-
-    Attention, MLP and norms are ops each.
-
-    Args:
-        dim, num_heads, options: as in `EvaBlock`; as in timm, init_values is not used, and swiglu_align_to with
-            scale_mlp alone.
-    """
-
-    __module__ = "fastvit.eva_layers"
-
-    def __init__(
-        self, dim: int, num_heads: int, *, init_values: float | None = None, scale_mlp: bool = False,
-        swiglu_align_to: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
-        check_init_values(init_values)
-        align_to = swiglu_align_to if scale_mlp else 0
-        super().__init__(dim, num_heads, scale_mlp=scale_mlp, swiglu_align_to=align_to, **options)
-
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """rope: as in `EvaAttention`."""
-        x = x + self.drop_path1(self.norm1(self.attn(x, rope)))
-        return x + self.drop_path2(self.norm2(self.mlp(x)))
 
 
 def _scaled(x: Tensor, gamma: Tensor | None) -> Tensor:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastvit.features import Trunk
+from fastvit.features import Backbone
 from fastvit.modules.arguments import check_integers
 from fastvit.modules.pooling import AttentionPoolLatent, check_pool, pool_tokens
 
 
-class Head(Trunk):
-    """What `VisionTransformer` and `Eva` do with the tokens of `Trunk`.
+class Head(Backbone):
+    """Adds pooling and classifier to a `Backbone`; base class of `VisionTransformer`.
 
     B: batch, N: tokens, D: embed_dim.
     """
 
     num_classes: int
     global_pool: str
-    pool_include_prefix: bool
     attn_pool: AttentionPoolLatent | None
     head_drop: nn.Module
     head: nn.Module
@@ -26,10 +25,10 @@ class Head(Trunk):
         """(B, N, D) -> (B, D), or unchanged for "".
 
         Args:
-            pool_type: another pooling than `global_pool`; as in timm, attention pooling has precedence where there is.
+            pool_type: another pooling than `global_pool`; as in timm, a model with attention pooling ignores it.
 
         Raises:
-            ValueError: no such pool_type; "token" of a model without CLS, "map" of one without attention pooling.
+            ValueError: an unknown pool_type; "token" for a model without CLS, "map" for one without attention pooling.
         """
         pool = self.global_pool
         if pool_type is not None and self.attn_pool is None:
@@ -39,9 +38,13 @@ class Head(Trunk):
             return x
         if pool == "token":
             return x[:, 0]
-        if not self.pool_include_prefix:
+        if not self._pools_prefix():
             x = x[:, self.num_prefix_tokens :]
         return pool_tokens(x, pool) if self.attn_pool is None else self.attn_pool(x)
+
+    def _pools_prefix(self) -> bool:
+        """Return whether the poolings of patches take CLS and registers too."""
+        return False
 
     def _check_pool(self, name: str, pool: str) -> None:
         check_pool(name, pool, self.has_class_token)
@@ -49,7 +52,7 @@ class Head(Trunk):
             raise ValueError(f"{name} 'map' needs a model made with it, got {self.global_pool!r}")
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens (B, N, D) -> logits, or the pooled and normalised features with pre_logits."""
+        """Map tokens (B, N, D) to logits, or with pre_logits to the pooled and normalised features."""
         x = self.head_drop(self.fc_norm(self.pool(x)))
         return x if pre_logits else self.head(x)
 
@@ -60,11 +63,11 @@ class Head(Trunk):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh head for num_classes (0: none), and optionally another pooling; the norms stay where they are.
+        """Make a new head for num_classes (0: none), and optionally set another pooling; the norms stay where they are.
 
         Raises:
-            TypeError, ValueError: num_classes; no such global_pool, "token" of a model without CLS, "map" of one
-                without attention pooling. Nothing is changed then.
+            TypeError, ValueError: a wrong num_classes; an unknown global_pool, "token" for a model without CLS, "map"
+                for one without attention pooling. Nothing is changed then.
         """
         check_integers(0, num_classes=num_classes)
         if global_pool is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastvit import ops
@@ -34,8 +33,7 @@ class PatchEmbed(nn.Module):
         patch_size, in_chans, embed_dim, bias: of the convolution.
         mean, std: C values each, in [0, 1]; a uint8 image is taken as (x / 255 - mean) / std.
         device, dtype: of the parameters.
-        norm_layer: a norm of the patches, without positions, as `norm`: a class, "layernorm" or "rmsnorm".
-        dynamic_img_pad: pad the image with zeros, below and on the right, to a multiple of patch_size.
+        norm_layer: a norm of the patches before positions are added, as `norm`: a class, "layernorm" or "rmsnorm".
     """
 
     __module__ = "fastvit.layers"
@@ -44,7 +42,7 @@ class PatchEmbed(nn.Module):
         self, img_size: Pair = 224, patch_size: Pair = 16, in_chans: int = 3, embed_dim: int = 768, bias: bool = True,
         strict_img_size: bool = True, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
-        *, norm_layer: str | NormLayer | None = None, dynamic_img_pad: bool = False,
+        *, norm_layer: str | NormLayer | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_integers(1, in_chans=in_chans, embed_dim=embed_dim)
@@ -52,7 +50,6 @@ class PatchEmbed(nn.Module):
         self.in_chans = in_chans
         self.patch_size = checked_pair("patch_size", patch_size)
         self.strict_img_size = strict_img_size
-        self.dynamic_img_pad = dynamic_img_pad
         self.mean, self.std = checked_statistics(mean, std, in_chans)
         self.img_size = checked_pair("img_size", img_size)
         self.set_input_size(self.img_size)
@@ -74,16 +71,11 @@ class PatchEmbed(nn.Module):
         """
         img_size = self.img_size if img_size is None else checked_pair("img_size", img_size)
         patch_size = self.patch_size if patch_size is None else checked_pair("patch_size", patch_size)
-        if self.strict_img_size or not self.dynamic_img_pad:
-            check_divides(img_size, patch_size)
-        (H, W), (ph, pw) = img_size, patch_size
-        grid_size = H // ph, W // pw
-        if 0 in grid_size:
-            raise ValueError(f"img_size must be at least patch_size = {patch_size}, got {img_size}")
+        grid_size = patch_grid(img_size, patch_size)
         if patch_size != self.patch_size:
             self._resample(patch_size)
         self.img_size, self.patch_size, self.grid_size = img_size, patch_size, grid_size
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.num_patches = grid_size[0] * grid_size[1]
 
     @torch.no_grad()
     def _resample(self, patch_size: tuple[int, int]) -> None:
@@ -95,64 +87,52 @@ class PatchEmbed(nn.Module):
         conv.weight = nn.Parameter(weight, requires_grad=conv.weight.requires_grad)
         conv.kernel_size = conv.stride = patch_size
 
-    def grid(self, img_size: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) -> (h, w); a ValueError where patch_size does not divide it, unless the image is padded."""
-        if not self.dynamic_img_pad:
-            check_divides(img_size, self.patch_size)
-        (H, W), (ph, pw) = img_size, self.patch_size
-        return -(-H // ph), -(-W // pw)
-
     def grid_of(self, image: Tensor) -> tuple[int, int]:
-        """The patch grid of an image; a TypeError or ValueError where `forward` does not take it."""
+        """Return the patch grid of an image; a TypeError or ValueError if `forward` does not accept it."""
         check_image(image, getattr(self.proj, "in_channels", self.in_chans))
         size = image.shape[2], image.shape[3]
         if self.strict_img_size and size != self.img_size:
             raise ValueError(f"image must have the size (H, W) = {self.img_size}, got {size}")
-        return self.grid(size)
+        return patch_grid(size, self.patch_size)
 
     def forward(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
-        """pos_embed (n, D) is added to the patches, prefix (P, D) is written in front of them: -> (B, P + n, D)."""
+        """Add pos_embed (n, D) to the patches and write prefix (P, D) before them: (B, C, H, W) -> (B, P + n, D)."""
         self.grid_of(x)
-        if self.dynamic_img_pad:
-            x = self.padded(x)
         if "norm" in self._modules:
             return join_tokens(self.norm(self.patches(x)), pos_embed, prefix)
         return self.patches(x, pos_embed, prefix)
 
     def patches(self, x: Tensor, pos_embed: Tensor | None = None, prefix: Tensor | None = None) -> Tensor:
-        """`forward` without padding and norm."""
+        """Embed as `forward` does, without checks and norm."""
         if read_or_none(submodules, self, proj={nn.Conv2d}) and is_of_patches(self.proj):
             weight, bias = read.read_linear(self.proj)
             mean, std = (self.mean, self.std) if x.dtype is torch.uint8 else (None, None)
             return ops.patch_embed(x, weight, bias, pos_embed=pos_embed, prefix=prefix, mean=mean, std=std)
         return join_tokens(self.proj(self.normalized(x)).flatten(2).transpose(1, 2), pos_embed, prefix)
 
-    def padded(self, image: Tensor) -> Tensor:
-        """With zeros, which are added to a normalised image, to a multiple of patch_size."""
-        bottom, right = (-size % patch for size, patch in zip(image.shape[2:], self.patch_size, strict=True))
-        return F.pad(self.normalized(image), (0, right, 0, bottom)) if bottom or right else image
-
     def normalized(self, image: Tensor) -> Tensor:
-        """A uint8 image in the layer's dtype; a float one as it is."""
+        """Return a uint8 image normalised in the layer's dtype; a float image is returned as it is."""
         if image.dtype is not torch.uint8:
             return image
         return normalized(image, self.mean, self.std, next(self.proj.parameters()).dtype)
 
 
-def check_divides(img_size: tuple[int, int], patch_size: tuple[int, int]) -> None:
+def patch_grid(img_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+    """Return the patch grid (h, w); a ValueError if patch_size does not divide img_size."""
     (H, W), (ph, pw) = img_size, patch_size
     if H % ph or W % pw or H == 0 or W == 0:
         raise ValueError(f"patch_size {patch_size} must divide the image size, got {(H, W)}")
+    return H // ph, W // pw
 
 
 def is_of_patches(conv: nn.Conv2d) -> bool:
-    """Whether a convolution, which may be another than the constructor made, is the one that the op computes."""
+    """Return whether a convolution, which may have replaced the constructor's, is the one that the op computes."""
     whole = conv.padding in ((0, 0), "valid")
     return whole and (conv.stride, conv.dilation, conv.groups) == (conv.kernel_size, (1, 1), 1)
 
 
 def join_tokens(patches: Tensor, pos_embed: Tensor | None, prefix: Tensor | None) -> Tensor:
-    """(B, n, D) + (n, D), behind (P, D) -> (B, P + n, D): what `ops.patch_embed` does in its epilogue."""
+    """Concatenate prefix (P, D) and patches (B, n, D) + pos_embed (n, D), as `ops.patch_embed`: (B, P + n, D)."""
     if pos_embed is not None:
         patches = patches + pos_embed
     if prefix is None:

@@ -1,5 +1,5 @@
-"""EVA's Vision Transformer in plain PyTorch, as `fastvit.reference` has the paper's: rotary positions (Su et al. 2021,
-arXiv:2104.09864), gated MLPs (Shazeer 2020, arXiv:2002.05202), and what EVA-02 and DINOv3 make of them.
+"""EVA's Vision Transformer in plain PyTorch, with the rotary positions (Su et al. 2021, arXiv:2104.09864) and gated
+MLPs (Shazeer 2020, arXiv:2002.05202) of EVA-02 and DINOv3.
 
 It takes the constructor arguments and the `state_dict` of `fastvit.eva.Eva`, and shares no code with it.
 """
@@ -17,7 +17,7 @@ from fastvit.reference.vit import Attention, DropPath, LayerFactory, Mlp, Size, 
 
 
 class SwiGLU(nn.Module):
-    """act(x W_g) * (x W_x), with a layer each, and an optional norm behind the product. (..., D) -> (..., D)."""
+    """act(x W_g) * (x W_x), with a layer each, and an optional norm of the product. (..., D) -> (..., D)."""
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: LayerFactory = nn.SiLU, bias: bool = True,
@@ -41,25 +41,23 @@ class SwiGLU(nn.Module):
 
 
 class SwiGLUPacked(nn.Module):
-    """The same with both layers in one of hidden_features rows, the gate's first."""
+    """`SwiGLU` without the norm and with both layers in one of hidden_features rows, the gate's first."""
 
     def __init__(
         self, in_features: int, hidden_features: int, act_layer: LayerFactory = nn.SiLU, bias: bool = True,
-        drop: float = 0.0,
-        norm_layer: str | LayerFactory | None = None, **factory: Any,
+        drop: float = 0.0, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         half = hidden_features // 2
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias, **factory)
         self.act = act_layer()
         self.drop1 = nn.Dropout(drop)
-        self.norm = make_norm(norm_layer, half, **factory)
         self.fc2 = nn.Linear(half, in_features, bias=bias, **factory)
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, dim=-1)
-        return self.drop2(self.fc2(self.norm(self.drop1(self.act(gate) * value))))
+        return self.drop2(self.fc2(self.drop1(self.act(gate) * value)))
 
 
 class EvaAttention(nn.Module):
@@ -67,8 +65,7 @@ class EvaAttention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int, bias: bool, k_bias: bool, fused: bool, num_prefix_tokens: int,
-        attn_drop: float, proj_drop: float, norm_layer: str | LayerFactory | None,
-        qk_norm_layer: str | LayerFactory | None, rotate_half: bool, **factory: Any,
+        attn_drop: float, proj_drop: float, rotate_half: bool, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads, self.num_prefix_tokens, self.rotate_half = num_heads, num_prefix_tokens, rotate_half
@@ -83,9 +80,7 @@ class EvaAttention(nn.Module):
             if bias and not k_bias:
                 self.q_bias = nn.Parameter(torch.zeros(dim, **factory))
                 self.v_bias = nn.Parameter(torch.zeros(dim, **factory))
-        self.q_norm, self.k_norm = (make_norm(qk_norm_layer, dim // num_heads, **factory) for _ in range(2))
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = make_norm(norm_layer, dim, **factory)
         self.proj = nn.Linear(dim, dim, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -110,11 +105,10 @@ class EvaAttention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.project(x))
-        q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
         out = self.attend(q, k, v).transpose(1, 2).flatten(2)
-        return self.proj_drop(self.proj(self.norm(out)))
+        return self.proj_drop(self.proj(out))
 
 
 class EvaBlock(nn.Module):
@@ -122,16 +116,15 @@ class EvaBlock(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int, norm_layer: str | LayerFactory, qkv_bias: bool, qkv_fused: bool,
-        mlp_ratio: float, swiglu_mlp: bool, swiglu_align_to: int, scale_mlp: bool, scale_attn_inner: bool,
-        attn_type: str, num_prefix_tokens: int, rotate_half: bool, proj_drop: float, attn_drop: float, drop_path: float,
-        init_values: float | None, qk_norm: bool = False, **factory: Any,
+        mlp_ratio: float, swiglu_mlp: bool, swiglu_align_to: int, scale_mlp: bool, attn_type: str,
+        num_prefix_tokens: int, rotate_half: bool, proj_drop: float, attn_drop: float, drop_path: float,
+        init_values: float | None, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = make_norm(norm_layer, dim, **factory)
         self.attn = EvaAttention(
             dim, num_heads, qkv_bias, qkv_bias and attn_type == "rope", qkv_fused, num_prefix_tokens, attn_drop,
-            proj_drop, norm_layer if scale_attn_inner else None, norm_layer if qk_norm else None, rotate_half,
-            **factory,
+            proj_drop, rotate_half, **factory,
         )  # fmt: skip
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = make_norm(norm_layer, dim, **factory)
@@ -155,34 +148,18 @@ class EvaBlock(nn.Module):
         return x + self.drop_path2(branch if self.gamma_2 is None else self.gamma_2 * branch)
 
 
-class EvaBlockPostNorm(EvaBlock):
-    """x + LN(Attention(x)), then x + LN(Mlp(x)). (B, N, D) -> (B, N, D)."""
-
-    def __init__(
-        self, dim: int, num_heads: int, *, init_values: float | None, swiglu_align_to: int, scale_mlp: bool,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        align_to = swiglu_align_to if scale_mlp else 0
-        super().__init__(dim, num_heads, init_values=None, swiglu_align_to=align_to, scale_mlp=scale_mlp, **options)
-
-    def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        x = x + self.drop_path1(self.norm1(self.attn(x, rope)))
-        return x + self.drop_path2(self.norm2(self.mlp(x)))
-
-
 class Rope(nn.Module):
     """float32 sin and cos, (h*w, 2 d), of the angles coordinate * frequency, first of one axis, then of the other."""
 
     def __init__(
         self, dim: int, rope_type: str, temperature: float, grid_offset: float, grid_indexing: str, rotate_half: bool,
-        ref_feat_shape: Size | None, shift: float | None, jitter: float | None, rescale: float | None,
+        ref_feat_shape: Size | None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dinov3, self.offset = rope_type == "dinov3", grid_offset
         self.xy, self.rotate_half = grid_indexing == "xy", rotate_half
         self.dim, self.temperature = dim, temperature
         self.reference = (ref_feat_shape, ref_feat_shape) if isinstance(ref_feat_shape, int) else ref_feat_shape
-        self.shift, self.jitter, self.rescale = shift, jitter, rescale
 
     def coordinates(self, axis: int, length: int, device: torch.device) -> Tensor:
         steps = torch.arange(length, dtype=torch.float32, device=device) + self.offset
@@ -195,39 +172,11 @@ class Rope(nn.Module):
         places = torch.cartesian_prod(*axes)  # (h*w, 2)
         if self.xy:
             places = places.flip(-1)
-        if self.training and self.dinov3:
-            if self.shift is not None:
-                places = places + torch.empty(2, device=device).uniform_(-self.shift, self.shift)
-            for factor, count in ((self.jitter, 2), (self.rescale, 1)):
-                if factor is not None:
-                    most = math.log(factor)
-                    places = places * torch.empty(count, device=device).uniform_(-most, most).exp()
         exponents = torch.arange(self.dim // 4, dtype=torch.float32, device=device) / (self.dim // 4)
         frequencies = (2 * math.pi if self.dinov3 else 1.0) / self.temperature**exponents
         angles = (places[:, :, None] * frequencies).flatten(1)  # (h*w, d / 2)
         angles = torch.cat([angles, angles], dim=1) if self.rotate_half else angles.repeat_interleave(2, dim=1)
         return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
-class MixedRope(nn.Module):
-    """The same of learnt frequencies, two for each pair of elements: (depth, H, h*w, 2 d)."""
-
-    def __init__(
-        self, dim: int, depth: int, heads: int, temperature: float, grid_indexing: str, **factory: Any
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.xy = grid_indexing == "xy"
-        turns = 2 * math.pi * torch.rand(depth, heads, 1)
-        lengths = temperature ** (-torch.arange(0, dim, 4) / dim)
-        along = [torch.cat([lengths * f(turns), lengths * f(turns + math.pi / 2)], -1) for f in (torch.cos, torch.sin)]
-        self.freqs = nn.Parameter(torch.stack(along).to(**factory))
-
-    def forward(self, grid: tuple[int, ...], device: torch.device) -> Tensor:
-        freqs = self.freqs.to(torch.promote_types(self.freqs.dtype, torch.float32))
-        places = torch.cartesian_prod(*(torch.arange(n, device=device, dtype=freqs.dtype) for n in grid))
-        x, y = (places.flip(-1) if self.xy else places)[:, :, None].unbind(1)
-        angles = (x * freqs[0][..., None, :] + y * freqs[1][..., None, :]).repeat_interleave(2, dim=-1)
-        return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 class Eva(VisionTransformer):
@@ -237,58 +186,52 @@ class Eva(VisionTransformer):
         self, img_size: Size = 224, patch_size: Size = 16, in_chans: int = 3, num_classes: int = 1000,
         global_pool: str = "avg", embed_dim: int = 768, depth: int = 12, num_heads: int = 12, *,
         qkv_bias: bool = True, qkv_fused: bool = True, mlp_ratio: float = 4.0, swiglu_mlp: bool = False,
-        swiglu_align_to: int = 0, scale_mlp: bool = False, scale_attn_inner: bool = False, attn_type: str = "eva",
+        swiglu_align_to: int = 0, scale_mlp: bool = False, attn_type: str = "eva",
         init_values: float | None = None, num_reg_tokens: int = 0, class_token: bool = True,
         use_abs_pos_emb: bool = True, use_rot_pos_emb: bool = False, rope_type: str = "cat",
         rope_temperature: float = 10000.0, rope_grid_offset: float = 0.0, rope_grid_indexing: str = "ij",
-        rope_rotate_half: bool = False, ref_feat_shape: Size | None = None, rope_shift_coords: float | None = None,
-        rope_jitter_coords: float | None = None, rope_rescale_coords: float | None = None,
-        use_post_norm: bool = False, use_pre_transformer_norm: bool = False, use_fc_norm: bool | None = None,
-        use_post_transformer_norm: bool | None = None, head_init_scale: float = 0.001, **options: Any,
+        rope_rotate_half: bool = False, ref_feat_shape: Size | None = None, use_pre_transformer_norm: bool = False,
+        use_fc_norm: bool | None = None, use_post_transformer_norm: bool | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        if global_pool == "map":
-            options = {"pool_include_prefix": True, **options}
         fc_norm = global_pool == "avg" if use_fc_norm is None else use_fc_norm
         final_norm = not fc_norm if use_post_transformer_norm is None else use_post_transformer_norm
 
-        def block(dim: int, num_heads: int, *, drop_path: float, **of_vit: Any) -> EvaBlock:
-            for name in ("proj_bias", "scale_attn_norm", "scale_mlp_norm", "act_layer", "mlp_layer"):
-                of_vit.pop(name)
-            return (EvaBlockPostNorm if use_post_norm else EvaBlock)(
-                dim, num_heads, qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, swiglu_align_to=swiglu_align_to,
-                scale_mlp=scale_mlp, scale_attn_inner=scale_attn_inner, attn_type=attn_type, drop_path=drop_path,
-                num_prefix_tokens=int(class_token) + num_reg_tokens, rotate_half=rope_rotate_half, **of_vit,
-            )  # fmt: skip
-
+        self.block_options: dict[str, Any] = {
+            "qkv_fused": qkv_fused, "swiglu_mlp": swiglu_mlp, "swiglu_align_to": swiglu_align_to,
+            "scale_mlp": scale_mlp, "attn_type": attn_type, "rotate_half": rope_rotate_half,
+        }  # fmt: skip
         super().__init__(
             img_size, patch_size, in_chans, num_classes, global_pool, embed_dim, depth, num_heads, mlp_ratio, qkv_bias,
             init_values=init_values, class_token=class_token, reg_tokens=num_reg_tokens,
             pos_embed="learn" if use_abs_pos_emb else "none", pre_norm=use_pre_transformer_norm,
-            final_norm=fc_norm or final_norm, fc_norm=fc_norm, block_fn=block, **options,
+            final_norm=fc_norm or final_norm, fc_norm=fc_norm, **options,
         )  # fmt: skip
-        self.rope: Rope | MixedRope | None = None
-        if use_rot_pos_emb and rope_type == "mixed":
-            factory = {name: options.get(name) for name in ("device", "dtype")}
-            self.rope = MixedRope(
-                embed_dim // num_heads, depth, num_heads, rope_temperature, rope_grid_indexing, **factory
-            )
-        elif use_rot_pos_emb:
+        self.rope: Rope | None = None
+        if use_rot_pos_emb:
             self.rope = Rope(
                 embed_dim // num_heads, rope_type, rope_temperature, rope_grid_offset, rope_grid_indexing,
-                rope_rotate_half, ref_feat_shape, rope_shift_coords, rope_jitter_coords, rope_rescale_coords,
+                rope_rotate_half, ref_feat_shape,
             )  # fmt: skip
         with torch.no_grad():
             if isinstance(self.head, nn.Linear):
-                self.head.weight.mul_(head_init_scale)
+                self.head.weight.mul_(0.001)
+
+    def make_block(self, num_heads: int, **options: Any) -> EvaBlock:
+        for name in ("proj_bias", "act_layer", "mlp_layer"):  # EVA's blocks fix them
+            options.pop(name)
+        prefix = self.num_prefix_tokens
+        return EvaBlock(self.embed_dim, num_heads, num_prefix_tokens=prefix, **self.block_options, **options)
+
+    def pool(self, x: Tensor) -> Tensor:
+        return super().pool(x) if self.attn_pool is None else self.attn_pool(x)  # CLS and registers too
 
     def forward_features(self, x: Tensor) -> Tensor:
         grid = tuple(n // size for n, size in zip(x.shape[2:], self.patch_embed.patch_size, strict=True))
-        rope: Any = None if self.rope is None else self.rope(grid, x.device)
-        x = self.norm_pre(self.patch_drop(self.pos_drop(self.embed(x))))
-        mixed = isinstance(self.rope, MixedRope)
-        for block, positions in zip(self.blocks, rope if mixed else [rope] * len(self.blocks), strict=True):
+        rope = None if self.rope is None else self.rope(grid, x.device)
+        x = self.norm_pre(self.pos_drop(self.embed(x)))
+        for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, positions, use_reentrant=False)
+                x = checkpoint(block, x, rope, use_reentrant=False)
             else:
-                x = block(x, positions)
+                x = block(x, rope)
         return self.norm(x)

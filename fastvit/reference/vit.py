@@ -1,22 +1,17 @@
 """The Vision Transformer of Dosovitskiy et al. (2021, arXiv:2010.11929) in one file of plain PyTorch.
 
-Read it beside the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
-every step is its own line. The tests hold the fused model against it, and the benchmarks measure from it. It takes the
-same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with it; it does
-without fix_init, padding (dynamic_img_pad) and other classes of embedding and attention (embed_layer, ...). EVA's
-blocks and gated MLPs are in `fastvit.reference.eva`.
+Read it next to the paper. It is written to be checked by eye, not to be fast: attention materialises its N x N matrix,
+every step is its own line. The tests compare the fused model with it, and the benchmarks use it as their baseline. It
+takes the same constructor arguments and the same `state_dict` as `fastvit.VisionTransformer` and shares no code with
+it. EVA's blocks and gated MLPs are in `fastvit.reference.eva`.
 
 Later additions to the paper's model, each off by default:
 
     LayerScale (init_values)          Touvron et al. 2021, arXiv:2103.17239
     stochastic depth (drop_path_rate) Huang et al. 2016, arXiv:1603.09382
     registers (reg_tokens)            Darcet et al. 2023, arXiv:2309.16588
-    norm after the branch (block_fn="res_post")  Liu et al. 2021, arXiv:2111.09883, section 3.2
-    norms inside the branches (scale_attn_norm, scale_mlp_norm)  Wang et al. 2022, arXiv:2210.06423
-    norms of q and k (qk_norm), attention beside the MLP (block_fn="parallel_scaling")
-                                      Dehghani et al. 2023, arXiv:2302.05442
+    norms of q and k (qk_norm of `Block`)  Dehghani et al. 2023, arXiv:2302.05442
     RMSNorm (norm_layer="rmsnorm")    Zhang & Sennrich 2019, arXiv:1910.07467
-    patches left out in training (patch_drop_rate)  Li et al. 2023, arXiv:2212.00794
     pooling by a learnt query (global_pool="map")  Zhai et al. 2022, arXiv:2106.04560
 
 Shapes: B batch, N tokens, D embedding, H heads, d = D / H, P prefix tokens (CLS and registers), (h, w) the patch grid.
@@ -70,7 +65,7 @@ NORMS: dict[str, LayerFactory] = {"layernorm": partial(nn.LayerNorm, eps=1e-6), 
 
 
 def make_norm(norm_layer: str | LayerFactory | None, dim: int, **factory: Any) -> nn.Module:
-    """A norm of a class or of a name in NORMS; None for an identity."""
+    """Make a norm from a class or a name in NORMS; None gives an identity."""
     if norm_layer is None:
         return nn.Identity()
     return (NORMS[norm_layer] if isinstance(norm_layer, str) else norm_layer)(dim, **factory)
@@ -101,8 +96,8 @@ class Attention(nn.Module):
 
     def __init__(
         self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: str | LayerFactory | None = None,
-        qk_norm_layer: str | LayerFactory | None = None, **factory: Any,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, qk_norm_layer: str | LayerFactory | None = None,
+        **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         if dim % num_heads:
@@ -114,7 +109,6 @@ class Attention(nn.Module):
         self.q_norm = make_norm(qk_norm_layer, self.head_dim, **factory)
         self.k_norm = make_norm(qk_norm_layer, self.head_dim, **factory)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.norm = make_norm(norm_layer, dim, **factory)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
 
@@ -128,7 +122,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, N, d)
         out = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
-        return self.proj_drop(self.proj(self.norm(out)))
+        return self.proj_drop(self.proj(out))
 
 
 class Mlp(nn.Module):
@@ -183,119 +177,22 @@ class Block(nn.Module):
         self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
         proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
         act_layer: LayerFactory = nn.GELU, norm_layer: str | LayerFactory = NORMS["layernorm"],
-        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: LayerFactory = Mlp,
-        qk_norm: bool = False, **factory: Any,
+        mlp_layer: LayerFactory = Mlp, qk_norm: bool = False, **factory: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm1 = make_norm(norm_layer, dim, **factory)
-        inner, of_heads = norm_layer if scale_attn_norm else None, norm_layer if qk_norm else None
-        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, inner, of_heads, **factory)
+        of_heads = norm_layer if qk_norm else None
+        self.attn = Attention(dim, num_heads, qkv_bias, proj_bias, attn_drop, proj_drop, of_heads, **factory)
         self.ls1 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = make_norm(norm_layer, dim, **factory)
-        inner = norm_layer if scale_mlp_norm else None
-        self.mlp = mlp_layer(
-            dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, norm_layer=inner, **factory
-        )
+        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer=act_layer, bias=proj_bias, drop=proj_drop, **factory)
         self.ls2 = LayerScale(dim, init_values, **factory) if init_values else nn.Identity()
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-
-
-class ResPostBlock(Block):
-    """The norm at the end of each branch; init_values then initialises the norms' weights instead of a LayerScale."""
-
-    def __init__(self, dim: int, num_heads: int, *, init_values: float | None = None, **kwargs: Any) -> None:
-        super().__init__(dim, num_heads, **kwargs)
-        del self.ls1, self.ls2
-        self.init_values = init_values
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        if self.init_values is not None:
-            for norm in (self.norm1, self.norm2):
-                nn.init.constant_(norm.get_parameter("weight"), self.init_values)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path1(self.norm1(self.attn(x)))
-        return x + self.drop_path2(self.norm2(self.mlp(x)))
-
-
-class ParallelScalingBlock(nn.Module):
-    """x + Attention(LN(x)) + Mlp(LN(x)), the projections into both as one layer. (B, N, D) -> (B, N, D).
-
-    qkv_bias=False leaves a bias of the MLP's own. fuse_out_proj: one layer out of both.
-    """
-
-    def __init__(
-        self, dim: int, num_heads: int, mlp_ratio: float = 4.0, qkv_bias: bool = False, proj_bias: bool = True,
-        proj_drop: float = 0.0, attn_drop: float = 0.0, init_values: float | None = None, drop_path: float = 0.0,
-        act_layer: LayerFactory = nn.GELU, norm_layer: str | LayerFactory = NORMS["layernorm"],
-        scale_attn_norm: bool = False, scale_mlp_norm: bool = False, mlp_layer: LayerFactory | None = None,
-        qk_norm: bool = False, fuse_out_proj: bool = False, **factory: Any,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if scale_attn_norm or scale_mlp_norm:
-            raise ValueError("scale_attn_norm and scale_mlp_norm must be False for a ParallelScalingBlock")
-        self.num_heads, self.head_dim, hidden = num_heads, dim // num_heads, int(dim * mlp_ratio)
-        self.scale = self.head_dim**-0.5
-        self.widths = [hidden, dim, dim, dim]
-        self.in_norm = make_norm(norm_layer, dim, **factory)
-        self.in_proj = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **factory)
-        self.mlp_bias = None if qkv_bias else nn.Parameter(torch.zeros(hidden, **factory))
-        self.q_norm = make_norm(norm_layer, self.head_dim, **factory) if qk_norm else nn.Identity()
-        self.k_norm = make_norm(norm_layer, self.head_dim, **factory) if qk_norm else nn.Identity()
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.mlp_act = act_layer()
-        self.mlp_drop = nn.Dropout(proj_drop)
-        if fuse_out_proj:
-            self.out_proj = nn.Linear(dim + hidden, dim, bias=proj_bias, **factory)
-        else:
-            self.attn_out_proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
-            self.mlp_out_proj = nn.Linear(hidden, dim, bias=proj_bias, **factory)
-        self.ls = nn.Identity() if init_values is None else LayerScale(dim, init_values, **factory)
-        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-
-    attend: Any = Attention.attend
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
-        hidden, *qkv = self.in_proj(self.in_norm(x)).split(self.widths, dim=-1)
-        q, k, v = (t.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2) for t in qkv)
-        attended = self.attend(self.q_norm(q), self.k_norm(k), v).transpose(1, 2).reshape(B, N, D)
-        if self.mlp_bias is not None:
-            hidden = hidden + self.mlp_bias
-        hidden = self.mlp_drop(self.mlp_act(hidden))
-        if hasattr(self, "out_proj"):
-            both = self.out_proj(torch.cat([attended, hidden], dim=-1))
-        else:
-            both = self.attn_out_proj(attended) + self.mlp_out_proj(hidden)
-        return x + self.drop_path(self.ls(both))
-
-
-BLOCKS: dict[str, type[nn.Module]] = {
-    "block": Block, "parallel_scaling": ParallelScalingBlock, "res_post": ResPostBlock,
-}  # fmt: skip
-
-
-class PatchDropout(nn.Module):
-    """In training, keeps of each sample the prefix and a random subset of the patches, in random order."""
-
-    def __init__(self, prob: float, num_prefix_tokens: int) -> None:
-        super().__init__()
-        self.prob, self.num_prefix_tokens = prob, num_prefix_tokens
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        prefix, patches = x[:, : self.num_prefix_tokens], x[:, self.num_prefix_tokens :]
-        B, n, _ = patches.shape
-        order = torch.randn(B, n, device=x.device).argsort(dim=1)
-        kept = order[:, : max(1, int(n * (1 - self.prob)))]
-        return torch.cat([prefix, patches[torch.arange(B, device=x.device)[:, None], kept]], dim=1)
 
 
 class AttentionPoolLatent(nn.Module):
@@ -341,17 +238,14 @@ class VisionTransformer(nn.Module):
         embed_dim: int = 768, depth: int = 12, num_heads: int = 12, mlp_ratio: float = 4.0, qkv_bias: bool = True, *,
         proj_bias: bool = True, init_values: float | None = None,
         class_token: bool = True, pos_embed: str = "learn", no_embed_class: bool = False, reg_tokens: int = 0,
-        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None,
-        pool_include_prefix: bool = False, dynamic_img_size: bool = False,
+        pre_norm: bool = False, final_norm: bool = True, fc_norm: bool | None = None, dynamic_img_size: bool = False,
         attn_pool_num_heads: int | None = None, attn_pool_mlp_ratio: float | None = None,
-        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, patch_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
-        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, weight_init: str = "",
-        scale_attn_norm: bool = False, scale_mlp_norm: bool = False,
-        norm_layer: str | LayerFactory = "layernorm", embed_norm_layer: str | LayerFactory | None = None,
+        drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | LayerFactory | None = None,
+        mlp_layer: LayerFactory = Mlp, norm_layer: str | LayerFactory = "layernorm",
         act_layer: str | LayerFactory = "gelu",
-        block_fn: str | LayerFactory = "block", mlp_layer: LayerFactory = Mlp,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, qk_norm: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if (mean is None) != (std is None):
@@ -359,14 +253,12 @@ class VisionTransformer(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = partial(make_norm, norm_layer)
         act = ACTIVATIONS[act_layer] if isinstance(act_layer, str) else act_layer
-        block = BLOCKS[block_fn] if isinstance(block_fn, str) else block_fn
         if fc_norm is None:
             fc_norm = global_pool in ("avg", "avgmax", "max")
 
         self.num_classes, self.global_pool, self.embed_dim = num_classes, global_pool, embed_dim
         self.num_prefix_tokens = int(class_token) + reg_tokens
         self.no_embed_class, self.dynamic_img_size = no_embed_class, dynamic_img_size
-        self.pool_include_prefix = pool_include_prefix
         self.mean, self.std = mean, std
         self.grad_checkpointing = False
 
@@ -378,17 +270,14 @@ class VisionTransformer(nn.Module):
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim, **factory)) if reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, n, embed_dim, **factory)) if pos_embed == "learn" else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        P = self.num_prefix_tokens
-        self.patch_drop = PatchDropout(patch_drop_rate, P) if patch_drop_rate else nn.Identity()
         self.norm_pre = norm(embed_dim, **factory) if pre_norm else nn.Identity()
-        make = partial(
-            block, embed_dim, num_heads, mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, proj_bias=proj_bias,
-            proj_drop=proj_drop_rate, attn_drop=attn_drop_rate, init_values=init_values,
-            act_layer=act, norm_layer=norm, scale_attn_norm=scale_attn_norm, scale_mlp_norm=scale_mlp_norm,
-            mlp_layer=mlp_layer, qk_norm=qk_norm, **factory,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "proj_bias": proj_bias, "proj_drop": proj_drop_rate,
+            "attn_drop": attn_drop_rate, "init_values": init_values, "act_layer": act, "norm_layer": norm,
+            "mlp_layer": mlp_layer, **factory,
+        }  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
-        self.blocks = nn.Sequential(*(make(drop_path=p) for p in drop_paths))
+        self.blocks = nn.Sequential(*(self.make_block(num_heads, drop_path=p, **options) for p in drop_paths))
         self.norm = norm(embed_dim, **factory) if final_norm and not fc_norm else nn.Identity()
         self.fc_norm = norm(embed_dim, **factory) if final_norm and fc_norm else nn.Identity()
         self.attn_pool = None
@@ -397,23 +286,26 @@ class VisionTransformer(nn.Module):
             self.attn_pool = AttentionPoolLatent(embed_dim, *size, norm, act, **factory)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **factory) if num_classes else nn.Identity()
-        self.init_weights(linears=weight_init != "skip")
+        self.init_weights()
+
+    def make_block(self, num_heads: int, **options: Any) -> nn.Module:
+        return Block(self.embed_dim, num_heads, **options)
 
     @torch.no_grad()
-    def init_weights(self, linears: bool = True) -> None:
+    def init_weights(self) -> None:
         if self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for token in (self.cls_token, self.reg_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
         for module in self.modules():
-            if linears and isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
     def embed(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, P + h*w, D): patches, CLS and registers in front, positions added."""
+        """(B, C, H, W) -> (B, P + h*w, D): CLS, registers and patches, with positions added."""
         B, _, H, W = x.shape
         patch_h, patch_w = self.patch_embed.patch_size
         if not self.dynamic_img_size and self.patch_embed.img_size != (H, W):
@@ -430,11 +322,11 @@ class VisionTransformer(nn.Module):
             return torch.cat([*prefix, x], dim=1)
         pos = self.positions((H // patch_h, W // patch_w))
         if self.no_embed_class:
-            return self.pos_drop(torch.cat([*prefix, x + pos], dim=1))
-        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos)
+            return torch.cat([*prefix, x + pos], dim=1)
+        return torch.cat([*prefix, x], dim=1) + pos
 
     def positions(self, grid: tuple[int, int]) -> Tensor:
-        """pos_embed, its grid interpolated bicubically to another image size (section 3.2)."""
+        """Interpolate the grid of pos_embed bicubically to another image size (section 3.2)."""
         assert self.pos_embed is not None
         if grid == self.patch_embed.grid_size:
             return self.pos_embed
@@ -445,7 +337,7 @@ class VisionTransformer(nn.Module):
         return torch.cat([prefix, image.flatten(2).transpose(1, 2).to(prefix.dtype)], dim=1)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        x = self.norm_pre(self.patch_drop(self.embed(x)))
+        x = self.norm_pre(self.pos_drop(self.embed(x)))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
         return self.norm(x)
@@ -455,7 +347,7 @@ class VisionTransformer(nn.Module):
             return x
         if self.global_pool == "token":
             return x[:, 0]
-        patches = x if self.pool_include_prefix else x[:, self.num_prefix_tokens :]
+        patches = x[:, self.num_prefix_tokens :]
         if self.attn_pool is not None:  # map
             return self.attn_pool(patches)
         if self.global_pool == "avg":

@@ -22,16 +22,18 @@ CONFIGS: dict[str, Config] = {**vit.CONFIGS, **eva.CONFIGS}
 
 
 def config(name: str) -> Config:
-    """The constructor arguments that a model's name stands for, as a fresh dict.
+    """Return the constructor arguments of a model's name, as a new dict.
 
     Raises:
-        ValueError: unknown name; the message has the nearest ones.
+        TypeError: a name that is no string.
+        ValueError: an unknown name; the message has the nearest ones.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be the name of a model, got {name!r}")
     if name not in CONFIGS:
         near = difflib.get_close_matches(name.rpartition("/")[2], CONFIGS)
         hint = f"; nearest: {', '.join(near)}" if near else "; list_models() has them all"
+        hint += "; timm's other models: fastvit.accelerate(timm.create_model(name))"
         hint += ". A repository of the Hugging Face Hub goes into weights" if "/" in name else ""
         raise ValueError(f"name is not a known model, got {name!r}{hint}")
     return dict(CONFIGS[name])
@@ -40,7 +42,7 @@ def config(name: str) -> Config:
 def create_model(
     name: str, weights: Weights | bool | None = None, *, drop_head: bool = False, **overrides: Any
 ) -> VisionTransformer:
-    """The model of that name, with random weights or with trained ones.
+    """Make the model of that name, with random weights or with trained ones.
 
         create_model("vit_base_patch16_224", img_size=384, num_classes=10, drop_path_rate=0.1)
         create_model("vit_base_patch16_224", weights="model.safetensors", num_classes=10, drop_head=True)
@@ -51,20 +53,21 @@ def create_model(
         name: one of `list_models()`, or that with a tag of timm's, for weights=True.
         weights: a `.safetensors`, `.pth`, `.pt` or `.bin` file, a folder as Hugging Face saves it, or a state_dict, of
             timm, torchvision, Hugging Face transformers, Meta's DINOv2 and DINOv3, OpenAI's CLIP, open_clip or Apple's
-            AIMv2; positions are interpolated to `img_size`. No code from a file is run. What is no path here may be a
+            AIMv2; positions are interpolated to `img_size`. No code from a file is run. If there is no such path, a
             repository of the Hugging Face Hub, "owner/name" or "hf-hub:owner/name@revision", or a timm name with its
-            tag, for "timm/" and that name: it is taken from the Hub's cache, or else downloaded by huggingface_hub.
-            True: of the name's tag; num_classes is the file's then, unless it is given.
+            tag, which stands for the repository "timm/<that name>": taken from the Hub's cache, or else downloaded by
+            huggingface_hub. True: the weights of the name's tag; num_classes is then the file's, unless it is given.
         drop_head: leave out the file's head (classifier, pooler, attention pooling unless the model has it too); the
-            model's own stays untrained.
+            model's own head stays untrained.
         overrides: any argument of `VisionTransformer`, or of `fastvit.eva.Eva` for the names of EVA's, DINOv3's,
-            Perception Encoder's and ROPE-ViT's models. A file does not tell the activation and the norms' eps: where
-            the weights want others than the name stands for, they are given here (see `fastvit.checkpoints`).
+            Perception Encoder's and ROPE-ViT's models. A file does not contain the activation and the norms' eps: if
+            the weights need others than the name's, give them here (see `fastvit.checkpoints`).
 
     Raises:
-        ValueError: unknown name; the message has the nearest ones. A tag without weights, or weights=True without one.
+        ValueError: an unknown name; the message has the nearest ones. A tag without weights, or weights=True without
+            a tag.
         TypeError: an override that the model does not take; a wrong type of name or weights.
-        CheckpointError: a ValueError: a damaged file, or one that does not fit, with the list of what does not.
+        CheckpointError: a ValueError: a damaged file, or one that does not fit, with a list of what does not fit.
         FileNotFoundError: no such file, or nothing to download; the message has the reason and the command to run.
         ImportError: a `.safetensors` file without the package safetensors, a repository without huggingface_hub.
     """
@@ -94,7 +97,7 @@ def create_model(
 
 
 def list_models(filter: str = "*") -> list[str]:
-    """Names of models, sorted.
+    """Return the names of models, sorted.
 
     Args:
         filter: a shell-style pattern, such as "deit3_*_384".

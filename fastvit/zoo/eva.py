@@ -84,7 +84,6 @@ _DINOV3: dict[str, tuple[Config, Config]] = {
     "huge_plus": (_size(1280, 32, 20), _SWIGLU),
 }
 _GIANT: Config = {"patch_size": 14, **_size(1408, 40, 16), "mlp_ratio": 6144 / 1408}
-_ENORMOUS: Config = {"patch_size": 14, **_size(1792, 64, 16), "mlp_ratio": 15360 / 1792, "use_post_norm": True}
 _PE_GIANT: Config = {**_size(1536, 50, 16), "mlp_ratio": 8960 / 1536, "class_token": False, "rope_grid_offset": 0.0}
 
 CONFIGS: dict[str, Config] = {
@@ -109,12 +108,6 @@ CONFIGS: dict[str, Config] = {
     "eva02_base_patch14_448": _eva02_large(_BASE, 448, 1000),
     "eva02_large_patch14_224": _eva02_large(_LARGE, 224, 0),
     "eva02_large_patch14_448": _eva02_large(_LARGE, 448, 1000),
-    "eva02_base_patch16_clip_224": _eva02_large(
-        _BASE, 224, 512, patch_size=16, scale_attn_inner=True, global_pool="token"
-    ),
-    "eva02_large_patch14_clip_224": _eva02_large(_LARGE, 224, 768, scale_attn_inner=True, global_pool="token"),
-    "eva02_large_patch14_clip_336": _eva02_large(_LARGE, 336, 768, scale_attn_inner=True, global_pool="token"),
-    "eva02_enormous_patch14_clip_224": {"num_classes": 1024, "global_pool": "token", **_ENORMOUS},
     **{f"eva_giant_patch14_{px}": {"img_size": px, **_GIANT} for px in (224, 336, 560)},
     "eva_giant_patch14_clip_224": {"num_classes": 1024, "global_pool": "token", **_GIANT},
     "vit_pe_core_tiny_patch16_384": _pe_core(_TINY, 16, 384, 512, 24),
@@ -135,14 +128,6 @@ CONFIGS: dict[str, Config] = {
     },
     **{
         f"vit_{name}_patch16_rope_ape_224": _rope(size, no_embed_class=True, use_abs_pos_emb=True)
-        for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
-    },
-    **{
-        f"vit_{name}_patch16_rope_mixed_{more}224": _rope(size, rope_type="mixed", rope_temperature=10.0, **options)
-        for more, options in (
-            ("", {}),
-            ("ape_", {"no_embed_class": True, "use_abs_pos_emb": True}),
-        )
         for name, size in (("small", _SMALL), ("base", _BASE), ("large", _LARGE))
     },
     "vit_medium_patch16_rope_reg1_gap_256": _rope_gap(_size(512, 12, 8), 1),

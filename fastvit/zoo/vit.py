@@ -6,11 +6,9 @@ DINOv2    Oquab et al. 2023, arXiv:2304.07193; registers: Darcet et al. 2023, ar
 CLIP      Radford et al. 2021, arXiv:2103.00020; LAION's: Cherti et al. 2022, arXiv:2212.07143
 SigLIP    Zhai et al. 2023, arXiv:2303.15343, SigLIP 2: Tschannen et al. 2025, arXiv:2502.14786; *_gap_*: the tower with
           average pooling in place of its attention pooling; patch14_*378: the weights of 384 px too, of which 378 count
-BEiT-3    Wang et al. 2022, arXiv:2208.10442; the vision tower
 AIMv2     Fini et al. 2024, arXiv:2411.14402: RMSNorm, gated MLPs, no biases
 EVA       Fang et al. 2022, arXiv:2211.07636; FlexiViT: Beyer et al. 2022, arXiv:2212.08013
 TIPS v2   Maninis et al. 2024, arXiv:2410.16512; RADIO: Ranzinger et al. 2023, arXiv:2312.06709
-ViT-22B   Dehghani et al. 2023, arXiv:2302.05442: its blocks, attention beside the MLP, in *_xp_* and pwee
 SO150M    shape-optimised, Alabdulmohsin et al. 2023, arXiv:2305.13035; the other sizes with registers are timm's
 EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT: eva.py
 CIFAR     ViTs for 32 px images, our own; test_vit*: timm's for tests, a million parameters and less
@@ -28,7 +26,6 @@ Config = dict[str, Any]
 
 _SIZES: dict[str, Config] = {
     "wee": {"embed_dim": 256, "depth": 14, "num_heads": 4, "mlp_ratio": 5},
-    "pwee": {"embed_dim": 256, "depth": 16, "num_heads": 4, "mlp_ratio": 5},
     "little": {"embed_dim": 320, "depth": 14, "num_heads": 5, "mlp_ratio": 5.6},
     "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "xsmall": {"embed_dim": 256, "depth": 10, "num_heads": 4},
@@ -89,13 +86,6 @@ def _reg_gap(size: str, reg_tokens: int, img_size: int, **more: Any) -> Config:
     return _gap(size, 16, img_size, reg_tokens=reg_tokens, **more)
 
 
-def _xp(size: str, patch_size: int) -> Config:
-    return _vit(
-        size, patch_size, 224, pre_norm=True, no_embed_class=True, norm_layer="rmsnorm", block_fn="parallel_scaling",
-        qkv_bias=False, qk_norm=True,
-    )  # fmt: skip
-
-
 def _tips(size: str, **more: Any) -> Config:
     return _vit(size, 14, 448, num_classes=0, init_values=1.0, reg_tokens=1, no_embed_class=True, **more)
 
@@ -137,22 +127,13 @@ CONFIGS: dict[str, Config] = {
         ("base", 32, 384), ("large", 14, 224), ("large", 16, 224), ("large", 16, 384), ("large", 32, 384),
         ("giant", 14, 224), ("gigantic", 14, 224),
     ),
-    **_named("vit_{}_patch{}_xp_224", _xp, ("base", 16), ("large", 14), ("huge", 14)),
     **_named("vit_{}_patch{}_{}", _vit, ("small", 8, 224), ("large", 32, 224), ("huge", 14, 224), num_classes=0),
     "vit_base_patch16_224_miil": _vit("base", 16, 224, num_classes=11221, qkv_bias=False),
     "vit_small_patch16_36x1_224": _vit("small", 16, 224, depth=36, init_values=1e-5),
-    "vit_base_patch16_rpn_224": _gap(
-        "base", 16, 224, qkv_bias=False, init_values=1e-5, block_fn="res_post", fc_norm=None
-    ),
     "vit_base_patch16_plus_240": _vit("plus", 16, 240, init_values=1e-5),
     "vit_base_patch32_plus_256": _vit("plus", 32, 256, init_values=1e-5),
     "vit_intern300m_patch14_448": _vit(
         "large", 14, 448, num_classes=0, init_values=0.1, final_norm=False, dynamic_img_size=True
-    ),
-    **_named(
-        "beit3_{}_patch{}_{}", _vit,
-        ("base", 16, 224), ("large", 16, 224), ("giant", 14, 224), ("giant", 14, 336),
-        scale_attn_norm=True, scale_mlp_norm=True, global_pool="avg", norm_layer=partial(LayerNorm, eps=1e-5),
     ),
     **_named(
         "aimv2_{}_patch14_{}", _aimv2,
@@ -182,9 +163,6 @@ CONFIGS: dict[str, Config] = {
         ("wee", 1, 256), ("little", 1, 256), ("little", 4, 256), ("medium", 1, 256), ("medium", 4, 256),
         ("mediumd", 4, 256), ("mediumd", 4, 384), ("betwixt", 1, 256), ("betwixt", 4, 256), ("betwixt", 4, 384),
         no_embed_class=True, init_values=1e-5, fc_norm=None,
-    ),
-    "vit_pwee_patch16_reg1_gap_256": _reg_gap(
-        "pwee", 1, 256, no_embed_class=True, init_values=1e-5, fc_norm=None, block_fn="parallel_scaling"
     ),
     "vit_base_patch16_reg4_gap_256": _reg_gap("base", 4, 256, no_embed_class=True, fc_norm=None),
     **_named("vit_{}_patch16_reg{}_gap_{}", _reg_gap, ("so150m", 4, 256), ("so150m", 4, 384)),
@@ -241,7 +219,6 @@ CONFIGS: dict[str, Config] = {
     "vit_so150m_patch16_reg4_map_256": _map("so150m", 16, 256, reg_tokens=4),
     "test_vit": _test(64, 6, 3, dynamic_img_size=True),
     "test_vit2": _test(64, 8, 3, dynamic_img_size=True, **_TEST_GAP),
-    "test_vit3": _test(96, 9, 2, **{**_TEST_GAP, "global_pool": "map", "pool_include_prefix": True}),
     "test_vit4": _test(96, 9, 3, dynamic_img_size=True, norm_layer="rmsnorm", **_TEST_GAP),
     "vit_cifar_small": _cifar(192, 12, 3),
     "vit_cifar_base": _cifar(384, 12, 6),

@@ -242,7 +242,7 @@ def test_a_hook_where_a_parallel_block_has_no_qk_norm(timm) -> None:
 
 
 def test_blocks_of_our_own_are_fused_already() -> None:
-    model = fastvit.VisionTransformer(32, 8, embed_dim=32, depth=1, num_heads=2, block_fn="parallel_scaling")
+    model = fastvit.VisionTransformer(32, 8, embed_dim=32, depth=1, num_heads=2)
     report = fastvit.accelerate(model)
     assert outcome(report, "blocks.0") == ("as it was", FUSED_ALREADY)
     assert not report.accelerated + report.skipped

@@ -146,18 +146,15 @@ def test_a_hook_on_the_layer_beside_an_inner_norm(kind: str, device: torch.devic
 
 
 TAKES_NAMES: dict[str, Callable[..., nn.Module]] = {
-    "Attention": partial(fastvit.Attention, 32, 2, scale_norm=True, qk_norm=True),
+    "Attention": partial(fastvit.Attention, 32, 2, qk_norm=True),
     "Mlp": partial(fastvit.Mlp, 32),
     "SwiGLU": partial(layers.SwiGLU, 32),
-    "Block": partial(fastvit.Block, 32, 2, qk_norm=True, scale_mlp_norm=True),
-    "ParallelScalingBlock": partial(layers.ParallelScalingBlock, 32, 2, qk_norm=True),
+    "Block": partial(fastvit.Block, 32, 2, qk_norm=True),
     "PatchEmbed": partial(fastvit.PatchEmbed, 16, 4, embed_dim=32),
-    "EvaAttention": partial(eva_layers.EvaAttention, 32, 2, qk_norm=True),
     "EvaBlock": partial(eva_layers.EvaBlock, 32, 2, scale_mlp=True, swiglu_mlp=True),
     "AttentionPoolLatent": partial(AttentionPoolLatent, 32, 2),
     "reference.Attention": partial(reference.Attention, 32, 2, qk_norm_layer="rmsnorm"),
-    "reference.Block": partial(reference.Block, 32, 2, qk_norm=True, scale_mlp_norm=True),
-    "reference.ParallelScalingBlock": partial(reference.ParallelScalingBlock, 32, 2, qk_norm=True),
+    "reference.Block": partial(reference.Block, 32, 2, qk_norm=True),
     "reference.PatchEmbed": partial(reference.PatchEmbed, 16, 4, embed_dim=32),
     "reference.SwiGLU": partial(eva.SwiGLU, 32, 32),
 }
@@ -213,9 +210,9 @@ def stepped(model: nn.Module, *args: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_blocks_of_norms_without_weight(kind: str, device: torch.device) -> None:
-    """Both halves are fused; norms inside attention and the MLP run as modules. There is nothing to save."""
+    """Both halves are fused; norms inside attention run as modules. There is nothing to save."""
     norm, plain = {"layer": (fastvit.LayerNorm, nn.LayerNorm), "rms": (fastvit.RMSNorm, nn.RMSNorm)}[kind]
-    for options in ({}, {"qk_norm": True, "scale_mlp_norm": True}):
+    for options in ({}, {"qk_norm": True}):
         ours = fastvit.Block(D, 2, norm_layer=partial(norm, elementwise_affine=False), **options).to(device)
         theirs = reference.Block(D, 2, norm_layer=partial(plain, elementwise_affine=False, eps=1e-6), **options)
         theirs.to(device).load_state_dict(ours.state_dict())

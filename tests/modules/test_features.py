@@ -8,7 +8,7 @@ import pytest
 import torch
 from library_imports import import_timm
 from models import close, randomised, twins
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastvit
 from fastvit import VisionTransformer
@@ -23,8 +23,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {  # name, argu
     "norm_pre": (TINY_TIMM, {"img_size": 64, "pre_norm": True}, (64, 64)),
     "non_square": (TINY_TIMM, {"img_size": (32, 80)}, (32, 80)),
     "dynamic": (TINY_TIMM, {"img_size": 64, "dynamic_img_size": True}, (48, 96)),
-    "padded": (TINY_TIMM, {"img_size": 64, "dynamic_img_size": True, "dynamic_img_pad": True}, (47, 70)),
-    "timms_embedding": (TINY_TIMM, {"img_size": 64, "dynamic_img_size": True, "embed_layer": "PatchEmbed"}, (32, 64)),
     "map": ("vit_base_patch16_siglip_224", {"img_size": 64}, (64, 64)),
     "eva": ("eva02_tiny_patch14_224", {"img_size": (28, 56)}, (28, 56)),
     "dinov3": ("vit_small_patch16_dinov3", {}, (32, 48)),
@@ -44,8 +42,6 @@ def with_timm(case: str) -> tuple[Any, Any, Tensor]:
     timm = import_timm()
     name, arguments, size = MODELS[case]
     arguments = {**SMALL, **arguments}
-    if "embed_layer" in arguments:
-        arguments["embed_layer"] = getattr(timm.layers, arguments["embed_layer"])
     ours, theirs = (library.create_model(name, **arguments).eval() for library in (fastvit, timm))
     return *twins(ours, theirs), torch.randn(2, 3, *size)
 
@@ -260,16 +256,3 @@ def test_arguments_that_libraries_order_differently_have_no_place() -> None:
     model = VisionTransformer(32, 8, **SMALL)
     with pytest.raises(TypeError, match="positional"):
         model.get_intermediate_layers(torch.ones(1, 3, 32, 32), 1, False, True)
-
-
-def test_dropped_patches_have_no_grid() -> None:
-    model = VisionTransformer(32, 8, **SMALL, patch_drop_rate=0.5)
-    image = torch.ones(1, 3, 32, 32)
-    assert model.forward_intermediates(image, 1, output_fmt="NLC", intermediates_only=True)[0].shape == (1, 8, 64)
-    for call in (model.forward_intermediates, lambda x: model.get_intermediate_layers(x, reshape=True)):
-        with pytest.raises(ValueError, match=r"^patches that patch_drop has dropped leave no grid"):
-            call(image)
-    model.eval()
-    assert model.forward_intermediates(image, 1)[1][0].shape == (1, 64, 4, 4)
-    model.train().patch_drop = nn.Identity()
-    assert model.forward_intermediates(image, 1)[1][0].shape == (1, 64, 4, 4)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 import io
 import pickle
 import sys
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit import eva_layers, layers, reference
+from fastvit import layers, reference
 from fastvit.blocks import read_timm, submodules
 from fastvit.blocks import run as run_blocks
 from fastvit.eva import Eva
@@ -47,17 +46,7 @@ BLOCKS = {
     "quick_gelu_drop_path": {"act_layer": "quick_gelu", "drop_path": 0.5},
     "torchs_layer_norm": {"norm_layer": nn.LayerNorm},
     "layer_norm_without_bias": {"norm_layer": functools.partial(nn.LayerNorm, bias=False)},
-    "scale_norms": {"scale_attn_norm": True, "scale_mlp_norm": True, "init_values": 0.1, "drop_path": 0.5},
-    "scale_norms_rms": {"norm_layer": nn.RMSNorm, "scale_attn_norm": True, "scale_mlp_norm": True},
     "qk_norm": {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5},
-    "post_norm": {"kind": "ResPostBlock", "init_values": 0.5, "drop_path": 0.5},
-    "parallel": {"kind": "ParallelScalingBlock"},
-    "parallel_layer_scale_drop_path": {"kind": "ParallelScalingBlock", "init_values": 0.1, "drop_path": 0.5},
-    "parallel_no_biases": {"kind": "ParallelScalingBlock", "qkv_bias": False, "proj_bias": False},
-    "parallel_qk_norm": {
-        "kind": "ParallelScalingBlock", "qk_norm": True, "norm_layer": nn.RMSNorm, "qkv_bias": False, "drop_path": 0.5,
-    },
-    "parallel_one_layer_out": {"kind": "ParallelScalingBlock", "fuse_out_proj": True, "init_values": 0.1},
 }  # fmt: skip
 
 
@@ -158,13 +147,12 @@ def test_at_most_ten_token_tensors_are_saved(case: str, dtype: torch.dtype, back
     assert by_eager > 14 * x.nbytes
 
 
-@pytest.mark.parametrize("fuse_out_proj", [False, True])
-def test_a_parallel_block_saves_nine_token_tensors(fuse_out_proj: bool, backend: str, device: torch.device) -> None:
-    """x, q, k, v and what attention makes of them, and four of fc1's; one norm's statistics, twice, and the LSE."""
+def test_an_accelerated_parallel_block_saves_nine_token_tensors() -> None:
+    """x, q, k, v and the output of attention, and four of fc1's; one norm's statistics, twice, and the LSE."""
     dim, heads = 128, 2
-    make: dict[str, Any] = {"fuse_out_proj": fuse_out_proj, "device": device}
-    x = torch.randn(2, 16, dim, device=device, requires_grad=True)
-    block = layers.ParallelScalingBlock(dim, heads, init_values=0.1, drop_path=0.5, **make)
+    block = import_timm().models.vision_transformer.ParallelScalingBlock(dim, heads, init_values=0.1, drop_path=0.5)
+    fastvit.accelerate(block, strict=True)
+    x = torch.randn(2, 16, dim, requires_grad=True)
     saved = saved_bytes(lambda: block(x), list(block.parameters()))
     assert saved <= 9 * x.nbytes + 2 * (2 * 16 * 4 * (2 * 2 + heads))
 
@@ -276,9 +264,8 @@ def test_dropout_rates_that_differ_run_one_by_one() -> None:
     assert_same_step(block, theirs, torch.randn(B, N, D))
 
 
-@pytest.mark.parametrize("options", [{}, {"kind": "ParallelScalingBlock", "proj_drop": 0.0}], ids=["block", "parallel"])
-def test_checkpointing_repeats_the_dropout(options: dict[str, Any], backend: str, device: torch.device) -> None:
-    block, _ = blocks(**{"proj_drop": 0.3, "attn_drop": 0.3, "drop_path": 0.3, **options})
+def test_checkpointing_repeats_the_dropout(backend: str, device: torch.device) -> None:
+    block, _ = blocks(proj_drop=0.3, attn_drop=0.3, drop_path=0.3)
     block.to(device)
     x, dy = tokens(dtype=torch.float32, device=device)
     plain = step(block, x, dy)
@@ -379,82 +366,14 @@ def test_keys_and_constructor_are_timms() -> None:
     timm = import_timm()
     vit = timm.models.vision_transformer
     shared = {"dim": D, "num_heads": H, "mlp_ratio": 3.0, "qkv_bias": True, "proj_drop": 0.1, "attn_drop": 0.2}
-    for ours, theirs in ((layers.Block, vit.Block), (layers.ResPostBlock, vit.ResPostBlock)):
-        arguments = {**shared, "init_values": 0.1, "drop_path": 0.1, "dtype": torch.bfloat16, "act_layer": nn.SiLU}
-        a, b = ours(**arguments), theirs(**arguments)
-        assert {k: (v.shape, v.dtype) for k, v in a.state_dict().items()} == {
-            k: (v.shape, v.dtype) for k, v in b.state_dict().items()
-        }
-        assert (a.attn.attn_drop.p, a.attn.proj_drop.p, a.mlp.drop1.p) == (0.2, 0.1, 0.1)
-        torch.testing.assert_close(a.norm1.weight, b.norm1.weight)
-        assert a.drop_path1.drop_prob == b.drop_path1.drop_prob
-
-
-PARALLEL: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "biases": {"qkv_bias": True},
-    "one_layer_out": {"qkv_bias": True, "fuse_out_proj": True, "init_values": 0.1},
-    "one_layer_out_without_bias": {"fuse_out_proj": True, "proj_bias": False},
-    "layer_scale_of_nothing": {"init_values": 0.0},
-    "qk_norm": {"qk_norm": True, "drop_path": 0.5},
-    "dropout": {"proj_drop": 0.3, "drop_path": 0.5, "init_values": 0.1},  # one by one
-    "dropout_one_layer_out": {"proj_drop": 0.3, "fuse_out_proj": True},
-    "an_activation_that_no_op_has": {"act_layer": nn.ELU, "qk_norm": True},
-}
-
-
-@pytest.mark.parametrize("case", PARALLEL)
-def test_a_parallel_block_is_timms(case: str, device: torch.device) -> None:
-    """Arguments in timm's order, keys, initial values that a draw does not make, a step, and the reference's step."""
-    vit = import_timm().models.vision_transformer
-    size = D, H, 3.0
-    options = {"norm_layer": nn.LayerNorm, "act_layer": nn.SiLU, **PARALLEL[case]}
-    pair = layers.ParallelScalingBlock(*size, **options), vit.ParallelScalingBlock(*size, **options)
-    ours, theirs = (block.to(device) for block in pair)
-    signatures = [list(inspect.signature(kind).parameters) for kind in (type(ours), type(theirs))]
-    assert signatures[0] == signatures[1]
-    states = [block.state_dict() for block in (ours, theirs)]
-    assert {k: v.shape for k, v in states[0].items()} == {k: v.shape for k, v in states[1].items()}
-    for key in ("mlp_bias", "ls.gamma", "in_norm.weight"):
-        assert (key in states[0]) == (key in states[1])
-        assert key not in states[0] or torch.equal(states[0][key], states[1][key])
-    twins(ours, theirs)
-    x, dy = tokens(dtype=torch.float32, device=device)
-    assert_same_step(ours, theirs, x, dy)
-    eager = reference.ParallelScalingBlock(*size, **options).to(device)
-    eager.load_state_dict(ours.state_dict())
-    assert_same_step(ours, eager, x, dy)
-    assert_same_step(ours.eval(), theirs.eval(), x, dy)
-
-
-@pytest.mark.parametrize(
-    "options", [{"init_values": 0.1, "drop_path": 0.3}, {"qk_norm": True, "fuse_out_proj": True}], ids=str
-)
-def test_hooks_in_a_parallel_block_run(options: dict[str, Any], device: torch.device) -> None:
-    """On any of its submodules, those that stand for nothing among them."""
-    for name, _ in blocks("ParallelScalingBlock", **options)[0].named_children():
-        ours, theirs = blocks("ParallelScalingBlock", **options)
-        for block in (ours, theirs):
-            block.to(device).get_submodule(name).register_forward_hook(lambda _, __, output: output * 2)
-        assert_same_step(ours, theirs, *tokens(dtype=torch.float32, device=device))
-
-
-def test_attn_drop_of_a_parallel_block() -> None:
-    """A hook gets the probabilities; its mode is its own; with nothing in the way the block is one op for each half."""
-    block, theirs = blocks("ParallelScalingBlock", attn_drop=0.5)
-    x, seen = torch.randn(B, N, D), []
-    with Calls() as calls:
-        dropped = block(x)
-    assert not {"aten::_softmax", "aten::gelu", "aten::cat"}.intersection(calls.names)
-    block.attn_drop.eval()
-    theirs.attn_drop.eval()
-    torch.testing.assert_close(block(x), theirs(x), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(block(x), dropped, rtol=1e-2, atol=1e-2)
-    for module in (block, theirs):
-        module.attn_drop.register_forward_hook(lambda _, __, output: seen.append(output))
-        module(x)
-    assert seen[0].shape == (B, H, N, N)
-    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-6)
+    arguments = {**shared, "init_values": 0.1, "drop_path": 0.1, "dtype": torch.bfloat16, "act_layer": nn.SiLU}
+    a, b = layers.Block(**arguments), vit.Block(**arguments)
+    assert {k: (v.shape, v.dtype) for k, v in a.state_dict().items()} == {
+        k: (v.shape, v.dtype) for k, v in b.state_dict().items()
+    }
+    assert (a.attn.attn_drop.p, a.attn.proj_drop.p, a.mlp.drop1.p) == (0.2, 0.1, 0.1)
+    torch.testing.assert_close(a.norm1.weight, b.norm1.weight)
+    assert a.drop_path1.drop_prob == b.drop_path1.drop_prob
 
 
 def test_public_names() -> None:
@@ -466,18 +385,11 @@ def test_public_names() -> None:
 @pytest.mark.parametrize("norm_layer", [layers.LayerNorm, layers.RmsNorm])
 def test_a_hook_on_a_norm_of_q_and_k(norm_layer: type[nn.Module], device: torch.device) -> None:
     """Then attention calls its modules one by one, to the same effect."""
-    options = {"qk_norm": True, "scale_norm": False, "norm_layer": norm_layer, "device": device}
-    rope = torch.randn(6, 64, device=device)
-    x = torch.randn(2, 7, 64, device=device)
-    for attention, rest in (
-        (layers.Attention(64, 2, **options), ()),
-        (eva_layers.EvaAttention(64, 2, **options), (rope,)),
-        (eva_layers.AttentionRope(64, 2, qkv_fused=False, **options), (rope,)),
-    ):
-        attention, seen = randomised(attention), []
-        want = attention(x, *rest)
-        attention.q_norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-        torch.testing.assert_close(attention(x, *rest), want, rtol=1e-5, atol=1e-6)
-        assert seen
-        attention.attn_drop.register_forward_hook(lambda *_: None)  # probabilities are materialised, too
-        torch.testing.assert_close(attention(x, *rest), want, rtol=1e-5, atol=1e-6)
+    attention = randomised(layers.Attention(64, 2, qk_norm=True, norm_layer=norm_layer, device=device))
+    x, seen = torch.randn(2, 7, 64, device=device), []
+    want = attention(x)
+    attention.q_norm.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(attention(x), want, rtol=1e-5, atol=1e-6)
+    assert seen
+    attention.attn_drop.register_forward_hook(lambda *_: None)  # probabilities are materialised, too
+    torch.testing.assert_close(attention(x), want, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import fastvit
 from fastvit import VisionTransformer, reference
-from fastvit.eva import Eva
 from fastvit.modules.pooling import AttentionPoolLatent
 
 TINY: dict[str, Any] = {
@@ -62,9 +61,6 @@ def test_initialised_as_timms() -> None:
     latent = AttentionPoolLatent(4096).latent
     assert latent.std().item() == pytest.approx(0.88 / 64, rel=0.1)  # of a normal distribution cut off at twice its std
     assert latent.abs().max() <= 2 / 64
-    torch.manual_seed(0)
-    skipped = VisionTransformer(**TINY, weight_init="skip")
-    assert 0 < skipped.attn_pool.latent.abs().max() < 1
 
 
 def test_its_mlp_is_fused_and_its_scores_are_one_row() -> None:
@@ -99,24 +95,21 @@ def model_and_image(**arguments: Any) -> tuple[Any, Tensor]:
     return randomised(VisionTransformer(**{**TINY, **arguments})).eval(), torch.randn(2, 3, 16, 16)
 
 
-def test_prefix_tokens_are_left_out_or_not() -> None:
-    for include in (False, True):
-        model, image = model_and_image(reg_tokens=3, pool_include_prefix=include)
-        tokens = model.forward_features(image)
-        want = model.attn_pool(tokens if include else tokens[:, 3:])
-        assert torch.equal(model.forward_head(tokens, pre_logits=True), want)
-        assert close(model(image), model.head(want))
+def test_prefix_tokens_are_left_out() -> None:
+    model, image = model_and_image(reg_tokens=3)
+    tokens = model.forward_features(image)
+    want = model.attn_pool(tokens[:, 3:])
+    assert torch.equal(model.forward_head(tokens, pre_logits=True), want)
+    assert close(model(image), model.head(want))
 
 
-def test_eva_attends_to_all_tokens_by_default() -> None:
+def test_eva_attends_to_all_tokens() -> None:
     sizes: dict[str, Any] = {"embed_dim": 64, "depth": 1, "num_heads": 2, "img_size": 32, "num_classes": 0}
-    for arguments, first in (({}, 0), ({"pool_include_prefix": False}, 1)):
-        model = randomised(fastvit.create_model("vit_pe_core_tiny_patch16_384", **sizes, **arguments)).eval()
-        image = torch.randn(2, 3, 32, 32)
-        assert torch.equal(model(image), model.attn_pool(model.forward_features(image)[:, first:]))
-    model = Eva(**sizes, global_pool="map", pool_include_prefix=True)
-    model.reset_classifier(0, "max")  # which includes them where it is asked for
-    assert torch.equal(model(image), model.forward_features(image).amax(dim=1))
+    model = randomised(fastvit.create_model("vit_pe_core_tiny_patch16_384", **sizes)).eval()
+    image = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(image), model.attn_pool(model.forward_features(image)))
+    model.reset_classifier(0, "max")
+    assert torch.equal(model(image), model.forward_features(image)[:, 1:].amax(dim=1))
 
 
 def test_heads_and_width_of_its_own() -> None:

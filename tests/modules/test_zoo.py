@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from library_imports import assert_inputs_are_timms, import_timm
-from models import Calls, assert_same_step, twins
+from models import twins
 
 import fastvit
-from fastvit import VisionTransformer, layers, reference, zoo
+from fastvit import reference, zoo
 from fastvit.study import models
-from fastvit.study.models.parameter_counts import by_part
-from fastvit.study.sources.find import find
 from fastvit.study.sources.from_zoo import reference_arguments
 from fastvit.zoo.eva import CONFIGS as EVAS
 
@@ -33,14 +31,9 @@ PARAMETERS = {
     "aimv2_huge_patch14_336": 681_343_488,
     "aimv2_1b_patch14_448": 1_236_531_200,
     "aimv2_3b_patch14_448": 2_723_017_728,
-    "vit_base_patch16_xp_224": 86_512_360,
-    "vit_large_patch14_xp_224": 304_057_320,
-    "vit_huge_patch14_xp_224": 631_802_600,
-    "vit_pwee_patch16_reg1_gap_256": 15_253_480,
     "vit_giant_patch14_reg1_tipsv2": 1_135_949_312,
     "test_vit": 371_240,
     "test_vit2": 455_720,
-    "test_vit3": 930_280,
     "test_vit4": 1_020_520,
     "vit_cifar_small": 5_362_762,
     "vit_cifar_base": 21_342_346,
@@ -54,10 +47,10 @@ POOLS = ["token", "avg", "max", "avgmax", "map", ""]
 RESET: list[tuple[str, dict[str, Any]]] = [
     ("vit_tiny_patch16_224", {}), ("vit_tiny_patch16_224", {"reg_tokens": 2}),
     ("vit_tiny_patch16_224", {"reg_tokens": 2, "class_token": False}), ("vit_tiny_patch16_224", {"class_token": False}),
-    ("test_vit3", {}), ("vit_pe_core_tiny_patch16_384", {}), ("vit_pe_core_tiny_patch16_384", {"num_reg_tokens": 2}),
+    ("vit_pe_core_tiny_patch16_384", {}), ("vit_pe_core_tiny_patch16_384", {"num_reg_tokens": 2}),
     ("vit_pe_core_gigantic_patch14_448", {"class_token": False}), ("vit_small_patch16_dinov3", {}),
 ]  # fmt: skip
-META: dict[str, Any] = {"device": "meta", "weight_init": "skip"}
+META: dict[str, Any] = {"device": "meta"}
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -87,7 +80,7 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
     assert shapes(ours) == shapes(theirs)
     for attribute in (
         "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
-        "has_class_token", "no_embed_class", "dynamic_img_size", "pool_include_prefix", "head_hidden_size", "in_chans",
+        "has_class_token", "no_embed_class", "dynamic_img_size", "head_hidden_size", "in_chans",
         "feature_info",
     ):  # fmt: skip
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
@@ -95,18 +88,14 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
     for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
         assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
     firsts = ours.blocks[0], theirs.blocks[0]
-    parallel = "in_proj" in firsts[0]._modules
-    of_block = ["in_norm", "q_norm", "k_norm"] if parallel else ["norm1"]
-    norms = ["norm_pre", "norm", "fc_norm", *(f"blocks.0.{norm}" for norm in of_block)]
+    norms = ["norm_pre", "norm", "fc_norm", "blocks.0.norm1"]
     norms += [*["attn_pool.norm"] * (ours.global_pool == "map"), *["patch_embed.norm"] * name.startswith("aimv2")]
     for norm in norms:
         assert eps_of(ours, norm) == eps_of(theirs, norm), norm
     assert len(ours.blocks) == len(theirs.blocks)
-    attention = [block if parallel else block.attn for block in firsts]
-    assert attention[0].num_heads == attention[1].num_heads
-    assert attention[0].scale == attention[1].scale
-    scales = [block.ls if parallel else getattr(block, "ls1", block) for block in firsts]  # ResPostBlock's own
-    assert getattr(scales[0], "init_values", None) == getattr(scales[1], "init_values", None)
+    assert firsts[0].attn.num_heads == firsts[1].attn.num_heads
+    assert firsts[0].attn.scale == firsts[1].attn.scale
+    assert getattr(firsts[0].ls1, "init_values", None) == getattr(firsts[1].ls1, "init_values", None)
     assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
 
 
@@ -188,40 +177,17 @@ def test_every_tower_of_timm_with_attention_pooling_is_there() -> None:
     }
 
 
-def test_studies_know_what_is_attentions_and_what_the_mlps_of_parallel_blocks() -> None:
-    """Of the layers of both 3 * D rows are q's, k's and v's, and D columns attention's."""
-    D, hidden, L = 48, 96, 2
-    size = {"img_size": 32, "embed_dim": D, "depth": L, "num_heads": 3, "mlp_ratio": 2.0, "device": "meta"}
-    for biases in (False, True):
-        for kind in (VisionTransformer, reference.VisionTransformer):
-            for fuse_out_proj in (False, True):
-                blocks = {VisionTransformer: layers, reference.VisionTransformer: reference}[kind]
-                block_fn = partial(blocks.ParallelScalingBlock, fuse_out_proj=fuse_out_proj)
-                counted = by_part(kind(**size, block_fn=block_fn, qkv_bias=biases))
-                assert counted.attention == L * (4 * D * D + D + 3 * D * biases)
-                assert counted.mlp == L * (2 * D * hidden + hidden + D * (not fuse_out_proj))
-                assert counted.other == 0
-
-
-def test_the_baselines_of_parallel_blocks_agree() -> None:
-    subject = find("vit_base_patch16_xp_224")
-    small = {"image_size": (32, 32), "embed_dim": 64, "num_heads": 2, "depth": 2}
-    eager, sdpa = twins(*(subject.build(provider, **small) for provider in ("eager", "sdpa")))
-    x = torch.randn(2, 3, 32, 32)
-    with Calls() as calls:
-        assert_same_step(sdpa, eager, x)
-    assert sum("scaled_dot_product" in name and "backward" not in name for name in calls.names) == 2
-
-
-def test_a_function_with_parallel_blocks_of_timm_has_a_fused_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one with blocks of our own."""
-    timm, name, D = import_timm(), "vit_pwee_patch16_reg1_gap_256", 64
-    small = {"img_size": 32, "embed_dim": D, "num_heads": 2, "depth": 1}
-    for library in (timm, fastvit):
-        monkeypatch.setattr(library, "of_pwee", partial(library.create_model, name, **small), False)
-        (cost,) = models(f"{library.__name__}:of_pwee")
-        counted = cost.parameters
-        assert (cost.tokens, counted.attention, counted.norms, counted.other) == (5, 4 * D * D + 4 * D, 5 * D, 0)
+@pytest.mark.parametrize("fuse_out_proj", [False, True])
+def test_a_function_with_parallel_blocks_of_timm(fuse_out_proj: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a fused form; of the layers of both 3 * D rows are q's, k's and v's, and D columns attention's."""
+    timm, D, hidden = import_timm(), 64, 256
+    block_fn = partial(timm.models.vision_transformer.ParallelScalingBlock, fuse_out_proj=fuse_out_proj)
+    small = {"img_size": 32, "embed_dim": D, "num_heads": 2, "depth": 1, "block_fn": block_fn}
+    monkeypatch.setattr(timm, "parallel", partial(timm.create_model, "vit_tiny_patch16_224", **small), False)
+    (cost,) = models("timm:parallel")
+    counted = cost.parameters
+    assert (cost.tokens, counted.attention, counted.norms, counted.other) == (5, 4 * D * D + 4 * D, 4 * D, 0)
+    assert counted.mlp == 2 * D * hidden + hidden + D * (not fuse_out_proj)
 
 
 def test_cifar_models_drop_out_a_tenth() -> None:
@@ -249,7 +215,7 @@ def test_overrides_reach_the_constructor() -> None:
 def test_unknown_names_get_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"name .*'vit_base_patch16_244'.*vit_base_patch16_224"):
         fastvit.create_model("vit_base_patch16_244")
-    with pytest.raises(ValueError, match="list_models"):
+    with pytest.raises(ValueError, match=r"list_models.*fastvit\.accelerate\(timm\.create_model\(name\)\)"):
         fastvit.create_model("resnet50")
     with pytest.raises(TypeError, match="qk_norms"):
         fastvit.create_model("vit_base_patch16_224", qk_norms=True)

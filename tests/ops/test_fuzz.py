@@ -364,9 +364,8 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "init_values": draw(st.sampled_from([None, 0.3])),
         "pos_embed": draw(st.sampled_from(["learn", "none"])),
         "act_layer": draw(st.sampled_from(ACTIVATIONS)),
-        "block_fn": draw(st.sampled_from(["block", "res_post", "parallel_scaling"])),
         **{name: draw(flag) for name in ("qkv_bias", "proj_bias", "no_embed_class", "pre_norm", "final_norm")},
-        **{name: draw(flag) for name in ("fc_norm", "pool_include_prefix", "dynamic_img_size")},
+        **{name: draw(flag) for name in ("fc_norm", "dynamic_img_size")},
     }
 
 

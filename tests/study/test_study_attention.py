@@ -29,9 +29,8 @@ GRID = (4, 6)
 ROPE: dict[str, Any] = {"use_rot_pos_emb": True, "use_abs_pos_emb": False}
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "vit": (fastvit.VisionTransformer, reference.VisionTransformer, {"reg_tokens": 2}),
-    "norm inside": (fastvit.VisionTransformer, reference.VisionTransformer, {"scale_attn_norm": True}),
     "eva": (Eva, ReferenceEva, ROPE | {"num_reg_tokens": 1}),
-    "eva unfused": (Eva, ReferenceEva, ROPE | {"qkv_fused": False, "scale_attn_inner": True}),
+    "eva unfused": (Eva, ReferenceEva, ROPE | {"qkv_fused": False}),
     "dinov3": (Eva, ReferenceEva, ROPE | {"rope_type": "dinov3", "rope_rotate_half": True, "qkv_bias": False}),
 }
 VISIBLE: Any = {"rtol": 0.0, "atol": 1e-5}

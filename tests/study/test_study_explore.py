@@ -137,7 +137,7 @@ def test_a_plan_scaled_from_one_step_is_the_plan(provider, mode, gpu, monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "prefix"),
-    [("vit_small_plus_patch16_dinov3", 5), ("aimv2_large_patch14_224", 0), ("vit_small_patch16_rope_mixed_224", 1)],
+    [("vit_small_plus_patch16_dinov3", 5), ("aimv2_large_patch14_224", 0), ("vit_small_patch16_rope_224", 1)],
 )
 def test_plans_of_rotary_gated_and_qk_normed_models_scale(name, prefix, monkeypatch):
     scaled_is_planned(monkeypatch, name, prefix, "fused", Setting(), gpu=True)

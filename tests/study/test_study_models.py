@@ -22,11 +22,9 @@ from fastvit.study.models.hardware import GPUS
 from fastvit.study.models.published import TOP1, Top1
 from fastvit.study.sources import find
 
-FEW = (  # a plain one, with LayerScale and registers, gated MLPs, rotary positions, norms of its own, none of a head;
-    # attention next to the MLP
+FEW = (  # a plain one, with LayerScale and registers, gated MLPs, rotary positions, norms of its own, none of a head
     "vit_tiny_patch16_224", "vit_cifar_small", "vit_small_patch14_reg4_dinov2", "vit_small_plus_patch16_dinov3",
     "eva02_tiny_patch14_224", "vit_pe_spatial_tiny_patch16_512", "vit_medium_patch16_rope_reg1_gap_256",
-    "vit_pwee_patch16_reg1_gap_256",
 )  # fmt: skip
 
 

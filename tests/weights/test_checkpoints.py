@@ -34,8 +34,6 @@ TIMM: dict[str, dict[str, Any]] = {
     "vit_so400m_patch16_siglip_256": {"num_classes": 5},
     "vit_so150m_patch16_reg4_map_256": {},
     "aimv2_large_patch14_224": {"num_classes": 5},
-    "vit_base_patch16_xp_224": {"num_classes": 5},
-    "vit_pwee_patch16_reg1_gap_256": {},
 }
 
 

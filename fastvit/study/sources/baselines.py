@@ -39,7 +39,7 @@ def as_provider(provider: str, model: nn.Module) -> nn.Module:
 def use_sdpa(model: nn.Module) -> nn.Module:
     """Replace the attention of a `fastvit.reference` model by PyTorch's, in place."""
     for module in model.modules():
-        if isinstance(module, reference.Attention | reference.ParallelScalingBlock | EvaAttention):
+        if isinstance(module, reference.Attention | EvaAttention):
             module.attend = MethodType(_sdpa, module)  # type: ignore[method-assign]
     return model
 

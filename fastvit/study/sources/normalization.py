@@ -26,13 +26,11 @@ _BY_NAME = (  # the first pattern that fits
     ("*_radio_*", CLIP),
     ("vit_betwixt_patch16_rope_*", CLIP),
     ("deit*", IMAGENET),
-    ("beit3_*", IMAGENET),
     ("*_dinov2", IMAGENET),
     ("*_dinov3*", IMAGENET),
     ("*_lingbot", IMAGENET),
     ("vit_*_rope_224", IMAGENET),
     ("vit_*_rope_ape_224", IMAGENET),
-    ("vit_*_rope_mixed_*", IMAGENET),
     ("vit_huge_*_gap_*", IMAGENET),  # I-JEPA
     ("vit_giant_*_gap_*", IMAGENET),  # I-JEPA
     ("vit_intern300m_*", IMAGENET),
