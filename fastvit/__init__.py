@@ -2,7 +2,7 @@
 other libraries, by class (`accelerate`) or by graph (`compile`). `fastvit.checkpoints` reads their weights;
 `fastvit.study` shows what a ViT costs; `fastvit.reference` is plain PyTorch.
 
-`import fastvit` by itself imports nothing, torch included: what is used is imported when it is first asked for."""
+`import fastvit` by itself imports nothing, not even torch: every name is imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

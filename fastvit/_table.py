@@ -1,4 +1,4 @@
-"""Reports of modules as tables."""
+"""Format reports of modules as tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Row = tuple[str, str, str, str]
 
 
 def table(header: Row, rows: Iterable[Row]) -> list[str]:
-    """Lines, none without rows. A row begins with the name of a module: numbered modules whose rows are otherwise the
-    same share one, blocks.* (12)."""
+    """Return the table's lines; none without rows. A row begins with the name of a module. Numbered modules whose rows
+    are otherwise equal share one row, such as blocks.* (12)."""
     groups: dict[Row, list[str]] = {}
     for name, first, second, third in rows:
         groups.setdefault((re.sub(r"\d+", "*", name), first, second, third), []).append(name)

@@ -1,4 +1,4 @@
-"""Weights that users already have, put into a `VisionTransformer`: files of timm, torchvision, Hugging Face
+"""Load existing weights into a `VisionTransformer`: files of timm, torchvision, Hugging Face
 transformers, Meta's DINOv2, DINOv3 and Perception Encoder, OpenAI's CLIP, open_clip and Apple's AIMv2.
 
 A file is data here, never code: `.safetensors`, or `.pth`, `.pt` and `.bin` through torch's restricted unpickler. A
@@ -6,7 +6,7 @@ compressed file that would inflate to more than 1 GiB and four times its size is
 All of it is checked against the model before anything is copied: the model ends up with every weight or with none.
 
 A state_dict carries no configuration. Activation and LayerNorm's eps are the model's arguments: Hugging Face's CLIP and
-OpenAI's want act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging Face's SigLIP "gelu_tanh", and
+OpenAI's need act_layer="quick_gelu" (the zoo's `*_clip_quickgelu_*`), Hugging Face's SigLIP "gelu_tanh", and
 Hugging Face's ViT norm_layer=partial(LayerNorm, eps=1e-12).
 """
 

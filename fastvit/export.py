@@ -10,11 +10,11 @@ into an error when deserializing the saved file". `decompositions` makes a progr
 
     torch.onnx.export(model.eval(), (images,), "model.onnx", dynamo=True, opset_version=23)
 
-needs no table: while it traces, the ops appear as PyTorch's own, so that the graph has LayerNormalization, from opset
-20 on Gelu, and from 23 on Attention, where a lower one has MatMul and Softmax. PyTorch wants onnxscript for it.
+needs no table: while it traces, the ops appear as PyTorch's own, so that the graph has LayerNormalization, Gelu from
+opset 20 on, and Attention from opset 23 on (below that MatMul and Softmax). PyTorch needs onnxscript for it.
 
-A model of transformers keeps its fused ops. With "eager" attention transformers makes a mask of every call that
-torch.export traces, which nothing tells from a user's, and the program reads it; with "sdpa", its default, it does not.
+A model of transformers keeps its fused ops. With "eager" attention, transformers makes a mask in every call that
+torch.export traces; it looks like a user's mask, so the program reads it. With "sdpa", the default, it makes none.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastvit.ops.runtime.registry import DECOMPOSITIONS
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """fastvit's forward ops as PyTorch's own, a table for `torch.export.ExportedProgram.run_decompositions`:
+    """Return a table for `torch.export.ExportedProgram.run_decompositions` that replaces fastvit's ops by PyTorch's:
 
         program = program.run_decompositions(fastvit.export.decompositions())  # calls torch.ops.aten alone
         torch.onnx.export(program, f="model.onnx", dynamo=True, opset_version=23)
 
     Returns:
-        {overload: function}, for every op that a program may call. Dropout, where it is on, draws other masks.
+        {overload: function}, for every op that a program may call. Active dropout draws other masks than fastvit's.
     """
     return dict(DECOMPOSITIONS)

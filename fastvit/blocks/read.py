@@ -1,7 +1,7 @@
-"""What the readers of all libraries share: the classes of the layers that fused ops take, and functions that describe
-them as in `spec.py`.
+"""Shared by the readers of all libraries: the classes of layers that fused ops take, and functions that describe such
+layers as in `spec.py`.
 
-Modules are read again in every call, because hooks, adapters, modes and parameters come and go.
+Modules are read again in every call, because hooks, adapters, modes and parameters can change between calls.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ SILU = nn.SiLU()  # for modules that call the function
 def read_qk_norm(
     attn: nn.Module, classes: Classes = NORM, read: Callable[[Any], Norm] | None = None
 ) -> tuple[Norm, Norm] | None:
-    """Of `q_norm` and `k_norm`, where there are any. read: reads those of the classes, `read_norm` if None."""
-    if _left_out(attn, "q_norm", "k_norm"):
+    """Read `q_norm` and `k_norm`; None if the module has none. read: the reader of `classes`, `read_norm` if None."""
+    if is_left_out(attn, "q_norm", "k_norm"):
         return None
     q_norm, k_norm = map(read or read_norm, submodules(attn, q_norm=classes, k_norm=classes))
     _check_has_weight("q_norm", q_norm)
@@ -80,9 +80,9 @@ def read_qk_norm(
     return q_norm, k_norm
 
 
-def _left_out(module: nn.Module, *names: str) -> bool:
-    """Whether each of these submodules is missing or an identity; Unsupported where that has hooks: somebody looks at
-    what passes through."""
+def is_left_out(module: nn.Module, *names: str) -> bool:
+    """Return whether each of these submodules is missing or an identity. Raises CannotFuse if an identity has hooks,
+    because they have to see what passes through it."""
     children = module._modules
     present = {name: _IDENTITY for name in names if children.get(name) is not None}
     if any(type(children[name]) is not nn.Identity for name in present):
@@ -92,8 +92,8 @@ def _left_out(module: nn.Module, *names: str) -> bool:
 
 
 def read_inner_norm(branch: nn.Module) -> Norm | None:
-    """Of `norm`, in front of the last layer, where there is one."""
-    if _left_out(branch, "norm"):
+    """Read `norm`, which stands before the last layer of a branch; None if there is none."""
+    if is_left_out(branch, "norm"):
         return None
     norm = read_norm(*submodules(branch, norm=NORM))
     _check_has_weight("norm", norm)
@@ -105,12 +105,9 @@ def _check_has_weight(name: str, norm: Any) -> None:
         raise CannotFuse(f"{name} has no weight")
 
 
-# ---- what the readers of every library share ----
-
-
 def read_linear(layer: nn.Module) -> PlainLinear:
-    """Weight and bias of a linear layer or a LayerNorm as they are now: FSDP puts others in their place from call to
-    call, some versions of it as plain attributes."""
+    """Read weight and bias of a linear layer or a LayerNorm as they are now: FSDP replaces them from call to call, some
+    versions of it by plain attributes."""
     parameters: dict[str, Any] = layer._parameters  # a third of the time of two attributes
     if "weight" in parameters and "bias" in parameters:
         weight, bias = parameters["weight"], parameters["bias"]
@@ -122,14 +119,14 @@ def read_linear(layer: nn.Module) -> PlainLinear:
 
 
 def _is_quantised(weight: Any) -> bool:
-    """Whether a weight is made of other tensors, as torchao's are: only PyTorch's own functions know such a weight. So
-    are DTensors, but FSDP2 leaves these between calls and puts others in their place for a call."""
+    """Return whether a weight is composed of other tensors, as torchao's are: only PyTorch's own functions accept it.
+    DTensors are composed too, but FSDP2 replaces them by plain tensors during a call."""
     kind = type(weight)
     return hasattr(kind, "__tensor_flatten__") and not kind.__module__.startswith("torch.distributed.")
 
 
 def read_layer(layer: nn.Module) -> LinearSpec:
-    """A linear layer of a class in LINEAR."""
+    """Read a linear layer of a class in LINEAR."""
     parameters = layer._parameters
     weight = parameters.get("weight")
     if type(weight) is Parameter and "bias" in parameters:  # the usual case, without another call
@@ -142,8 +139,8 @@ def read_layer(layer: nn.Module) -> LinearSpec:
 
 
 def _read_adapted(layer: Any) -> LinearSpec:
-    """Of peft: its base where that is all that runs, with adapters merged or else disabled (with both, its forward
-    takes them out of the weight)."""
+    """Read a linear layer of peft: its base layer if nothing else runs, that is if its adapters are either merged or
+    disabled. If both, its forward unmerges them first."""
     if layer.merged != layer.disable_adapters:
         base = read_or_none(submodules, layer, base_layer=LINEAR)
         if base is not None:
@@ -152,7 +149,7 @@ def _read_adapted(layer: Any) -> LinearSpec:
 
 
 def read_norm(norm: Any) -> Norm:
-    """Read a module of a class in NORM; the weight is None where the module has none."""
+    """Read a module of a class in NORM; the weight is None if the module has none."""
     if len(norm.normalized_shape) != 1:
         raise CannotFuse("it normalises more than the last dimension")
     if norm.__dict__.get("_fast_norm"):
@@ -163,7 +160,8 @@ def read_norm(norm: Any) -> Norm:
 
 
 def rms_norm(weight: Tensor | None, eps: float | None) -> Norm:
-    """eps: None for PyTorch's, of the dtype that F.rms_norm computes in, which without a weight is known with x."""
+    """Describe an RMSNorm. eps: None for PyTorch's default, which depends on the dtype that F.rms_norm computes in; for
+    a norm without weight it stays None until x is known."""
     if eps is None and weight is not None:
         eps = run.default_eps(weight.dtype)
     norm: Any = weight, None, eps, "rms"
@@ -171,7 +169,7 @@ def rms_norm(weight: Tensor | None, eps: float | None) -> Norm:
 
 
 def describe_half(branch: Branch, norm: Any, scale: Any) -> HalfSpec[Branch]:
-    """Without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
+    """Describe a half without stochastic depth. scale: a module with LayerScale's gamma, or nn.Identity."""
     return HalfSpec(branch, read_norm(norm), None if isinstance(scale, nn.Identity) else scale.gamma)
 
 
@@ -183,8 +181,8 @@ def describe_attention(
     proj_drop: Dropout, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
     kv_heads: int | None = None,
 ) -> AttentionSpec:  # fmt: skip
-    """Checks that the ops take this head dimension, these norms and probabilities. kv_heads: of k and v, or None for as
-    many as q has."""
+    """Describe attention, after checking that the ops take its head dimension, norms and probabilities. kv_heads: the
+    heads of k and v, or None for as many as q has."""
     head_dim, rest = divmod(proj.in_features, num_heads)
     if rest or head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
         raise CannotFuse(f"head_dim {proj.in_features / num_heads:g} is not a multiple of 8 from 16 to 256")
@@ -206,7 +204,7 @@ def describe_attention(
 def describe_mlp(
     fc1: nn.Linear, act: nn.Module, fc2: nn.Linear, drop1: Dropout, drop2: Dropout, inner_norm: Norm | None = None
 ) -> MlpSpec:
-    """Checks that the ops take these probabilities. act: of a class in ACTIVATIONS."""
+    """Describe an MLP, after checking that the ops take its probabilities. act: of a class in ACTIVATIONS."""
     p1 = drop1.p if drop1 is not None and drop1.training else 0.0
     p2 = drop2.p if drop2 is not None and drop2.training else 0.0
     if p1 >= 1.0 or p2 >= 1.0:
@@ -223,7 +221,8 @@ def describe_gated_mlp(
     fc1: Sequence[nn.Linear], act: nn.Module, fc2: nn.Linear, drop1: Dropout = None, drop2: Dropout = None,
     *, gate_last: bool = False, inner_norm: Norm | None = None,
 ) -> MlpSpec:  # fmt: skip
-    """fc1: the gate's and the value's, or one of both; act: of the gate, of a class in ACTIVATIONS."""
+    """Describe a gated MLP. fc1: the layers of gate and value, or one layer of both; act: the gate's activation, of a
+    class in ACTIVATIONS."""
     mlp = describe_mlp(fc1[0], act, fc2, drop1, drop2, inner_norm)
     for gated, plain in GATED.items():
         if plain == mlp.activation:

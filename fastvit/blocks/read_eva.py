@@ -1,4 +1,4 @@
-"""Blocks of EVA's shape, timm's and ours, as the descriptions that `fastvit.fuse` runs: EVA, DINOv3, PE."""
+"""Read blocks of EVA, DINOv3 and the Perception Encoder, timm's and ours, as the descriptions of `spec.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_attention(attn: Any) -> AttentionSpec:
         layers, width = (_with_biases(attn, packed),), packed.out_features
     else:
         three = submodules(attn, q_proj=LINEAR, k_proj=LINEAR, v_proj=LINEAR)
-        kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)  # of AttentionRope
+        kv_heads = getattr(attn, "num_kv_heads", attn.num_heads)  # AttentionRope has them
         layers, width = tuple(map(read.read_layer, three)), 3 * three[0].out_features
         if any(layer.out_features * attn.num_heads * 3 != width * kv_heads for layer in three[1:]):
             raise CannotFuse(f"k and v have {three[1].out_features} outputs for {kv_heads} heads")
@@ -43,13 +43,13 @@ def read_attention(attn: Any) -> AttentionSpec:
 
 
 def _with_biases(attn: Any, packed: nn.Linear) -> LinearSpec:
-    """EvaAttention's packed layer has no bias of its own, but parameters for q's and v's, and zeros for k's."""
+    """Add the biases to EvaAttention's packed layer: it has parameters for q's and v's, and zeros for k's."""
     layer = read.read_layer(packed)
     q_bias = getattr(attn, "q_bias", None)
     if q_bias is None:
         return layer
     if getattr(attn, "qkv_bias_separate", False) or not isinstance(layer, PlainLinear):
-        raise CannotFuse("a bias that is added behind the qkv layer")
+        raise CannotFuse("a bias that is added after the qkv layer")
     k_bias = getattr(attn, "k_bias", None)  # zeros, in a buffer of timm's
     k_bias = torch.zeros_like(q_bias) if k_bias is None else k_bias
     return PlainLinear(layer.weight, torch.cat((q_bias, k_bias, attn.v_bias)))
@@ -77,7 +77,7 @@ def _drop_path(module: Any) -> tuple[float, bool]:
 
 
 def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: Any) -> Rotary | None:
-    """rope: sin and cos side by side, (..., N - P, 2 * d)."""
+    """Describe the rotary tables of a call. rope: sin and cos side by side, (..., N - P, 2 * d)."""
     if rope is None:
         return None
     attn = module._modules.get("attn", module)

@@ -1,6 +1,5 @@
-"""Blocks of attention and MLP side by side, timm's and ours (Dehghani et al. 2023, arXiv:2302.05442), as the
-descriptions that `fastvit.fuse` runs: x + both(norm(x)), of whose four projections into attention and MLP one layer
-holds all, and of the two out of them one layer perhaps both."""
+"""Read timm's blocks of attention and MLP in parallel (Dehghani et al. 2023, arXiv:2302.05442) and run them:
+x + attention(norm(x)) + mlp(norm(x)). One layer holds fc1, q, k and v; the two output projections may be one too."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def read_block(block: Any) -> Parallel:
     D = into.in_features
     rows = into.out_features - 3 * D, 3 * D
     weight, bias = _plain(into)
-    weights = weight.split(rows)  # of which autograd makes one gradient, where slices have one each of the whole layer
+    weights = weight.split(rows)  # one gradient of the layer's size in autograd; slices would have one each
     fc1, qkv = map(PlainLinear, weights, (None, None) if bias is None else bias.split(rows))
     if block.mlp_bias is not None:
         fc1 = PlainLinear(fc1.weight, block.mlp_bias)
@@ -45,8 +44,8 @@ def read_block(block: Any) -> Parallel:
     p, scale_by_keep = 0.0, True
     if drop_path.training and type(drop_path) is not nn.Identity:
         p, scale_by_keep = drop_path.drop_prob, drop_path.scale_by_keep
-    ends = read.read_norm(norm), None if type(scale) is nn.Identity else scale.gamma, p, scale_by_keep
-    return Parallel(HalfSpec(attention._replace(proj=proj), *ends), HalfSpec(mlp._replace(fc1=fc1, fc2=fc2), *ends))
+    rest = read.read_norm(norm), None if type(scale) is nn.Identity else scale.gamma, p, scale_by_keep
+    return Parallel(HalfSpec(attention._replace(proj=proj), *rest), HalfSpec(mlp._replace(fc1=fc1, fc2=fc2), *rest))
 
 
 def _plain(layer: nn.Module) -> PlainLinear:
@@ -57,18 +56,18 @@ def _plain(layer: nn.Module) -> PlainLinear:
 
 
 def _out_of(block: Any, D: int) -> tuple[PlainLinear, PlainLinear]:
-    """Of attention and of the MLP."""
+    """Return the output projections of attention and of the MLP."""
     if block.out_proj is None:
         proj, fc2 = submodules(block, attn_out_proj=LINEAR, mlp_out_proj=LINEAR)
         return _plain(proj), _plain(fc2)
     (both,) = submodules(block, out_proj=LINEAR)
     weight, bias = _plain(both)
-    of_attention, of_mlp = weight.split((D, weight.shape[1] - D), dim=1)
-    return PlainLinear(of_attention, bias), PlainLinear(of_mlp, None)
+    proj, fc2 = weight.split((D, weight.shape[1] - D), dim=1)
+    return PlainLinear(proj, bias), PlainLinear(fc2, None)
 
 
 def run_block(x: Tensor, block: Parallel, attn_mask: Tensor | None = None) -> Tensor:
-    """The MLP's half adds itself to attention's, and both drop the same samples."""
+    """Run both halves: the MLP's result is added to attention's, and both drop the same samples."""
     attention, mlp = block
     if attention.drop_path:
         row_scale = run.draw_drop_path(x, attention.drop_path, attention.scale_by_keep)

@@ -17,10 +17,10 @@ from fastvit.blocks.read import (
     LINEAR,
     MLP,
     NORM,
-    _left_out,
     describe_attention,
     describe_gated_mlp,
     describe_mlp,
+    is_left_out,
     read_inner_norm,
     read_layer,
     read_norm,
@@ -35,12 +35,12 @@ from fastvit.blocks.spec import (
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.ops import Norm
 
-_OF_ATTENTION = {"qkv": LINEAR, "proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
-_OF_MLP = {"fc1": LINEAR, "fc2": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "drop2": DROPOUT}
+_ATTENTION_PARTS = {"qkv": LINEAR, "proj": LINEAR, "attn_drop": DROPOUT, "proj_drop": DROPOUT}
+_MLP_PARTS = {"fc1": LINEAR, "fc2": LINEAR, "act": ACTIVATIONS, "drop1": DROPOUT, "drop2": DROPOUT}
 
 
 def read_attention(attn: Any) -> AttentionSpec:
-    qkv, proj, attn_drop, proj_drop = submodules(attn, _OF_ATTENTION)
+    qkv, proj, attn_drop, proj_drop = submodules(attn, _ATTENTION_PARTS)
     if qkv.out_features != 3 * proj.in_features:
         raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     norms: tuple[Any, ...] = ()
@@ -54,9 +54,9 @@ def read_attention(attn: Any) -> AttentionSpec:
 
 
 def read_norms_of_attention(attn: nn.Module) -> tuple[Norm | None, tuple[Norm, Norm] | None]:
-    """Of `norm`, and of `q_norm` and `k_norm`: what timm's attention may have beside its four layers, but for a gate,
-    which no op has."""
-    if not _left_out(attn, "gate"):
+    """Read `norm`, `q_norm` and `k_norm`, which timm's attention may have in addition to its four layers. Raises
+    CannotFuse for a gate, which no op has."""
+    if not is_left_out(attn, "gate"):
         raise CannotFuse("a gate in attention")
     return read_inner_norm(attn), read_qk_norm(attn)
 
@@ -64,12 +64,12 @@ def read_norms_of_attention(attn: nn.Module) -> tuple[Norm | None, tuple[Norm, N
 def read_mlp(mlp: Any) -> MlpSpec:
     if "gate_last" in mlp.__dict__ or "fc1_g" in mlp._modules:
         return _read_gated_mlp(mlp)
-    fc1, fc2, act, drop1, drop2 = submodules(mlp, _OF_MLP)
+    fc1, fc2, act, drop1, drop2 = submodules(mlp, _MLP_PARTS)
     return describe_mlp(fc1, act, fc2, drop1, drop2, read_inner_norm(mlp) if "norm" in mlp._modules else None)
 
 
 def _read_gated_mlp(mlp: Any) -> MlpSpec:
-    """timm's SwiGLU, with a layer each for gate and value, and GluMlp, with one."""
+    """Read timm's SwiGLU, with a layer each for gate and value, or GluMlp, with one."""
     names = ("fc1_g", "fc1_x") if "fc1_g" in mlp._modules else ("fc1",)
     act, drop1, fc2, drop2, *fc1 = submodules(
         mlp, act=ACTIVATIONS, drop1=DROPOUT, fc2=LINEAR, drop2=DROPOUT, **dict.fromkeys(names, LINEAR)

@@ -16,8 +16,8 @@ from fastvit.ops.runtime.dispatch import is_jit_tracing
 
 
 def runs_in_steps(branch: AttentionSpec | MlpSpec) -> bool:
-    """Whether a half of a block is several ops: where layers are called as modules, where no op has such attention, and
-    of an MLP without a gate that has a norm before fc2, which no op has either."""
+    """Return whether a half of a block runs as several ops: if layers are called as modules, or if no op has such
+    attention, or such an MLP (without a gate, with a norm before fc2)."""
     if isinstance(branch, AttentionSpec):
         return branch.in_steps or AdaptedLinear in (*map(type, branch.qkv), type(branch.proj))
     if branch.inner_norm is not None and branch.activation not in GATED:
@@ -38,17 +38,17 @@ def run_attention_half(
     if type(attn.proj) is AdaptedLinear or AdaptedLinear in map(type, qkv):  # `runs_in_steps`, without its call
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
-    of_qkv: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
-    weights, biases = of_qkv
+    packed_or_three: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
+    weights, biases = packed_or_three
     if attn.in_steps or (rotary is not None and _may_be_learnt(rotary)):
         packed = ops.layer_norm_linear(x, norm.weight, norm.bias, weights, biases, eps=norm.eps, norm=norm.kind)
         return _run_last(_attend_packed(packed, attn, rotary, attn_mask), attn.proj, attn.proj_drop, x, half)
     layer_scale = row_scale = residual = None
-    if not attn.proj_drop:  # which no op has
+    if not attn.proj_drop:  # no op has a dropout after the projection
         layer_scale, residual = half.layer_scale, x
         row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
-    of_proj: Any = attn.proj
-    proj_weight, proj_bias = of_proj
+    proj: Any = attn.proj
+    proj_weight, proj_bias = proj
     out = ops.layer_norm_attention(
         x, norm.weight, norm.bias, weights, biases, proj_weight, proj_bias, attn.num_heads, eps=norm.eps,
         norm=norm.kind, scale=attn.scale, dropout_p=attn.attn_drop, rotary=rotary, scale_norm=attn.scale_norm,
@@ -58,7 +58,7 @@ def run_attention_half(
 
 
 def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = None) -> Tensor:
-    """residual: what the branch is added to, x if None."""
+    """Run the MLP's half of a block. residual: the tensor that the branch is added to, x if None."""
     mlp, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     residual = x if residual is None else residual
     if AdaptedLinear in (type(mlp.fc1), type(mlp.value), type(mlp.fc2)) or (
@@ -67,7 +67,7 @@ def run_mlp_half(x: Tensor, half: HalfSpec[MlpSpec], residual: Tensor | None = N
         return _run_last(_widen(run_norm(x, norm), mlp), mlp.fc2, mlp.drop2, residual, half)
     fc1 = mlp.fc1 if mlp.value is None and not mlp.gate_last else _gate_and_value(mlp)
     dropout_p, layer_scale, row_scale, added = 0.0, None, None, None
-    in_steps = mlp.drop1 != mlp.drop2  # no op has a dropout behind fc2 alone
+    in_steps = mlp.drop1 != mlp.drop2  # no op has a dropout after fc2 alone
     if not in_steps:
         dropout_p, layer_scale, added = mlp.drop1, half.layer_scale, residual
         row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
@@ -86,14 +86,14 @@ def run_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _with_ones(x: Tensor, norm: Norm) -> Norm:
-    """A norm without weight, for x. The ones are made for the call: a buffer would hold garbage after `to_empty`, and
-    would have to follow x's dtype."""
+    """Give a norm without weight a weight of ones for x. They are made in every call: a buffer would hold garbage after
+    `to_empty`, and would have to follow x's dtype."""
     eps = default_eps(x.dtype) if norm.eps is None else norm.eps
     return Norm(x.new_ones(x.shape[-1]), None, eps, norm.kind)
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """PyTorch's for RMSNorm, of the dtype that F.rms_norm computes in."""
+    """Return PyTorch's default eps for RMSNorm, which is that of the dtype that F.rms_norm computes in."""
     return torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
 
 
@@ -117,7 +117,7 @@ def _run(x: Tensor, layer: LinearSpec) -> Tensor:
 
 
 def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
-    """Attention up to its projection: (B, N, D) -> (B, N, H * d)."""
+    """Run attention up to its projection: (B, N, D) -> (B, N, H * d)."""
     projected = [layer.module(x) if isinstance(layer, AdaptedLinear) else F.linear(x, *layer) for layer in attn.qkv]
     if len(projected) == 1:
         return _attend_packed(projected[0], attn, rotary, attn_mask)
@@ -127,7 +127,7 @@ def _attend(x: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Te
 
 
 def _attend_packed(qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None) -> Tensor:
-    """(B, N, 3 * H * d), of k and v perhaps fewer -> (B, N, H * d)"""
+    """Attend with packed q, k and v: (B, N, (H + 2 * kv_heads) * d) -> (B, N, H * d)."""
     if attn.in_steps or attn.qk_norm is not None:
         H, kv_heads = attn.num_heads, attn.kv_heads or attn.num_heads
         q, k, v = qkv.unflatten(-1, (H + 2 * kv_heads, -1)).split((H, kv_heads, kv_heads), 2)
@@ -142,13 +142,13 @@ def _attend_packed(qkv: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn
 def _attend_separate(
     q: Tensor, k: Tensor, v: Tensor, attn: AttentionSpec, rotary: Rotary | None, attn_mask: Tensor | None
 ) -> Tensor:
-    """(B, N, H, d) each, k and v perhaps of fewer heads -> (B, N, H * d)"""
+    """Attend with q (B, N, H, d), k and v (B, N, kv_heads, d): -> (B, N, H * d)."""
     q, k = placed(q, k, attn.qk_norm, rotary)
     return _scaled(ops.attention(q, k, v, attn_mask=attn_mask, scale=attn.scale, dropout_p=attn.attn_drop), attn)
 
 
 def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-    """(B, N, H, d) each, k perhaps of fewer heads -> the same, behind their norms and rotated."""
+    """Normalise and rotate q (B, N, H, d) and k (B, N, kv_heads, d)."""
     if qk_norm is not None and q.shape == k.shape and qk_norm[0].weight.shape[0] == q.shape[-1]:
         learnt = rotary is not None and _may_be_learnt(rotary)
         q, k = ops.qk_norm(q, k, *qk_norm, None if learnt else rotary)
@@ -159,26 +159,26 @@ def placed(q: Tensor, k: Tensor, qk_norm: tuple[Norm, Norm] | None, rotary: Rota
 
 
 def _may_be_learnt(rotary: Rotary) -> bool:
-    """Whether the tables may need a gradient, which `ops.rotary` alone gives. torch.jit.trace traces with gradients and
-    checks without: both take this way."""
+    """Return whether the tables may need a gradient, which only `ops.rotary` computes. torch.jit.trace traces with
+    gradients and checks without them: both runs have to take the same path."""
     return rotary.sin.requires_grad or rotary.cos.requires_grad or is_jit_tracing()
 
 
 def _normed_heads(x: Tensor, norm: Norm) -> Tensor:
-    """(B, N, H, d) behind a norm of each head, or of all together."""
+    """Normalise x (B, N, H, d) over each head, or over all heads together."""
     if norm.weight.shape[0] == x.shape[-1]:
         return run_norm(x, norm)
     return run_norm(x.flatten(2), norm).view(x.shape)
 
 
 def _scaled(out: Tensor, attn: AttentionSpec) -> Tensor:
-    """(B, N, H, d) -> (B, N, H * d), behind scale_norm."""
+    """Join the heads and apply scale_norm: (B, N, H, d) -> (B, N, H * d)."""
     out = out.flatten(2)
     return out if attn.scale_norm is None else run_norm(out, attn.scale_norm)
 
 
 def _gate_and_value(mlp: MlpSpec) -> tuple[Any, Any]:
-    """Weights and biases of two layers without adapters, those of one layer as views."""
+    """Return weights and biases of gate and value, without adapters; those of one layer are views."""
     if mlp.value is not None:
         weights, biases = zip(mlp.fc1, mlp.value, strict=True)
         return weights, biases
@@ -187,7 +187,7 @@ def _gate_and_value(mlp: MlpSpec) -> tuple[Any, Any]:
 
 
 def _widen(x: Tensor, mlp: MlpSpec) -> Tensor:
-    """An MLP up to fc2."""
+    """Run an MLP up to fc2."""
     if mlp.activation in GATED:
         both = [_run(x, mlp.fc1), _run(x, mlp.value)] if mlp.value is not None else _run(x, mlp.fc1).chunk(2, dim=-1)
         gate, value = both[::-1] if mlp.gate_last else both
@@ -201,7 +201,7 @@ def _widen(x: Tensor, mlp: MlpSpec) -> Tensor:
 
 
 def _run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfSpec[Any]) -> Tensor:
-    """x + drop_path(layer_scale * dropout(last(hidden)))"""
+    """Compute x + drop_path(layer_scale * dropout(last(hidden)))."""
     if p or isinstance(last, AdaptedLinear):
         return _add_branch(x, ops.dropout(_run(hidden, last), p), half)
     row_scale = draw_drop_path(x, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale
@@ -209,14 +209,14 @@ def _run_last(hidden: Tensor, last: LinearSpec, p: float, x: Tensor, half: HalfS
 
 
 def draw_drop_path(x: Tensor, p: float, scale_by_keep: bool) -> Tensor:
-    """Stochastic depth's draw for a batch like x: (B,) of 0 and 1 / (1 - p), or 0 and 1, in x's dtype."""
+    """Draw stochastic depth for a batch like x: (B,) of 0 and 1 / (1 - p), or of 0 and 1, in x's dtype."""
     keep = 1.0 - p
     mask = x.new_empty(x.shape[0]).bernoulli_(keep)
     return mask.div_(keep) if scale_by_keep and keep > 0.0 else mask
 
 
 def _add_branch(x: Tensor, branch: Tensor, half: HalfSpec[Any]) -> Tensor:
-    """The end of a half behind a dropout that no op has in its epilogue."""
+    """Finish a half of a block after a dropout that no op has in its epilogue."""
     if half.layer_scale is not None:
         branch = branch * half.layer_scale
     row_scale = draw_drop_path(branch, half.drop_path, half.scale_by_keep) if half.drop_path else half.row_scale

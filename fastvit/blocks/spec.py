@@ -26,8 +26,8 @@ class PlainLinear(NamedTuple):
 
 
 class AdaptedLinear(NamedTuple):
-    """A linear layer that is more than weight and bias, quantised or with LoRA's adapters: its module is called between
-    fused ops."""
+    """A linear layer with more than weight and bias, because it is quantised or has LoRA adapters: its module is called
+    between fused ops."""
 
     module: nn.Module
 
@@ -36,9 +36,12 @@ LinearSpec = PlainLinear | AdaptedLinear
 
 
 class AttentionSpec(NamedTuple):
-    """Multi-head self-attention. qkv: one packed layer (3 * H * d, D), or three for q, k and v; scale: None for
-    d**-0.5; attn_drop: of the attention probabilities; proj_drop: behind the projection; scale_norm: before it;
-    qk_norm: of q and of k, each over a head, or over all of them; kv_heads: of k and v, a divisor of num_heads."""
+    """Multi-head self-attention.
+
+    qkv: one packed layer (3 * H * d, D), or three layers for q, k and v. scale: None for d**-0.5. attn_drop, proj_drop:
+    dropout of the probabilities, and after the projection. scale_norm: a norm before the projection. qk_norm: norms of
+    q and k, over each head or over all heads. kv_heads: heads of k and v, a divisor of num_heads; 0 for num_heads.
+    in_steps: whether no op has all of it, because of kv_heads or norms over all heads."""
 
     qkv: tuple[LinearSpec, ...]
     proj: LinearSpec
@@ -48,14 +51,16 @@ class AttentionSpec(NamedTuple):
     proj_drop: float = 0.0
     scale_norm: Norm | None = None
     qk_norm: tuple[Norm, Norm] | None = None
-    kv_heads: int = 0  # as many as q where 0
-    in_steps: bool = False  # whether no op has all of it: kv_heads, or norms over all heads
+    kv_heads: int = 0
+    in_steps: bool = False
 
 
 class MlpSpec(NamedTuple):
-    """activation: as `ops.mlp` names it; act: the same, or the gate's, as a module, behind a Call. drop1: behind the
-    activation, 0.0 or equal to drop2; drop2: behind fc2. If gated, fc1 is the gate's layer beside the value's, or both
-    in one, the gate's rows first or last. inner_norm: before fc2."""
+    """Two linear layers with an activation between them, or a gated MLP.
+
+    activation: its name in `ops.mlp`. act: the activation, or the gate's, as a module. drop1, drop2: dropout after the
+    activation, which is 0.0 or equal to drop2, and after fc2. value: a gated MLP's second layer, if fc1 is the gate's
+    alone; None if fc1 holds both, with the gate's rows last if gate_last. inner_norm: a norm before fc2."""
 
     fc1: LinearSpec
     fc2: LinearSpec
@@ -69,9 +74,11 @@ class MlpSpec(NamedTuple):
 
 
 class HalfSpec(NamedTuple, Generic[Branch]):
-    """x + drop_path(layer_scale * branch(norm(x))). norm: with the weight None for ones, and then the eps None for
-    PyTorch's; scale_by_keep: whether samples that drop_path keeps are divided by 1 - drop_path; row_scale: its draw,
-    (B,), where that is made already and drop_path is 0."""
+    """x + drop_path(layer_scale * branch(norm(x))).
+
+    norm: a weight of None stands for ones, and an eps of None for PyTorch's default. scale_by_keep: divide the samples
+    that drop_path keeps by 1 - drop_path. row_scale: DropPath factors (B,) drawn by the caller; drop_path must then be
+    0."""
 
     branch: Branch
     norm: Norm

@@ -1,5 +1,5 @@
-"""Whether a fused op may stand for a submodule: exactly of a known class, without hooks, with the forward that the
-class was defined with."""
+"""Check that a fused op may replace the call of a submodule: it is exactly of a known class, without hooks, and has the
+forward that the class was defined with."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Classes = set[type | str]
 
 
 class CannotFuse(Exception):
-    """Why no fused op stands for a module, or for what a call asks of it: the module's own forward has to run."""
+    """No fused op replaces this module or this call: the module's own forward has to run. The message says why."""
 
 
 def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collection[type | str]) -> T | None:
-    """read(module, **classes), or None where no fused op stands for the module."""
+    """Return read(module, **classes), or None if it raises CannotFuse."""
     try:
         return read(module, **classes)
     except CannotFuse:
@@ -26,14 +26,14 @@ def read_or_none(read: Callable[..., T], module: nn.Module, **classes: Collectio
 
 
 def qualified_name(module: nn.Module) -> str:
-    """Its class as "package.module.Class"."""
+    """Return the name of its class, "package.module.Class"."""
     kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def class_name(kind: type, known: Collection[type | str] = ()) -> str:
-    """For people: "nn.Mish", "timm.layers.mlp.GluMlp", "open_clip.transformer.LayerNorm, a subclass of nn.LayerNorm".
-    known: classes beside PyTorch's layers that are worth saying a subclass of."""
+    """Return a class's name for a message: "nn.Mish", "timm.layers.mlp.GluMlp", or "open_clip.transformer.LayerNorm, a
+    subclass of nn.LayerNorm". known: classes that are named as a base in addition to PyTorch's layers."""
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     own, *bases = [f"nn.{name.split('.')[-1]}" if name.startswith("torch.nn.modules.") else name for name in names]
     for base, short, name in zip(kind.__mro__[1:], bases, names[1:], strict=True):
@@ -46,12 +46,12 @@ def class_name(kind: type, known: Collection[type | str] = ()) -> str:
 class_name._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as integrations/forward.py's _warn: not traced
 
 
-_own_forwards: dict[type, Any] = {}  # classes that were asked for, and the forward that each was defined with
+_own_forwards: dict[type, Any] = {}  # cache: the forward that a class was defined with
 
 
 def has_own_forward(kind: type, forward: Any) -> bool:
-    """Whether `forward`, which a class has now, is the one that it was defined with, and not one that was assigned to
-    the class later: `timm.layers.Attention.forward = mine`."""
+    """Return whether `forward`, which a class has now, is the one that it was defined with, and not one that was
+    assigned later, as by `timm.layers.Attention.forward = mine`."""
     return _own_forwards.get(kind) is forward or _is_defined_in(kind, forward)
 
 
@@ -59,9 +59,10 @@ has_own_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def _is_defined_in(kind: type, forward: Any) -> bool:
-    """Compare the module and the name under which the function was compiled with those of the class. Attributes such as
-    `__qualname__` do not tell: functools.wraps copies them. Wrappers of the class's own library count as its own, as
-    around the checkpointed layers of transformers."""
+    """Compare the module and the name under which the function was compiled with those of the class.
+
+    Attributes such as `__qualname__` prove nothing, because functools.wraps copies them. A wrapper of the class's own
+    library counts as its own, as around the checkpointed layers of transformers."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     library = owner.__module__.split(".")[0]
     function = forward
@@ -81,10 +82,11 @@ def _is_defined_in(kind: type, forward: Any) -> bool:
 def submodules(
     module: nn.Module, known: Mapping[str, Collection[type | str]] | None = None, /, **classes: Collection[type | str]
 ) -> list[Any]:
-    """The submodules of these names: each exactly of one of its classes, without hooks, with its class's own forward.
-    known: the classes, where a dictionary of them need not be made for the call.
+    """Return the submodules of these names. Raises CannotFuse unless each is exactly of one of its classes, without
+    hooks, with its class's own forward.
 
-    Hooks registered globally for all modules are profilers' and counters': they see the modules that really run.
+    known: the same mapping as a dictionary, which saves building one in every call. Hooks registered globally for all
+    modules do not count: they belong to profilers and counters, which see the modules that really run.
     """
     found: list[Any] = []
     checked = None  # the class of the submodule before, which is often the same

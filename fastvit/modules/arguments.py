@@ -45,7 +45,7 @@ def check_number(name: str, value: Any, allowed: Callable[[float], bool], meanin
 
 
 def check_rates(**values: Any) -> None:
-    """Of dropout, as the ops take them."""
+    """Check dropout rates, which the ops take in [0, 1)."""
     for name, value in values.items():
         check_number(name, value, lambda p: 0.0 <= p < 1.0, "in [0, 1)")
 
@@ -66,7 +66,7 @@ def check_factory(device: Any, dtype: Any) -> None:
 
 
 def check_heads(dim_name: str, dim: Any, num_heads: Any) -> None:
-    """Exactly the head dimensions that `ops.attention` takes."""
+    """Check the number of heads: exactly the head dimensions that `ops.attention` takes are allowed."""
     check_integers(1, **{dim_name: dim, "num_heads": num_heads})
     if dim % num_heads:
         raise ValueError(f"num_heads must be a divisor of {dim_name} = {dim}, got {num_heads}")
@@ -74,13 +74,13 @@ def check_heads(dim_name: str, dim: Any, num_heads: Any) -> None:
 
 
 def check_hidden(dim_name: str, dim: int, mlp_ratio: Any, name: str = "mlp_ratio") -> None:
-    """The MLP's width, int(dim * mlp_ratio)."""
+    """Check that the MLP's width, int(dim * mlp_ratio), is at least 1."""
     meaning = f"a finite number with {dim_name} * {name} >= 1, where {dim_name} = {dim}"
     check_number(name, mlp_ratio, lambda ratio: 1 <= dim * ratio < math.inf, meaning)
 
 
 def checked_pair(name: str, value: Any) -> tuple[int, int]:
-    """(height, width) of one integer, or of the two."""
+    """Return (height, width), from one integer or two."""
     both = (value, value) if _is_integer(value) else value
     if isinstance(both, str) or not isinstance(both, Sequence) or not all(map(_is_integer, both)):
         raise TypeError(f"{name} must be a positive integer or (height, width), got {value!r}")
@@ -90,7 +90,8 @@ def checked_pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def checked_indices(name: str, value: Any, count: int) -> list[int]:
-    """Which of `count` things: indices, from the end if negative, or how many of the last ones. -> indices from 0"""
+    """Return the chosen ones of `count` blocks, counted from 0. value: their indices, counted from the end if negative,
+    or how many of the last ones."""
     meaning = f"a number of last blocks from 1 to {count}, or blocks from {-count} to {count - 1}"
     if _is_integer(value):
         if not 1 <= value <= count:
@@ -107,7 +108,7 @@ Statistics = tuple[float, ...] | None
 
 
 def checked_statistics(mean: Any, std: Any, in_chans: int) -> tuple[Statistics, Statistics]:
-    """Both as tuples, or None and None."""
+    """Return both as tuples, or None and None."""
     if (mean is None) != (std is None):
         raise ValueError(f"mean and std must both be given or both be None, got mean={mean!r} and std={std!r}")
     if mean is None:
@@ -121,7 +122,7 @@ def check_choice(argument: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping[str, Any]) -> Any:
-    """A class (or what else makes modules) itself; table[value] for a name, or a ValueError with the nearest names."""
+    """Return table[value] for a name, or the class or other callable itself; a ValueError for an unknown name."""
     if not isinstance(value, str):
         if not callable(value):
             raise TypeError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}")
@@ -133,7 +134,7 @@ def by_name(argument: str, value: str | Callable[..., nn.Module], table: Mapping
     raise ValueError(f"{argument} must be a class or one of {sorted(table)}, got {value!r}{hint}")
 
 
-_SYNONYMS = {  # what transformers, torchvision and timm's create_model call an argument, and what it is here
+_SYNONYMS = {  # the name of an argument in transformers, torchvision or timm's create_model -> its name here
     "attention_dropout": "attn_drop_rate",
     "attention_probs_dropout_prob": "attn_drop_rate",
     "checkpoint_path": "weights",
@@ -161,7 +162,7 @@ _SYNONYMS = {  # what transformers, torchvision and timm's create_model call an 
 
 
 def check_known(given: Mapping[str, Any], kind: type, *bases: type) -> None:
-    """Keyword arguments of a class that hands those that it does not name on to its bases."""
+    """Check the keyword arguments of a class that passes further ones on to its bases."""
     known = dict.fromkeys(  # without repeats, in their order
         name for each in (kind, *bases) for name in inspect.signature(each).parameters
     )

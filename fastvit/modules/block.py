@@ -1,4 +1,4 @@
-"""Transformer blocks as modules, under timm's names, arguments and state_dict keys."""
+"""The transformer block as a module, under timm's name, arguments and state_dict keys."""
 
 from __future__ import annotations
 

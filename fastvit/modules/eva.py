@@ -101,7 +101,7 @@ class EvaAttention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them, or None."""
+        """Attend. rope: sin and cos side by side, (N - num_prefix_tokens, 2 * D / H), as `fastvit.rope` makes them."""
         rotary = read_eva.rotary(self, x, rope)
         attention = read_or_none(read_eva.read_attention, self)
         if attention is not None:
@@ -206,7 +206,7 @@ class EvaBlock(nn.Module):
                 nn.init.constant_(gamma, self.init_values)
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """rope: as in `EvaAttention`."""
+        """Run the block. rope: as in `EvaAttention`."""
         block = read_or_none(read_eva.read_block, self)
         if block is not None:
             return run.run_block(x, block, read_eva.rotary(self, x, rope))

@@ -31,10 +31,10 @@ class Mlp(nn.Module):
         act_layer: a class, or gelu, gelu_tanh, quick_gelu, relu or silu; an activation that the ops do not know runs as
             its own module between plain linear layers.
         bias: whether both layers have one.
-        drop: dropout behind the activation and behind fc2, in [0, 1).
+        drop: dropout after the activation and after fc2, in [0, 1).
         device, dtype: of the parameters.
-        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, a class or a name as in `Attention`; three
-            ops then, where it is otherwise one.
+        norm_layer: norm_layer(hidden_features) as `norm` before fc2, a class or a name as in `Attention`; the MLP then
+            runs as three ops instead of one.
     """
 
     __module__ = "fastvit.layers"
@@ -74,7 +74,7 @@ GATES: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "sigmoid": nn.Sigm
 
 
 class _GatedMlp(nn.Module):
-    """What both have behind fc1."""
+    """Base class of `SwiGLU` and `GluMlp`: everything after fc1."""
 
     def _add_rest(
         self, hidden: int, out_features: int, act_layer: str | Callable[[], nn.Module],
@@ -101,7 +101,7 @@ class _GatedMlp(nn.Module):
 def _sizes(
     in_features: int, hidden_features: int | None, out_features: int | None, drop: float, device: Device, dtype: Dtype
 ) -> tuple[int, int]:
-    """Of the hidden layer and of the output, checked with what both classes take."""
+    """Return the widths of the hidden layer and of the output, after checking the arguments of both classes."""
     hidden_features = in_features if hidden_features is None else hidden_features
     out_features = in_features if out_features is None else out_features
     check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
@@ -117,9 +117,9 @@ class SwiGLU(_GatedMlp):
     Args:
         in_features, hidden_features, out_features: None means as many as in_features.
         act_layer: the gate's: a class, or silu, gelu or sigmoid. Only silu and the exact gelu are fused.
-        norm_layer: norm_layer(hidden_features) as `norm` in front of fc2, or None. LayerNorm and RMSNorm are fused.
+        norm_layer: norm_layer(hidden_features) as `norm` before fc2, or None. LayerNorm and RMSNorm are fused.
         bias: whether the three layers have one.
-        drop: dropout behind the product and behind fc2, in [0, 1).
+        drop: dropout after the product and after fc2, in [0, 1).
         align_to: hidden_features is rounded up to a multiple of it; 0 for no rounding.
         device, dtype: of the parameters.
     """
@@ -140,7 +140,7 @@ class SwiGLU(_GatedMlp):
         self._add_rest(hidden, out_features, act_layer, norm_layer, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
-        """As timm: a gate that is nearly act(1) everywhere."""
+        """Initialise as timm does: the gate is nearly act(1) everywhere."""
         _open(self.fc1_g.weight, self.fc1_g.bias)
 
     def gate_and_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,16 +149,15 @@ class SwiGLU(_GatedMlp):
 
 class GluMlp(_GatedMlp):
     """fc2(norm(act(gate) * value)), (..., in_features) -> (..., out_features), by `fastvit.ops.mlp`; gate and value are
-    the halves of what fc1 makes (Shazeer 2020, arXiv:2002.05202).
+    the halves of fc1's output (Shazeer 2020, arXiv:2002.05202).
 
     Args:
-        in_features, hidden_features, out_features: None means as many as in_features. hidden_features is of gate and
-            value together, and even.
+        in_features, hidden_features, out_features: None means as many as in_features. hidden_features is the sum of
+            gate and value, and even.
         act_layer: the gate's: a class, or silu, gelu or sigmoid. Only silu and the exact gelu are fused.
-        norm_layer: norm_layer(hidden_features // 2) as `norm` in front of fc2, or None. LayerNorm and RMSNorm are
-            fused.
+        norm_layer: norm_layer(hidden_features // 2) as `norm` before fc2, or None. LayerNorm and RMSNorm are fused.
         bias: whether both layers have one.
-        drop: dropout behind the product and behind fc2, in [0, 1).
+        drop: dropout after the product and after fc2, in [0, 1).
         gate_last: whether the gate is the second half.
         device, dtype: of the parameters.
     """
@@ -180,7 +179,7 @@ class GluMlp(_GatedMlp):
         self._add_rest(both // 2, out_features, act_layer, norm_layer, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
-        """As timm: a second half that is nearly 1 everywhere."""
+        """Initialise as timm does: the second half of fc1's output is nearly 1 everywhere."""
         bias = self.fc1.bias
         _open(self.fc1.weight.chunk(2)[1], None if bias is None else bias.chunk(2)[1])
 

@@ -86,7 +86,7 @@ NORM_LAYERS: dict[str, NormLayer] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
 def checked_norm_layer(norm_layer: Any, **wanted: bool) -> Any:
-    """The class that an argument norm_layer is or names; None only if none of `wanted`, which need one, is true."""
+    """Return the class that norm_layer is or names. None is allowed if none of `wanted`, which need a norm, is true."""
     if norm_layer is not None:
         return by_name("norm_layer", norm_layer, NORM_LAYERS)
     for name, on in wanted.items():

@@ -1,5 +1,5 @@
-"""What blocks are made of beside attention and MLP, under timm's names and arguments: activations, LayerScale,
-stochastic depth, and attention where its modules are called one by one."""
+"""Small parts of blocks, under timm's names and arguments: activations, LayerScale, stochastic depth, and attention
+whose modules are called one by one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LayerScale(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training a sample's branch is dropped as a whole.
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training, drop whole samples of a branch.
 
     Args:
         drop_prob: its probability, in [0, 1].
@@ -81,7 +81,7 @@ class DropPath(nn.Module):
         self.scale_by_keep = scale_by_keep
 
     def row_scale(self, x: Tensor) -> Tensor | None:
-        """A fresh draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None where nothing is dropped."""
+        """Draw for a batch like x: (B,) of 0 and 1 / keep in x's dtype, or None if nothing is dropped."""
         p = self.drop_prob if self.training else 0.0
         return run.draw_drop_path(x, p, self.scale_by_keep) if p else None
 
@@ -94,8 +94,8 @@ class DropPath(nn.Module):
 
 
 def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of a module with attn_drop and scale, (B, N, H, d) each -> (B, N, H, d): one op, or where attn_drop has
-    to be called, so that it gets the probabilities (B, H, N, N)."""
+    """Attend in a module with attn_drop and scale, (B, N, H, d) each -> (B, N, H, d): by one op, unless attn_drop has
+    to be called with the probabilities (B, H, N, N)."""
     if read_or_none(submodules, attn, attn_drop=read.DROPOUT):
         return ops.attention(q, k, v, dropout_p=attn.attn_drop.p if attn.attn_drop.training else 0.0)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))

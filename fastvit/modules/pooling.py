@@ -1,4 +1,4 @@
-"""Tokens -> one vector: the poolings of `VisionTransformer` by name, and the one that is learnt."""
+"""Pool tokens into one vector: the poolings of `VisionTransformer` by name, and the learnt one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_pool(name: str, pool: Any, class_token: bool) -> None:
 
 
 def check_pool_size(heads_name: str, num_heads: Any, ratio_name: str, mlp_ratio: Any, dim_name: str, dim: int) -> None:
-    """Of `AttentionPoolLatent`, whose heads may be of any size."""
+    """Check the sizes of an `AttentionPoolLatent`, whose heads may have any width."""
     check_integers(1, **{heads_name: num_heads})
     if dim % num_heads:
         raise ValueError(f"{heads_name} must be a divisor of {dim_name} = {dim}, got {num_heads}")
@@ -33,7 +33,7 @@ def check_pool_size(heads_name: str, num_heads: Any, ratio_name: str, mlp_ratio:
 
 
 def pool_tokens(x: Tensor, global_pool: str) -> Tensor:
-    """(B, N, D) -> (B, D) for "avg", "max" and "avgmax"."""
+    """Pool (B, N, D) -> (B, D) by "avg", "max" or "avgmax"."""
     if global_pool == "avg":
         return x.mean(dim=1)
     if global_pool == "max":
@@ -88,7 +88,7 @@ class AttentionPoolLatent(nn.Module):
         q = self.q(self.latent).unflatten(-1, (self.num_heads, -1)).expand(x.shape[0], -1, -1, -1)
         k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        # One row of scores, which need no kernel; SDPA's gradient of a query is summed by atomics on a GPU
+        # One row of scores needs no kernel, and SDPA sums the gradient of a shared query by atomics on a GPU
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
         out = scores.softmax(dim=-1) @ v
         y = self.proj(out.transpose(1, 2).flatten(2))

@@ -12,7 +12,7 @@ Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 
 
 def antialiased(image: Tensor, grid: tuple[int, int]) -> Tensor:
-    """(1, D, h, w) -> (1, D, *grid), as timm, open_clip, and both DINOv2 with registers."""
+    """Interpolate (1, D, h, w) -> (1, D, *grid), like timm, open_clip, and DINOv2 with registers."""
     return F.interpolate(image, size=grid, mode="bicubic", antialias=True)
 
 
@@ -23,8 +23,8 @@ def resample_abs_pos_embed(
     num_prefix_tokens: int = 1,
     resize: Resize = antialiased,
 ) -> Tensor:
-    """Positions (1, P + h*w, D) of one patch grid -> (1, P + h'*w', D) of another: bicubic, antialiased, in float32,
-    the P prefix rows unchanged (as timm's; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
+    """Interpolate positions (1, P + h*w, D) to another patch grid, (1, P + h'*w', D), in float32 and by default bicubic
+    and antialiased, with the P prefix rows unchanged (as timm; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
     if grid == old_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]
@@ -33,9 +33,10 @@ def resample_abs_pos_embed(
 
 
 def resample_patch_embed(weight: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """Weights (D, C, h, w) of one patch size -> (D, C, h', w') of another, in float32 or wider: the weights whose
-    products with a resized patch are those of the given ones with the patch (Beyer et al. 2022, arXiv:2212.08013,
-    section 3.4; for smaller patches the closest ones)."""
+    """Resample weights (D, C, h, w) to another patch size, (D, C, h', w'), in float32 or wider.
+
+    The new weights' products with a resized patch equal the old weights' products with the original patch (Beyer et al.
+    2022, arXiv:2212.08013, section 3.4); for smaller patches they are the closest possible."""
     h, w = weight.shape[2:]
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     pixels = torch.eye(h * w, dtype=wide.dtype, device=wide.device).view(1, h * w, h, w)

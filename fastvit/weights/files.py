@@ -21,7 +21,7 @@ from fastvit._output import printable
 from fastvit.weights.hub import fetch, is_hub_id
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
-INDEX = ".index.json"  # of weights in several files
+INDEX = ".index.json"  # ends the name of an index of weights in several files
 FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 WRAPPERS = ("state_dict", "state_dict_ema", "model", "model_ema", "teacher", "student")
 INFLATED = 1 << 30  # bytes that a compressed file may hold, or four times its own size
@@ -69,13 +69,13 @@ def locate(weights: str | os.PathLike[str]) -> Path:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """What a file holds, on the CPU; no code from the file runs.
+    """Read the content of a file, on the CPU; no code from the file runs.
 
     Args:
-        path: of a `.safetensors`, `.pth`, `.pt` or `.bin` file; of a folder with `model.safetensors` or
-            `pytorch_model.bin`, also in shards (`model.safetensors.index.json`); or a repository of the Hugging Face
-            Hub that has these, "owner/name" or "hf-hub:owner/name@revision", which comes from its cache or is
-            downloaded. What exists as a path is the path.
+        path: a `.safetensors`, `.pth`, `.pt` or `.bin` file; a folder with `model.safetensors` or `pytorch_model.bin`,
+            also in shards (`model.safetensors.index.json`); or a repository of the Hugging Face Hub that has these,
+            "owner/name" or "hf-hub:owner/name@revision", which comes from the Hub's cache or is downloaded. An
+            existing path goes before a repository of that name.
 
     Raises:
         CheckpointError, FileNotFoundError, ImportError: as `load`.
@@ -140,12 +140,12 @@ def _read_pickle(path: Path) -> Any:
 def _check_inflated(path: Path) -> None:
     """Refuse a zip file whose entries are far larger than itself, before any is inflated. torch.save deflates none."""
     with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # what torch.load takes for a zip file; it inflates nothing else
+        if file.read(4) != b"PK\x03\x04":  # torch.load takes only such files for zip files, and inflates nothing else
             return
     try:
         with zipfile.ZipFile(path) as archive:
             held = sum(entry.file_size for entry in archive.infolist())
-    except Exception as error:  # of a damaged file, anything
+    except Exception as error:  # a damaged file makes the zip reader raise anything
         raise _damaged(path, error) from None
     limit = max(INFLATED, 4 * path.stat().st_size)
     if held > limit:
@@ -160,7 +160,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
-    """The one state_dict in what a file holds, without the prefixes of parallel training."""
+    """Return the one state_dict in a file's content, without the prefixes of parallel training."""
     if isinstance(content, Mapping):
         inside = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
         if len(inside) > 1:
@@ -181,7 +181,8 @@ def one_state_dict(content: Any, where: str) -> dict[str, Tensor]:
 
 
 def _is_plain(key: Any, value: Any) -> bool:
-    """A dense tensor with all of its values in memory: an expanded one of a few bytes may claim any size."""
+    """Return whether this is a name with a dense tensor all of whose values are in memory. An expanded tensor of a few
+    bytes may claim any size."""
     return (
         isinstance(key, str)
         and type(value) in (Tensor, nn.Parameter)

@@ -15,13 +15,13 @@ _ID = re.compile(r"(?:(?P<prefix>hf[-_]hub:)?)(?P<repo>\w[\w.-]*/[\w.-]+)(?:@(?P
 
 
 def is_hub_id(weights: str) -> bool:
-    """Whether this has the form of a repository's name: owner/name, or hf-hub:owner/name@revision as timm writes it."""
+    """Return whether this has the form of a repository's name: owner/name, or hf-hub:owner/name@revision as in timm."""
     return _ID.fullmatch(weights) is not None
 
 
 def repository_of_tag(weights: Any, names: Container[str], suffixes: Container[str]) -> Any:
-    """The repository of one of these names followed by timm's tag; what exists as a path, names a file with one
-    of these suffixes, or is no such name, as it is."""
+    """Return the repository of one of these names followed by timm's tag. Weights that exist as a path, name a file
+    with one of these suffixes or are no such name are returned as they are."""
     name, dot, tag = weights.partition(".") if isinstance(weights, str) else ("", "", "")
     if name not in names or not tag or dot + tag in suffixes or os.path.exists(weights):
         return weights

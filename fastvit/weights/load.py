@@ -21,20 +21,20 @@ from fastvit.weights.source import Source
 
 Weights = str | os.PathLike[str] | Mapping[str, Any]
 
-HEADS = ("head.", "attn_pool.", "pooler.")  # behind the last norm: classifier, SigLIP's pooling, Hugging Face's pooler
+HEADS = ("head.", "attn_pool.", "pooler.")  # after the last norm: classifier, SigLIP's pooling, Hugging Face's pooler
 
 
 def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False) -> None:
-    """Copies `weights` into the model, whatever library wrote them, in the model's dtype and on its device.
+    """Copy `weights` of any library that `fastvit.checkpoints` names into the model, in its dtype and on its device.
 
-    Positions of another patch grid are interpolated as the library that wrote them does it. A model without a head
-    (num_classes=0) leaves the file's classifier out.
+    Positions of another patch grid are interpolated in the same way as by the library that wrote them. A model without
+    a head (num_classes=0) leaves the file's classifier out.
 
     Args:
-        weights: whatever `read` takes, or a state_dict; also inside {"state_dict": ...} or {"model": ...}, and with the
-            prefixes of DistributedDataParallel and torch.compile.
-        drop_head: leave out what the file has behind the last norm (classifier, pooler, and attention pooling unless
-            the model has it too), and leave what the model has there beside that as it is.
+        weights: a path or repository as for `read`, or a state_dict; also inside {"state_dict": ...} or {"model": ...},
+            and with the prefixes of DistributedDataParallel and torch.compile.
+        drop_head: leave out the file's weights after the last norm (classifier, pooler, and attention pooling unless
+            the model has it too); the model's own keep their values.
 
     Raises:
         CheckpointError: a ValueError that names the file and, for weights that do not fit, lists every key that is
@@ -56,7 +56,7 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
 
 
 def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
-    """The model's whole state_dict with the file's values, or a CheckpointError with all that does not fit."""
+    """Return the model's whole state_dict with the file's values, or raise a CheckpointError that lists all mismatches."""
     expected = model.state_dict()
     distilled = [key for key in tensors if "dist_token" in key or "distillation_token" in key]
     if distilled:
@@ -79,7 +79,7 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
     if drop_head:
         ours.update({target: own for target, own in expected.items() if target.startswith(heads)})
     for target in ("cls_token", "pos_embed"):
-        while target in ours and ours[target].dim() < 3:  # (D,) and (N, D) elsewhere
+        while target in ours and ours[target].dim() < 3:  # (D,) and (N, D) in some libraries
             ours[target] = ours[target][None]
     _merge_qkv(ours, origin, expected)
     _as_eva(ours, origin, expected)
@@ -108,7 +108,7 @@ def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, dr
 
 
 def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]:
-    """Whose names these keys are, and the prefix in front of the vision model's."""
+    """Return the library whose names these keys are, and the prefix of the vision model's keys."""
     for source in SOURCES:
         for prefix in source.prefixes:
             if source.wrote(tensors, prefix):
@@ -118,7 +118,7 @@ def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]
             if key.endswith("." + source.marker):
                 front = key.removesuffix(source.marker)
                 raise CheckpointError(
-                    f"{where} has the names of {source.name} behind {front!r}; with its state_dict, pass weights="
+                    f"{where} has the names of {source.name} after {front!r}; with its state_dict, pass weights="
                     f"{{k.removeprefix({front!r}): v for k, v in state_dict.items() if k.startswith({front!r})}}"
                 )
     known = "".join(f"\n  {source.name}: {source.marker}" for source in SOURCES)
@@ -126,7 +126,7 @@ def _recognised(tensors: Mapping[str, Tensor], where: str) -> tuple[Source, str]
 
 
 def _by_pattern(keys: Iterable[str]) -> list[str]:
-    """Keys that differ in the block's number only as one line: blocks.{0-11}.norm1.weight."""
+    """Join keys that differ only in the block's number into one line: blocks.{0-11}.norm1.weight."""
     numbers: dict[str, list[int]] = {}
     for key in keys:
         found = re.search(r"(?<=[._])[0-9]+(?=\.)", key)
@@ -139,7 +139,7 @@ def _by_pattern(keys: Iterable[str]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """{0-5,7}, or 7 alone."""
+    """Write numbers as {0-5,7}, or one as 7."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and n == runs[-1][-1] + 1:
@@ -151,7 +151,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _unfold_projection(ours: dict[str, Tensor], origin: dict[str, str]) -> None:
-    """CLIP's projection, (K, D) or transposed (D, K) and without a bias -> a head with a bias of zeros."""
+    """Turn CLIP's projection, (K, D) or transposed (D, K) without a bias, into a head with a bias of zeros."""
     for key, transposed in (("head.projection", False), ("head.projection_t", True)):
         if key in ours and ours[key].dim() == 2:
             weight = ours.pop(key)
@@ -161,7 +161,7 @@ def _unfold_projection(ours: dict[str, Tensor], origin: dict[str, str]) -> None:
 
 
 def _split_pool_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
-    """qkv of an attention pooling -> q and kv, where the model has them and the shapes are right."""
+    """Split qkv of an attention pooling into q and kv, if the model has them and the shapes are right."""
     for kind in ("weight", "bias"):
         key, q, kv = (f"attn_pool.{name}.{kind}" for name in ("qkv", "q", "kv"))
         if key in ours and q in expected and ours[key].dim() and ours[key].shape[0] == 3 * expected[q].shape[0]:
@@ -171,7 +171,7 @@ def _split_pool_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: M
 
 
 def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
-    """q, k and v of a block -> qkv, where all three are there and of the right shape."""
+    """Join q, k and v of a block to qkv, if all three are there and of the right shape."""
     for key in [key for key in expected if ".attn.qkv." in key]:
         parts = [key.replace(".qkv.", f".{name}.") for name in "qkv"]
         shape = (expected[key].shape[0] // 3, *expected[key].shape[1:])
@@ -181,8 +181,8 @@ def _merge_qkv(ours: dict[str, Tensor], origin: dict[str, str], expected: Mappin
 
 
 def _as_eva(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[str, Tensor]) -> None:
-    """LayerScale, a gated MLP and the biases of q and v as a model of EVA's blocks has them, whose k has no bias.
-    Biases of zeros are left out where the model has none."""
+    """Rename LayerScale, a gated MLP and the biases of q and v to the names of EVA's blocks, whose k has no bias.
+    Biases of zeros are left out if the model has none."""
 
     def move(old: str, new: str) -> None:
         ours[new], origin[new] = ours.pop(old), origin[old]
@@ -215,7 +215,7 @@ def _as_eva(ours: dict[str, Tensor], origin: dict[str, str], expected: Mapping[s
 
 
 def _fold_registers(ours: dict[str, Tensor]) -> None:
-    """DINOv2 with registers: the position of CLS goes into CLS, so that only patches have positions, as in timm."""
+    """Convert DINOv2 with registers: add CLS's position to CLS, so that only patches have positions, as in timm."""
     cls, positions = ours.get("cls_token"), ours.get("pos_embed")
     if "register_tokens" not in ours or cls is None or positions is None:
         return
@@ -226,9 +226,9 @@ def _fold_registers(ours: dict[str, Tensor]) -> None:
 
 
 def _resize_positions(ours: dict[str, Tensor], model: VisionTransformer, source: Source, resize: Resize) -> list[str]:
-    """Interpolates pos_embed (1, P + n, D) to the model's patch grid, or leaves it for the check of shapes.
+    """Interpolate pos_embed (1, P + n, D) to the model's patch grid, or leave it for the check of shapes.
 
-    Returns what is wrong: a number of positions that fits the model's grid and another one."""
+    Returns a list of problems: a number of positions that fits both the model's grid and a square one."""
     positions, grid = ours.get("pos_embed"), model.patch_embed.grid_size
     if positions is None or positions.dim() != 3 or positions.shape[0] != 1 or positions.shape[2] != model.embed_dim:
         return []
@@ -249,7 +249,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """The arguments that resolve what is wrong with heads and pooling."""
+    """Return the arguments that resolve a mismatch of heads and pooling."""
     hints = []
     theirs = ours.get("head.weight")
     own = expected.get("head.weight")
@@ -257,9 +257,9 @@ def _hints(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[s
         same = f"num_classes={theirs.shape[0]} is" if theirs is not None and theirs.dim() else "num_classes=0 is"
         hints.append(f"{same} the file's; drop_head=True leaves its head out and keeps the model's, untrained")
     if any(target.startswith(HEADS) and target not in expected for target in ours):
-        hints.append("drop_head=True leaves out what the file has behind the last norm")
+        hints.append("drop_head=True leaves out what the file has after the last norm")
     if "attn_pool.latent" in expected and not any(target.startswith("attn_pool.") for target in ours):
         hints.append("global_pool='avg' is without attention pooling; drop_head=True keeps the model's, untrained")
     if "fc_norm.weight" in expected and "norm.weight" in ours:
-        hints.append("fc_norm=False, use_fc_norm=False of an Eva model, keeps the norm in front of the pooling")
+        hints.append("fc_norm=False, use_fc_norm=False of an Eva model, keeps the norm before the pooling")
     return hints

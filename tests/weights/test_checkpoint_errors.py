@@ -240,7 +240,7 @@ def test_one_line_for_all_blocks() -> None:
 def test_a_prefix_is_named_with_the_remedy(front: str) -> None:
     state_dict_of_file = {f"{front}{key}": value for key, value in state_dict().items()}
     state_dict_of_file["loss.weight"] = torch.ones(2)
-    message = refused(state_dict_of_file, f"names of timm behind '{front}'; with its state_dict, pass weights=")
+    message = refused(state_dict_of_file, f"names of timm after '{front}'; with its state_dict, pass weights=")
     remedy = eval(message.partition("weights=")[2], {"state_dict": state_dict_of_file})
     checkpoints.load(fastvit.VisionTransformer(**SMALL), remedy)
 
