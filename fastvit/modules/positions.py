@@ -23,8 +23,8 @@ def resample_abs_pos_embed(
     num_prefix_tokens: int = 1,
     resize: Resize = antialiased,
 ) -> Tensor:
-    """Interpolate positions (1, P + h*w, D) to another patch grid, (1, P + h'*w', D), in float32 and by default bicubic
-    and antialiased, with the P prefix rows unchanged (as timm; Dosovitskiy et al. 2021, section 3.2). Differentiable."""
+    """Interpolate positions (1, P + h*w, D) to another patch grid, (1, P + h'*w', D), as timm and Dosovitskiy et al.
+    (2021, section 3.2): in float32, by default bicubic and antialiased, the P prefix rows unchanged. Differentiable."""
     if grid == old_grid:
         return pos_embed
     prefix, patches = pos_embed[:, :num_prefix_tokens], pos_embed[:, num_prefix_tokens:]

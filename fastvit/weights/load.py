@@ -56,7 +56,7 @@ def load(model: VisionTransformer, weights: Weights, *, drop_head: bool = False)
 
 
 def _fitted(model: VisionTransformer, tensors: dict[str, Tensor], where: str, drop_head: bool) -> dict[str, Tensor]:
-    """Return the model's whole state_dict with the file's values, or raise a CheckpointError that lists all mismatches."""
+    """Return the model's state_dict with the file's values, or raise a CheckpointError that lists all mismatches."""
     expected = model.state_dict()
     distilled = [key for key in tensors if "dist_token" in key or "distillation_token" in key]
     if distilled:
