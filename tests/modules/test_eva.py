@@ -69,16 +69,9 @@ def test_keys_and_defaults_are_timms(name: str) -> None:
     reference = ReferenceEva(**zoo.config(name), device="meta")
     assert shapes(ours) == shapes(theirs) == shapes(reference)
     for attribute in (
-        "num_classes",
-        "global_pool",
-        "embed_dim",
-        "num_prefix_tokens",
-        "no_embed_class",
-        "dynamic_img_size",
-        "head_hidden_size",
-        "in_chans",
-        "feature_info",
-    ):
+        "num_classes", "global_pool", "embed_dim", "num_prefix_tokens", "no_embed_class", "dynamic_img_size",
+        "head_hidden_size", "in_chans", "feature_info",
+    ):  # fmt: skip
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     assert_inputs_are_timms(ours, theirs)
     pooled = ["attn_pool.norm"] * (theirs.global_pool == "map")
@@ -114,8 +107,13 @@ def test_logits_are_timms(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_kind
-def test_accurate(name: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+def test_accurate(name: str, dtype: torch.dtype, device: torch.device) -> None:
     assert_accurate(small(name, depth=1), dtype, device)
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_base_patch14_448"])
+def test_accurate_with_kernels(name: str, triton_backend: None, device: torch.device) -> None:
+    assert_accurate(small(name, depth=1), torch.bfloat16, device)
 
 
 def assert_accurate(arguments: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
@@ -157,15 +155,7 @@ def test_a_hook_inside_is_called(device: torch.device) -> None:
     image = images(model, device=device)
     want = model(image)
     seen: list[str] = []
-    names = [
-        "norm1",
-        "attn.q_proj",
-        "attn.attn_drop",
-        "attn.proj",
-        "mlp.fc1_g",
-        "mlp.norm",
-        "norm2",
-    ]
+    names = ["norm1", "attn.q_proj", "attn.attn_drop", "attn.proj", "mlp.fc1_g", "mlp.norm", "norm2"]
     for name in names:
         module = model.blocks[0].get_submodule(name)
         handle = module.register_forward_hook(lambda *_, name=name: seen.append(name))

@@ -2,10 +2,7 @@
 
 import copy
 import functools
-import io
-import pickle
 import sys
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -36,6 +33,7 @@ from fastvit import layers, reference
 from fastvit.blocks import read_timm, submodules
 from fastvit.blocks import run as run_blocks
 from fastvit.eva import Eva
+from fastvit.modules.parts import ACT_LAYERS
 from fastvit.reference.eva import Eva as ReferenceEva
 from fastvit.study.memory.peak import saved_bytes
 
@@ -52,11 +50,16 @@ BLOCKS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", BLOCKS)
-def test_block_is_as_accurate_as_the_reference(
-    case: str, dtype: torch.dtype, backend: str, device: torch.device
-) -> None:
+def test_block_is_as_accurate_as_the_reference(case: str, dtype: torch.dtype, device: torch.device) -> None:
     ours, theirs = blocks(**BLOCKS[case])
     assert_module_as_accurate(ours.to(device), theirs.to(device), *tokens(4, N, D, device=device), dtype)
+
+
+@pytest.mark.parametrize("case", ["layer_scale_drop_path", "qk_norm"])
+def test_block_of_kernels(case: str, triton_backend: None, device: torch.device) -> None:
+    ours, theirs = blocks(**BLOCKS[case])
+    x, dy = tokens(2, N, D, device=device)
+    assert_module_as_accurate(ours.to(device), theirs.to(device), x, dy, torch.bfloat16)
 
 
 @pytest.mark.parametrize("act", ["gelu_tanh", "relu", "silu", nn.ELU])
@@ -83,7 +86,7 @@ def test_block_under_autocast(n: int, device: torch.device) -> None:
 
 
 def test_activation_names() -> None:
-    for name in layers.ACT_LAYERS:
+    for name in ACT_LAYERS:
         assert read_timm.read_mlp(layers.Mlp(8, act_layer=name)).activation == name
     with pytest.raises(submodules.CannotFuse, match=r"act is nn\.ELU"):
         read_timm.read_mlp(layers.Mlp(8, act_layer=nn.ELU))
@@ -91,7 +94,7 @@ def test_activation_names() -> None:
         layers.Mlp(8, act_layer="gelu_tan")
 
 
-def test_block_without_autograd_is_the_same(backend: str, device: torch.device) -> None:
+def test_block_without_autograd_is_the_same(device: torch.device) -> None:
     block, _ = blocks(init_values=0.1)
     block.to(device)
     x = inputs("normal", B, N, D, dtype=torch.float32, device=device)
@@ -133,12 +136,12 @@ def test_python_functions_around_the_ops(case: str, limit: int) -> None:
     assert above_ops == {("run_attention_half", "forward"), ("run_mlp_half", "forward")}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", ["plain", "layer_scale_drop_path"])
-def test_at_most_ten_token_tensors_are_saved(case: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+def test_at_most_ten_token_tensors_are_saved(case: str, backend: str, device: torch.device) -> None:
+    """In bfloat16, where a float32 copy of any of them would show."""
     dim, heads = 128, 2
     arguments = BLOCKS[case]
-    make = {"device": device, "dtype": dtype}
+    make: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     x = torch.randn(2, 16, dim, **make, requires_grad=True)
     ours, eager = (kind.Block(dim, heads, qkv_bias=True, **make, **arguments) for kind in (layers, reference))
     saved, by_eager = (saved_bytes(lambda m=m: m(x), list(m.parameters())) for m in (ours, eager))
@@ -163,12 +166,12 @@ def test_an_accelerated_parallel_block_saves_nine_token_tensors() -> None:
         ({}, 1),  # of the gradient of qkv
         ({"drop_path": 0.5}, 1),
         ({"init_values": 0.1}, 3),  # and of LayerScale's two: a product of matrices each, with the bias apart
-        ({"proj_drop": 0.5}, 3),  # what is behind the dropout is not what reaches the residual
+        ({"proj_drop": 0.5}, 3),  # the gradient before the dropout is not the residual's
     ],
     ids=str,
 )
 def test_no_pass_of_its_own_for_a_bias_before_the_residual(
-    options: dict[str, Any], sums: int, backend: str, device: torch.device
+    options: dict[str, Any], sums: int, device: torch.device
 ) -> None:
     """The norm's backward pass reads the residual's gradient too, and has its sum over rows."""
     block = layers.Block(32, 2, qkv_bias=True, **options).to(device)
@@ -211,18 +214,18 @@ def test_samples_that_are_kept_may_stay_as_they_are() -> None:
     assert all(a != b for a, b in zip(kept_rows, dropped_rows, strict=True))
 
 
-@pytest.mark.parametrize("behind", ["proj", "act and fc2", "fc2"])
-def test_projection_dropout_in_training(behind: str, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("after", ["proj", "act and fc2", "fc2"])
+def test_projection_dropout_in_training(after: str, device: torch.device) -> None:
     """Outputs of the branch are either dropped or divided by 1 - p; reproducible under a seed; off in eval."""
     block, _ = blocks(proj_drop=0.5)
     block.to(device)
-    if behind == "fc2":
+    if after == "fc2":
         block.mlp.drop1.p = 0.0
     x, _ = tokens(dtype=torch.float32, device=device)
 
     def run(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        if behind == "proj":
+        if after == "proj":
             return run_blocks.run_attention_half(x, read_timm.read_attention_half(block)).detach() - x
         return run_blocks.run_mlp_half(x, read_timm.read_mlp_half(block)).detach() - x
 
@@ -234,20 +237,20 @@ def test_projection_dropout_in_training(behind: str, backend: str, device: torch
     full = run(0)
     assert not (full == 0).any()
     assert torch.equal(full, run(1))
-    if behind != "act and fc2":
+    if after != "act and fc2":
         block.train()
         torch.testing.assert_close(run(0)[~dropped], 2 * full[~dropped], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("behind", ["proj", "fc2"])
-def test_a_branch_is_scaled_behind_its_dropout(behind: str, backend: str, device: torch.device) -> None:
-    """By LayerScale, and by stochastic depth: what neither of the two drops is divided by both."""
+@pytest.mark.parametrize("after", ["proj", "fc2"])
+def test_a_branch_is_scaled_after_its_dropout(after: str, device: torch.device) -> None:
+    """By LayerScale and by stochastic depth: an element that neither of the two drops is divided by both rates."""
     block, _ = blocks(proj_drop=0.5, init_values=0.1, drop_path=0.25)
     block.to(device).mlp.drop1.p = 0.0
     x = inputs("normal", 32, N, D, dtype=torch.float32, device=device)
 
     def branch() -> Tensor:
-        if behind == "proj":
+        if after == "proj":
             return run_blocks.run_attention_half(x, read_timm.read_attention_half(block)).detach() - x
         return run_blocks.run_mlp_half(x, read_timm.read_mlp_half(block)).detach() - x
 
@@ -264,7 +267,7 @@ def test_dropout_rates_that_differ_run_one_by_one() -> None:
     assert_same_step(block, theirs, torch.randn(B, N, D))
 
 
-def test_checkpointing_repeats_the_dropout(backend: str, device: torch.device) -> None:
+def test_checkpointing_repeats_the_dropout(device: torch.device) -> None:
     block, _ = blocks(proj_drop=0.3, attn_drop=0.3, drop_path=0.3)
     block.to(device)
     x, dy = tokens(dtype=torch.float32, device=device)
@@ -279,7 +282,7 @@ def test_checkpointing_repeats_the_dropout(backend: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_patch_embed_and_norms(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+def test_patch_embed_and_norms(dtype: torch.dtype, device: torch.device) -> None:
     image = inputs("normal", 2, 3, 8, 12, dtype=torch.float64, device=device)
     dy = inputs("normal", 2, 6, 32, dtype=torch.float64, device=device, seed=1)
     ours, theirs = twins(layers.PatchEmbed((8, 12), 4, 3, 32), reference.PatchEmbed((8, 12), 4, 3, 32))
@@ -342,24 +345,6 @@ def test_a_convolution_of_another_kind_runs_by_itself() -> None:
     embed.proj = nn.Conv2d(3, 32, 4, stride=2)
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(embed(x), embed.proj(x).flatten(2).transpose(1, 2))
-
-
-def round_trips(module: nn.Module) -> Iterator[nn.Module]:
-    yield copy.deepcopy(module)
-    yield pickle.loads(pickle.dumps(module))
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    fresh = layers.Block(D, H, mlp_ratio=2.0, qkv_bias=True, init_values=1.0, act_layer="gelu_tanh")
-    fresh.load_state_dict(torch.load(buffer, weights_only=True))
-    yield fresh
-
-
-def test_deepcopy_pickle_and_state_dict() -> None:
-    block, _ = blocks(init_values=0.1, act_layer="gelu_tanh")
-    x = torch.randn(B, N, D)
-    for copied in round_trips(block):
-        assert torch.equal(copied(x), block(x))
 
 
 def test_keys_and_constructor_are_timms() -> None:

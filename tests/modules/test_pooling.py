@@ -1,8 +1,6 @@
 """global_pool="map": the module by itself and in models. Against timm and the reference as a whole: test_vit.py,
 test_zoo.py, test_eva.py; its weights: test_checkpoints*.py."""
 
-import copy
-import pickle
 import re
 from typing import Any
 
@@ -31,9 +29,8 @@ def pools(**arguments: Any) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("act_layer", ["gelu", "gelu_tanh"])
-def test_as_accurate_as_the_reference(act_layer: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    ours, theirs = (module.to(device) for module in pools(act_layer=act_layer))
+def test_as_accurate_as_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    ours, theirs = (module.to(device) for module in pools(act_layer="gelu_tanh"))
     x, _ = tokens(B, N, D, device=device)
     dy = torch.linspace(-1, 1, B * D, dtype=torch.float64, device=device).view(B, D)
     assert_module_as_accurate(ours, theirs, x, dy, dtype)
@@ -119,34 +116,12 @@ def test_heads_and_width_of_its_own() -> None:
     assert (model.attn_pool.num_heads, model.attn_pool.mlp.fc1.out_features) == (2, 64)
 
 
-def test_compile_fullgraph() -> None:
-    model, image = model_and_image()
-    torch._dynamo.reset()
-    for mode in (model.train, model.eval):
-        mode()
-        assert_same_step(torch.compile(model, fullgraph=True, backend="aot_eager"), model, image)
-
-
-def test_export() -> None:
-    model, image = model_and_image()
-    program = torch.export.export(model, (image,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
-    plain = program.run_decompositions(fastvit.export.decompositions())
-    assert not [n for n in plain.graph.nodes if str(n.target).startswith("fastvit")]
-    for batch in (2, 5):
-        image = torch.randn(batch, 3, 16, 16)
-        for exported in (program, plain):
-            torch.testing.assert_close(exported.module()(image), model(image), rtol=1e-4, atol=1e-5)
-
-
-def test_autocast_empty_batches_copies_and_dtypes() -> None:
+def test_autocast_and_an_empty_batch() -> None:
     model, image = model_and_image()
     want = model(image)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(image).float(), want, rtol=0.1, atol=0.1)
     assert model(image[:0]).shape == (0, 5)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(image), want)
-    assert model.to(torch.bfloat16)(image.bfloat16()).dtype is torch.bfloat16
 
 
 def test_classifier() -> None:

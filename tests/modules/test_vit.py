@@ -55,10 +55,18 @@ def models(**arguments: Any) -> tuple[VisionTransformer, reference.VisionTransfo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_model_is_as_accurate_as_the_reference(
-    variant: str, dtype: torch.dtype, backend: str, device: torch.device
-) -> None:
-    ours, eager = models(**VARIANTS[variant], device=device, dtype=dtype)
+def test_model_is_as_accurate_as_the_reference(variant: str, dtype: torch.dtype, device: torch.device) -> None:
+    assert_accurate(VARIANTS[variant], dtype, device)
+
+
+@pytest.mark.parametrize("variant", ["registers", "map_of_its_own_size"])
+def test_model_of_kernels(variant: str, triton_backend: None, device: torch.device) -> None:
+    assert_accurate({**VARIANTS[variant], "depth": 1}, torch.bfloat16, device)
+
+
+def assert_accurate(arguments: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Compare a training step of ours and the reference with the reference in float64."""
+    ours, eager = models(**arguments, device=device, dtype=dtype)
     x = image(ours, device=device).to(dtype)
     exact = step(copy.deepcopy(eager).double(), x.double())
     low, got = step(eager, x), step(ours, x)
@@ -75,7 +83,7 @@ def together(results: dict[str, Tensor], exact: dict[str, Tensor]) -> Tensor:
     return torch.cat([(g / exact[name].square().mean().sqrt()).flatten() for name, g in gradients.items()])
 
 
-def test_seventeen_tokens_without_gradients(backend: str, device: torch.device) -> None:
+def test_seventeen_tokens_without_gradients(device: torch.device) -> None:
     model, eager = models(device=device)
     x = image(model, dtype=torch.float32, device=device)
     with torch.inference_mode():
@@ -89,21 +97,13 @@ def test_seventeen_tokens_without_gradients(backend: str, device: torch.device) 
 # ---- timm ----
 
 TINY_TIMM, REG4 = "vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"
-WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {  # each with two blocks, of 64 px unless it says otherwise
-    "vit_tiny": (TINY_TIMM, {"num_classes": 5}),
-    "deit3": ("deit3_small_patch16_224", {"init_values": 0.1}),
+# Each with two blocks, of 64 px unless it says otherwise. Names and poolings: test_zoo.py.
+WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2_reg4": (REG4, {"img_size": 56, "init_values": 0.1, "num_classes": 5}),
-    "dinov2": ("vit_small_patch14_dinov2", {"img_size": 56, "init_values": 0.1}),
-    "avg_pool": (TINY_TIMM, {"global_pool": "avg", "class_token": False}),
-    "avgmax": (TINY_TIMM, {"global_pool": "avgmax", "reg_tokens": 2}),
-    "clip": (TINY_TIMM, CLIP),
     "non_square": (TINY_TIMM, {"img_size": (32, 80)}),
     "dynamic": (TINY_TIMM, {"dynamic_img_size": True}),
     "dynamic_reg4": (REG4, {"img_size": 56, "dynamic_img_size": True}),
-    "rms_norm": (TINY_TIMM, {"norm_layer": "rmsnorm"}),
     "embed_norm": (TINY_TIMM, {"embed_norm_layer": nn.LayerNorm, "reg_tokens": 2}),
-    "siglip": ("vit_base_patch32_siglip_256", {"embed_dim": 192, "num_heads": 3, "num_classes": 5}),
-    "map": (TINY_TIMM, {"global_pool": "map", "reg_tokens": 2, "mlp_ratio": 2.0}),
     "map_and_norm": (TINY_TIMM, {"global_pool": "map", "fc_norm": True}),
     "another_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.SwiGLU"}),
     "timms_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.Mlp"}),
@@ -190,8 +190,8 @@ def test_a_larger_patch_of_a_larger_image_is_the_same_token() -> None:
     torch.testing.assert_close(model(resized), want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "vit_small_patch16_dinov3", "eva02_base_patch14_448",
-    "vit_pe_core_tiny_patch16_384", "eva_giant_patch14_224"])  # fmt: skip
+@pytest.mark.parametrize("variant", ["cls", "registers", "rms_norm", "map", "vit_small_patch16_dinov3",
+    "eva02_base_patch14_448", "vit_pe_core_tiny_patch16_384", "eva_giant_patch14_224"])  # fmt: skip
 def test_init_weights_initialises_everything(variant: str) -> None:
     """As the constructor does, in memory that held something else."""
     small = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 28 if "patch14" in variant else 32}
@@ -285,8 +285,10 @@ def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -
 # ---- a citizen of PyTorch ----
 
 
-def test_compile_fullgraph() -> None:
-    model = randomised(VisionTransformer(**TINY, init_values=0.1, drop_path_rate=0.1))
+@pytest.mark.parametrize("global_pool", ["token", "map"])
+def test_compile_fullgraph(global_pool: str) -> None:
+    options = {"init_values": 0.1, "drop_path_rate": 0.1, "global_pool": global_pool}
+    model = randomised(VisionTransformer(**TINY, **options))
     x = image(model, dtype=torch.float32)
     torch._dynamo.reset()
     for mode in (model.train, model.eval):
@@ -321,13 +323,17 @@ def test_compile_takes_another_batch_size_without_another_graph() -> None:
     assert len(compiled_at) == 1
 
 
-def test_export() -> None:
-    model = randomised(VisionTransformer(**TINY)).eval()
+@pytest.mark.parametrize("global_pool", ["token", "map"])
+def test_export(global_pool: str) -> None:
+    model = randomised(VisionTransformer(**TINY, global_pool=global_pool)).eval()
     x = image(model, dtype=torch.float32)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    plain = program.run_decompositions(fastvit.export.decompositions())
+    assert not [n for n in plain.graph.nodes if str(n.target).startswith("fastvit")]
     for batch in (2, 5):
         x = image(model, batch, dtype=torch.float32)
-        torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+        for exported in (program, plain):
+            torch.testing.assert_close(exported.module()(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -355,9 +361,10 @@ def test_activation_checkpointing_changes_nothing() -> None:
 
 
 def test_deepcopy_pickle_state_dict_and_dtype() -> None:
-    model = randomised(VisionTransformer(**TINY, act_layer="gelu_tanh", reg_tokens=1)).eval()
+    options = {"act_layer": "gelu_tanh", "reg_tokens": 1, "init_values": 0.1, "global_pool": "map"}
+    model = randomised(VisionTransformer(**TINY, **options)).eval()
     x = image(model, dtype=torch.float32)
-    fresh = VisionTransformer(**TINY, act_layer="gelu_tanh", reg_tokens=1).eval()
+    fresh = VisionTransformer(**TINY, **options).eval()
     fresh.load_state_dict(model.state_dict())
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
         assert torch.equal(twin(x), model(x))
