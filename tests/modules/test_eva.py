@@ -24,8 +24,6 @@ from fastvit.zoo.eva import CONFIGS
 PARAMETERS = {
     "vit_small_patch16_dinov3": 21_586_944,
     "vit_7b_patch16_dinov3": 6_716_030_976,
-    "eva02_large_patch14_448": 305_080_232,
-    "vit_pe_spatial_gigantic_patch14_448": 1_851_887_104,
     "vit_pe_core_base_patch16_224": 93_673_984,
 }
 # one of each kind: rotated by halves with CLS and 4 registers; SwiGLU in two layers; biases apart; one layer with both;

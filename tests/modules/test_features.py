@@ -201,7 +201,7 @@ def test_pruning_is_timms(case: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"out_indices": (0, -2)}, {"norm": True}, {"prune": False}], ids=str)
-@every_model
+@pytest.mark.parametrize("case", ["registers", "dinov3"])
 def test_timms_feature_extractor_takes_models(case: str, options: dict[str, Any]) -> None:
     *models, image = with_timm(case)
     from timm.models._features import FeatureGetterNet
@@ -221,7 +221,6 @@ BLOCKS = "a number of last blocks from 1 to 4, or blocks from -4 to 3"
     ("error", "message", "call"),
     [
         (ValueError, f"indices must be {BLOCKS}, got 5", lambda m, x: m.forward_intermediates(x, 5)),
-        (ValueError, f"indices must be {BLOCKS}, got 0", lambda m, x: m.forward_intermediates(x, 0)),
         (ValueError, f"indices must be {BLOCKS}, got []", lambda m, x: m.forward_intermediates(x, [])),
         (ValueError, f"indices must be {BLOCKS}, got [0, 4]", lambda m, x: m.forward_intermediates(x, [0, 4])),
         (TypeError, f"indices must be {BLOCKS}, got 'all'", lambda m, x: m.forward_intermediates(x, "all")),
@@ -230,7 +229,6 @@ BLOCKS = "a number of last blocks from 1 to 4, or blocks from -4 to 3"
          lambda m, x: m.forward_intermediates(x, output_fmt="NHWC")),
         (TypeError, "norm must be True or False, got 'yes'", lambda m, x: m.forward_intermediates(x, norm="yes")),
         (ValueError, f"n must be {BLOCKS}, got (-5,)", lambda m, x: m.get_intermediate_layers(x, (-5,))),
-        (TypeError, f"n must be {BLOCKS}, got True", lambda m, x: m.get_intermediate_layers(x, True)),
         (ValueError, "return_class_token and return_prefix_tokens must not both be True",
          lambda m, x: m.get_intermediate_layers(x, return_class_token=True, return_prefix_tokens=True)),
         (ValueError, f"indices must be {BLOCKS}, got 9", lambda m, x: m.prune_intermediate_layers(9)),

@@ -58,8 +58,15 @@ def new_forward(module: nn.Module) -> None:
     module.forward = lambda x: original(x) * 2  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("change", [hook, pre_hook, backward_hook, new_forward])
-@pytest.mark.parametrize("path", SUBMODULES)
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        *((path, hook) for path in SUBMODULES),
+        ("attn.proj", pre_hook),
+        ("attn.proj", backward_hook),
+        ("mlp", new_forward),
+    ],
+)
 def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module], None]) -> None:
     ours, theirs = blocks(init_values=0.1, drop_path=0.3)
     for block in (ours, theirs):
@@ -67,7 +74,7 @@ def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module]
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
 
 
-@pytest.mark.parametrize("path", ["norm1", "attn", "attn.qkv", "attn.attn_drop", "ls1", "drop_path1", "mlp", "mlp.act"])
+@pytest.mark.parametrize("path", ["norm1", "attn", "attn.qkv", "mlp.act"])
 def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = blocks(init_values=0.1, drop_path=0.3)
     for kind in {type(block.get_submodule(path)) for block in (ours, theirs)}:

@@ -17,24 +17,11 @@ from fastvit.zoo.eva import CONFIGS as EVAS
 
 PARAMETERS = {
     "vit_tiny_patch16_224": 5_717_416,
-    "vit_small_patch16_224": 22_050_664,
     "vit_base_patch16_224": 86_567_656,
-    "vit_base_patch32_224": 88_224_232,
-    "vit_base_patch8_224": 86_576_872,
-    "vit_large_patch16_224": 304_326_632,
-    "vit_gigantic_patch14_224": 1_844_440_680,
-    "vit_base_patch14_dinov2": 86_579_712,
     "vit_small_patch14_reg4_dinov2": 22_057_344,
-    "vit_base_patch16_siglip_224": 92_884_224,
     "vit_so400m_patch14_siglip_378": 428_225_600,
-    "aimv2_large_patch14_224": 309_197_824,
-    "aimv2_huge_patch14_336": 681_343_488,
-    "aimv2_1b_patch14_448": 1_236_531_200,
     "aimv2_3b_patch14_448": 2_723_017_728,
     "vit_giant_patch14_reg1_tipsv2": 1_135_949_312,
-    "test_vit": 371_240,
-    "test_vit2": 455_720,
-    "test_vit4": 1_020_520,
     "vit_cifar_small": 5_362_762,
     "vit_cifar_base": 21_342_346,
     "vit_cifar_large": 75_722_250,
@@ -50,7 +37,6 @@ RESET: list[tuple[str, dict[str, Any]]] = [
     ("vit_pe_core_tiny_patch16_384", {}), ("vit_pe_core_tiny_patch16_384", {"num_reg_tokens": 2}),
     ("vit_pe_core_gigantic_patch14_448", {"class_token": False}), ("vit_small_patch16_dinov3", {}),
 ]  # fmt: skip
-META: dict[str, Any] = {"device": "meta"}
 
 
 def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -68,15 +54,16 @@ def test_exact_parameter_count(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("name", VITS)
 def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
-    ours = fastvit.create_model(name, **META)
-    assert shapes(ours) == shapes(reference.VisionTransformer(**reference_arguments(name), **META))
+    ours = fastvit.create_model(name, depth=1, device="meta")
+    eager = reference.VisionTransformer(**{**reference_arguments(name), "depth": 1}, device="meta")
+    assert shapes(ours) == shapes(eager)
 
 
 @pytest.mark.parametrize("name", IN_TIMM)
 def test_names_keys_and_defaults_are_timms(name: str) -> None:
     timm = import_timm()
-    theirs = timm.create_model(name, **META)
-    ours = fastvit.create_model(name, **META)
+    theirs = timm.create_model(name, device="meta", weight_init="skip")
+    ours = fastvit.create_model(name, device="meta")
     assert shapes(ours) == shapes(theirs)
     for attribute in (
         "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
@@ -97,20 +84,6 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
     assert firsts[0].attn.scale == firsts[1].attn.scale
     assert getattr(firsts[0].ls1, "init_values", None) == getattr(firsts[1].ls1, "init_values", None)
     assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
-
-
-@pytest.mark.parametrize("name", IN_TIMM)
-def test_features_and_logits_are_timms(name: str) -> None:
-    """Of a narrow model with one block and four patches."""
-    timm = import_timm()
-    patch_size = zoo.config(name)["patch_size"]
-    small = {"embed_dim": 96, "depth": 1, "num_heads": 4, "img_size": 2 * patch_size, "num_classes": 3}
-    ours, theirs = (library.create_model(name, **small) for library in (fastvit, timm))
-    twins(ours, theirs)
-    x = torch.randn(2, 3, 2 * patch_size, 2 * patch_size)
-    with torch.inference_mode():
-        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x), rtol=1e-4, atol=1e-4)
 
 
 def has_class_token(name: str, **arguments: Any) -> bool:
