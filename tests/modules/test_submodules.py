@@ -60,12 +60,7 @@ def new_forward(module: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("path", "change"),
-    [
-        *((path, hook) for path in SUBMODULES),
-        ("attn.proj", pre_hook),
-        ("attn.proj", backward_hook),
-        ("mlp", new_forward),
-    ],
+    [(path, hook) for path in SUBMODULES] + [("attn", pre_hook), ("attn.proj", backward_hook), ("mlp", new_forward)],
 )
 def test_a_changed_submodule_is_honoured(path: str, change: Callable[[nn.Module], None]) -> None:
     ours, theirs = blocks(init_values=0.1, drop_path=0.3)
