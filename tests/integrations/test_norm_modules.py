@@ -153,7 +153,6 @@ TAKES_NAMES: dict[str, Callable[..., nn.Module]] = {
     "PatchEmbed": partial(fastvit.PatchEmbed, 16, 4, embed_dim=32),
     "EvaBlock": partial(eva_layers.EvaBlock, 32, 2, scale_mlp=True, swiglu_mlp=True),
     "AttentionPoolLatent": partial(AttentionPoolLatent, 32, 2),
-    "reference.Attention": partial(reference.Attention, 32, 2, qk_norm_layer="rmsnorm"),
     "reference.Block": partial(reference.Block, 32, 2, qk_norm=True),
     "reference.PatchEmbed": partial(reference.PatchEmbed, 16, 4, embed_dim=32),
     "reference.SwiGLU": partial(eva.SwiGLU, 32, 32),
