@@ -48,9 +48,9 @@ def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> Attent
     heads, kv_heads = q.out_features // attn.head_dim, k.out_features // attn.head_dim
     if k.out_features != v.out_features or q.out_features != out.in_features:
         raise CannotFuse(f"q, k and v have {q.out_features}, {k.out_features} and {v.out_features} outputs")
-    of_qk = read.read_qk_norm(attn, _NORM, read_norm)
+    qk_norms = read.read_qk_norm(attn, _NORM, read_norm)
     p = p if attn.training else 0.0
-    return read.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=of_qk, kv_heads=kv_heads)
+    return read.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=qk_norms, kv_heads=kv_heads)
 
 
 def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | Bare:
