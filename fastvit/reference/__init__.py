@@ -1,12 +1,9 @@
-"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and EVA's (`eva.py`).
-
-Classes and arguments have the names of `fastvit.layers`, where they are described.
-"""
+"""The models in plain PyTorch, straight from the papers: the Vision Transformer (`vit.py`) and EVA's (`eva.py`)."""
 
 from fastvit.reference.eva import Eva
-from fastvit.reference.vit import ACTIVATIONS as ACTIVATIONS
-from fastvit.reference.vit import NORMS as NORMS
 from fastvit.reference.vit import (
+    ACTIVATIONS,
+    NORMS,
     Attention,
     AttentionPoolLatent,
     Block,
@@ -19,6 +16,8 @@ from fastvit.reference.vit import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
+    "NORMS",
     "Attention",
     "AttentionPoolLatent",
     "Block",
