@@ -16,6 +16,8 @@ from fastvit.vit import VisionTransformer
 
 __all__ = ["Eva"]
 
+_FIXED = ("proj_bias", "mlp_layer", "qk_norm")  # arguments of `VisionTransformer` whose value EVA's blocks fix
+
 
 class Eva(VisionTransformer):
     """EVA (Fang et al. 2022, arXiv:2211.07636), EVA-02 (2023, arXiv:2303.11331), DINOv3 (Simeoni et al. 2025,
@@ -54,6 +56,8 @@ class Eva(VisionTransformer):
         rope_rotate_half: bool = False, ref_feat_shape: Pair | None = None, use_pre_transformer_norm: bool = False,
         use_fc_norm: bool | None = None, use_post_transformer_norm: bool | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        if fixed := [name for name in _FIXED if name in options]:
+            raise TypeError(f"Eva takes no {fixed[0]}: EVA's blocks fix it")
         check_integers(0, num_reg_tokens=num_reg_tokens, swiglu_align_to=swiglu_align_to)
         check_choice("rope_type", rope_type, ("cat", "dinov3"))
         check_flags(
@@ -89,7 +93,7 @@ class Eva(VisionTransformer):
                 self.rope = RotaryEmbeddingDinoV3(*rotary, rotate_half=rope_rotate_half, **grid)
 
     def _make_block(self, num_heads: int, **options: Any) -> nn.Module:
-        for name in ("proj_bias", "mlp_layer"):  # EvaBlock fixes them
+        for name in _FIXED:
             del options[name]
         prefix = self.num_prefix_tokens
         return EvaBlock(self.embed_dim, num_heads, num_prefix_tokens=prefix, **self._block_options, **options)

@@ -58,6 +58,7 @@ class VisionTransformer(Head):
         mlp_layer: a class with the arguments of `Mlp`, or "mlp", "glumlp", "swiglu" or "swiglupacked".
         norm_layer: a class, or "layernorm" or "rmsnorm".
         act_layer: a class, or "gelu", "gelu_tanh", "quick_gelu", "relu" or "silu".
+        qk_norm: norms of q and k, as in `Attention`.
         mean, std: in_chans values each, in [0, 1]: uint8 images are then taken as (x / 255 - mean) / std. Only if they
             are given does `pretrained_cfg` have them, from which timm makes its transforms: a model's name does not
             determine the normalisation that its weights were trained with.
@@ -79,7 +80,7 @@ class VisionTransformer(Head):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | NormLayer | None = None,
         mlp_layer: str | LayerFactory = Mlp, norm_layer: str | NormLayer = "layernorm",
-        act_layer: str | ActLayer = "gelu", mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        act_layer: str | ActLayer = "gelu", qk_norm: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -94,6 +95,7 @@ class VisionTransformer(Head):
         check_flags(
             qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
             pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False, dynamic_img_size=dynamic_img_size,
+            qk_norm=qk_norm,
         )  # fmt: skip
         check_choice("pos_embed", pos_embed, ("learn", "", "none"))
         check_pool("global_pool", global_pool, class_token)
@@ -130,7 +132,7 @@ class VisionTransformer(Head):
         options = {
             "mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "proj_bias": proj_bias, "proj_drop": proj_drop_rate,
             "attn_drop": attn_drop_rate, "init_values": init_values, "act_layer": act, "norm_layer": norm,
-            "mlp_layer": mlp, **factory,
+            "mlp_layer": mlp, "qk_norm": qk_norm, **factory,
         }  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(self._make_block(num_heads, drop_path=p, **options) for p in drop_paths))

@@ -217,7 +217,7 @@ class Eva(VisionTransformer):
                 self.head.weight.mul_(0.001)
 
     def make_block(self, num_heads: int, **options: Any) -> EvaBlock:
-        for name in ("proj_bias", "act_layer", "mlp_layer"):  # EVA's blocks fix them
+        for name in ("proj_bias", "act_layer", "mlp_layer", "qk_norm"):  # EVA's blocks fix them
             options.pop(name)
         prefix = self.num_prefix_tokens
         return EvaBlock(self.embed_dim, num_heads, num_prefix_tokens=prefix, **self.block_options, **options)

@@ -243,7 +243,7 @@ class VisionTransformer(nn.Module):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | LayerFactory | None = None,
         mlp_layer: LayerFactory = Mlp, norm_layer: str | LayerFactory = "layernorm",
-        act_layer: str | LayerFactory = "gelu",
+        act_layer: str | LayerFactory = "gelu", qk_norm: bool = False,
         mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
@@ -274,7 +274,7 @@ class VisionTransformer(nn.Module):
         options: dict[str, Any] = {
             "mlp_ratio": mlp_ratio, "qkv_bias": qkv_bias, "proj_bias": proj_bias, "proj_drop": proj_drop_rate,
             "attn_drop": attn_drop_rate, "init_values": init_values, "act_layer": act, "norm_layer": norm,
-            "mlp_layer": mlp_layer, **factory,
+            "mlp_layer": mlp_layer, "qk_norm": qk_norm, **factory,
         }  # fmt: skip
         drop_paths = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
         self.blocks = nn.Sequential(*(self.make_block(num_heads, drop_path=p, **options) for p in drop_paths))

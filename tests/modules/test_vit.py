@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cls": {},
     "registers": {"reg_tokens": 4, "no_embed_class": True, "init_values": 0.1},
     "registers_embedded": {"reg_tokens": 2, "qkv_bias": False},
+    "qk_norm": {"qk_norm": True},
     "avg": {"global_pool": "avg", "class_token": False},
     "avg_with_cls_norm_first": {"global_pool": "avg", "fc_norm": False},
     "max": {"global_pool": "max"},
