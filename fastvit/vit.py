@@ -80,7 +80,8 @@ class VisionTransformer(Head):
         drop_rate: float = 0.0, pos_drop_rate: float = 0.0, proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0, drop_path_rate: float = 0.0, embed_norm_layer: str | NormLayer | None = None,
         mlp_layer: str | LayerFactory = Mlp, norm_layer: str | NormLayer = "layernorm",
-        act_layer: str | ActLayer = "gelu", qk_norm: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+        act_layer: str | ActLayer = "gelu", qk_norm: bool = False,
+        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
         device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
