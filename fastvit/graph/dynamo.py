@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fastvit.graph.match.rewriter import Subject
+from fastvit.graph.match.rewriter import GraphRewriter
 from fastvit.graph.report import Entry, Report
 from fastvit.graph.rewrites import (
     add_norm,
@@ -51,13 +51,13 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
     entries: dict[Node, Entry] = {}
     reason = ""
     try:
-        subject = Subject(gm)
-        if subject.refusal or not subject.fakes:
-            return [], subject.refusal
-        entries = subject.entries
+        rewriter = GraphRewriter(gm)
+        if rewriter.refusal or not rewriter.fakes:
+            return [], rewriter.refusal
+        entries = rewriter.entries
         for module in _REWRITES:
-            module.rewrite(subject)
-            subject.settle()
+            module.rewrite(rewriter)
+            rewriter.propagate_strides()
         gm.graph.lint()
     except Exception as error:  # a graph that nobody thought of compiles as it does without us, and says so
         gm.graph = untouched
@@ -65,7 +65,7 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         entries = {node: replace(entry, fused=False, detail="the whole graph") for node, entry in entries.items()}
     gm.recompile()
-    return [entries[site] for site in sorted(entries, key=lambda node: subject.position[node])], reason
+    return [entries[site] for site in sorted(entries, key=lambda node: rewriter.position[node])], reason
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:

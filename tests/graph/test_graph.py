@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, Subject, compile_and_check, details, half, heads, joined
+from graph_models import B, D, FunctionModule, H, N, compile_and_check, details, half, heads, joined
 from torch import Tensor, nn
 
 
-def sdpa(m: Subject, x: Tensor, **options) -> Tensor:
+def sdpa(m: FunctionModule, x: Tensor, **options) -> Tensor:
     return joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))), **options))
 
 
-def plain_half(m: Subject, x: Tensor) -> Tensor:
+def plain_half(m: FunctionModule, x: Tensor) -> Tensor:
     return x + m.proj(sdpa(m, x))
 
 

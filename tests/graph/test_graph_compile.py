@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, H, Subject, compile_and_check, details, half, heads, joined, run
+from graph_models import D, FunctionModule, H, compile_and_check, details, half, heads, joined, run
 from library_imports import import_library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -222,7 +222,7 @@ def test_shapes_compile_no_oftener_than_without(device):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_empty_batch_is_fused_as_any_other(dynamic, device):
     layers = {"conv": nn.Conv2d(3, D, 4, 4), "block": Block(D, H)}
-    model = Subject(lambda m, image: m.block(m.conv(image).flatten(2).transpose(1, 2)), **layers).to(device)
+    model = FunctionModule(lambda m, image: m.block(m.conv(image).flatten(2).transpose(1, 2)), **layers).to(device)
     images, parameters, reports = [torch.randn(0, 3, 8, 8, device=device)], list(model.parameters()), []
     compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, dynamic=dynamic)
     for got, want in zip(run(compiled, parameters, images), run(model, parameters, images), strict=True):

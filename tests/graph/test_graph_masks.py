@@ -4,7 +4,7 @@ provably the same, and left where it is not."""
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, Subject, compile_and_check, details, half, heads, joined, run
+from graph_models import B, D, FunctionModule, H, N, compile_and_check, details, half, heads, joined, run
 from torch import Tensor, nn
 
 import fastvit
@@ -15,7 +15,7 @@ d = D // H
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def attending(attend, **layers) -> Subject:
+def attending(attend, **layers) -> FunctionModule:
     """attend: function(model, q, k, v) of (B, H, N, d); the model has a bias, and a mask that keeps a part."""
 
     def forward(m, x):
@@ -354,7 +354,7 @@ def test_masks_that_are_left(case, x):
 GROUPS = 2  # of heads of q, H each
 
 
-def grouped(attend, kv: int = GROUPS) -> Subject:
+def grouped(attend, kv: int = GROUPS) -> FunctionModule:
     """attend: function(model, q, k, v) of 4 heads of q and `kv` of k and v; (B, heads, N, 16)"""
 
     def forward(m, x):

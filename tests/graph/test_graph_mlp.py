@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, N, Subject, compile_and_check, details, half, mlp
+from graph_models import B, D, FunctionModule, N, compile_and_check, details, half, mlp
 from torch import Tensor, nn
 
 import fastvit
@@ -256,8 +256,8 @@ def test_layer_norm_is_left(name, x):
 # ---- patch embeddings ----
 
 
-def embedding(forward, **layers) -> Subject:
-    return Subject(
+def embedding(forward, **layers) -> FunctionModule:
+    return FunctionModule(
         forward, conv=nn.Conv2d(3, D, 4, 4), cls=nn.Parameter(torch.randn(1, 1, D)),
         registers=nn.Parameter(torch.randn(1, 2, D)), pos=nn.Parameter(torch.randn(1, 6 + 3, D)), **layers,
     )  # fmt: skip

@@ -4,7 +4,7 @@ fused in graphs, or left, and right."""
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import EPS, NORMS, D, H, Subject, compile_and_check, details, half, heads, joined
+from graph_models import EPS, NORMS, D, FunctionModule, H, compile_and_check, details, half, heads, joined
 from torch import nn
 
 import fastvit
@@ -54,7 +54,7 @@ SPELLINGS = {
 }  # fmt: skip
 
 
-def before_linear(norms) -> Subject:
+def before_linear(norms) -> FunctionModule:
     """Each of them before a linear layer."""
     weight = nn.Parameter(1.0 + 0.1 * torch.randn(D))
     return half(lambda m, x: tuple(m.qkv(norm(m, x)) for norm in norms), weight=weight)
@@ -186,7 +186,7 @@ def test_rms_norm_that_no_op_takes_is_one_call(x):
 # ---- in front of attention's projection ----
 
 
-def scaled_half(between, **layers) -> Subject:
+def scaled_half(between, **layers) -> FunctionModule:
     """between: of attention's output, (B, H, N, d)"""
 
     def forward(m, x):

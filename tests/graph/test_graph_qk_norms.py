@@ -4,7 +4,7 @@ formula."""
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import NORMS, D, H, N, RMSNorm, Subject, compile_and_check, details, half, heads, joined, run
+from graph_models import NORMS, D, FunctionModule, H, N, RMSNorm, compile_and_check, details, half, heads, joined, run
 from library_imports import import_library
 from torch import nn
 
@@ -48,7 +48,7 @@ def rotate(m, t):
     return t * m.cos + torch.cat((-second, first), -1) * m.sin
 
 
-def attending(arrange, of_q=None, of_k=None) -> Subject:
+def attending(arrange, of_q=None, of_k=None) -> FunctionModule:
     def forward(m, x):
         return x + m.proj(joined(F.scaled_dot_product_attention(*arrange(m, x))))
 
@@ -92,7 +92,7 @@ def test_attention_of_timm_with_norms_of_q_and_k(device):
     layer = timm.layers.AttentionRope(
         64, 4, qkv_fused=False, norm_layer=timm.layers.RmsNormFp32, qk_norm=True, scale_norm=True
     )
-    model = Subject(lambda m, x, rope: x + m.attn(m.norm(x), rope.detach()), norm=nn.LayerNorm(64), attn=layer)
+    model = FunctionModule(lambda m, x, rope: x + m.attn(m.norm(x), rope.detach()), norm=nn.LayerNorm(64), attn=layer)
     report = compile_and_check(model, torch.randn(2, N, 64, device=device), torch.randn(N - 1, 32, device=device))
     assert details(report, "attention") == ["layer_norm_attention"]
     assert details(report, "RMSNorm") == ["layer_norm_attention"] * 3

@@ -16,7 +16,7 @@ B, N, H, D = 2, 9, 2, 32
 EPS = 1e-5
 
 
-class Subject(nn.Module):
+class FunctionModule(nn.Module):
     """A module of layers, and a forward of its own: function(self, *inputs)."""
 
     def __init__(self, forward: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
@@ -46,15 +46,15 @@ class RMSNorm(nn.Module):
 NORMS = {"RMSNorm": RMSNorm, "LayerNorm": lambda size=D: nn.LayerNorm(size, EPS, bias=False)}
 
 
-def half(forward: Callable[..., Any], qkv: int = 3 * D, **layers: Any) -> Subject:
+def half(forward: Callable[..., Any], qkv: int = 3 * D, **layers: Any) -> FunctionModule:
     """norm, qkv and proj, and more layers."""
-    return Subject(forward, norm=nn.LayerNorm(D), qkv=nn.Linear(D, qkv), proj=nn.Linear(D, D), **layers)
+    return FunctionModule(forward, norm=nn.LayerNorm(D), qkv=nn.Linear(D, qkv), proj=nn.Linear(D, D), **layers)
 
 
-def mlp(forward: Callable[..., Any], hidden: int = 3 * D, widened: int = 1, **layers: Any) -> Subject:
+def mlp(forward: Callable[..., Any], hidden: int = 3 * D, widened: int = 1, **layers: Any) -> FunctionModule:
     """norm, fc1 and fc2, and more layers."""
     fc1, fc2 = nn.Linear(D, widened * hidden), nn.Linear(hidden, D)
-    return Subject(forward, norm=nn.LayerNorm(D), fc1=fc1, fc2=fc2, **layers)
+    return FunctionModule(forward, norm=nn.LayerNorm(D), fc1=fc1, fc2=fc2, **layers)
 
 
 def heads(qkv: Tensor) -> tuple[Tensor, ...]:

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-
-class Refused(Exception):
-    """Why a pattern that was found is left as it is."""
-
+from fastvit.blocks.submodules import CannotFuse
 
 _SPACES = (torch, F, torch.Tensor, torch.special, operator)
 _NAMES = """
@@ -56,10 +53,10 @@ def words(node: Node) -> str:
 
 def arguments(node: Node, **defaults: Any) -> list[Any]:
     """The arguments of a call in the order of `defaults`, which name all that there are and say what is not given.
-    Raises Refused for an argument of another name."""
+    Raises CannotFuse for an argument of another name."""
     bound = dict(zip(defaults, node.args, strict=False)) | node.kwargs
     if len(node.args) > len(defaults) or not bound.keys() <= defaults.keys():
-        raise Refused(f"unknown arguments of {name_of(node)}")
+        raise CannotFuse(f"unknown arguments of {name_of(node)}")
     return [bound.get(name, default) for name, default in defaults.items()]
 
 

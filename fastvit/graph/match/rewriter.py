@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastvit.graph.match.calls import Refused, first, name_of, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import first, name_of, words
 from fastvit.graph.match.layout import known_equal, outermost_first, same_shape, same_strides
 from fastvit.graph.match.values import VIEWS, evaluate, fake, mutated, storages, value_of
 from fastvit.graph.report import Entry, Kind, entry_of
@@ -25,7 +26,7 @@ _REGIONS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_in
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
-class Subject:
+class GraphRewriter:
     """One graph, while it is rewritten.
 
     Positions and regions are those of the nodes that Dynamo wrote; a node that is put in has those of the node that it
@@ -86,7 +87,7 @@ class Subject:
 
     def replace(self, root: Node, matched: Collection[Node], build: Callable[[Emitter], Node], site: Node) -> Node:
         """Puts what `build` emits in the place of root, and takes out root and the other matched nodes, which nothing
-        else may use. Raises Refused where that could change what the model computes."""
+        else may use. Raises CannotFuse where that could change what the model computes."""
         return self.replace_all([root], matched, lambda emit: [build(emit)], site)[0]
 
     def replace_all(
@@ -98,11 +99,11 @@ class Subject:
         try:
             new = [emitter.in_place_of(root, node) for root, node in zip(roots, build(emitter), strict=True)]
             if any(node in matched for written in emitter.written for node in written.all_input_nodes):
-                raise Refused("what it computes on the way is used by its end, too")
+                raise CannotFuse("what it computes on the way is used by its end, too")
         except (TypeError, ValueError, RuntimeError) as error:  # what the ops themselves refuse
             emitter.undo()
-            raise Refused((str(error) or repr(error)).splitlines()[0]) from None
-        except Refused:
+            raise CannotFuse((str(error) or repr(error)).splitlines()[0]) from None
+        except CannotFuse:
             emitter.undo()
             raise
         for root, node in zip(roots, new, strict=True):
@@ -122,14 +123,14 @@ class Subject:
         for node in inside:
             at = self.position[node]
             if self._region[node] != region:
-                raise Refused("autocast or grad mode changes within it")
+                raise CannotFuse("autocast or grad mode changes within it")
             if node not in roots and not inside.issuperset(node.users):
-                raise Refused(f"the output of its {words(node)} is used elsewhere, too")
+                raise CannotFuse(f"the output of its {words(node)} is used elsewhere, too")
             for used in node.all_input_nodes:
                 if used in inside:
                     continue
                 if self.position[used] > here:
-                    raise Refused("some of its layers are computed behind others")
+                    raise CannotFuse("some of its layers are computed behind others")
                 for storage in storages(value_of(used)):
                     first, last = read.get(storage, (here, here))
                     read[storage] = min(first, at), max(last, at)
@@ -138,28 +139,28 @@ class Subject:
                 self._check_own(node, written, inside, read.keys())
                 continue
             if any(read[storage][0] < self.position[node] < read[storage][1] for storage in written & read.keys()):
-                raise Refused("what it reads is changed in place before its end")
+                raise CannotFuse("what it reads is changed in place before its end")
             if any(written & storages(value_of(root)) for root in roots):
-                raise Refused("its output is changed in place")
+                raise CannotFuse("its output is changed in place")
 
     def _check_own(self, node: Node, written: set[StorageWeakRef], inside: set[Node], outside: Collection[Any]) -> None:
         """A write in place within the pattern is that of a function that returns something new, if it is into a
         tensor of the pattern's that nothing else reads."""
         alias = [other for other in inside if other is not node and storages(value_of(other)) & written]
         if "out" in node.kwargs or written & {*outside} or any(len(o.users) > 1 for o in alias if o < node):
-            raise Refused("a tensor that is used elsewhere is changed in place")
+            raise CannotFuse("a tensor that is used elsewhere is changed in place")
 
-    def settle(self) -> None:
+    def propagate_strides(self) -> None:
         """Lets what stands behind other strides than before have them, or gives it the strides that it had: where a
         view could not be taken any more or would become a copy, or a copy a view; where somebody else sees them."""
         for node, before in self._restrided:
             try:
-                self._follow(node, before)
-            except (Refused, RuntimeError, ValueError):
+                self._propagate(node, before)
+            except (CannotFuse, RuntimeError, ValueError):
                 self._restore_strides(node, before)
         self._restrided.clear()
 
-    def _follow(self, new: Node, old: Any) -> None:
+    def _propagate(self, new: Node, old: Any) -> None:
         values: dict[Node, tuple[Any, Any]] = {new: (old, fake(new))}  # before, after
         for node in self.graph.nodes:
             inputs = [values[used] for used in node.all_input_nodes if used in values]
@@ -167,7 +168,7 @@ class Subject:
                 continue
             opaque = node.op == "output" or isinstance(node.target, torch._ops.HigherOrderOperator)
             if opaque and any(_differ(*value) for value in inputs):
-                raise Refused("seen by somebody else")
+                raise CannotFuse("seen by somebody else")
             if opaque:
                 continue
             before = value_of(node)
@@ -175,7 +176,7 @@ class Subject:
                 after = evaluate(node, {used: value[1] for used, value in values.items()})
             for was, is_now in inputs:
                 if bool(storages(before) & storages(was)) != bool(storages(after) & storages(is_now)):
-                    raise Refused("a view that would be a copy, or a copy that would be a view")
+                    raise CannotFuse("a view that would be a copy, or a copy that would be a view")
             _require_gradients(before, after)
             if _differ(before, after) or any(storages(before) & storages(was) for was, _ in inputs):
                 values[node] = before, after
@@ -192,7 +193,7 @@ class Subject:
         copy = emitter.method("contiguous", emitter.method("permute", node, order))
         copy = emitter.method("permute", copy, [order.index(i) for i in range(len(order))])
         if not same_strides(fake(copy), before):
-            raise Refused("strides that no copy has")
+            raise CannotFuse("strides that no copy has")
         for user in users:
             user.replace_input_with(node, copy)
 
@@ -217,8 +218,8 @@ class Subject:
 class Emitter:
     """Writes nodes before `root`, with fake values."""
 
-    def __init__(self, subject: Subject, root: Node, site: Node) -> None:
-        self._subject, self._root, self._site = subject, root, site
+    def __init__(self, rewriter: GraphRewriter, root: Node, site: Node) -> None:
+        self._rewriter, self._root, self._site = rewriter, root, site
         self.written: list[Node] = []
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -230,19 +231,19 @@ class Emitter:
     def size(self, tensor: Node, dim: int) -> Node:
         """A size as a node: one that the graph has, so that the tensor is not used once more, or a new one."""
         size = fake(tensor).shape[dim]
-        before = itertools.takewhile(lambda node: node is not self._root, self._subject.graph.nodes)
+        before = itertools.takewhile(lambda node: node is not self._root, self._rewriter.graph.nodes)
         symbols = (node for node in before if isinstance(value_of(node), torch.SymInt))
         found = next((node for node in symbols if known_equal(value_of(node), size)), None)
         return found or self.method("size", tensor, dim)
 
     def _write(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
-        with self._subject.graph.inserting_before(self._root):
-            node = self._subject.graph.create_node(op, target, args, kwargs)
+        with self._rewriter.graph.inserting_before(self._root):
+            node = self._rewriter.graph.create_node(op, target, args, kwargs)
         self.written.append(node)
         node.meta.update({key: self._root.meta[key] for key in _COPIED if key in self._root.meta})
         node.meta["fastvit_site"] = self._site
-        self._subject.adopt(node, self._root)
-        with self._subject.as_in(self._root):
+        self._rewriter.adopt(node, self._root)
+        with self._rewriter.as_in(self._root):
             node.meta["example_value"] = evaluate(node)
         return node
 
@@ -250,7 +251,7 @@ class Emitter:
         """node, or a copy of it with root's strides, if it can stand for root."""
         want, got = fake(root), fake(node)
         if not same_shape(want.shape, got.shape) or want.dtype != got.dtype or want.device != got.device:
-            raise Refused(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
+            raise CannotFuse(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
         if not same_strides(want, got) and want.is_contiguous():
             node = self.method("contiguous", node)
         _require_gradients(want, fake(node))
@@ -258,7 +259,7 @@ class Emitter:
 
     def undo(self) -> None:
         for node in reversed(self.written):
-            self._subject.graph.erase_node(node)
+            self._rewriter.graph.erase_node(node)
 
 
 def _differ(before: Any, after: Any) -> bool:

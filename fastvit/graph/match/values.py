@@ -13,7 +13,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastvit.graph.match.calls import Refused, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import name_of
 
 VIEWS = frozenset(
     ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "permute", "transpose",
@@ -30,7 +31,7 @@ def value_of(node: Node) -> Any:
 def fake(node: Any) -> Tensor:
     value = value_of(node) if isinstance(node, Node) else None
     if not isinstance(value, Tensor):
-        raise Refused(f"nothing is known about the shape of {node}")
+        raise CannotFuse(f"nothing is known about the shape of {node}")
     return value
 
 

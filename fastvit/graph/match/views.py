@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastvit.graph.match.calls import Refused, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import first, name_of
 from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
 from fastvit.graph.match.values import CASTS, fake, value_of
 
@@ -28,7 +29,7 @@ def is_view(node: Any) -> bool:
     return name in (*_PERMUTES, *_PIECES, "getitem", "select", "narrow")
 
 
-def behind_views(node: Node) -> tuple[Node, list[Node]]:
+def strip_views(node: Node) -> tuple[Node, list[Node]]:
     """The node that a chain of views begins at, and the chain, in order."""
     chain: list[Node] = []
     while is_view(node):
@@ -52,9 +53,9 @@ def follow(layout: Layout, chain: list[Node]) -> Layout:
         for node in chain:
             at = _step(at, node)
     except NotALayout as error:
-        raise Refused(str(error)) from None
+        raise CannotFuse(str(error)) from None
     if not isinstance(at, Layout):
-        raise Refused("several tensors")
+        raise CannotFuse("several tensors")
     return at
 
 
@@ -114,7 +115,7 @@ def _indexed(at: Layout, index: Any) -> Layout:
         elif isinstance(item, slice):
             size = at.size(dim)
             if item.step not in (None, 1):
-                at = _every_second(at, dim, item, size)
+                at = _alternate(at, dim, item, size)
                 dim += 1
                 continue
             start = 0 if item.start is None else _index(item.start, at, dim)
@@ -132,7 +133,7 @@ def _indexed(at: Layout, index: Any) -> Layout:
     return at
 
 
-def _every_second(at: Layout, dim: int, item: slice, size: Size) -> Layout:
+def _alternate(at: Layout, dim: int, item: slice, size: Size) -> Layout:
     """tensor[0::2] or tensor[1::2], of an even size"""
     if item.step != 2 or item.start not in (None, 0, 1) or item.stop is not None or not known_equal(size % 2, 0):
         raise NotALayout("a slice with a step")

@@ -15,38 +15,39 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, first, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import first, name_of, scaled, words
 from fastvit.graph.match.layout import Layout, Size, known_equal, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import behind_views, follow, is_view, widened
+from fastvit.graph.match.views import follow, is_view, strip_views, widened
 from fastvit.graph.rewrites.epilogue import replace_longest
 from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
 from fastvit.graph.rewrites.rotary import rotation_of, same_positions
 from fastvit.ops import Rotary
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         if node.op == "call_function" and node.target is ops.attention:
             site = node.meta["fastvit_site"]
             try:
                 projections = _Projections(node)
-            except Refused as reason:
-                subject.note(site, "attention", True, f"attention ({reason})")
+            except CannotFuse as reason:
+                rewriter.note(site, "attention", True, f"attention ({reason})")
                 continue
             try:
-                _rewrite_half(subject, node, projections)
-                subject.note(site, "attention", True, "layer_norm_attention")
-            except Refused as reason:
-                if projections.packed and _rewrite_packed(subject, node, projections):
-                    subject.note(site, "attention", True, f"attention_qkvpacked ({reason})")
+                _rewrite_half(rewriter, node, projections)
+                rewriter.note(site, "attention", True, "layer_norm_attention")
+            except CannotFuse as reason:
+                if projections.packed and _rewrite_packed(rewriter, node, projections):
+                    rewriter.note(site, "attention", True, f"attention_qkvpacked ({reason})")
                 else:
-                    subject.note(site, "attention", True, f"attention ({reason})")
+                    rewriter.note(site, "attention", True, f"attention ({reason})")
 
 
 class _Projections:
-    """What q, k and v of an `ops.attention` node are projected from, and by what. Raises Refused where they are not
+    """What q, k and v of an `ops.attention` node are projected from, and by what. Raises CannotFuse where they are not
     plain slices of one or three linear layers' outputs."""
 
     def __init__(self, attention: Node) -> None:
@@ -55,32 +56,32 @@ class _Projections:
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
         self.mask: Node | None = attention.kwargs.get("attn_mask")  # type: ignore[assignment]
         if not known_equal(fake(attention.args[1]).shape[2], self.H):
-            raise Refused("k and v with fewer heads than q")
+            raise CannotFuse("k and v with fewer heads than q")
         self.plain = True  # whether attention_qkvpacked could read the projection's output
         self.rotary: list[Rotary] = []  # of nodes, of q and of k
         self.norms: list[NormCall] = []  # of q and of k
-        found = [self._behind(t, scores=i < 2) for i, t in enumerate(attention.args)]
+        found = [self._projection_of(t, scores=i < 2) for i, t in enumerate(attention.args)]
         if self.rotary and (len(self.rotary) != 2 or not same_positions(*self.rotary)):
-            raise Refused("q and k with different rotary positions")
+            raise CannotFuse("q and k with different rotary positions")
         formulas = [(norm.kind, norm.eps) for norm in self.norms]
         if formulas and (len(formulas) != 2 or formulas[0] != formulas[1]):
-            raise Refused("q and k with different norms")
+            raise CannotFuse("q and k with different norms")
         nodes = list(dict.fromkeys(linear for linear, _ in found))
         if len(nodes) not in (1, 3):
-            raise Refused("q, k and v come out of two layers")
+            raise CannotFuse("q, k and v come out of two layers")
         self.packed = len(nodes) == 1
         self.linears = [linear_of(node) for node in nodes]
-        origins = [behind_views(linear.x) for linear in self.linears]
+        origins = [strip_views(linear.x) for linear in self.linears]
         self.y, views = origins[0]
         if any(y is not self.y or chain != views for y, chain in origins):
-            raise Refused("q, k and v are of different tensors")
+            raise CannotFuse("q, k and v are of different tensors")
         if known_equal(self.H, 1) and self.linears[0].out_features > self.d:  # perhaps (B * H, N, 1, d)
             self.H = self.linears[0].out_features // (3 * self.d if self.packed else self.d)
             self.B, self.plain = fake(self.y).shape[0], self.H == 1
             if self.mask is not None and self.H != 1:
-                raise Refused("a mask of heads in the batch")
+                raise CannotFuse("a mask of heads in the batch")
         if fake(self.y).dim() != 3 or not same_shape(fake(self.y).shape[:2], (self.B, self.N)):
-            raise Refused(f"a projection of {tuple(fake(self.y).shape)}")
+            raise CannotFuse(f"a projection of {tuple(fake(self.y).shape)}")
         of_y = follow(Layout.of(fake(self.y).shape), views)
         self.matched |= {*nodes, *views}
         self.plain = self.plain and not views
@@ -89,7 +90,7 @@ class _Projections:
         for i, (linear, chain) in enumerate(found):
             out = linear_of(linear).out_features
             if not known_equal(out, width):
-                raise Refused(f"a projection to {out} for {self.H} heads of {self.d}")
+                raise CannotFuse(f"a projection to {out} for {self.H} heads of {self.d}")
             want = Layout.of(
                 (self.B, self.N, self.H, self.d), (self.N * width, width, self.d, 1), i * E if self.packed else 0
             )
@@ -98,21 +99,21 @@ class _Projections:
                 if not known_equal(arranged.size(0), self.B):
                     arranged = arranged.reshape((self.B, self.H, self.N, self.d)).permute((0, 2, 1, 3))
             except ValueError as error:
-                raise Refused(str(error)) from None
+                raise CannotFuse(str(error)) from None
             if not arranged.is_same(want):
-                raise Refused("heads in another order than (3, H, d)" if self.packed else "heads in another order")
+                raise CannotFuse("heads in another order than (3, H, d)" if self.packed else "heads in another order")
 
-    def _behind(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
+    def _projection_of(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
         """The linear layer behind q, k or v, and the views between. A factor of q or k on the way belongs to the
         scale of the scores, unless a norm takes it away again."""
-        node, chain = behind_views(t)
+        node, chain = strip_views(t)
         while scores:
             if is_norm(node):
                 if not follow(Layout.of(fake(node).shape), chain).has_rows_of(fake(node).shape[-1]):
-                    raise Refused("a norm of all heads at once between projection and attention")
+                    raise CannotFuse("a norm of all heads at once between projection and attention")
                 self.matched.add(node)
                 self.norms.append(norm_of(node))
-                node, chain = self._behind_casts(self.norms[-1].x, chain)
+                node, chain = self._strip_casts(self.norms[-1].x, chain)
                 break
             if (factor := scaled(node)) is not None:
                 self.matched.add(node)
@@ -120,23 +121,23 @@ class _Projections:
                 node = factor[0]
             elif (rotation := rotation_of(node)) is not None:
                 if not follow(Layout.of(fake(node).shape), chain).is_same(_tokens_first(fake(node).shape)):
-                    raise Refused("rotary positions of tokens in another order")
+                    raise CannotFuse("rotary positions of tokens in another order")
                 self.matched |= rotation.matched
                 self.rotary.append(rotation.rotary)
                 node = rotation.x
             else:
                 break
-            node, before = behind_views(node)
+            node, before = strip_views(node)
             chain = before + chain
         if name_of(node) != "linear":
-            raise Refused(f"{words(node)} between projection and attention")
+            raise CannotFuse(f"{words(node)} between projection and attention")
         self.matched |= {*chain}
         return node, chain
 
-    def _behind_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
+    def _strip_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
         """The node behind a norm's input, which may be in float32, as the op computes it, and the views between."""
         while True:
-            x, before = behind_views(x)
+            x, before = strip_views(x)
             chain = before + chain
             if not widened(x):
                 return x, chain
@@ -154,10 +155,10 @@ def _scale(attention: Node, projections: _Projections) -> float:
     return projections.factor * float(projections.d**-0.5 if scale is None else scale)
 
 
-def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
+def _rewrite_half(rewriter: GraphRewriter, attention: Node, of: _Projections) -> None:
     norm = norm_of(of.y)
     end = _projected(attention, of)
-    matched = {of.y, attention, *of.matched, *end.behind}
+    matched = {of.y, attention, *of.matched, *end.between}
 
     def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
         weights: Any = tuple(linear.weight for linear in of.linears)
@@ -176,10 +177,10 @@ def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
             end.linear.bias, of.H, eps=norm.eps, norm=norm.kind, **options,
         )  # fmt: skip
 
-    replace_longest(subject, end.root, matched, attention, build)
+    replace_longest(rewriter, end.root, matched, attention, build)
     for taken in (norm, *of.norms, end.norm):
         if taken is not None:
-            note_norm(subject, taken.node, True, "layer_norm_attention")
+            note_norm(rewriter, taken.node, True, "layer_norm_attention")
 
 
 class _Projected(NamedTuple):
@@ -188,11 +189,11 @@ class _Projected(NamedTuple):
     root: Node
     linear: LinearCall
     norm: NormCall | None
-    behind: list[Node]
+    between: list[Node]
 
 
 def _projected(attention: Node, of: _Projections) -> _Projected:
-    behind: list[Node] = []
+    between: list[Node] = []
     at, layout = attention, Layout.of((of.B, of.N, of.H, of.d))
     if not known_equal(fake(attention).shape[0], of.B):
         layout = layout.permute((0, 2, 1, 3)).reshape(fake(attention).shape)
@@ -201,31 +202,31 @@ def _projected(attention: Node, of: _Projections) -> _Projected:
     E: Size = of.H * of.d
     while True:
         if proj is not None and layout.is_same(Layout.of((of.B, of.N, proj.out_features))):
-            return _Projected(at, proj, norm, behind)
+            return _Projected(at, proj, norm, between)
         if len(at.users) != 1:
-            raise Refused("attention's output is used more than once")
+            raise CannotFuse("attention's output is used more than once")
         (user,) = at.users
         if name_of(user) == "linear" and first(user) is at and proj is None:
             proj = linear_of(user)
             if not known_equal(fake(at).shape[-1], E):
-                raise Refused("a projection of single heads")
+                raise CannotFuse("a projection of single heads")
             try:
                 layout = layout.through_linear(proj.out_features)
             except ValueError:
-                raise Refused("the projection reads heads in another order") from None
+                raise CannotFuse("the projection reads heads in another order") from None
         elif is_norm(user) and first(user) is at and proj is norm is None:
             norm = norm_of(user)
             if not layout.has_rows_of(E):
-                raise Refused("a norm of single heads behind attention")
+                raise CannotFuse("a norm of single heads behind attention")
         elif is_view(user) and first(user) is at:
             layout = follow(layout, [user])
         else:
-            raise Refused(f"{words(user)} behind attention")
-        behind.append(at)
+            raise CannotFuse(f"{words(user)} behind attention")
+        between.append(at)
         at = user
 
 
-def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool:
+def _rewrite_packed(rewriter: GraphRewriter, attention: Node, of: _Projections) -> bool:
     linear = of.linears[0]
     if not of.plain or of.rotary or of.norms:  # alone they are the inner backend's
         return False
@@ -236,7 +237,7 @@ def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool
         return emit.call(ops.attention_qkvpacked, qkv, **options)
 
     try:
-        subject.replace(attention, of.matched - {linear.node}, build, attention)
-    except Refused:
+        rewriter.replace(attention, of.matched - {linear.node}, build, attention)
+    except CannotFuse:
         return False
     return True

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, name_of, scaled
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import name_of, scaled
 from fastvit.graph.match.layout import known_equal, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
 
 
@@ -90,14 +91,14 @@ def _is_vector(shape: Any, size: Any) -> bool:
 Build = Callable[[Emitter, dict[str, Any]], Node]
 
 
-def replace_longest(subject: Subject, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
+def replace_longest(rewriter: GraphRewriter, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
     """Replaces the matched nodes, up to branch, and as much of an epilogue behind it as can be shown to be the same."""
-    refused: Refused | None = None
+    refused: CannotFuse | None = None
     for epilogue in epilogues(branch):
         try:
             emitted = partial(_with_arguments, build, epilogue)
-            return subject.replace(epilogue.root, matched | epilogue.matched, emitted, site)
-        except Refused as reason:
+            return rewriter.replace(epilogue.root, matched | epilogue.matched, emitted, site)
+        except CannotFuse as reason:
             refused = reason
     assert refused is not None
     raise refused

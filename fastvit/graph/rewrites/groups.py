@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of
 from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
 from fastvit.graph.match.rewriter import Emitter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import behind_views, follow
+from fastvit.graph.match.views import follow, strip_views
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Repeated:
 
 def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
     """Of k or v (B, H, N, d), or k (B, H, d, N), where heads of x stand beside their copies, in order."""
-    node, chain = behind_views(t)
+    node, chain = strip_views(t)
     if name_of(node) not in ("expand", "repeat_interleave"):
         return None
     x = first(node)
@@ -63,7 +64,7 @@ def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
             want = Layout((heads.dims[0], (*heads.dims[1], (n, 0)), *heads.dims[2:]))
             if found.is_same(want):
                 return Repeated(x, extra, turned, heads.size(1), (node, *chain))
-    except (NotALayout, Refused):
+    except (NotALayout, CannotFuse):
         pass
     return None
 

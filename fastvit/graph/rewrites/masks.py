@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, arguments, first, is_number, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, scaled, words
 from fastvit.graph.match.layout import Size, known_equal, known_int, same_shape
 from fastvit.graph.match.rewriter import Emitter
 from fastvit.graph.match.values import fake
@@ -51,15 +52,15 @@ class Term:
     def __post_init__(self) -> None:
         dtype = fake(self.node).dtype
         if self.keeps is None and not dtype.is_floating_point:
-            raise Refused(f"{dtype} is added to the scores")
+            raise CannotFuse(f"{dtype} is added to the scores")
         if self.keeps is not None and dtype is not torch.bool:
-            raise Refused(f"a mask in {dtype}")
+            raise CannotFuse(f"a mask in {dtype}")
         if not _broadcasts(fake(self.node).shape, self.shape):
-            raise Refused(f"a mask of {tuple(fake(self.node).shape)} for scores of {tuple(self.shape)}")
+            raise CannotFuse(f"a mask of {tuple(fake(self.node).shape)} for scores of {tuple(self.shape)}")
 
 
 def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
-    """The scores, and what node does to them, if it adds something or masks; Refused if the op does not do that."""
+    """The scores, and what node does to them, if it adds something or masks; CannotFuse if the op does not do that."""
     name = name_of(node)
     if name in ("add", "add_"):
         scores, added = _summands(node)
@@ -72,10 +73,10 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
     else:
         return None
     if not isinstance(scores, Node) or not same_shape(fake(scores).shape, fake(node).shape):
-        raise Refused(f"a mask: {name} of scores of another shape")
+        raise CannotFuse(f"a mask: {name} of scores of another shape")
     number = _number(fill)
     if number is None or not (factor > 0.0 and number * factor <= _MASKED):  # NaN neither
-        raise Refused(f"a mask: {name} with {'a tensor' if number is None else number * factor}")
+        raise CannotFuse(f"a mask: {name} with {'a tensor' if number is None else number * factor}")
     number *= factor
     return scores, Term(
         mask, fake(node).shape, keeps=keeps, fill=number if number == -math.inf else max(number, _LOWEST)
@@ -91,7 +92,7 @@ def _summands(node: Node) -> tuple[Node, Node]:
                 continue
             if same_shape(fake(scores).shape, fake(node).shape):
                 return scores, added
-    raise Refused(f"{words(node)} between scores and softmax")
+    raise CannotFuse(f"{words(node)} between scores and softmax")
 
 
 def _is_product(node: Any, sums: int = 8) -> bool:
@@ -149,7 +150,7 @@ def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | Non
         keep = reduce(lambda a, b: emit.call(torch.logical_and, a, b), kept)
         fills = {term.fill for term in terms if term.keeps is not None}
         if len(fills) > 1:
-            raise Refused("masks that fill in different numbers")
+            raise CannotFuse("masks that fill in different numbers")
         fill = fills.pop()
         filled = keep if fill > -math.inf else None
         if mask is None and filled is None:
@@ -157,7 +158,7 @@ def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | Non
         else:
             mask = emit.call(torch.where, keep, 0.0 if mask is None else mask, fill)
             if filled is not None and fake(mask).dtype is torch.float16:
-                raise Refused(f"a fill of {fill} into a mask in float16")
+                raise CannotFuse(f"a fill of {fill} into a mask in float16")
     if mask is not None and len(target) == 3 and fake(mask).dim() == 3:
         mask = emit.method("unsqueeze", mask, 1)
     return mask, filled
@@ -190,7 +191,7 @@ def _arranged(emit: Emitter, term: Term, target: Sequence[Size], q: Node) -> Nod
         return emit.method("flatten", emit.method("expand", node, *sizes, *(-1,) * kept), 0, rank - kept - 1)
     whole, known = (list(map(known_int, shape)) for shape in (term.shape, target))
     if None in (*whole, *known):
-        raise Refused("a mask of scores in another shape, of symbolic sizes")
+        raise CannotFuse("a mask of scores in another shape, of symbolic sizes")
     return emit.method("reshape", emit.method("expand", node, *whole), *known)
 
 
@@ -198,6 +199,6 @@ def _sizes(emit: Emitter, sizes: Sequence[Size], own: Sequence[Size], q: Node) -
     """For the graph: sizes that make up q's batch, of which one may be symbolic, as far as a term has none of `own`."""
     known = [known_int(size if known_equal(of_term, 1) else of_term) for size, of_term in zip(sizes, own, strict=False)]
     if known.count(None) > 1:
-        raise Refused("a mask of scores in another shape, of symbolic sizes")
+        raise CannotFuse("a mask of scores in another shape, of symbolic sizes")
     rest = math.prod(size for size in known if size is not None)
     return [emit.call(operator.floordiv, emit.size(q, 0), rest) if size is None else size for size in known]

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, arguments, first, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of, scaled, words
 from fastvit.graph.match.layout import Layout, dense_strides
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import behind_views, follow
+from fastvit.graph.match.views import follow, strip_views
 from fastvit.graph.rewrites.attention import dropout_of
 from fastvit.graph.rewrites.epilogue import replace_longest
 from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
@@ -48,18 +49,18 @@ class _Gated(NamedTuple):
     views: list[Node]
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         try:
             act = _activation(node)
-            if act is None or not _is_linear(behind_views(act.x)[0]):
+            if act is None or not _is_linear(strip_views(act.x)[0]):
                 continue
-        except Refused:  # an activation with arguments that none has
+        except CannotFuse:  # an activation with arguments that none has
             continue
         try:
-            _rewrite(subject, act, node)
-        except Refused as reason:
-            subject.note(node, "MLP", False, str(reason))
+            _rewrite(rewriter, act, node)
+        except CannotFuse as reason:
+            rewriter.note(node, "MLP", False, str(reason))
 
 
 def _is_linear(node: Node) -> bool:
@@ -117,7 +118,7 @@ def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
     return [(a, b), (b, a)]
 
 
-def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
+def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     hidden, activation, matched = act.root, act.name, {*act.matched}
     gate_first: bool | None = True
     if name_of(user := _only_user(hidden)) == "mul":
@@ -134,13 +135,13 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
         matched.add(inner)
     end = _only_user(hidden)
     if not _is_linear(end) or first(end) is not hidden:
-        raise Refused(f"{words(end)} behind its activation")
+        raise CannotFuse(f"{words(end)} behind its activation")
     fc2 = linear_of(end)
     matched.add(end)
     if drop1:  # the ops drop behind both layers, with one probability
         end, drop2 = _past_dropout(end, matched)
         if drop1 != drop2:
-            raise Refused(f"its two dropouts differ: {drop1} and {drop2}")
+            raise CannotFuse(f"its two dropouts differ: {drop1} and {drop2}")
     x = fc1[0].x
 
     def build(norm: NormCall | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
@@ -155,20 +156,20 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
 
     try:
         norm = norm_of(x)
-        replace_longest(subject, end, {*matched, x}, site, partial(build, norm))
-        note_norm(subject, x, True, "layer_norm_mlp")
+        replace_longest(rewriter, end, {*matched, x}, site, partial(build, norm))
+        note_norm(rewriter, x, True, "layer_norm_mlp")
         detail = "layer_norm_mlp"
-    except Refused as reason:
-        replace_longest(subject, end, matched, site, partial(build, None))
+    except CannotFuse as reason:
+        replace_longest(rewriter, end, matched, site, partial(build, None))
         detail = f"mlp ({reason})"
-    subject.note(site, "MLP", True, detail)
+    rewriter.note(site, "MLP", True, detail)
     if inner is not None:
-        note_norm(subject, inner, True, detail.partition(" ")[0])
+        note_norm(rewriter, inner, True, detail.partition(" ")[0])
 
 
 def _only_user(node: Node) -> Node:
     if len(node.users) != 1:
-        raise Refused(f"the output of its {words(node)} is used {len(node.users)} times")
+        raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
     return next(iter(node.users))
 
 
@@ -185,17 +186,17 @@ def _gated(act: _Act, product: Node) -> _Gated:
     """What makes the gate and the value of act(gate) * value."""
     names = {plain: gated for gated, plain in GATED.items()}
     if act.name not in names:
-        raise Refused(f"a gate with {act.name}")
+        raise CannotFuse(f"a gate with {act.name}")
     value = product.args[1] if product.args[0] is act.root else product.args[0]
     if not isinstance(value, Node):
-        raise Refused("an activation times a number")
-    (gate_layer, gate_views), (value_layer, value_views) = behind_views(act.x), behind_views(value)
+        raise CannotFuse("an activation times a number")
+    (gate_layer, gate_views), (value_layer, value_views) = strip_views(act.x), strip_views(value)
     if not _is_linear(value_layer):
-        raise Refused(f"a gate for {words(value_layer)}")
+        raise CannotFuse(f"a gate for {words(value_layer)}")
     gate, value_linear = linear_of(gate_layer), linear_of(value_layer)
     if gate_layer is not value_layer:
         if gate_views or value_views or gate.x is not value_linear.x:
-            raise Refused("gate and value are of different tensors")
+            raise CannotFuse("gate and value are of different tensors")
         return _Gated(names[act.name], [gate, value_linear], None, [])
     shape = fake(gate_layer).shape
     half = shape[-1] // 2
@@ -204,7 +205,7 @@ def _gated(act: _Act, product: Node) -> _Gated:
         for views in (gate_views, value_views)
     ]
     if firsts not in ([0, 1], [1, 0]):
-        raise Refused("gate and value are not the two halves of a layer")
+        raise CannotFuse("gate and value are not the two halves of a layer")
     return _Gated(names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views])
 
 

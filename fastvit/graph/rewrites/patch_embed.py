@@ -15,9 +15,10 @@ import torch
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of
 from fastvit.graph.match.layout import Layout, known_equal
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
 from fastvit.graph.match.views import follow, is_view
 
@@ -33,24 +34,24 @@ class _Tokens:
     positions_cover_prefix: bool = False
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         if name_of(node) != "conv2d" or not _is_patches(node):
             continue
         try:
             tokens = _flattened(node)
-        except Refused:
+        except CannotFuse:
             continue  # a convolution that stays an image
         refused = None
         for longest in reversed(list(_longer(tokens))):
             try:
-                _rewrite(subject, node, longest)
-                subject.note(node, "patch embedding", True, "patch_embed")
+                _rewrite(rewriter, node, longest)
+                rewriter.note(node, "patch embedding", True, "patch_embed")
                 break
-            except Refused as reason:
+            except CannotFuse as reason:
                 refused = reason
         else:
-            subject.note(node, "patch embedding", False, str(refused))
+            rewriter.note(node, "patch embedding", False, str(refused))
 
 
 def _arguments(node: Node) -> tuple[Node, Node, Node | None]:
@@ -66,7 +67,7 @@ def _is_patches(node: Node) -> bool:
             node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
         )
         kernel = fake(weight).shape[2:]
-    except Refused:
+    except CannotFuse:
         return False
     stride, padding, dilation = (tuple(t) if isinstance(t, tuple | list) else t for t in (stride, padding, dilation))
     return (
@@ -78,13 +79,13 @@ def _is_patches(node: Node) -> bool:
 def _flattened(node: Node) -> _Tokens:
     """Down to (B, N, D), row by row."""
     if fake(node).dim() != 4:
-        raise Refused("an image without a batch")
+        raise CannotFuse("an image without a batch")
     B, D, H, W = fake(node).shape
     want = Layout.of((B, H * W, D), (D * H * W, 1, H * W))
     at, layout, matched = node, Layout.of((B, D, H, W)), frozenset[Node]()
     while not layout.is_same(want):
         if len(at.users) != 1 or not is_view(user := next(iter(at.users))):
-            raise Refused("an image")
+            raise CannotFuse("an image")
         layout, matched = follow(layout, [user]), matched | {at}
         at = user
     return _Tokens(at, matched)
@@ -121,7 +122,7 @@ def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
     """What stands before the tokens in a cat along them, if it is the same for every sample."""
     try:
         tensors, dim = arguments(cat, tensors=None, dim=0)
-    except Refused:
+    except CannotFuse:
         return None
     if dim not in (1, -2) or not isinstance(tensors, tuple | list) or tensors[-1] is not tokens:
         return None
@@ -137,7 +138,7 @@ def _one_sample(node: Node) -> Node | None:
     return node if value is not None and value.dim() == 3 and known_equal(value.shape[0], 1) else None
 
 
-def _rewrite(subject: Subject, conv: Node, tokens: _Tokens) -> None:
+def _rewrite(rewriter: GraphRewriter, conv: Node, tokens: _Tokens) -> None:
     image, weight, bias = _arguments(conv)
 
     def build(emit: Emitter) -> Node:
@@ -155,4 +156,4 @@ def _rewrite(subject: Subject, conv: Node, tokens: _Tokens) -> None:
                 pos = emit.method("narrow", pos, 0, P, fake(pos).shape[0] - P)
         return emit.call(ops.patch_embed, image, weight, bias, pos_embed=pos, prefix=prefix)
 
-    subject.replace(tokens.root, tokens.matched, build, conv)
+    rewriter.replace(tokens.root, tokens.matched, build, conv)
