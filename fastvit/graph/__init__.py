@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fastvit.graph.report import Entry, Report
+from fastvit.report import Entry, Report
 
 __all__ = ["Entry", "Report", "backend", "compile"]
 

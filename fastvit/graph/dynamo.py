@@ -17,7 +17,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fastvit.graph.match.rewriter import GraphRewriter
-from fastvit.graph.report import Entry, Report
 from fastvit.graph.rewrites import (
     add_norm,
     attention,
@@ -30,6 +29,7 @@ from fastvit.graph.rewrites import (
     rms_norm,
 )
 from fastvit.ops.runtime.dispatch import HAVE_TRITON
+from fastvit.report import Entry, Report
 
 _log = logging.getLogger("fastvit.graph")
 _REWRITES = (identities, rms_norm, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
@@ -40,7 +40,8 @@ def rewrite(gm: GraphModule) -> Report:
     start = time.perf_counter()
     found = [_rewrite(graph) for graph in _graphs(gm)]
     entries = tuple(entry for of_graph, _ in found for entry in of_graph)
-    return Report(entries, time.perf_counter() - start, tuple(reason for _, reason in found if reason))
+    left = tuple(reason for _, reason in found if reason)
+    return Report(entries, route="compile", seconds=time.perf_counter() - start, left=left)
 
 
 def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
@@ -63,7 +64,7 @@ def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
         gm.graph = untouched
         _log.warning("a graph was left as it was", exc_info=True)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        entries = {node: replace(entry, fused=False, detail="the whole graph") for node, entry in entries.items()}
+        entries = {node: replace(entry, status="skipped", detail="the whole graph") for node, entry in entries.items()}
     gm.recompile()
     return [entries[site] for site in sorted(entries, key=lambda node: rewriter.position[node])], reason
 

@@ -26,7 +26,7 @@ def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClassHandler:
     """What `accelerate` does with instances of one class.
 
     read: module -> its description as `run` takes it: tensors, numbers and tuples of them. Called anew for every call.
@@ -42,7 +42,7 @@ class Plan:
     takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
     op: the name of the op that runs, for the report, where the description has no branch of a block to tell it.
 
-    All but `run` raise `Unsupported` with the reason why the module's own forward has to run.
+    All but `run` raise `CannotFuse` with the reason why the module's own forward has to run.
     """
 
     read: Callable[[Any], Any]
@@ -81,22 +81,24 @@ def _check_not_traced(*args: Any, **kwargs: Any) -> None:
             raise CannotFuse(f"its input is no plain tensor but {type(argument).__name__}")
 
 
-def fused_forward(plan: Plan, module: nn.Module, kind: type[nn.Module], name: str, /, *args: Any, **kwargs: Any) -> Any:
+def fused_forward(
+    handler: ClassHandler, module: nn.Module, kind: type[nn.Module], name: str, /, *args: Any, **kwargs: Any
+) -> Any:
     """Takes the place of module.forward. kind: the module's class when it was accelerated; name: the module's in the
     model, for warnings."""
     try:
         check_forward(module, kind)
         _check_not_traced(*args, **kwargs)
-        x = plan.check_call(module, *args, **kwargs)
-        description = plan.read(module)
-        for one in x if plan.takes_lists and isinstance(x, list) else (x,):
-            check_input(one, description, plan)
-        rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
-        mask = {"attn_mask": plan.mask(module, *args, **kwargs)} if plan.mask is not None else {}
+        x = handler.check_call(module, *args, **kwargs)
+        description = handler.read(module)
+        for one in x if handler.takes_lists and isinstance(x, list) else (x,):
+            check_input(one, description, handler)
+        rotary = (handler.rotary(module, *args, **kwargs),) if handler.rotary is not None else ()
+        mask = {"attn_mask": handler.mask(module, *args, **kwargs)} if handler.mask is not None else {}
     except Exception as error:
         _warn(name, type(module).__name__, reason_of(error))
         return type(module).forward(module, *args, **kwargs)
-    return plan.run(x, description, *rotary, **mask)
+    return handler.run(x, description, *rotary, **mask)
 
 
 # Libraries between a user's line and a module's forward
@@ -128,9 +130,9 @@ def calls(description: Any) -> list[AdaptedLinear]:
     return [call for part in description for call in calls(part)] if isinstance(description, tuple) else []
 
 
-def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
+def ops_that_run(handler: ClassHandler, module: nn.Module, description: Any) -> str:
     """For the report, with the layers that run as modules."""
-    ops = ", ".join(dict.fromkeys(_ops(description))) or plan.op
+    ops = ", ".join(dict.fromkeys(_ops(description))) or handler.op
     called = {id(call.module): call.module for call in calls(description)}
     if not called:
         return ops
@@ -189,13 +191,13 @@ def checked_mask(mask: Any, x: Any) -> Tensor | None:
     return mask
 
 
-def check_input(x: Any, description: Any, plan: Plan) -> None:
+def check_input(x: Any, description: Any, handler: ClassHandler) -> None:
     """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
     if not isinstance(x, Tensor) or x.is_nested:
         raise CannotFuse(f"its input is no plain tensor but {type(x).__name__}")
-    if plan.ndim is not None and x.dim() != plan.ndim:
-        raise CannotFuse(f"its input has {x.dim()} dimensions, not {plan.ndim}")
-    pixels = plan.takes_pixels and x.dtype is torch.uint8
+    if handler.ndim is not None and x.dim() != handler.ndim:
+        raise CannotFuse(f"its input has {x.dim()} dimensions, not {handler.ndim}")
+    pixels = handler.takes_pixels and x.dtype is torch.uint8
     if not x.is_floating_point() and not pixels:
         raise CannotFuse(f"its input is {x.dtype}")
     any_dtype = pixels or (not x.is_meta and torch.is_autocast_enabled(x.device.type))  # which refuses meta tensors

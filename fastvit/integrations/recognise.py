@@ -12,8 +12,6 @@ from fastvit.blocks.read import LINEAR
 from fastvit.blocks.submodules import CannotFuse, Classes, class_name, qualified_name
 from fastvit.integrations.libraries.pytorch import read_patches
 
-Part = Literal["attention", "MLP"]
-
 _ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 _MLP = re.compile(r"(mlp|ffn|feed_?forward|swiglu)(?!.*head)", re.IGNORECASE)
 _BLOCK = re.compile(r"block", re.IGNORECASE)
@@ -38,7 +36,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or qualified_name(module) in LINEAR
 
 
-def part(module: nn.Module) -> Part | None:
+def part(module: nn.Module) -> Literal["attention", "MLP"] | None:
     """Whether a module, and none in it, is a transformer's attention or its MLP, of tokens: with linear layers."""
     inside = list(module.modules())[1:]
     if _is_attention(module):
@@ -93,8 +91,8 @@ def _why_no_patches(conv: nn.Module) -> str | None:
         return f"its convolution is {class_name(type(conv))}"
     try:
         read_patches(conv)
-    except CannotFuse as unsupported:
-        return str(unsupported)
+    except CannotFuse as error:
+        return str(error)
     return None
 
 

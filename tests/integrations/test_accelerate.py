@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
-from fastvit.integrations.report import FUSED_ALREADY
+from fastvit.report import FUSED_ALREADY
 from fastvit.study.memory.peak import saved_bytes
 
 FUSED = "layer_norm_attention, layer_norm_mlp"

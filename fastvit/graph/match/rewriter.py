@@ -15,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import first, name_of, words
 from fastvit.graph.match.layout import known_equal, outermost_first, same_shape, same_strides
+from fastvit.graph.match.source import line_of, module_of
 from fastvit.graph.match.values import VIEWS, evaluate, fake, mutated, storages, value_of
-from fastvit.graph.report import Entry, Kind, entry_of
+from fastvit.report import Entry, Kind, Status
 
 # After one of these the values that Dynamo noted before no longer hold
 _RESHAPED_IN_PLACE = frozenset(
@@ -81,7 +82,8 @@ class GraphRewriter:
         site = node.meta.get("fastvit_site", node)
         before = self.entries.get(site)
         if before is None or not before.fused or (fused and before.kind == kind):
-            self.entries[site] = entry_of(site, kind, fused, detail)
+            status: Status = "accelerated" if fused else "skipped"
+            self.entries[site] = Entry(module_of(site), kind, status, detail, kind, line_of(site))
 
     # ---- changes ----
 

@@ -14,8 +14,8 @@ from fastvit.blocks.submodules import CannotFuse
 from fastvit.graph.match.calls import arguments, first, is_number, name_of, words
 from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.report import Kind
 from fastvit.ops.block.norm_linear import layer_norm_linears
+from fastvit.report import Kind
 
 
 class LinearCall(NamedTuple):

@@ -10,7 +10,7 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.spec import AttentionSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, class_name, has_own_forward, qualified_name, submodules
-from fastvit.integrations.forward import Plan, only_input
+from fastvit.integrations.forward import ClassHandler, only_input
 
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
@@ -75,9 +75,9 @@ def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any 
     return x
 
 
-PLANS = {
-    **dict.fromkeys(BLOCK, Plan(read_block, run.run_block, check_block_call)),
-    **dict.fromkeys(ATTENTION, Plan(read_attention, run.run_attention, check_attention_call)),
-    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+HANDLERS = {
+    **dict.fromkeys(BLOCK, ClassHandler(read_block, run.run_block, check_block_call)),
+    **dict.fromkeys(ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call)),
+    **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}

@@ -11,7 +11,7 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.spec import AttentionSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
-from fastvit.integrations.forward import Plan
+from fastvit.integrations.forward import ClassHandler
 from fastvit.ops import Rotary
 
 ATTENTION = {"dinov3.layers.attention.SelfAttention"}
@@ -90,14 +90,14 @@ def run_block(x: Batches, block: spec.BlockSpec, rotary: Any) -> Batches:
     return [run.run_block(tokens, block, one) for tokens, one in zip(x, rotary, strict=True)]
 
 
-PLANS = {
-    "dinov3.layers.block.SelfAttentionBlock": Plan(
+HANDLERS = {
+    "dinov3.layers.block.SelfAttentionBlock": ClassHandler(
         read_block, run_block, check_block_call, rotary=block_rotary, takes_lists=True
     ),
     **dict.fromkeys(
         ATTENTION,
-        Plan(read_attention, run.run_attention, check_attention_call, rotary=attention_rotary),
+        ClassHandler(read_attention, run.run_attention, check_attention_call, rotary=attention_rotary),
     ),
-    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov3.layers.patch_embed.PatchEmbed": "proj"}

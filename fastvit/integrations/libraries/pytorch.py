@@ -12,7 +12,7 @@ from torch import Tensor
 from fastvit import ops
 from fastvit.blocks import read, run
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.integrations.forward import Plan, only_input
+from fastvit.integrations.forward import ClassHandler, only_input
 from fastvit.modules.arguments import Statistics
 from fastvit.modules.patch_embed import is_of_patches
 from fastvit.ops import Norm
@@ -57,14 +57,14 @@ def run_patches(x: Tensor, patches: Patches) -> Tensor:
     return ops.patch_embed(x, weight, bias, mean=mean, std=std).unflatten(1, (h, -1)).permute(0, 3, 1, 2)
 
 
-def patches(mean: Statistics = None, std: Statistics = None) -> Plan:
+def patches(mean: Statistics = None, std: Statistics = None) -> ClassHandler:
     """With mean and std, uint8 images too are taken, as (x / 255 - mean) / std."""
     reader = partial(read_patches, mean=mean, std=std)
-    return Plan(reader, run_patches, check_image, ndim=4, takes_pixels=mean is not None, op="patch_embed")
+    return ClassHandler(reader, run_patches, check_image, ndim=4, takes_pixels=mean is not None, op="patch_embed")
 
 
-PLANS: dict[type | str, Plan] = {
-    **dict.fromkeys(read.LAYER_NORM, Plan(read.read_norm, run.run_norm, ndim=None, op="layer_norm")),
-    **dict.fromkeys(read.RMS_NORM, Plan(read.read_norm, run.run_norm, ndim=None, op="rms_norm")),
-    "timm.layers.norm.RmsNormFp32": Plan(read.read_norm, run_norm_in_dtype, ndim=None, op="rms_norm"),
+HANDLERS: dict[type | str, ClassHandler] = {
+    **dict.fromkeys(read.LAYER_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None, op="layer_norm")),
+    **dict.fromkeys(read.RMS_NORM, ClassHandler(read.read_norm, run.run_norm, ndim=None, op="rms_norm")),
+    "timm.layers.norm.RmsNormFp32": ClassHandler(read.read_norm, run_norm_in_dtype, ndim=None, op="rms_norm"),
 }

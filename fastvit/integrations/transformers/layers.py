@@ -19,11 +19,11 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
-from fastvit.integrations.forward import Plan, checked_mask
+from fastvit.integrations.forward import ClassHandler, checked_mask
 from fastvit.integrations.transformers import classes, varlen
 from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
 from fastvit.integrations.transformers.hooks import SAME_ATTENTION, attention_of, check_attention, check_version
-from fastvit.integrations.transformers.nested import Bare, is_nested, read_nested_attention, read_nested_mlp
+from fastvit.integrations.transformers.nested import WithoutWeights, is_nested, read_nested_attention, read_nested_mlp
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
@@ -53,10 +53,10 @@ def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> Attent
     return read.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=of_qk, kv_heads=kv_heads)
 
 
-def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | Bare:
+def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | WithoutWeights:
     check_version()
     if is_nested(attn):
-        return Bare(read_nested_attention(prefix, attn))
+        return WithoutWeights(read_nested_attention(prefix, attn))
     implementation = attn.config._attn_implementation or "eager"
     if implementation in _WITH_WEIGHTS:
         raise CannotFuse(f"{implementation} attention returns its weights as well")
@@ -179,9 +179,9 @@ def run_layer(x: Tensor, layer: LayerSpec, rotary: Rotary | None = None, attn_ma
 
 
 def run_attention(
-    x: Tensor, attn: AttentionSpec | Bare, rotary: Rotary | None = None, attn_mask: Tensor | None = None
+    x: Tensor, attn: AttentionSpec | WithoutWeights, rotary: Rotary | None = None, attn_mask: Tensor | None = None
 ) -> Tensor | tuple[Tensor, None]:
-    if isinstance(attn, Bare):
+    if isinstance(attn, WithoutWeights):
         return run.run_attention(x, attn.attention, rotary, attn_mask)
     return run.run_attention(x, attn, rotary, attn_mask), None
 
@@ -191,19 +191,19 @@ def _mlps(prefix: str) -> set[str]:
     return {class_of(prefix, suffix) for suffix in MODELS[prefix].mlp_classes}
 
 
-PLANS: dict[type | str, Plan] = {}
+HANDLERS: dict[type | str, ClassHandler] = {}
 for _prefix, _names in MODELS.items():
     _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
     if _prefix in ROTATES:
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
-    PLANS[class_of(_prefix, _names.layer_class)] = Plan(partial(read_layer, _prefix), run_layer, **_call)
-    PLANS[class_of(_prefix, _names.attention_class)] = Plan(
+    HANDLERS[class_of(_prefix, _names.layer_class)] = ClassHandler(partial(read_layer, _prefix), run_layer, **_call)
+    HANDLERS[class_of(_prefix, _names.attention_class)] = ClassHandler(
         partial(read_attention_alone, _prefix), run_attention, **_call
     )
-    PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, run.run_mlp, ndim=None))
-PLANS |= dict.fromkeys(OTHER_MLPS, Plan(read_mlp, run.run_mlp, ndim=None))
-PLANS |= dict.fromkeys(RMS_NORM, Plan(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
-PLANS |= varlen.PLANS
+    HANDLERS |= dict.fromkeys(_mlps(_prefix), ClassHandler(read_mlp, run.run_mlp, ndim=None))
+HANDLERS |= dict.fromkeys(OTHER_MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None))
+HANDLERS |= dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
+HANDLERS |= varlen.HANDLERS
 EMBEDDINGS = classes.EMBEDDINGS
 
 

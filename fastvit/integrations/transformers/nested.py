@@ -13,7 +13,7 @@ from fastvit.integrations.transformers.classes import class_of
 from fastvit.integrations.transformers.hooks import attention_of, check_attention
 
 
-class Bare(NamedTuple):
+class WithoutWeights(NamedTuple):
     """Of a module that returns no weights beside attention's output."""
 
     attention: AttentionSpec
