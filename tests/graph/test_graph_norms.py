@@ -4,7 +4,7 @@ fused in graphs, or left, and right."""
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import EPS, NORMS, D, FunctionModule, H, compile_and_check, details, half, heads, joined
+from graph_models import EPS, NORMS, D, FunctionModule, H, compile_and_check, details, half, heads, joined, together
 from torch import nn
 
 import fastvit
@@ -55,9 +55,9 @@ SPELLINGS = {
 
 
 def before_linear(norms) -> FunctionModule:
-    """Each of them before a linear layer."""
-    weight = nn.Parameter(1.0 + 0.1 * torch.randn(D))
-    return half(lambda m, x: tuple(m.qkv(norm(m, x)) for norm in norms), weight=weight)
+    """Return a module with each of these norms before a linear layer."""
+    forwards = [lambda m, x, norm=norm: m.qkv(norm(m, x)) for norm in norms]
+    return half(together(forwards), weight=nn.Parameter(1.0 + 0.1 * torch.randn(D)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "16"])
@@ -186,13 +186,13 @@ def test_rms_norm_that_no_op_takes_is_one_call(x):
 # ---- in front of attention's projection ----
 
 
-def scaled_half(between, **layers) -> FunctionModule:
-    """between: of attention's output, (B, H, N, d)"""
+def scaled_half(*betweens, **layers) -> FunctionModule:
+    """betweens: functions of the module and attention's output, (B, H, N, d)"""
 
-    def forward(m, x):
-        return x + m.proj(between(m, F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
+    def around(between):
+        return lambda m, x: x + m.proj(between(m, F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
 
-    return half(forward, **layers)
+    return half(together(map(around, betweens)), **layers)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -214,8 +214,8 @@ OTHER_SCALES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHER_SCALES)
-def test_other_norms_behind_attention_are_left(name, x):
-    between, reason = OTHER_SCALES[name]
-    report = compile_and_check(scaled_half(between, head=nn.LayerNorm(d), all=nn.LayerNorm(D)), x)
-    assert details(report, "attention") == [f"attention_qkvpacked ({reason})"]
+def test_other_norms_after_attention_are_left(x):
+    betweens = [between for between, _ in OTHER_SCALES.values()]
+    report = compile_and_check(scaled_half(*betweens, head=nn.LayerNorm(d), all=nn.LayerNorm(D)), x)
+    found = dict(zip(OTHER_SCALES, details(report, "attention"), strict=True))
+    assert found == {name: f"attention_qkvpacked ({reason})" for name, (_, reason) in OTHER_SCALES.items()}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, H, N, compile_and_check, details, half, heads, joined
+from graph_models import D, H, N, compile_and_check, details, half, heads, joined, together
 from torch import Tensor, nn
 
 P, d = 2, D // H
@@ -11,7 +11,7 @@ P, d = 2, D // H
 
 @pytest.fixture
 def tables(device) -> Tensor:
-    """sin beside cos, of the patches."""
+    """sin and cos of the patches, side by side"""
     return torch.randn(N - P, 2 * d, device=device)
 
 
@@ -48,6 +48,8 @@ def other_way_round(t, sin, cos):
 
 
 def rotary_half(rotate_q, rotate_k=None):
+    """Return the attention half whose q and k are turned by these functions (t, sin, cos)."""
+
     def forward(m, x, tables):
         tables = tables.detach()
         q, k, v = heads(m.qkv(m.norm(x)))
@@ -67,18 +69,19 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_rotation_is_found(spelling, x, tables):
-    report = compile_and_check(half(rotary_half(SPELLINGS[spelling])), x, tables)
-    assert details(report, "attention") == ["layer_norm_attention"]
+def found(rotations, x, tables):
+    """What becomes of attention whose q and k are rotated by each of these."""
+    report = compile_and_check(half(together(map(rotary_half, rotations.values()))), x, tables)
+    return dict(zip(rotations, details(report, "attention"), strict=True))
+
+
+def test_rotations_are_found(x, tables):
+    assert found(SPELLINGS, x, tables) == dict.fromkeys(SPELLINGS, "layer_norm_attention")
 
 
 def test_rotation_of_all_tokens(x, tables):
     def of_all(t, sin, cos):
         return rotate(t, *(torch.cat([a[:P], a]) for a in (sin, cos)))
-
-    (detail,) = details(compile_and_check(half(rotary_half(of_all)), x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"  # two tables, of the same values
 
     def forward(m, x, tables):
         sin, cos = torch.cat([tables[:P], tables]).detach().chunk(2, -1)
@@ -86,7 +89,10 @@ def test_rotation_of_all_tokens(x, tables):
         q, k = rotate(q * d**-0.5, sin, cos), rotate(k, sin, cos)
         return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v, scale=1.0)))
 
-    assert details(compile_and_check(half(forward), x, tables), "attention") == ["layer_norm_attention"]
+    assert details(compile_and_check(half(together([rotary_half(of_all), forward])), x, tables), "attention") == [
+        "attention (q and k with different rotary positions)",  # two tables, of the same values
+        "layer_norm_attention",
+    ]
 
 
 def turned_the_other_way(t):
@@ -111,20 +117,19 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_only_looks_like_a_rotation_is_left(name, x, tables):
-    (detail,) = details(compile_and_check(half(rotary_half(LEFT[name])), x, tables), "attention")
-    assert detail.startswith("attention (")
+def test_what_only_looks_like_a_rotation_is_left(x, tables):
+    for name, detail in found(LEFT, x, tables).items():
+        assert detail.startswith("attention ("), name
 
 
 def test_q_and_k_by_different_tables(x, tables):
-    model = half(rotary_half(behind_prefix, lambda t, sin, cos: behind_prefix(t, cos, sin)))
-    (detail,) = details(compile_and_check(model, x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"
-    (detail,) = details(compile_and_check(half(rotary_half(SPELLINGS["pairs"], behind_prefix)), x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"  # of the same tables
-    (detail,) = details(compile_and_check(half(rotary_half(behind_prefix, lambda t, *_: t)), x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"
+    halves = [
+        rotary_half(behind_prefix, lambda t, sin, cos: behind_prefix(t, cos, sin)),
+        rotary_half(SPELLINGS["pairs"], behind_prefix),  # of the same tables
+        rotary_half(behind_prefix, lambda t, *_: t),
+    ]
+    report = compile_and_check(half(together(halves)), x, tables)
+    assert details(report, "attention") == ["attention (q and k with different rotary positions)"] * 3
 
 
 def test_learnt_tables_keep_their_gradients(x, tables):

@@ -245,5 +245,5 @@ def test_positions_of_images_beside_a_mask(device: torch.device) -> None:
     x, positions = tokens(device), torch.arange(17, device=device)
     mask = torch.zeros(1, 1, 17, 17, device=device)
     assert integration.check_rotary_call(None, x, mask, position_ids=positions) is x
-    with pytest.raises(integration.Unsupported, match="position_ids"):
+    with pytest.raises(integration.CannotFuse, match="position_ids"):
         integration.check_rotary_call(None, x, None, position_ids=positions)
