@@ -1,5 +1,5 @@
-"""s = residual + branch; norm(s), a LayerNorm or an RMSNorm, becomes `ops.add_layer_norm`, in one pass over the rows;
-both results may be used."""
+"""A residual sum and the norm after it, s = residual + branch and norm(s), become `ops.add_layer_norm`: one pass over
+the rows. A norm is a LayerNorm or an RMSNorm; s may be used elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rewrite(rewriter: GraphRewriter) -> None:
     for node in list(rewriter.graph.nodes):
         if not is_norm(node) or name_of(total := first(node)) != "add" or total.kwargs or len(total.args) != 2:
             continue
-        with contextlib.suppress(CannotFuse):  # why the norm was left is known by now
+        with contextlib.suppress(CannotFuse):  # norm_linear has noted why the norm was left
             _rewrite(rewriter, node, total)
             note_norm(rewriter, node, True, "add_layer_norm")
 

@@ -3,10 +3,10 @@
     scaled_dot_product_attention(q, k, v, scale=s, dropout_p=p)
     dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (..., N, d)
 
-becomes `ops.attention`, which reads q, k and v where they lie and stores no N x N tensor. The products may be spelled
-@, matmul, bmm or einsum, the scale multiply or divide, before the product or behind it, and the softmax run in float32
-and be rounded back. Masks and biases are those of `masks.py`, which says what becomes of rows in which nothing is
-kept; k and v may have fewer heads than q, or be repeated for it (`groups.py`).
+becomes `ops.attention`, which reads q, k and v by stride and stores no N x N tensor. The products may be spelled @,
+matmul, bmm or einsum. The scale may multiply or divide, before or after the product. The softmax may run in float32 and
+be rounded back. `masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may
+have fewer heads than q, or be repeated for it (`groups.py`).
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _rewrite_call(rewriter: GraphRewriter, node: Node) -> None:
 
 
 def _given(mask: Node, q: Node) -> Term:
-    """Of scaled_dot_product_attention: True where a query may look at a key, or what is added."""
+    """Return the mask of scaled_dot_product_attention as a term: True keeps a score, floats are added."""
     shape = fake(q).shape
     return Term(mask, (*shape[:-1], shape[-2]), keeps=True if fake(mask).dtype is torch.bool else None)
 
 
 def _softmax_before(node: Node) -> Node | None:
-    """The softmax whose output, dropped and rounded or not, node multiplies."""
+    """Return the softmax whose output a product multiplies, perhaps after dropout and rounding, or None."""
     at: Any = first(node) if name_of(node) == "matmul" else (*node.args, None)[1]
     at = at[0] if isinstance(at, list | tuple) else at
     while name_of(at) in (*COPIES, *RESHAPES, "dropout"):
@@ -108,7 +108,7 @@ def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> Non
         else:
             break
     if name_of(at) not in ("matmul", "einsum"):
-        raise CannotFuse(_what_is_between(at))
+        raise CannotFuse(_reason_between(at))
     if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
         raise CannotFuse("a reshape of scores or probabilities")
     matched.add(at)
@@ -123,14 +123,15 @@ def _check_precision(node: Node, dtype: torch.dtype) -> None:
         raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
 
 
-def _what_is_between(scores: Node) -> str:
+def _reason_between(scores: Node) -> str:
+    """Return the reason for an unknown call between the product and the softmax."""
     while is_view(scores):
         scores = first(scores)
     return f"{words(scores)} between scores and softmax"
 
 
 def dropout_of(node: Node) -> float:
-    """The probability of F.dropout as it applies here."""
+    """Return the probability with which a call of F.dropout drops."""
     _, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
     if not is_number(p) or not isinstance(training, bool):
         raise CannotFuse("a dropout probability that is a tensor")
@@ -140,8 +141,8 @@ def dropout_of(node: Node) -> float:
 
 
 def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
-    """a and b of a @ b; as einsum they must be spelled so that rows and columns are where matmul has them, b's, if
-    `transposed`, the other way round."""
+    """Return a and b of a @ b. An einsum must have rows and columns in the order of matmul; for b in the other order if
+    `transposed`."""
     if name_of(node) == "matmul":
         a, b = arguments(node, input=None, other=None)
         return a, b
@@ -191,7 +192,7 @@ def _emit(
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
-    """(B, H, N, d), k and v perhaps of fewer heads, or (..., N, d)"""
+    """Check shapes (B, H, N, d), k and v perhaps with fewer heads, or (..., N, d)."""
     want = q
     if len(q) == len(k) == 4 and not known_equal(q[1], k[1]) and known_equal(q[1] % k[1], 0):
         want = q[0], k[1], *q[2:]
@@ -202,7 +203,7 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
 
 
 def _tokens_first(emit: Emitter, t: Node) -> Node:
-    """As (B, N, H, d); with other dimensions than four, all before N are one, and one head."""
+    """Return t as (B, N, H, d). Without exactly four dimensions, all before N become one, and there is one head."""
     if fake(t).dim() == 4:
         return emit.method("transpose", t, 1, 2)
     return emit.method("unsqueeze", emit.method("flatten", t, 0, -3) if fake(t).dim() > 3 else t, 2)

@@ -1,11 +1,11 @@
-"""The attention half of a pre-norm block, around `ops.attention` where `attention.py` has put it:
+"""The attention half of a pre-norm block, around an `ops.attention` that `attention.py` has written:
 
     norm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
 
-with or without norms of q and k over each head, rotary positions of both, a mask or bias of the scores and a norm in
-front of the projection, becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. A
-norm is a LayerNorm or an RMSNorm. Where k and v have fewer heads than q, attention stays `ops.attention`.
-Where only the projection is packed, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
+becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. Optional parts: norms of q
+and k over each head, rotary positions of both, a mask or bias of the scores, a norm before the last projection. A norm
+is a LayerNorm or an RMSNorm. If k and v have fewer heads than q, attention stays `ops.attention`. If the pattern fails
+but one layer computes q, k and v, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def rewrite(rewriter: GraphRewriter) -> None:
 
 
 class _Projections:
-    """What q, k and v of an `ops.attention` node are projected from, and by what. Raises CannotFuse where they are not
-    plain slices of one or three linear layers' outputs."""
+    """The linear layers that compute q, k and v of an `ops.attention` node, and their input. Raises CannotFuse if q, k
+    and v are not plain slices of the outputs of one or three linear layers."""
 
     def __init__(self, attention: Node) -> None:
         self.matched: set[Node] = set()
@@ -104,8 +104,8 @@ class _Projections:
                 raise CannotFuse("heads in another order than (3, H, d)" if self.packed else "heads in another order")
 
     def _projection_of(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
-        """The linear layer behind q, k or v, and the views between. A factor of q or k on the way belongs to the
-        scale of the scores, unless a norm takes it away again."""
+        """Return the linear layer that computes q, k or v, and the views between. A factor of q or k on the way belongs
+        to the scale of the scores, unless a norm follows, which removes it."""
         node, chain = strip_views(t)
         while scores:
             if is_norm(node):
@@ -135,7 +135,7 @@ class _Projections:
         return node, chain
 
     def _strip_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
-        """The node behind a norm's input, which may be in float32, as the op computes it, and the views between."""
+        """Return the node that a norm's input was cast from, and the views between: the op computes in float32 too."""
         while True:
             x, before = strip_views(x)
             chain = before + chain
@@ -184,7 +184,8 @@ def _rewrite_half(rewriter: GraphRewriter, attention: Node, of: _Projections) ->
 
 
 class _Projected(NamedTuple):
-    """root: the projection of attention's output, (B, N, out); behind: the nodes between; norm: of their rows."""
+    """root: the projection of attention's output, (B, N, out); norm: of its input, if there is one; between: the nodes
+    from attention to root."""
 
     root: Node
     linear: LinearCall
@@ -228,7 +229,7 @@ def _projected(attention: Node, of: _Projections) -> _Projected:
 
 def _rewrite_packed(rewriter: GraphRewriter, attention: Node, of: _Projections) -> bool:
     linear = of.linears[0]
-    if not of.plain or of.rotary or of.norms:  # alone they are the inner backend's
+    if not of.plain or of.rotary or of.norms:  # no op rotates or normalises inside packed attention
         return False
 
     def build(emit: Emitter) -> Node:

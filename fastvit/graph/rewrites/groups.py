@@ -1,9 +1,9 @@
-"""Keys and values that were repeated for the heads of q that share them (grouped queries), before the repetition:
+"""Keys and values that are repeated for the heads of q that share them (grouped queries):
 
     repeat_interleave(k, n, dim)
     k[:, :, None].expand(...).reshape(...)        k (B, heads, N, d), or (B, N, heads, d) turned afterwards
 
-`ops.attention` reads k and v with the heads that they have.
+`ops.attention` takes k and v as they are before the repetition.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fastvit.graph.match.views import follow, strip_views
 
 @dataclass(frozen=True)
 class Repeated:
-    """x: what was repeated, (B, heads, N, d) once dimension `extra` of size 1 is taken out and, if `turned`, the next
-    two are swapped; heads: how many; nodes: the repetition and the views behind it."""
+    """A repetition. x: the tensor that is repeated, (B, heads, N, d) after dimension `extra` of size 1 is squeezed and,
+    if `turned`, dimensions 1 and 2 are swapped; nodes: the repetition and the views after it."""
 
     x: Node
     extra: int | None
@@ -36,7 +36,7 @@ class Repeated:
         return emit.method("transpose", x, 1, 2) if self.turned else x
 
     def unused(self, matched: set[Node]) -> set[Node]:
-        """The nodes that nobody needs without the matched ones."""
+        """Return the nodes that have no users but the matched ones."""
         gone: set[Node] = set()
         for node in reversed(self.nodes):
             if (matched | gone).issuperset(node.users):
@@ -45,7 +45,8 @@ class Repeated:
 
 
 def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
-    """Of k or v (B, H, N, d), or k (B, H, d, N), where heads of x stand beside their copies, in order."""
+    """Return the repetition that made k or v (B, H, N, d), or k (B, H, d, N), with the copies of a head next to each
+    other, or None."""
     node, chain = strip_views(t)
     if name_of(node) not in ("expand", "repeat_interleave"):
         return None
@@ -70,7 +71,7 @@ def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
 
 
 def _repetition(base: Layout, node: Node) -> tuple[Layout, int, Size]:
-    """The layout behind a node that repeats along one dimension, which, and how many times."""
+    """Return the layout after a node that repeats along one dimension, which dimension, and how many times."""
     if name_of(node) == "repeat_interleave":
         _, n, dim, _ = arguments(node, input=None, repeats=None, dim=None, output_size=None)
         if not isinstance(n, int) or not isinstance(dim, int):

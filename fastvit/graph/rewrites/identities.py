@@ -1,5 +1,5 @@
-"""What does nothing in this graph is taken out, sizes that are known are written down, and one call that hides a
-pattern is written out as the calls that it is made of, before anything is sought."""
+"""Prepare a graph for the patterns: remove dropouts that do nothing, replace sizes that are known by numbers, and write
+out nn.MultiheadAttention as the calls that it consists of."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def rewrite(rewriter: GraphRewriter) -> None:
 
 
 def _take_out(rewriter: GraphRewriter, node: Node) -> None:
-    """dropout(x, 0.0), or in evaluation, is x, unless somebody could tell that it is the same tensor."""
+    """Replace dropout(x, 0.0), or dropout in evaluation, by x, unless a write or the output would show that they are
+    one tensor."""
     try:
         x, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
     except CannotFuse:
@@ -44,8 +45,8 @@ def _take_out(rewriter: GraphRewriter, node: Node) -> None:
 
 
 def _write_down(node: Node) -> None:
-    """A size that Dynamo asked for before it knew the number, as where a bias of so many tokens is added later, makes
-    no further use of the tensor."""
+    """Replace a size by its number, if that is known by now, so that it is no use of the tensor. Dynamo records sizes
+    before a later call fixes them, as a bias of so many tokens does."""
     known = known_int(value_of(node))
     if known is None or any(user.op == "output" for user in node.users):
         return
@@ -58,7 +59,7 @@ def _write_down(node: Node) -> None:
 
 
 def _by_sizes(node: Node) -> None:
-    """x.reshape_as(y) needs nothing of y but its sizes, of which one may be symbolic: as SAM shapes its bias."""
+    """Replace x.reshape_as(y), which SAM's bias has, by a reshape to y's sizes, if at most one is symbolic."""
     shape = getattr(value_of(node), "shape", ())
     sizes = [-1 if (known := known_int(size)) is None else known for size in shape]
     if len(node.args) == 2 and shape and sizes.count(-1) <= 1 and 0 not in sizes:
@@ -67,7 +68,7 @@ def _by_sizes(node: Node) -> None:
 
 
 def _write_out(rewriter: GraphRewriter, node: Node) -> None:
-    """What nn.MultiheadAttention calls, on (N, B, D), whatever its batch_first says."""
+    """Write out F.multi_head_attention_forward, which takes (N, B, D) for either value of batch_first."""
     (
         query, key, value, _, num_heads, weight, bias, bias_k, bias_v, add_zero, p, out_weight, out_bias, training,
         padding, _, mask, separate, _, _, _, static_k, static_v, _, causal,
@@ -89,7 +90,7 @@ def _write_out(rewriter: GraphRewriter, node: Node) -> None:
         raise CannotFuse("its attention weights are used, too")
 
     def projected(emit: Emitter) -> list[Node]:
-        """q, k and v, (N, B, H, d)"""
+        """Emit q, k and v, (N, B, H, d)."""
         if query is key is value:
             qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
             return [emit.method("select", qkv, 2, i) for i in range(3)]

@@ -31,7 +31,7 @@ from fastvit.ops.runtime.activations import GATED
 
 @dataclass
 class _Act:
-    """An activation: its name as the ops', what it acts on, its last node, and all its nodes."""
+    """An activation: its name in the ops, its input, its last node, and all its nodes."""
 
     name: str
     x: Node
@@ -40,8 +40,8 @@ class _Act:
 
 
 class _Gated(NamedTuple):
-    """activation: as the ops name it with its gate; gate_first: of one layer's rows, None for a gate's layer and a
-    value's; views: between."""
+    """A gated first layer. activation: its name in the ops; gate_first: whether the gate's rows come first in the one
+    layer, None for two layers; views: between layer and activation."""
 
     activation: str
     fc1: list[LinearCall]
@@ -55,7 +55,7 @@ def rewrite(rewriter: GraphRewriter) -> None:
             act = _activation(node)
             if act is None or not _is_linear(strip_views(act.x)[0]):
                 continue
-        except CannotFuse:  # an activation with arguments that none has
+        except CannotFuse:  # an activation with unknown arguments
             continue
         try:
             _rewrite(rewriter, act, node)
@@ -91,7 +91,7 @@ def _quick_gelu(sigmoid: Node) -> _Act | None:
 
 
 def _tanh_gelu(tanh: Node) -> _Act | None:
-    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), in any order of terms and factors"""
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), terms and factors in any order"""
     inner = scaled(first(tanh))
     if inner is None or name_of(first(tanh)).endswith("_") or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
         return None
@@ -111,7 +111,7 @@ def _tanh_gelu(tanh: Node) -> _Act | None:
 
 
 def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
-    """Of a call of that name with two arguments, in both orders; of another call, none."""
+    """Return the two arguments of a call of that name in both orders; for another call an empty list."""
     if name_of(node) != name or node.kwargs or len(node.args) != 2:
         return []
     a, b = node.args
@@ -138,7 +138,7 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
         raise CannotFuse(f"{words(end)} behind its activation")
     fc2 = linear_of(end)
     matched.add(end)
-    if drop1:  # the ops drop behind both layers, with one probability
+    if drop1:  # the ops drop after both layers, with one probability
         end, drop2 = _past_dropout(end, matched)
         if drop1 != drop2:
             raise CannotFuse(f"its two dropouts differ: {drop1} and {drop2}")
@@ -174,7 +174,7 @@ def _only_user(node: Node) -> Node:
 
 
 def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
-    """The dropout behind node, or node, and its probability."""
+    """Return the dropout after node and its probability, or node and 0."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or name_of(user) != "dropout":
         return node, 0.0
@@ -183,7 +183,7 @@ def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
 
 
 def _gated(act: _Act, product: Node) -> _Gated:
-    """What makes the gate and the value of act(gate) * value."""
+    """Return the layers that compute gate and value of act(gate) * value."""
     names = {plain: gated for gated, plain in GATED.items()}
     if act.name not in names:
         raise CannotFuse(f"a gate with {act.name}")
@@ -210,13 +210,13 @@ def _gated(act: _Act, product: Node) -> _Gated:
 
 
 def _half(shape: Any, half: Any, i: int) -> Layout:
-    """Of the first or the second half of the last dimension."""
+    """Return the layout of the first (0) or second (1) half of the last dimension."""
     return Layout.of((*shape[:-1], half), dense_strides(shape), i * half)
 
 
 def _first_layer(emit: Emitter, fc1: list[LinearCall], gate_first: bool | None) -> tuple[Any, Any]:
-    """Weights and biases as the ops take them: of one layer, of a gate's and a value's, or of one with the gate's rows
-    behind the value's as two views."""
+    """Return weights and biases for the ops: those of one layer, of two layers, or two views of a layer that has the
+    value's rows first."""
     if gate_first is None:
         return tuple(linear.weight for linear in fc1), tuple(linear.bias for linear in fc1)
     (linear,) = fc1

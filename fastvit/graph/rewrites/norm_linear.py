@@ -1,5 +1,5 @@
-"""LayerNorm or RMSNorm -> one or several linear layers, nothing else reading the normalised rows, becomes one op,
-`ops.layer_norm_linear` or `layer_norm_linears`, which saves x and the row statistics."""
+"""A LayerNorm or RMSNorm whose output only linear layers read becomes one op with them, `ops.layer_norm_linear` or
+`layer_norm_linears`, which saves x and the row statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NormCall(NamedTuple):
     kind: Literal["layer", "rms"]
 
     def for_op(self) -> ops.Norm:
-        """Of nodes."""
+        """Return the norm as an op takes it, made of nodes."""
         return ops.Norm(self.weight, self.bias, self.eps, self.kind)  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def linear_of(node: Node) -> LinearCall:
 
 
 def norm_of(node: Node) -> NormCall:
-    """Raises CannotFuse for what is no norm that the ops have."""
+    """Return the norm that a node calls. Raises CannotFuse if the ops have no such norm."""
     if not is_norm(node):
         raise CannotFuse(f"no norm before it but {words(node)}")
     bias: Any = None
@@ -85,7 +85,7 @@ def norm_of(node: Node) -> NormCall:
 
 
 def _default_eps(dtype: torch.dtype) -> float:
-    """F.rms_norm's; of 16 bits PyTorch documents another (2.13) than it computes with."""
+    """Return F.rms_norm's default eps. In 16 bits PyTorch 2.13 computes with another one than it documents."""
     if dtype not in (torch.float32, torch.float64):
         raise CannotFuse(f"an RMSNorm of {dtype} without eps")
     return torch.finfo(dtype).eps
@@ -108,7 +108,7 @@ def rewrite(rewriter: GraphRewriter) -> None:
 
 
 def _rewrite(rewriter: GraphRewriter, node: Node) -> str:
-    """-> the op"""
+    """Replace the norm and its linear layers, and return the name of the op."""
     norm = norm_of(node)
     users = sorted(node.users)  # as they stand in the graph
     others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]

@@ -1,8 +1,8 @@
 """Patch embedding, a convolution whose stride is its kernel:
 
-    conv2d -> flatten and transpose to (B, N, D) -> cat behind CLS and registers -> + positions
+    conv2d -> flatten and transpose to (B, N, D) -> cat after CLS and registers -> + positions
 
-becomes `ops.patch_embed`, which writes the token buffer in one pass; what stands in another order ends the pattern.
+becomes `ops.patch_embed`, which writes the token buffer in one pass. Calls in another order end the pattern.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastvit.graph.match.views import follow, is_view
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The token buffer so far: the node that holds it, and where its parts come from."""
+    """The pattern up to `root`, which holds the tokens, and the parts that they are made of."""
 
     root: Node
     matched: frozenset[Node]
@@ -77,7 +77,7 @@ def _is_patches(node: Node) -> bool:
 
 
 def _flattened(node: Node) -> _Tokens:
-    """Down to (B, N, D), row by row."""
+    """Follow the views of the convolution's output to (B, N, D), row by row."""
     if fake(node).dim() != 4:
         raise CannotFuse("an image without a batch")
     B, D, H, W = fake(node).shape
@@ -110,7 +110,7 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
 
 
 def _is_one_sample(positions: Node, tokens: Node) -> bool:
-    """(1, N, D) or (N, D), or the same for every sample."""
+    """Return whether positions are (1, N, D) or (N, D), the same for every sample."""
     value, want = value_of(positions), fake(tokens).shape
     if value is None or not hasattr(value, "shape") or value.dim() not in (2, 3):
         return False
@@ -119,7 +119,7 @@ def _is_one_sample(positions: Node, tokens: Node) -> bool:
 
 
 def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
-    """What stands before the tokens in a cat along them, if it is the same for every sample."""
+    """Return the tensors before the tokens in a cat along N, if they are the same for every sample, otherwise None."""
     try:
         tensors, dim = arguments(cat, tensors=None, dim=0)
     except CannotFuse:
@@ -131,7 +131,7 @@ def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
 
 
 def _one_sample(node: Node) -> Node | None:
-    """What an expand(B, -1, -1) repeats, (1, P, D), or what is of one sample anyhow."""
+    """Return the tensor (1, P, D) that is expanded to all samples, or that has one sample; otherwise None."""
     if name_of(node) in ("expand", "expand_as"):
         node = first(node)
     value = value_of(node)

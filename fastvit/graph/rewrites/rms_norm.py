@@ -1,10 +1,10 @@
-"""RMSNorm written out (Zhang & Sennrich 2019) becomes torch's own call, of which the patterns behind this one know:
+"""RMSNorm written out (Zhang & Sennrich 2019) becomes torch's own call, which later rewrites know:
 
     weight * (x * rsqrt(mean(x**2, -1, keepdim=True) + eps))        x (..., D), weight (D,)
 
-in whatever dtypes it is computed on the way, as long as none is narrower than x's, the output's and float32: torch, as
-the ops, computes in float32 and rounds once. The weight may be computed, such as 1 + weight. What no op takes stays
-that one call, which saves x and a number a row for its gradient.
+It may be computed in any dtypes that are not narrower than x's, the output's and float32: torch, like the ops, computes
+in float32 and rounds once. The weight may be computed, such as 1 + weight. If no op takes the call, it still saves less
+than its parts: x and a number a row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class _MeanSquare(NamedTuple):
-    """mean: of the squares of x; total: with eps; all three of its nodes are taken out."""
+    """The nodes of mean(x * x) + eps. square: x * x; mean: its mean; total: with eps."""
 
     x: Node
     square: Node
@@ -35,7 +35,7 @@ class _MeanSquare(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A node that may be the norm's output, and what it is made of behind the mean of squares."""
+    """A node that may be the norm's output, its weight, and the nodes from the root of the mean square to it."""
 
     root: Node
     weight: Node
@@ -56,7 +56,8 @@ def rewrite(rewriter: GraphRewriter) -> None:
 
 
 def _root_of(node: Node) -> str:
-    """What x is to the root of a mean square: "mul" of 1 / sqrt(...), "div" of sqrt(...), "" of anything else."""
+    """Return how x is combined with this root of a mean square: "mul" with 1 / sqrt(...), "div" by sqrt(...), "" for
+    any other node."""
     name = _in_place_or_not(node)
     exponent = node.args[1] if name == "pow" and len(node.args) == 2 and not node.kwargs else None
     if name == "rsqrt" or exponent == -0.5:
@@ -65,7 +66,7 @@ def _root_of(node: Node) -> str:
 
 
 def _in_place_or_not(node: Any) -> str:
-    """add for add_, too: what is written to is looked at where the pattern is replaced."""
+    """Return "add" for add_ too, and so on. `GraphRewriter.replace` checks writes."""
     return name_of(node).removesuffix("_")
 
 
@@ -81,7 +82,7 @@ def _mean_square(total: Any) -> _MeanSquare | None:
     square, x = first(mean), _squared(first(mean))
     assert x is not None
     if isinstance(eps, Node) and isinstance(value_of(eps), torch.SymFloat):
-        eps = float(value_of(eps))  # of a dynamic graph, which then holds for this one only, as with torch's own norms
+        eps = float(value_of(eps))  # of a dynamic graph, which is then for this value only, as with torch's norms
     if not is_number(eps) or total.kwargs:
         raise CannotFuse("an RMSNorm whose eps is a tensor")
     _, dim, keepdim, _ = arguments(mean, input=None, dim=None, keepdim=False, dtype=None)
@@ -131,7 +132,7 @@ def _rewrite(rewriter: GraphRewriter, root: Node, operation: str, squares: _Mean
 
 
 def _only_user(node: Node, matched: set[Node]) -> Node:
-    """What uses node, which joins the matched ones."""
+    """Return the only user of node, and add node to `matched`."""
     if len(node.users) != 1:
         raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
     matched.add(node)
@@ -139,7 +140,7 @@ def _only_user(node: Node, matched: set[Node]) -> Node:
 
 
 def _with_cast_inputs(node: Any) -> list[Node]:
-    """The node, and what it was cast from, step by step."""
+    """Return the node and the nodes that it was cast from, step by step."""
     found = [node]
     while name_of(node) in CASTS and same_shape(fake(node).shape, fake(first(node)).shape):
         node = first(node)
@@ -148,7 +149,7 @@ def _with_cast_inputs(node: Any) -> list[Node]:
 
 
 def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:
-    """The product with a vector behind x / sqrt(...), and that cast, from the first to the last."""
+    """Return the product of x / sqrt(...) with a vector, and its casts, from the first to the last."""
     found: list[_Product] = []
     at = normalized
     weight: Any = None
@@ -170,7 +171,7 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:
 def _put_in(
     rewriter: GraphRewriter, x: Node, product: _Product, casts: set[Node], rounded: set[torch.dtype], eps: float
 ) -> None:
-    """rounded: the dtypes that x has been in."""
+    """Replace the norm. casts: nodes that cast x; rounded: the dtypes that x was rounded to before."""
     matched, dtype = {*casts, *product.matched}, fake(x).dtype
     if any(fake(node).dtype not in (*rounded, fake(product.root).dtype, *_WIDE) for node in matched):
         raise CannotFuse("an RMSNorm that is rounded on the way")

@@ -1,9 +1,9 @@
-"""Rotary positions of q or k, behind the tokens of a prefix or of all:
+"""Rotary positions of q or k, of all tokens or of those after a prefix:
 
     x * cos + turned(x) * sin               turned(x): (-second half, first half), or (-x1, x0, -x3, x2, ...)
     cat((tokens[:P], rotated(tokens[P:])))  over (B, H, N, d), and rounded back
 
-as `ops.Rotary` describes them, for the attention half whose op rotates in place.
+become an `ops.Rotary` for the op of the attention half, which rotates in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastvit.ops import Rotary
 
 @dataclass(frozen=True)
 class Rotation:
-    """x: what is rotated, (B, H, N, d); matched: the nodes behind it."""
+    """x: the tensor that is rotated, (B, H, N, d); matched: the nodes that rotate it."""
 
     x: Node
     rotary: Rotary  # of nodes
@@ -31,7 +31,7 @@ class Rotation:
 
 
 def rotation_of(node: Node) -> Rotation | None:
-    """If node is one; CannotFuse if it is one that the op does not take."""
+    """Return the rotation that ends at node, or None. Raises CannotFuse for a rotation that the op does not take."""
     if name_of(node) == "add":
         return _rotated(node)
     if name_of(node) != "cat":
@@ -78,7 +78,7 @@ def _rotated(add: Node) -> Rotation | None:
 
 
 def same_positions(a: Rotary, b: Rotary) -> bool:
-    """Whether two are of the same tables, each perhaps sliced out of one anew."""
+    """Return whether two rotations have the same tables, or equal slices of one."""
     return a[2:] == b[2:] and _same(a.sin, b.sin) and _same(a.cos, b.cos)
 
 
@@ -97,7 +97,7 @@ def _check_tables(x: Node, sin: Node, cos: Node) -> None:
 
 
 def _turned(node: Node, x: Node) -> tuple[bool, frozenset[Node]] | None:
-    """Whether node is turned(x), interleaved or not, and its nodes."""
+    """Return whether turned(x) is interleaved, and its nodes; None if node is not turned(x)."""
     shape = fake(x).shape
     half = shape[-1] // 2
     joined, views = strip_views(node) if name_of(node) != "cat" else (node, [])
@@ -126,7 +126,7 @@ def _turned(node: Node, x: Node) -> tuple[bool, frozenset[Node]] | None:
 
 
 def _between(node: Node, base: Node) -> list[Node]:
-    """The views from base, without it, to node, in order."""
+    """Return the views from base, without it, to node, in order."""
     chain: list[Node] = []
     while node is not base:
         if not is_view(node):
@@ -141,6 +141,6 @@ def _relative(node: Node, base: Node) -> Layout:
 
 
 def _sliced_from(x: Node) -> Node:
-    """What x is a slice of: tensor[:, :, P:], or an item of tensor.split(...)."""
+    """Return the tensor that x is a slice of: tensor[:, :, P:], or an item of tensor.split(...)."""
     before: Any = first(x) if is_view(x) else x
     return first(before) if name_of(before) in ("split", "split_with_sizes") else before
