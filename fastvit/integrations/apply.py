@@ -1,4 +1,4 @@
-"""Putting fused forwards onto the modules of a model, and taking them off again."""
+"""Give the modules of a model fused forwards, and remove them again: `accelerate`, `restore`, `accelerated`."""
 
 from __future__ import annotations
 
@@ -28,49 +28,49 @@ EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr 
 def accelerate(
     model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Report:
-    """Makes the model's attention, MLP, norms, residual and patch embedding run as fused ops, in place.
+    """Make the model's attention, MLP, norms, residual and patch embedding run as fused ops, in place.
 
-    The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
-    the `forward` of modules of known classes is replaced, exactly of those classes and never of subclasses, as an
-    attribute of the instance. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and
-    Meta's DINOv2 and DINOv3, and LayerNorm and RMSNorm of PyTorch and timm anywhere. Call it before torch.compile.
-    Calling it again starts afresh.
+    The model keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode. Only the
+    `forward` of modules of known classes is replaced, by an attribute of the instance; subclasses of known classes are
+    left alone. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and Meta's DINOv2
+    and DINOv3, and LayerNorm and RMSNorm of PyTorch and timm in any model. Call it before torch.compile. A second call
+    replaces the first.
 
-    Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
-    collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
+    Each accelerated module refers to itself through its forward, so the memory of a deleted model is freed at the next
+    garbage collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
     DistributedDataParallel and FSDP2 do not.
 
-    A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
-    adapter merged or disabled it is fused as any other. So does one that torch.ao.quantization.quantize_dynamic or
-    torchao has quantised.
+    A linear layer with a LoRA adapter of peft, added before or later, is called as a module between the fused ops; with
+    the adapter merged or disabled it is fused like any other. A layer that torch.ao.quantization.quantize_dynamic or
+    torchao has quantised is called as a module too.
 
-    What an op cannot do is left to the module's own forward: for a module at once (a gate in attention, other adapters,
-    hooks inside a fused span, a forward that was replaced on a class), with the reason in the report; for a call (a
-    causal mask, attention weights asked for, hooks added later, a class or its forward replaced later) with one warning
-    for each class and reason. torch.fx traces the modules' own forwards.
+    The module's own forward runs where no op can do the same. If that is known at once (a gate in attention, other
+    adapters, hooks on fused modules, a forward replaced on a class), the report has the reason. If it shows in a call
+    (a causal mask, attention weights asked for, hooks added later, a class or its forward replaced later), there is one
+    warning for each class and reason. torch.fx traces the modules' own forwards.
 
     Args:
         model: any module.
-        strict: raise if a module is skipped, or if the ops compute no module of the model. Modules that the report has
-            as they were, such as a classifier or a convolution inside the network, are not skipped.
-        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, and
-            float images as before, as they are. No float copy is made but in models of transformers, which cast
+        strict: raise if a module is skipped, or if the ops compute no module of the model. Modules with the status
+            "as it was", such as a classifier or a convolution inside the network, are not skipped.
+        mean, std: C values each, in [0, 1]. uint8 images (B, C, H, W) are then normalised to (x / 255 - mean) / std;
+            float images are taken as they are. No float copy is made, except in models of transformers, which cast
             `pixel_values` before the patch embedding: forward pre-hooks normalise them there.
 
     Returns:
-        A report of every module; printed, it is a table.
+        A report on every module; printed, it is a table.
 
     Raises:
-        TypeError: model is no nn.Module.
-        ValueError: with strict, listing the skipped modules and reasons, or because no module is known; or the model is
-            compiled already, or has an nn.DataParallel in it; or mean and std do not fit, or the patch embedding pads
-            its images. The model is then as it was.
+        TypeError: model is not an nn.Module.
+        ValueError: strict, and modules are skipped (listed with reasons) or none is known; or the model is compiled
+            already or contains an nn.DataParallel; or mean and std do not fit, or the patch embedding pads its images.
+            The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
-    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused, and the message wants a count
+    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused later, with a count in the message
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
     restore(model)
@@ -111,7 +111,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Takes off what `accelerate` put on; without effect on a model that is not accelerated."""
+    """Undo `accelerate`. Does nothing to a model that is not accelerated."""
     for module in model.modules():
         if _is_ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]
@@ -122,8 +122,8 @@ def restore(model: nn.Module) -> None:
 def accelerated(
     model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Iterator[Report]:
-    """`accelerate`, with its model, strict, mean and std, within the context, and `restore` at its end; gives the
-    report."""
+    """Accelerate a model within a context, and restore it at the end. Arguments, errors and the report are those of
+    `accelerate`."""
     report = accelerate(model, strict=strict, mean=mean, std=std)
     try:
         yield report

@@ -92,8 +92,8 @@ Build = Callable[[Emitter, dict[str, Any]], Node]
 
 
 def replace_longest(rewriter: GraphRewriter, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
-    """Replace the matched nodes, up to branch, and with them the longest possible epilogue. Raises CannotFuse if none can
-    be replaced, not even the empty one."""
+    """Replace the matched nodes, up to branch, with the longest possible epilogue. Raises CannotFuse if none can be
+    replaced, not even the empty one."""
     refused: CannotFuse | None = None
     for epilogue in epilogues(branch):
         try:

@@ -1,4 +1,4 @@
-"""Meta's DINOv2 repository: blocks and attention as `dinov2.layers` has them."""
+"""Meta's DINOv2 repository: the blocks, attention and MLPs of `dinov2.layers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
 def check_bases(module: nn.Module) -> None:
-    """Check that base classes have their own forward: those of NestedTensorBlock and MemEffAttention call it."""
+    """Check that base classes have their own forward, which NestedTensorBlock and MemEffAttention call."""
     for base in type(module).__mro__[1:]:
         forward = base.__dict__.get("forward")
         if forward is not None and base is not nn.Module and not has_own_forward(base, forward):
@@ -52,7 +52,7 @@ def read_mlp(mlp: Any) -> MlpSpec:
 
 
 def read_block(block: Any) -> spec.BlockSpec:
-    """Without stochastic depth, of which `check_call` knows."""
+    """Read a block without stochastic depth, which `check_block_call` checks."""
     check_bases(block)
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)

@@ -1,4 +1,4 @@
-"""timm's Vision Transformers: vit, deit, deit3, dinov2, the CLIP and SigLIP towers, and what else uses their blocks."""
+"""timm's Vision Transformers: vit, deit, deit3, dinov2, CLIP and SigLIP towers, and other models with their blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT, and those of
 DeepSeek's vision encoder.
 
-Blocks with norms behind their branches (`EvaBlockPostNorm`) run their own forward, with all that is inside them fused.
+Blocks with norms after their branches (`EvaBlockPostNorm`) run their own forward; the modules in them are fused.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MLP = {"torchvision.models.vision_transformer.MLPBlock"}
 
 
 def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
-    """Of nn.MultiheadAttention, whose qkv layer is two parameters of its own, and the dropout behind it."""
+    """Read nn.MultiheadAttention, whose qkv layer is two of its parameters, and the dropout after it."""
     if attn.in_proj_weight is None or attn.bias_k is not None or attn.add_zero_attn or not attn.batch_first:
         raise CannotFuse("an nn.MultiheadAttention with other keys and values than self-attention's")
     (proj,) = submodules(attn, out_proj=OUT_PROJ)

@@ -1,5 +1,5 @@
-"""Attention of the vision towers of Qwen's, GLM's and other models in transformers (version 5): images of several
-sizes, or windows of them, lie one behind the other in one sequence (T, D), and `cu_seqlens` says where each begins."""
+"""Attention of the vision towers of Qwen's, GLM's and other models in transformers (version 5). Images of several
+sizes, or windows of them, follow each other in one sequence (T, D); `cu_seqlens` has the start of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMPLEMENTATIONS = (None, "eager", "sdpa", "fastvit")
 
 
 class VarlenSpec(NamedTuple):
-    """qkv: packed; dropout_p: of the attention probabilities, as it applies now."""
+    """Attention over packed sequences. dropout_p: of the attention probabilities, 0 in evaluation."""
 
     qkv: LinearSpec
     proj: LinearSpec
@@ -32,7 +32,7 @@ class VarlenSpec(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Rotary positions of all tokens, and where sequences begin and end."""
+    """Rotary positions of all tokens, and the ends of sequences as `ops.attention_varlen` takes them."""
 
     rotary: Rotary
     cu_seqlens: Tensor
@@ -65,8 +65,10 @@ def read_sequences(
     module: Any, hidden_states: Tensor, cu_seqlens: Any = None, position_embeddings: Any = None,
     max_seqlen: Any = None, **_: Any,
 ) -> Sequences:  # fmt: skip
-    """position_embeddings: cos and sin, (T, d) each. The longest length is read off, as the library does to cut the
-    sequences apart, unless it is known, or a graph is made, which would break."""
+    """Return a call's sequences. position_embeddings: cos and sin, (T, d) each.
+
+    The longest length is read from the device, as the library does to split the sequences, unless it is given or a
+    graph is being made, which that would break."""
     if not isinstance(cu_seqlens, Tensor) or position_embeddings is None:
         raise CannotFuse("no cu_seqlens or no rotary positions")
     cos, sin = position_embeddings
