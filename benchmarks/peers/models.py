@@ -1,4 +1,4 @@
-"""Which models the suites run with: those into which `fastvit.accelerate` puts an op, as its own report says."""
+"""Choose the models that the suites run with: those in which `fastvit.accelerate` fuses something, by its report."""
 
 from __future__ import annotations
 

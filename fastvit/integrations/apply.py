@@ -136,7 +136,7 @@ def _is_ours(forward: Any) -> bool:
 
 
 class _Decision(NamedTuple):
-    """What happens to a module: status and detail as in `Entry`; handler: of a module that gets a fused forward."""
+    """The outcome for a module: status and detail as in `Entry`; handler: of a module that gets a fused forward."""
 
     name: str
     module: nn.Module

@@ -37,9 +37,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def part(module: nn.Module) -> Literal["attention", "MLP"] | None:
-    """Return "attention" or "MLP" for such a module of a transformer that contains no other of its kind, otherwise None.
-
-    It has linear layers: convolutional attention and MLPs, of images, do not count."""
+    """Return "attention" or "MLP" for a transformer's module that contains no other of its kind, otherwise None. It has
+    linear layers: attention and MLPs made of convolutions do not count."""
     inside = list(module.modules())[1:]
     if _is_attention(module):
         return None if any(map(_is_attention, inside)) else "attention"

@@ -95,10 +95,10 @@ LEFT = {
     "no weight": (lambda m, x: normalized(x, mean_square(x)), "an RMSNorm without weight"),
     "a weight of tokens": (lambda m, x: normalized(x, mean_square(x)) * x[:, :1], "an RMSNorm without weight"),
     "the root times x": (
-        lambda m, x: x * (mean_square(x) + EPS).sqrt() * m.weight, "mul behind the root of a mean of squares",
+        lambda m, x: x * (mean_square(x) + EPS).sqrt() * m.weight, "mul after the root of a mean of squares",
     ),
     "the root by x": (
-        lambda m, x: (mean_square(x) + EPS).sqrt() / x * m.weight, "div behind the root of a mean of squares",
+        lambda m, x: (mean_square(x) + EPS).sqrt() / x * m.weight, "div after the root of a mean of squares",
     ),
     "rounded": (
         lambda m, x: normalized(x, mean_square(x)).bfloat16().float() * m.weight,
@@ -203,11 +203,11 @@ def test_norm_in_front_of_the_projection(kind, x):
 
 
 OTHER_SCALES = {
-    "of each head": (lambda m, out: m.head(out.transpose(1, 2)).flatten(2), "a norm of single heads behind attention"),
+    "of each head": (lambda m, out: m.head(out.transpose(1, 2)).flatten(2), "a norm of single heads after attention"),
     "heads in another order": (
-        lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)), "a norm of single heads behind attention",
+        lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)), "a norm of single heads after attention",
     ),
-    "two": (lambda m, out: m.all(m.all(joined(out))), "layer_norm behind attention"),
+    "two": (lambda m, out: m.all(m.all(joined(out))), "layer_norm after attention"),
     "used elsewhere": (
         lambda m, out: (lambda y: m.all(y) + y)(joined(out)), "attention's output is used more than once",
     ),

@@ -1,4 +1,4 @@
-"""Small models of other libraries, for 32 x 32 images, as the tests of accelerated models take them."""
+"""Small models of other libraries, for 32 x 32 images."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from fastvit.integrations import Report
 
-# Of a vision configuration of transformers
+# A small vision configuration of transformers
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
     "image_size": 32, "patch_size": 8,
@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {
 
 
 def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
-    """Of timm."""
+    """Return a ViT of timm."""
     return import_library("timm").create_model(name, **{"img_size": 32, "depth": 2, **options}).eval()
 
 
@@ -25,12 +25,12 @@ def torchvision_vit() -> nn.Module:
 
 
 def hugging_face(name: str, **options: Any) -> nn.Module:
-    """A model of transformers by the name of its class."""
+    """Return a model of transformers by the name of its class."""
     kind = getattr(import_library("transformers"), name)
     return kind(kind.config_class(**SIZES, **options)).eval()
 
 
 def outcome(report: Report, name: str) -> tuple[str, str]:
-    """What `accelerate` did to the module of that name, and the detail."""
+    """Return status and detail of the module of that name."""
     (entry,) = (e for e in report.entries if e.name == name)
     return entry.status, entry.detail

@@ -218,11 +218,11 @@ def _projected(attention: Node, of: _Projections) -> _Projected:
         elif is_norm(user) and first(user) is at and proj is norm is None:
             norm = norm_of(user)
             if not layout.has_rows_of(E):
-                raise CannotFuse("a norm of single heads behind attention")
+                raise CannotFuse("a norm of single heads after attention")
         elif is_view(user) and first(user) is at:
             layout = follow(layout, [user])
         else:
-            raise CannotFuse(f"{words(user)} behind attention")
+            raise CannotFuse(f"{words(user)} after attention")
         between.append(at)
         at = user
 

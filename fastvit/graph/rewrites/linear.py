@@ -23,7 +23,7 @@ def rewrite(rewriter: GraphRewriter) -> None:
 
             def build(emit: Emitter, epilogue: dict[str, Any], linear: Any = linear) -> Node:
                 if not epilogue:
-                    raise CannotFuse("nothing behind it that the op takes")
+                    raise CannotFuse("nothing after it that the op takes")
                 return emit.call(ops.linear, linear.x, linear.weight, linear.bias, **epilogue)
 
             replace_longest(rewriter, node, {node}, node, build)

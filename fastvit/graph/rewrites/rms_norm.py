@@ -108,7 +108,7 @@ def _rewrite(rewriter: GraphRewriter, root: Node, operation: str, squares: _Mean
     while name_of(user) in CASTS and first(user) is at:
         at, user = user, _only_user(user, matched)
     if name_of(user) != operation or at not in user.args[operation == "div" :] or len(user.args) != 2 or user.kwargs:
-        raise CannotFuse(f"{words(user)} behind the root of a mean of squares")
+        raise CannotFuse(f"{words(user)} after the root of a mean of squares")
     of_product = _with_cast_inputs(user.args[0] if user.args[1] is at else user.args[1])
     of_square = _with_cast_inputs(squares.x)
     inputs = [node for node in of_product if node in of_square]
