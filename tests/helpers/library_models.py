@@ -1,10 +1,14 @@
-"""Small models of other libraries, for 32 x 32 images."""
+"""Small models of other libraries, for 32 x 32 images, and their steps before and after `accelerate`."""
 
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from library_imports import import_library
-from torch import nn
+from torch import Tensor, nn
 
+import fastvit
 from fastvit.integrations import Report
 
 # A small vision configuration of transformers
@@ -34,3 +38,44 @@ def outcome(report: Report, name: str) -> tuple[str, str]:
     """Return status and detail of the module of that name."""
     (entry,) = (e for e in report.entries if e.name == name)
     return entry.status, entry.detail
+
+
+class Step(NamedTuple):
+    """The output (logits or tokens), and the gradients of all parameters that have one, by name."""
+
+    output: Tensor
+    gradients: dict[str, Tensor]
+
+
+Call = Callable[[nn.Module], Any]
+
+
+def step(model: nn.Module, call: Call) -> Step:
+    """Run call(model) and its backward pass for a fixed random cotangent, from a fixed seed."""
+    torch.manual_seed(4)
+    out = call(model)
+    out = out if isinstance(out, Tensor) else out.last_hidden_state
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+    parameters = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(out, list(parameters.values()), cotangent, allow_unused=True)
+    return Step(out.detach(), {name: g for name, g in zip(parameters, found, strict=True) if g is not None})
+
+
+def assert_steps_agree(got: Step, want: Step) -> None:
+    """Within 1e-5 of each tensor's largest element; gradients that are only rounding, of the largest of all."""
+    assert got.gradients.keys() == want.gradients.keys()
+    largest = max(float(g.abs().max()) for g in want.gradients.values())
+    assert float((got.output - want.output).abs().max()) <= 1e-5 * float(want.output.abs().max())
+    for name, gradient in want.gradients.items():
+        scale = max(float(gradient.abs().max()), 1e-2 * largest)
+        assert float((got.gradients[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+def accelerate_and_compare(model: nn.Module, call: Call, **options: Any) -> Report:
+    """Accelerate a model: its step agrees with that before, and no module's own forward runs instead."""
+    want = step(model, call)
+    report = fastvit.accelerate(model, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".* runs its own forward")
+        assert_steps_agree(step(model, call), want)
+    return report

@@ -1,4 +1,4 @@
-"""What `fastvit.accelerate` promises about any model: in place, exact classes only, undone without a trace, nothing
+"""The promises of `fastvit.accelerate` for any model: in place, exact classes only, undone without a trace, nothing
 dropped silently."""
 
 import copy
@@ -77,7 +77,7 @@ def test_no_tensor_is_made_or_touched(vit: nn.Module) -> None:
 
 
 def test_on_the_meta_device(vit: nn.Module, image: Tensor) -> None:
-    """As memory is planned: shapes, and no fallback."""
+    """Memory is planned there: shapes are right, and nothing falls back."""
     fastvit.accelerate(vit.to("meta"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -226,14 +226,14 @@ def test_causal_attention_falls_back_by_call(vit: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", ["attn.q_norm", "attn.k_norm", "attn.norm", "mlp.norm"])
 def test_a_hook_where_a_block_has_no_norm(name: str, vit: nn.Module, image: Tensor) -> None:
-    """On the identity in its place, where q or what is projected is to be had."""
+    """A hook on the nn.Identity in its place runs."""
     vit.blocks[0].get_submodule(name).register_forward_hook(lambda _, __, output: output * 2)
     report = accelerate_as_it_was(vit, lambda: vit(image))
     assert outcome(report, "blocks.0")[0] == "skipped"
 
 
 def test_a_hook_where_a_parallel_block_has_no_qk_norm(timm) -> None:
-    """On the identity in its place: it runs as in timm's."""
+    """A hook on the nn.Identity in its place runs."""
     block = timm.models.vision_transformer.ParallelScalingBlock(64, 4)
     block.q_norm.register_forward_hook(lambda _, __, output: output * 2)
     x = torch.randn(2, 7, 64)
@@ -269,8 +269,8 @@ def test_a_dropout_of_everything(tiny, image: Tensor, option: str) -> None:
     assert outcome(report, "blocks.0") == ("skipped", "a dropout of everything")
 
 
-def test_a_norm_of_higher_precision_than_the_layer_behind_it(vit: nn.Module) -> None:
-    """Which PyTorch takes on a CPU only."""
+def test_a_norm_of_higher_precision_than_the_layer_after_it(vit: nn.Module) -> None:
+    """PyTorch allows it on a CPU only."""
     block, x = vit.blocks[0].cpu().bfloat16(), torch.randn(2, 5, 192).bfloat16()
     block.norm2.float()
     warning = r"its input is torch.bfloat16 and its parameters are torch.float32"
@@ -290,7 +290,7 @@ def test_the_input_by_name(vit: nn.Module, image: Tensor) -> None:
 
 
 def test_tensor_subclasses_are_left_to_the_module(vit: nn.Module) -> None:
-    """PyTorch's own functions are all that they know. Of a weight only its layer runs by itself."""
+    """They support PyTorch's own functions only. With such a weight, only its layer runs as a module."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     x = torch.randn(2, 5, 192, device=vit.pos_embed.device)
@@ -363,7 +363,7 @@ def test_layer_norms_that_round_otherwise_are_left_alone(device) -> None:
     assert close(plain(x), nn.functional.layer_norm(x, (32,), plain.weight, plain.bias))
     with (
         pytest.warns(UserWarning, match=r"its input is torch.float64 and its parameters are torch.float32"),
-        pytest.raises(RuntimeError, match="type"),  # what PyTorch says of such a mixture
+        pytest.raises(RuntimeError, match="type"),  # PyTorch's own error
     ):
         plain(x.double())
 
@@ -438,7 +438,7 @@ def test_a_forward_replaced_on_the_class(
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_class_that_was_swapped(vit: nn.Module, image: Tensor, when: str) -> None:
-    """As token merging does with blocks."""
+    """Token merging does it with blocks."""
 
     class Halved(type(vit.blocks[0])):  # type: ignore[misc]
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
