@@ -155,30 +155,30 @@ def _scale(attention: Node, projections: _Projections) -> float:
     return projections.factor * float(projections.d**-0.5 if scale is None else scale)
 
 
-def _rewrite_half(rewriter: GraphRewriter, attention: Node, of: _Projections) -> None:
-    norm = norm_of(of.y)
-    end = _projected(attention, of)
-    matched = {of.y, attention, *of.matched, *end.between}
+def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> None:
+    norm = norm_of(qkv.y)
+    end = _projected(attention, qkv)
+    matched = {qkv.y, attention, *qkv.matched, *end.between}
 
     def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
-        weights: Any = tuple(linear.weight for linear in of.linears)
-        biases: Any = tuple(linear.bias for linear in of.linears)
-        if of.packed:
+        weights: Any = tuple(linear.weight for linear in qkv.linears)
+        biases: Any = tuple(linear.bias for linear in qkv.linears)
+        if qkv.packed:
             (weights,), (biases,) = weights, biases
-        options = {**epilogue, **attention.kwargs, "scale": _scale(attention, of)}  # with the mask and dropout_p
-        if of.rotary:
-            options["rotary"] = of.rotary[0]
-        if of.norms:
-            options["qk_norm"] = tuple(head_norm.for_op() for head_norm in of.norms)
+        options = {**epilogue, **attention.kwargs, "scale": _scale(attention, qkv)}  # with the mask and dropout_p
+        if qkv.rotary:
+            options["rotary"] = qkv.rotary[0]
+        if qkv.norms:
+            options["qk_norm"] = tuple(head_norm.for_op() for head_norm in qkv.norms)
         if end.norm is not None:
             options["scale_norm"] = end.norm.for_op()
         return emit.call(
             ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, end.linear.weight,
-            end.linear.bias, of.H, eps=norm.eps, norm=norm.kind, **options,
+            end.linear.bias, qkv.H, eps=norm.eps, norm=norm.kind, **options,
         )  # fmt: skip
 
     replace_longest(rewriter, end.root, matched, attention, build)
-    for taken in (norm, *of.norms, end.norm):
+    for taken in (norm, *qkv.norms, end.norm):
         if taken is not None:
             note_norm(rewriter, taken.node, True, "layer_norm_attention")
 
@@ -193,16 +193,16 @@ class _Projected(NamedTuple):
     between: list[Node]
 
 
-def _projected(attention: Node, of: _Projections) -> _Projected:
+def _projected(attention: Node, qkv: _Projections) -> _Projected:
     between: list[Node] = []
-    at, layout = attention, Layout.of((of.B, of.N, of.H, of.d))
-    if not known_equal(fake(attention).shape[0], of.B):
+    at, layout = attention, Layout.of((qkv.B, qkv.N, qkv.H, qkv.d))
+    if not known_equal(fake(attention).shape[0], qkv.B):
         layout = layout.permute((0, 2, 1, 3)).reshape(fake(attention).shape)
     proj: LinearCall | None = None
     norm: NormCall | None = None
-    E: Size = of.H * of.d
+    E: Size = qkv.H * qkv.d
     while True:
-        if proj is not None and layout.is_same(Layout.of((of.B, of.N, proj.out_features))):
+        if proj is not None and layout.is_same(Layout.of((qkv.B, qkv.N, proj.out_features))):
             return _Projected(at, proj, norm, between)
         if len(at.users) != 1:
             raise CannotFuse("attention's output is used more than once")
@@ -227,18 +227,18 @@ def _projected(attention: Node, of: _Projections) -> _Projected:
         at = user
 
 
-def _rewrite_packed(rewriter: GraphRewriter, attention: Node, of: _Projections) -> bool:
-    linear = of.linears[0]
-    if not of.plain or of.rotary or of.norms:  # no op rotates or normalises inside packed attention
+def _rewrite_packed(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> bool:
+    linear = qkv.linears[0]
+    if not qkv.plain or qkv.rotary or qkv.norms:  # no op rotates or normalises inside packed attention
         return False
 
     def build(emit: Emitter) -> Node:
-        qkv = emit.method("unflatten", linear.node, -1, (3, of.H, of.d))
-        options = {**attention.kwargs, "scale": _scale(attention, of)}  # with the mask and dropout_p
-        return emit.call(ops.attention_qkvpacked, qkv, **options)
+        packed = emit.method("unflatten", linear.node, -1, (3, qkv.H, qkv.d))
+        options = {**attention.kwargs, "scale": _scale(attention, qkv)}  # with the mask and dropout_p
+        return emit.call(ops.attention_qkvpacked, packed, **options)
 
     try:
-        rewriter.replace(attention, of.matched - {linear.node}, build, attention)
+        rewriter.replace(attention, qkv.matched - {linear.node}, build, attention)
     except CannotFuse:
         return False
     return True
