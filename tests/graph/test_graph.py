@@ -146,7 +146,7 @@ def test_multihead_attention_of_few_queries(x):
     assert details(report, "attention") == ["left: k and v of another length than q"]
 
 
-def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
+def test_heads_in_another_order(x):
     """(H, 3, d) and q, k and v in another order: attention reads them where they lie, the projection stays."""
 
     def interleaved(m, x):

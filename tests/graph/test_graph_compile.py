@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):
-    """As somebody writes one."""
+    """A block of a user's own."""
 
     def __init__(self, D: int, H: int, **make) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_fused_modules_stay_as_they_are(x):
 
 
 def test_shapes_compile_no_oftener_than_without(device):
-    """Of timm's ViT, batch sizes and image sizes, as torch's own backend does."""
+    """New batch and image sizes of timm's ViT recompile no more often than with a backend that does nothing."""
     timm = import_library("timm")
     model = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=3).to(device)
     graphs = {"plain": 0, "fastvit": 0}

@@ -1,5 +1,5 @@
-"""Graphs in which a rewrite could be seen: writes in place, strides, dtypes on the way, `out=`, keywords, transforms.
-Whatever is fused in them, outputs and gradients are those of eager mode."""
+"""Graphs in which a rewrite could change the result: writes in place, strides, dtypes on the way, `out=`, keywords,
+transforms. Outputs and gradients are those of eager mode."""
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def learnt_gate_of_samples(m, x):
 
 
 def learnt_gate_out_of_a_view(m, x):
-    """Of an MLP that is fused before."""
+    """The gate is a view of an MLP that is fused before."""
     gate = m.fc2(F.gelu(m.fc1(x)))[:, :1, :1]
     return x + m.fc2(F.gelu(m.fc1(m.norm(x)))) * gate
 
@@ -135,10 +135,10 @@ def test_right(forward, device):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("behind", [lambda m, y: y + m.pos, lambda m, y: y.relu()], ids=["sum", "relu"])
-def test_patches_that_are_written_to(behind, device):
+@pytest.mark.parametrize("after", [lambda m, y: y + m.pos, lambda m, y: y.relu()], ids=["sum", "relu"])
+def test_patches_that_are_written_to(after, device):
     def forward(m, image):
-        y = behind(m, tokens(m, image))
+        y = after(m, tokens(m, image))
         return written(y, y.transpose(1, 2).reshape(B, -1)).sum(1)
 
     compile_and_check(FunctionModule(forward, **layers()), torch.randn(B, 3, 16, 16, device=device))
@@ -182,13 +182,13 @@ def test_ops_of_others_that_write(device):
     compile_and_check(FunctionModule(forward, **layers()), torch.randn(B, N, D, device=device))
 
 
-def strides_behind_a_break(m, q):
+def strides_before_a_break(m, q):
     out = attend(q)
     torch._dynamo.graph_break()
     return out.view(B, -1)
 
 
-def patches_behind_a_break(m, image):
+def patches_before_a_break(m, image):
     out = tokens(m, image)
     torch._dynamo.graph_break()
     return out.transpose(1, 2).view(B, -1)
@@ -203,12 +203,12 @@ def into_a_checkpoint(m, q):
 
 
 @pytest.mark.parametrize(
-    "forward", [strides_behind_a_break, patches_behind_a_break, out_of_a_checkpoint, into_a_checkpoint],
+    "forward", [strides_before_a_break, patches_before_a_break, out_of_a_checkpoint, into_a_checkpoint],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_strides_that_others_see_are_eagers(forward, device):
     model = FunctionModule(forward, **layers()).to(device)
-    shape = (B, 3, 16, 16) if forward is patches_behind_a_break else (B, H, N, 16)
+    shape = (B, 3, 16, 16) if forward is patches_before_a_break else (B, H, N, 16)
     x = torch.randn(shape, device=device)
     torch.testing.assert_close(fastvit.compile(model, inner="aot_eager")(x), model(x))
 
@@ -297,7 +297,7 @@ def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(device, monkeypatch, 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_dropout_that_returns_its_input_writes_only_in_place(inplace):
-    """As it does in torch 2.15 where p is 0."""
+    """torch 2.15 returns the input if p is 0."""
     graph, value = torch.fx.Graph(), torch.zeros(2)
     x = graph.placeholder("x")
     for arguments, keywords in (((x, 0.0, True, inplace), {}), ((x, 0.0), {"inplace": inplace})):

@@ -63,7 +63,7 @@ LEFT = {
         lambda m, h: (lambda a: a[..., :HIDDEN] + a[..., HIDDEN:])(F.gelu(h)),
         "the output of its gelu is used 2 times",
     ),
-    "a sum behind it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten behind its activation"),
+    "a sum after it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten behind its activation"),
 }
 
 
@@ -160,7 +160,7 @@ EPILOGUES = {
 
 @pytest.mark.parametrize("kind", ["MLP", "linear"])
 def test_epilogues_are_found(kind, x):
-    def behind(epilogue):
+    def with_end(epilogue):
         def forward(m, x):
             y = m.norm(x).sin() if kind == "linear" else F.gelu(m.fc1(m.norm(x)))
             return epilogue(m, x, m.fc2(y)) * 2.0
@@ -168,7 +168,7 @@ def test_epilogues_are_found(kind, x):
         return forward
 
     hidden = D if kind == "linear" else HIDDEN
-    model = mlp(together(map(behind, EPILOGUES.values())), hidden=hidden, gamma=nn.Parameter(torch.randn(D)))
+    model = mlp(together(map(with_end, EPILOGUES.values())), hidden=hidden, gamma=nn.Parameter(torch.randn(D)))
     report = compile_and_check(model, x)
     op = "layer_norm_mlp" if kind == "MLP" else "linear"
     assert dict(zip(EPILOGUES, details(report, kind), strict=True)) == dict.fromkeys(EPILOGUES, op)

@@ -40,7 +40,7 @@ def test_layer_norm_before_several_layers(dynamic, x):
 
 
 def test_several_layers_save_their_input_once():
-    """x and the statistics, beside the outputs that their users keep: not the normalised rows."""
+    """They save x and the statistics, and not the normalised rows."""
 
     def forward(m, x):
         y = m.norm(x)

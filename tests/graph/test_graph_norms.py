@@ -1,5 +1,5 @@
-"""RMSNorms in the spellings of libraries, wherever a LayerNorm may be, and norms in front of attention's projection:
-fused in graphs, or left, and right."""
+"""RMSNorms in graphs, in the spellings of libraries and wherever a LayerNorm may be, and norms before attention's
+projection: fused, or left, and right."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 # ---- spellings ----
 
 
-def rounded_behind_the_weight(x, weight):
+def rounded_after_the_weight(x, weight):
     h = x.float()
     return (h * torch.rsqrt(torch.mean(h * h, dim=-1, keepdim=True) + EPS) * weight.float()).to(x.dtype)
 
@@ -45,7 +45,7 @@ SPELLINGS = {
     "llama": lambda x, weight: weight * (
         x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
     ).to(x.dtype),
-    "rounded behind the weight": rounded_behind_the_weight,
+    "rounded after the weight": rounded_after_the_weight,
     "t5": of_t5,
     "timm": lambda x, weight: x * torch.rsqrt(torch.mean(x.pow(2), dim=(-1,), keepdim=True) + EPS) * weight,
     "divided": lambda x, weight: x / torch.sqrt(EPS + (x**2).mean([-1], keepdim=True)) * weight,

@@ -118,12 +118,12 @@ def of_all_heads(m, x):
     return (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (m.all(m.q(y)), m.all(m.k(y)), m.v(y)))
 
 
-def behind_a_rotation(m, x):
+def after_a_rotation(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.of_q(rotate(m, q)), m.of_k(rotate(m, k)), v
 
 
-def behind_a_factor(m, x):
+def after_a_factor(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.of_q(q * 0.1), m.of_k(k), v
 
@@ -147,8 +147,8 @@ def across_heads(m, x):
 
 OTHERS = {
     of_all_heads: "a norm of all heads at once between projection and attention",
-    behind_a_rotation: "add between projection and attention",
-    behind_a_factor: "mul between projection and attention",
+    after_a_rotation: "add between projection and attention",
+    after_a_factor: "mul between projection and attention",
     of_k_alone: "q and k with different norms",
     of_v_too: "rms_norm between projection and attention",
     across_heads: "roll between projection and attention",

@@ -33,11 +33,11 @@ def rotate(t, sin, cos, turned=halves):
     return t * cos + turned(t) * sin
 
 
-def behind_prefix(t, sin, cos, turned=halves):
+def after_prefix(t, sin, cos, turned=halves):
     return torch.cat([t[:, :, :P], rotate(t[:, :, P:], sin, cos, turned)], dim=2).type_as(t)
 
 
-def behind_split(t, sin, cos):
+def after_split(t, sin, cos):
     prefix, patches = t.split((P, N - P), dim=-2)
     return torch.cat((prefix, (patches * cos) + (halves_chunked(patches) * sin)), dim=-2)
 
@@ -61,16 +61,16 @@ def rotary_half(rotate_q, rotate_k=None):
 
 
 SPELLINGS = {
-    "halves": behind_prefix,
-    "split and chunk": behind_split,
-    "pairs": lambda t, sin, cos: behind_prefix(t, sin, cos, pairs),
+    "halves": after_prefix,
+    "split and chunk": after_split,
+    "pairs": lambda t, sin, cos: after_prefix(t, sin, cos, pairs),
     "operands the other way round": other_way_round,
-    "tables of heads": lambda t, sin, cos: behind_prefix(t, sin.expand(1, H, -1, -1), cos.expand(1, H, -1, -1)),
+    "tables of heads": lambda t, sin, cos: after_prefix(t, sin.expand(1, H, -1, -1), cos.expand(1, H, -1, -1)),
 }
 
 
 def found(rotations, x, tables):
-    """What becomes of attention whose q and k are rotated by each of these."""
+    """Return the outcome of attention for each of these rotations of q and k."""
     report = compile_and_check(half(together(map(rotary_half, rotations.values()))), x, tables)
     return dict(zip(rotations, details(report, "attention"), strict=True))
 
@@ -101,19 +101,19 @@ def turned_the_other_way(t):
 
 
 LEFT = {
-    "the other way": lambda t, sin, cos: behind_prefix(t, sin, cos, turned_the_other_way),
-    "not turned": lambda t, sin, cos: behind_prefix(t, sin, cos, lambda t: t),
-    "pairs in another order": lambda t, sin, cos: behind_prefix(
+    "the other way": lambda t, sin, cos: after_prefix(t, sin, cos, turned_the_other_way),
+    "not turned": lambda t, sin, cos: after_prefix(t, sin, cos, lambda t: t),
+    "pairs in another order": lambda t, sin, cos: after_prefix(
         t, sin, cos, lambda t: torch.stack([-t[..., ::2], t[..., 1::2]], -1).reshape(t.shape)
     ),
-    "pairs as halves": lambda t, sin, cos: behind_prefix(
+    "pairs as halves": lambda t, sin, cos: after_prefix(
         t, sin, cos, lambda t: torch.cat([-t[..., 1::2], t[..., ::2]], -1)
     ),
-    "sums of another": lambda t, sin, cos: behind_prefix(t, sin, cos, lambda t: halves(t.flip(-1))),
-    "prefix behind": lambda t, sin, cos: torch.cat([rotate(t[:, :, P:], sin, cos), t[:, :, :P]], dim=2),
+    "sums of another": lambda t, sin, cos: after_prefix(t, sin, cos, lambda t: halves(t.flip(-1))),
+    "prefix last": lambda t, sin, cos: torch.cat([rotate(t[:, :, P:], sin, cos), t[:, :, :P]], dim=2),
     "another prefix": lambda t, sin, cos: torch.cat([t[:, :, -P:], rotate(t[:, :, P:], sin, cos)], dim=2),
     "first tokens": lambda t, sin, cos: torch.cat([t[:, :, :P], rotate(t[:, :, :-P], sin, cos)], dim=2),
-    "part of a head": lambda t, sin, cos: behind_prefix(t, sin[:, :1], cos[:, :1]),
+    "part of a head": lambda t, sin, cos: after_prefix(t, sin[:, :1], cos[:, :1]),
 }
 
 
@@ -124,9 +124,9 @@ def test_what_only_looks_like_a_rotation_is_left(x, tables):
 
 def test_q_and_k_by_different_tables(x, tables):
     halves = [
-        rotary_half(behind_prefix, lambda t, sin, cos: behind_prefix(t, cos, sin)),
-        rotary_half(SPELLINGS["pairs"], behind_prefix),  # of the same tables
-        rotary_half(behind_prefix, lambda t, *_: t),
+        rotary_half(after_prefix, lambda t, sin, cos: after_prefix(t, cos, sin)),
+        rotary_half(SPELLINGS["pairs"], after_prefix),  # of the same tables
+        rotary_half(after_prefix, lambda t, *_: t),
     ]
     report = compile_and_check(half(together(halves)), x, tables)
     assert details(report, "attention") == ["attention (q and k with different rotary positions)"] * 3
@@ -136,7 +136,7 @@ def test_learnt_tables_keep_their_gradients(x, tables):
     def forward(m, x):
         sin, cos = m.tables.chunk(2, -1)
         q, k, v = heads(m.qkv(m.norm(x)))
-        q, k = behind_prefix(q, sin, cos), behind_prefix(k, sin, cos)
+        q, k = after_prefix(q, sin, cos), after_prefix(k, sin, cos)
         return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
 
     (detail,) = details(compile_and_check(half(forward, tables=nn.Parameter(tables)), x), "attention")
@@ -148,9 +148,9 @@ def test_tables_that_change_between_q_and_k(x, tables):
     def forward(m, x, tables):
         sin, cos = tables.chunk(2, -1)
         q, k, v = heads(m.qkv(m.norm(x)))
-        q = behind_prefix(q, sin, cos)
+        q = after_prefix(q, sin, cos)
         tables.mul_(0.5)
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, behind_prefix(k, sin, cos), v)))
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, after_prefix(k, sin, cos), v)))
 
     (detail,) = details(compile_and_check(half(forward), x, tables), "attention")
     assert detail == "attention (what it reads is changed in place before its end)"
