@@ -152,9 +152,11 @@ def test_sapiens2_of_timm(device: torch.device) -> None:
 
 def test_ovis2(device: torch.device) -> None:
     """RMSNorms and a SwiGLU."""
-    model = of_transformers("Ovis2VisionModel").to(device)
-    image = torch.randn(2, 3, 32, 32, device=device)
-    check(model, lambda m: m(image))
+    import_library("transformers")
+    ovis2 = importlib.import_module("transformers.models.ovis2.modeling_ovis2")
+    model = randomised(small_transformers.build(ovis2.Ovis2VisionModel).eval(), 0.05).to(device)
+    inputs = {name: t.to(device) for name, t in small_transformers.inputs(model).items()}
+    check(model, lambda m: m(**inputs))
     assert fastvit.accelerate(model).fused("MLP") == (2, 2)
 
 
