@@ -55,6 +55,8 @@ def test_report(x, capsys):
     fastvit.compile(model, inner="aot_eager", report=reports.append)(x)
     assert str(reports[0]).splitlines()[:-1] == printed.splitlines()[:-1]
     assert reports[0].fused("attention") == (2, 2)
+    with pytest.raises(AttributeError, match="^a report has no attribute 'eval'$"):  # no advice for `accelerate`
+        reports[0].eval()
     torch._dynamo.reset()
     fastvit.compile(lambda x: x.sin(), inner="aot_eager", report=True)(x)
     assert capsys.readouterr().out == "nothing in this graph for fastvit\n"

@@ -77,7 +77,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 def test_enable_gqa(x):
     model = grouped(lambda m, q, k, v: _sdpa(q, k, v, attn_mask=m.bias, enable_gqa=True))
-    assert details(compile_and_check(model, x, dynamic=True), "attention") == [HEADS]
+    assert details(compile_and_check(model, x), "attention") == [HEADS]
 
 
 def test_one_head_of_keys_for_all(x):
