@@ -122,8 +122,8 @@ def restore(model: nn.Module) -> None:
 def accelerated(
     model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Iterator[Report]:
-    """Accelerate a model within a context, and restore it at the end. model, strict, mean and std, the errors and the
-    report are those of `accelerate`."""
+    """Accelerate a model within a context, and restore it at the end. The arguments model, strict, mean and std, the
+    errors and the report are those of `accelerate`."""
     report = accelerate(model, strict=strict, mean=mean, std=std)
     try:
         yield report

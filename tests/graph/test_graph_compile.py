@@ -56,7 +56,7 @@ def test_report(x, capsys):
     assert str(reports[0]).splitlines()[:-1] == printed.splitlines()[:-1]
     assert reports[0].fused("attention") == (2, 2)
     assert reports[0].entries[0].module == reports[0].entries[0].name == "0.norm1"
-    with pytest.raises(AttributeError, match="^a report has no attribute 'eval'$"):  # no advice for `accelerate`
+    with pytest.raises(AttributeError, match=r"^a report has no attribute 'eval'$"):  # no advice for `accelerate`
         reports[0].eval()
     torch._dynamo.reset()
     fastvit.compile(lambda x: x.sin(), inner="aot_eager", report=True)(x)
