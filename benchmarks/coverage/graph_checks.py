@@ -1,14 +1,14 @@
-"""One model in eager float32, eager float64 and compiled float32: outputs in evaluation mode, and outputs and all
+"""Compare one model in eager float32, eager float64 and compiled float32: outputs in evaluation mode, outputs and all
 gradients in training mode, by the rule
 
     error(compiled) <= factor * error(eager) + floor    on the maximum and on the RMS; factor 2, or 3 for gradients
 
 `floor` is four roundings of the tensor's largest element, or of the largest gradient's.
 
-error(eager) is what rounding makes of the model, as one run shows it. Where that run would condemn the compiled model,
-it is the largest of up to 17: of the model with every parameter moved to a float32 number beside it, too, so that the
-luck of one run, where a top-k or a divisor near zero makes much of a rounding, decides nothing. Other orders of summing
-move more: each is exact for operands moved by up to as many roundings as it has terms (Higham 2002, section 4.2).
+error(eager) is that of one run. If the compiled model fails against it, error(eager) is the largest of up to 17 runs:
+in the others every parameter is moved to a neighbouring float32 number. One run may be lucky where a top-k or a divisor
+near zero makes much of a rounding. Another order of summing moves more than that: it is exact for operands moved by up
+to as many roundings as it has terms (Higham 2002, section 4.2).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch.overrides import TorchFunctionMode
 Compile = Callable[[nn.Module], Callable[..., Any]]
 Tensors = dict[str, Tensor]
 _ROUNDINGS = 4 * torch.finfo(torch.float32).eps
-_BESIDE = 16  # at most, of eager runs with parameters beside the model's
+_NEIGHBOURS = 16  # largest number of eager runs with neighbouring parameters
 
 
 class Wrong(AssertionError):
-    """Compiled, the model computes something else."""
+    """The compiled model computes something else."""
 
 
 class Inaccurate(Wrong):
-    """By an error that rounding may or may not explain."""
+    """The error is too large, which rounding may or may not explain."""
 
 
 class Double(TorchFunctionMode):
-    """What a model does in float32 by name is float64: softmax(dtype=float32), x.float(), torch.zeros(n). Random
-    numbers are those of float32."""
+    """Within it, float32 by name means float64: softmax(dtype=float32), x.float(), torch.zeros(n). Random numbers are
+    those of float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -55,7 +55,7 @@ def _double(value: Any) -> Any:
 
 
 def tensors(result: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors of an output, and where they are in it."""
+    """Yield the floating tensors of an output, each with its place in the output."""
     if isinstance(result, Tensor):
         if result.is_floating_point():
             yield name, result
@@ -77,7 +77,7 @@ def infer(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:
 
 
 def train(function: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
-    """Outputs, and the gradients of all parameters and images for fixed random cotangents."""
+    """Return the outputs, and the gradients of all parameters and images for fixed random cotangents."""
     given = {name: _leaf(value) for name, value in inputs.items()}
     wanted = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
     wanted |= {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -109,7 +109,7 @@ class Model:
     """A model with its inputs, its results in eager mode, and the exact ones to compare with.
 
     Attributes:
-        eager: of one run, and of as many beside it as it took to decide.
+        eager: the results of one run, and of as many runs with neighbouring parameters as were needed.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class Model:
             self.exact = Results(infer(exact.eval(), doubled), *train(exact.train(), exact, doubled))
 
     def _results(self, model: nn.Module, compile: Compile) -> Results:
-        """Each mode begins with the buffers that there were at first: batch normalisation counts."""
+        """Run both modes, each from the initial buffers, because batch normalisation counts its calls."""
         for name, buffer in model.named_buffers():
             buffer.copy_(self._state[name])
         torch._dynamo.reset()
@@ -131,18 +131,18 @@ class Model:
         return Results(evaluated, *train(compile(model.train()), model, self.inputs))
 
     def check(self, compile: Compile) -> float:
-        """The largest error as a share of the one allowed; raises `Wrong`."""
+        """Return the largest error as a share of the allowed one. Raises `Wrong` if the model fails."""
         found = self._results(self.model, compile)
-        for runs in range(1, _BESIDE + 1):
+        for runs in range(1, _NEIGHBOURS + 1):
             try:
                 return self._judge(found, runs)
             except Inaccurate:
                 if len(self.eager) == runs:
-                    self.eager.append(self._beside(seed=runs))
-        return self._judge(found, _BESIDE + 1)
+                    self.eager.append(self._neighbour(seed=runs))
+        return self._judge(found, _NEIGHBOURS + 1)
 
     def _judge(self, found: Results, runs: int) -> float:
-        """By the first runs of eager mode."""
+        """Judge by the first runs of eager mode."""
         evaluated, trained, gradients = zip(found, zip(*self.eager[:runs], strict=True), self.exact, strict=True)
         return max(
             judge(*evaluated, 2.0, "in evaluation"),
@@ -150,16 +150,16 @@ class Model:
             judge(*gradients, 3.0, "gradient of"),
         )
 
-    def _beside(self, seed: int) -> Results:
-        """With every parameter moved to a float32 number beside it."""
+    def _neighbour(self, seed: int) -> Results:
+        """Run the model with every parameter moved to a neighbouring float32 number."""
         generator = torch.Generator().manual_seed(seed)
-        beside = copy.deepcopy(self.model)
+        neighbour = copy.deepcopy(self.model)
         with torch.no_grad():
-            for p in beside.parameters():
+            for p in neighbour.parameters():
                 if p.is_floating_point():
                     up = torch.rand(p.shape, generator=generator) < 0.5
                     p.copy_(torch.nextafter(p, torch.where(up, torch.inf, -torch.inf)))
-        return self._results(beside, lambda model: model)
+        return self._results(neighbour, lambda model: model)
 
 
 def _to_double(value: Any) -> Any:
@@ -167,7 +167,7 @@ def _to_double(value: Any) -> Any:
 
 
 def judge(got: Tensors, eager: Sequence[Tensors], exact: Tensors, factor: float, what: str) -> float:
-    """The largest error of all tensors as a share of the one allowed. eager: of one or several runs."""
+    """Return the largest error of all tensors as a share of the allowed one. eager: the results of all runs."""
     one, *_ = eager
     if got.keys() != one.keys():
         raise Wrong(f"{what}: other tensors, {sorted(got.keys() ^ one.keys())[:3]}")
@@ -194,7 +194,7 @@ def judge(got: Tensors, eager: Sequence[Tensors], exact: Tensors, factor: float,
 
 
 def _errors(t: Tensor, want: Tensor, where: Tensor) -> tuple[float, float]:
-    """Maximum and RMS."""
+    """Return the maximum and the RMS of the error."""
     error = (t.double() - want)[where].abs()
     return float(error.max()), float(error.square().mean().sqrt())
 

@@ -1,9 +1,10 @@
-"""Every vision model of transformers, timm and torchvision through `fastvit.compile`, small and with random weights.
+"""Compile every vision model of transformers, timm and torchvision by `fastvit.compile`, small and with random weights.
 
     python -m benchmarks.coverage.graph_models benchmarks/results/cpu/graphs.json
 
-checks each against eager mode and float64 (coverage/graph_checks.py), notes what is fused in its graphs and what is
-left, and saves as it goes: started again, it goes on. `python -m benchmarks.report.results` makes a table of it.
+checks each against eager mode and float64 (coverage/graph_checks.py), and records what is fused in its graphs and what
+is left. Results are saved after each model, and a second call continues. `python -m benchmarks.report.results` makes a
+table of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.harness.libraries import load, randomize
 from benchmarks.harness.provenance import write_json
 from benchmarks.harness.record import environment
 
-LIMIT = 600  # seconds for a model, of which most take three
+LIMIT = 600  # seconds for a model; most take three
 LIBRARIES = ("transformers", "timm", "torchvision")
 Made = tuple[nn.Module, dict[str, Tensor]]
 Sites = dict[str, dict[str, dict[str, int]]]
@@ -38,7 +39,7 @@ Sites = dict[str, dict[str, dict[str, int]]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """make: a model and its inputs; ways of making it, of which the first that runs is taken."""
+    """A model to check. make: functions that return the model and its inputs; the first that runs is used."""
 
     library: str
     name: str
@@ -51,10 +52,16 @@ class Candidate:
 
 @dataclass
 class Row:
-    """status: "right"; "wrong"; "fails", compiled; "Dynamo", which fails or is wrong by itself; "eager", which does not
-    run untouched; "slow", which takes longer than LIMIT seconds; "running", which ended the process. sites: by kind
-    {"fused": {op: n}, "left": {reason: n}}, of the graphs of inference, and of those of training where they differ.
-    share: the largest error, of the allowed one; eager_runs: how many say what that is."""
+    """The result of one model.
+
+    Attributes:
+        status: "right"; "wrong"; "fails" (the compiled model raises); "Dynamo" (it fails or is wrong without fastvit);
+            "eager" (it does not run uncompiled); "slow" (longer than LIMIT seconds); "running" (it ended the process).
+        sites: {kind: {"fused": {op: n}, "left": {reason: n}}} in the graphs of inference.
+        sites_in_training: the same in the graphs of training, if they differ.
+        share: the largest error as a share of the allowed one.
+        eager_runs: number of eager runs that determine the allowed error.
+    """
 
     library: str
     name: str
@@ -82,7 +89,7 @@ def candidates(library: str) -> Iterator[Candidate]:
 
 
 def candidate(library: str, name: str) -> Candidate:
-    """One; where the library exports it without a look at all others."""
+    """Return one candidate, if possible without importing all others."""
     if library == "transformers":
         kind = getattr(load(library), name, None) or dict(small_transformers.classes())[name]
         return Candidate(library, name, "", _transformers(kind))
@@ -108,7 +115,7 @@ def _torchvision(name: str) -> tuple[Callable[[], Made], ...]:
 
 
 def made(candidate: Candidate) -> Made:
-    """With random weights, after one run of it."""
+    """Return a model with random weights, and its inputs, after one run."""
     errors: list[Exception] = []
     for make in candidate.make:
         try:
@@ -123,7 +130,7 @@ def made(candidate: Candidate) -> Made:
 
 
 def compiled(model: nn.Module, report: Callable[[Any], None]) -> Callable[..., Any]:
-    """By `fastvit.compile`; what it leaves, PyTorch runs op by op."""
+    """Compile by `fastvit.compile`; PyTorch runs the rest op by op."""
     return fastvit.compile(model, inner="aot_eager", report=report)
 
 
@@ -136,7 +143,7 @@ def sites(reports: list[Any]) -> Sites:
 
 
 def run(candidate: Candidate, limit: int = LIMIT) -> Row:
-    """Whatever happens, as a row. limit: in seconds, 0 for none."""
+    """Check a model and return the row, whatever happens. limit: seconds, 0 for none."""
     row, start = Row(candidate.library, candidate.name, candidate.family), time.perf_counter()
 
     def too_long(*_: Any) -> None:
@@ -178,7 +185,7 @@ def _check(subject: Model, row: Row) -> None:
     try:
         row.share, row.status = subject.check(compile), "right"
     except Exception as error:
-        if row.status == "slow":  # whatever Dynamo made of it
+        if row.status == "slow":  # Dynamo may have wrapped the TimeoutError
             raise TimeoutError from None
         row.status, row.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
     row.eager_runs = len(subject.eager)
@@ -197,7 +204,7 @@ def _check(subject: Model, row: Row) -> None:
 
 
 def _short(error: Exception) -> str:
-    """One line of it, and where it was raised."""
+    """Return an error's message in one line, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:200]} ({Path(where.filename).name}:{where.lineno})"
@@ -205,12 +212,12 @@ def _short(error: Exception) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path, help="of the results, to begin or to go on with")
+    parser.add_argument("path", type=Path, help="result file, new or to continue")
     parser.add_argument("--library", choices=LIBRARIES, help="default: all")
-    parser.add_argument("--only", help="models whose name has this in it, also when the results have them")
+    parser.add_argument("--only", help="only models with this in their name, even if they have results")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # its words on every graph break
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # it logs every graph break
     rows: dict[str, Any] = json.loads(chosen.path.read_text())["rows"] if chosen.path.exists() else {}
     same: dict[str, str] = {row["fingerprint"]: name for name, row in rows.items() if row.get("fingerprint")}
     for library in [chosen.library] if chosen.library else LIBRARIES:
@@ -218,7 +225,7 @@ def main(arguments: list[str] | None = None) -> None:
             load("transformers").logging.set_verbosity_error()
         for candidate in candidates(library):
             name = str(candidate)
-            if chosen.only not in candidate.name if chosen.only else _settled(rows.get(name)):
+            if chosen.only not in candidate.name if chosen.only else _is_done(rows.get(name)):
                 continue
             again = "twice" if name in rows and rows[name]["status"] == "running" else ""
             rows[name] = asdict(Row(library, candidate.name, candidate.family, detail=again))
@@ -229,13 +236,13 @@ def main(arguments: list[str] | None = None) -> None:
             save(chosen.path, rows)
 
 
-def _settled(row: Mapping[str, Any] | None) -> bool:
-    """One that was running when the process ended is run once more."""
+def _is_done(row: Mapping[str, Any] | None) -> bool:
+    """Return whether a model is done. One that was running when the process ended gets a second try."""
     return row is not None and (row["status"] != "running" or row["detail"] == "twice")
 
 
 def _same(candidate: Candidate, name: str, rows: dict[str, Any], same: dict[str, str]) -> bool:
-    """Whether a small model like it has been run; `rows` say so."""
+    """Return whether an equal small model has been run, and copy its row."""
     try:
         key = small_timm.fingerprint(candidate.make[0]()[0])
     except Exception:

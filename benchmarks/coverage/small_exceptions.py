@@ -1,4 +1,4 @@
-"""Vision classes of transformers that the rules of coverage/small_transformers.py do not reach: options and inputs."""
+"""Options and inputs of transformers' vision classes that the rules of coverage/small_transformers.py do not cover."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _masked_video(config: Any, normal: Normal) -> Inputs:
 
 
 def _patches(config: Any, normal: Normal) -> Inputs:
-    """Each with its row and column before it."""
+    """Return patches, each after its row and column."""
     places = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0)).expand(2, 16, 2)
     return {"flattened_patches": torch.cat([places, normal(2, 16, 768)], -1)}
 
@@ -149,7 +149,7 @@ def _temporal_patches(config: Any, normal: Normal) -> Inputs:
 
 
 def _windows(config: Any, normal: Normal) -> Inputs:
-    """Of the smallest of three scales, one."""
+    """Return one window of the smallest of three scales."""
     return {"pixel_values": normal(2, 3, 4 * config.patch_size, 4 * config.patch_size)}
 
 

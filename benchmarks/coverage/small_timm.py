@@ -26,7 +26,7 @@ _TORCHVISION_SWIN = ("swin_t", "swin_s", "swin_b", "swin_v2_t", "swin_v2_s", "sw
 
 
 def names() -> Iterator[tuple[str, str]]:
-    """Family and name of every registered model."""
+    """Yield family and name of every registered model."""
     timm = load("timm")
     for family in FAMILIES:
         for name in timm.list_models(module=family):
@@ -34,7 +34,8 @@ def names() -> Iterator[tuple[str, str]]:
 
 
 def build(family: str, name: str) -> nn.Module:
-    """Two blocks of 96 channels and four heads, on four patches a side; wider where the model has no such options."""
+    """Build a model with two blocks of 96 channels and four heads, on four patches a side; wider if it has no such
+    options."""
     narrow = _OPTIONS.get(family, {"depth": 2, **_WIDTH}) | ({"num_kv_heads": 2} if "sapiens2" in name else {})
     size = {"img_size": 4 * _patch(name)} if family != "naflexvit" else {}
     wide = {key: value for key, value in narrow.items() if key not in _WIDTH}
@@ -48,7 +49,7 @@ def build(family: str, name: str) -> nn.Module:
 
 
 def _patch(name: str) -> int:
-    """The stride of a token, as the name says it."""
+    """Return the patch size in a model's name, or 16."""
     found = re.search(r"(?:patch|_p|_s)(\d+)(?:_|$)", name)
     return int(found.group(1)) if found else 16
 
@@ -59,7 +60,7 @@ def inputs(name: str, batch: int = 2) -> dict[str, Tensor]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """The same for two models of the same modules, options and shapes of parameters."""
+    """Return a hash of a model's modules, options and shapes of parameters."""
     plain = (bool, int, float, str, tuple, type(None))
     parts = [
         (name, type(module).__qualname__, sorted((k, str(v)) for k, v in vars(module).items() if isinstance(v, plain)))

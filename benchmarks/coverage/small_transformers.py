@@ -1,7 +1,7 @@
 """Every vision class of transformers, small, from its own default configuration.
 
-A class counts whose `forward` begins with images, or takes the grid of patches that they were cut into, needs no text,
-and whose configuration speaks of heads: convolutional networks have no attention.
+A vision class has a `forward` that starts with images or takes a grid of patches, and needs no text. Its configuration
+must mention heads: convolutional networks have no attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _QUERIES = ("num_queries", "two_stage_num_proposals", "num_detection_tokens", "n
 
 
 def classes() -> Iterator[tuple[str, type]]:
-    """Name and class, by model and name."""
+    """Yield name and class, by model."""
     transformers = load("transformers")
     folder = Path(transformers.__file__).parent
     for path in sorted(folder.glob("models/*/modeling_*.py")):
@@ -46,7 +46,7 @@ def classes() -> Iterator[tuple[str, type]]:
                 yield kind.__name__, kind
 
 
-_TIMM = ("TimmBackbone", "TimmWrapperModel", "TimmWrapperForImageClassification")  # timm's, which are here themselves
+_TIMM = ("TimmBackbone", "TimmWrapperModel", "TimmWrapperForImageClassification")  # timm's models are checked as timm's
 
 
 def _is_vision(kind: Any) -> bool:
@@ -61,7 +61,7 @@ def build(kind: Any, *, narrow: bool = True) -> nn.Module:
 
 
 def small_config(kind: Any, *, narrow: bool = True) -> Any:
-    """narrow: in width, too, and not only in depth and image."""
+    """Return a small configuration. narrow: reduce the width too, and not only depth and image size."""
     options = shrink(kind.config_class().to_dict(), narrow) | small_exceptions.OPTIONS.get(kind.__name__, {})
     return kind.config_class(**options)
 
@@ -70,7 +70,7 @@ def small_config(kind: Any, *, narrow: bool = True) -> Any:
 
 
 def shrink(config: dict[str, Any], narrow: bool = True) -> dict[str, Any]:
-    """What to change in a configuration, and in those inside it, for a model of a few layers, channels and patches."""
+    """Return the changes of a configuration, nested ones included, for few layers, channels and patches."""
     lists = [value for key, value in config.items() if _INDICES.search(key) and isinstance(value, list | tuple)]
     layers = max(2, *(len(set(value)) for value in lists)) if lists else 2
     changed: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def shrink(config: dict[str, Any], narrow: bool = True) -> dict[str, Any]:
 
 
 def _follows(key: str, config: dict[str, Any]) -> bool:
-    """Backbones make it from their depth and `out_indices`."""
+    """Return whether a backbone derives this entry from its depth and `out_indices`."""
     return key in ("stage_names", "out_features") and "out_indices" in config
 
 
@@ -155,7 +155,7 @@ def _smaller_list(key: str, value: list[Any], config: dict[str, Any], layers: in
 
 
 def _image_size(config: dict[str, Any]) -> int:
-    """Four patches a side; of networks with stages, and without patches, 64 pixels."""
+    """Return four patches a side, or 64 pixels for networks with stages or without patches."""
     patch = config.get("patch_size")
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
     if (
@@ -172,7 +172,7 @@ def _image_size(config: dict[str, Any]) -> int:
 
 
 def inputs(model: Any, batch: int = 2) -> dict[str, Tensor]:
-    """Arguments of `forward`: images, and whatever it does not do without."""
+    """Return the arguments of `forward`: images, and what else it needs."""
     parameters = inspect.signature(type(model).forward).parameters
     generator = torch.Generator().manual_seed(1)
 
@@ -200,7 +200,7 @@ def inputs(model: Any, batch: int = 2) -> dict[str, Tensor]:
 
 
 def _vision(config: Any) -> Any:
-    """The configuration that knows the image's size."""
+    """Return the configuration, perhaps a nested one, that has the image size."""
     if getattr(config, "image_size", None) is None:
         for name in ("vision_config", "backbone_config", "encoder_config", "image_encoder_config"):
             if getattr(config, name, None) is not None:

@@ -1,4 +1,4 @@
-"""Which models the suites run with: those into which `fastvit.accelerate` puts an op, as its own report says."""
+"""Choose the models that the suites run with: those in which `fastvit.accelerate` fuses something, by its report."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def small(kind: Any) -> tuple[Any, Callable[[], Any]]:
 
 def _is_known(model: nn.Module) -> bool:
     report = fastvit.accelerate(model)
-    return any(qualified_name(model.get_submodule(entry.name)) in known.PLANS for entry in report.accelerated)
+    return any(qualified_name(model.get_submodule(entry.name)) in known.HANDLERS for entry in report.accelerated)
 
 
 def found(path: Path, limit: float) -> Found:

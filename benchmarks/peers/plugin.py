@@ -176,7 +176,7 @@ def accelerate(model: Any) -> Any:
 
 
 def _of_fastvit(create: Callable[..., Any], model_name: str, *args: Any, **kwargs: Any) -> Any:
-    """fastvit's model of that name, where both have it and timm's options beside the model's own are the default."""
+    """Create fastvit's model of that name if both have it and timm's general options are the default, else timm's."""
     options = dict(zip(_NEUTRAL, args, strict=False)) | kwargs
     name, _, tag = model_name.partition(".")
     neutral = all(options.pop(key, default) in (default, "") for key, default in _NEUTRAL.items())

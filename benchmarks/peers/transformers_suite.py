@@ -45,7 +45,7 @@ def _import_mixin() -> Any:
 
 
 class Tester:
-    """What the mixin asks about small models of one configuration."""
+    """The answers to the mixin's questions about small models of one configuration."""
 
     is_training = True
     batch_size = 2

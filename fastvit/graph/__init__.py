@@ -1,12 +1,12 @@
-"""Any model by its graph: torch.compile with fastvit's ops in the place of what they compute, whatever the library.
+"""Fused ops in any model by its graph: torch.compile, with fastvit's ops instead of the patterns that they compute.
 
     model = torch.compile(model, backend="fastvit")        # or, with a report of what was found:
     model = fastvit.compile(model, report=True)
 
-Dynamo writes down which functions of torch a model calls. In that graph, before autograd, attention, norms, MLPs,
-projections and patch embeddings are replaced by ops of fastvit, wherever that is provably the same, so that forward and
-backward pass are fused and the saved tensors are theirs; what is left goes to the inner backend. `fastvit.accelerate`
-does the same for known classes without compiling.
+Dynamo records which functions of torch a model calls. In that graph, before autograd, ops of fastvit replace attention,
+norms, MLPs, projections and patch embeddings wherever that is provably the same. So the forward and the backward pass
+are fused, and only the ops' own tensors are saved. The inner backend compiles the rest. `fastvit.accelerate` does the
+same for known classes without compiling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from fastvit.graph.report import Entry, Report
+from fastvit.report import Entry, Report
 
 __all__ = ["Entry", "Report", "backend", "compile"]
 
@@ -29,19 +29,19 @@ def compile(
     model: nn.Module | Callable[..., Any], *, inner: Inner | None = None,
     report: bool | Callable[[Report], None] = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """torch.compile(model) with fastvit's ops in its graphs. Nothing is compiled before the first call.
+    """Return torch.compile(model) with fastvit's ops in its graphs. Nothing is compiled before the first call.
 
     Args:
         model: a module or function. Its parameters stay where they are, and it may be trained.
         inner: the backend that gets the rewritten graphs: a name as `torch.compile` takes it, or a backend function;
             None for "inductor", or, where that cannot compile for the device (on the CPU without a C++ compiler, on a
             GPU without Triton), "aot_eager", with one warning.
-        report: True prints a `Report` of every graph when it is compiled: what was found, what runs there now, what was
-            left and why, by line of the model's source. A function is called with it instead.
+        report: True prints a `Report` of every graph when it is compiled: what was found, which op runs there, and what
+            was left and why, by line of the model's source. A function is called with the report instead.
         options: those of `torch.compile`: fullgraph, dynamic, mode, options.
 
     Returns:
-        What `torch.compile` returns: the model, compiled for each new kind of input when it is first called with it.
+        The compiled model, as `torch.compile` returns it. Each new kind of input is compiled at its first call.
     """
     from fastvit.graph.dynamo import Backend
 
@@ -49,11 +49,11 @@ def compile(
 
 
 def backend(gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """The backend behind torch.compile(model, backend="fastvit"). Its reports go to the logger `fastvit.graph`, at
-    level INFO.
+    """Compile a graph for torch.compile(model, backend="fastvit"). Reports go to the logger `fastvit.graph`, at level
+    INFO.
 
     Args:
-        gm: a graph of torch functions as Dynamo writes it.
+        gm: a graph of torch functions from Dynamo.
         inputs: its inputs.
         options: torch.compile's mode and options, if they were given.
 

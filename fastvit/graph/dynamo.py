@@ -1,4 +1,4 @@
-"""The backend that Dynamo calls, and what it hands the rewritten graph to."""
+"""The backend that Dynamo calls: rewrite the graph, and compile it with an inner backend."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fastvit.graph.match.rewriter import Subject
-from fastvit.graph.report import Entry, Report
+from fastvit.graph.match.rewriter import GraphRewriter
 from fastvit.graph.rewrites import (
     add_norm,
     attention,
@@ -30,46 +29,57 @@ from fastvit.graph.rewrites import (
     rms_norm,
 )
 from fastvit.ops.runtime.dispatch import HAVE_TRITON
+from fastvit.report import Entry, Report
 
 _log = logging.getLogger("fastvit.graph")
+
+# The order matters, because a rewrite finds what earlier ones have written, and loses what they have taken:
+# - identities removes calls that would interrupt a pattern, and writes nn.MultiheadAttention out;
+# - rms_norm turns every spelling of RMSNorm into one call, which all later rewrites take for a norm;
+# - patch_embed takes the sum with the positions, before add_norm could;
+# - attention turns every spelling of attention into `ops.attention`, where attention_half starts;
+# - attention_half and mlp take norm, linear layers and residual sum as one op, the best that can become of each;
+# - norm_linear, add_norm and linear share what is left: a norm joins the layers after it if it can, else the sum before
+#   it; a linear layer takes a residual sum that no norm has.
 _REWRITES = (identities, rms_norm, patch_embed, attention, attention_half, mlp, norm_linear, add_norm, linear)
 
 
 def rewrite(gm: GraphModule) -> Report:
-    """Puts fastvit's ops into a graph of torch functions as Dynamo writes it, and into those that it checkpoints."""
+    """Put fastvit's ops into a graph of torch functions from Dynamo, and into the graphs that it checkpoints."""
     start = time.perf_counter()
     found = [_rewrite(graph) for graph in _graphs(gm)]
     entries = tuple(entry for of_graph, _ in found for entry in of_graph)
-    return Report(entries, time.perf_counter() - start, tuple(reason for _, reason in found if reason))
+    left = tuple(reason for _, reason in found if reason)
+    return Report(entries, route="compile", seconds=time.perf_counter() - start, left=left)
 
 
 def _rewrite(gm: GraphModule) -> tuple[list[Entry], str]:
-    """What was found, and why the graph was left as a whole, or ""."""
+    """Return what was found, and the reason if the graph is left as a whole, otherwise ""."""
     untouched = copy.deepcopy(gm.graph)
     for node, copied in zip(gm.graph.nodes, untouched.nodes, strict=True):
         vars(copied).update({name: value for name, value in vars(node).items() if name not in vars(copied)})
     entries: dict[Node, Entry] = {}
     reason = ""
     try:
-        subject = Subject(gm)
-        if subject.refusal or not subject.fakes:
-            return [], subject.refusal
-        entries = subject.entries
+        rewriter = GraphRewriter(gm)
+        if rewriter.refusal or not rewriter.fakes:
+            return [], rewriter.refusal
+        entries = rewriter.entries
         for module in _REWRITES:
-            module.rewrite(subject)
-            subject.settle()
+            module.rewrite(rewriter)
+            rewriter.propagate_strides()
         gm.graph.lint()
-    except Exception as error:  # a graph that nobody thought of compiles as it does without us, and says so
+    except Exception as error:  # an unforeseen graph compiles without us, and the log says so
         gm.graph = untouched
         _log.warning("a graph was left as it was", exc_info=True)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        entries = {node: replace(entry, fused=False, detail="the whole graph") for node, entry in entries.items()}
+        entries = {node: replace(entry, status="skipped", detail="the whole graph") for node, entry in entries.items()}
     gm.recompile()
-    return [entries[site] for site in sorted(entries, key=lambda node: subject.position[node])], reason
+    return [entries[site] for site in sorted(entries, key=lambda node: rewriter.position[node])], reason
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:
-    """gm, and the bodies of what is checkpointed in it."""
+    """Return gm and the bodies of all checkpoints in it."""
     found = [gm]
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "tag_activation_checkpoint":
@@ -80,7 +90,12 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 
 class Backend:
-    """A backend of torch.compile."""
+    """A backend of torch.compile.
+
+    Args:
+        inner: the backend for the rewritten graphs, or None for `default_inner`.
+        report: called with the report of each graph.
+    """
 
     def __init__(self, inner: str | Callable[..., Any] | None = None, report: Callable[[Report], None] | None = None):
         self._inner, self._report = inner, report
@@ -88,7 +103,7 @@ class Backend:
     def __call__(self, gm: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         report = rewrite(gm)
         compiled = _compile_rest(self._inner or default_inner(_device(inputs)), gm, inputs, **options)
-        _log.info("%s", report)  # now, since Dynamo may have begun anew
+        _log.info("%s", report)  # only now, because Dynamo may trace a graph more than once
         if self._report is not None:
             self._report(report)
         return compiled
@@ -100,7 +115,7 @@ def _device(inputs: Sequence[Any]) -> str:
 
 @cache
 def default_inner(device: str) -> str:
-    """inductor where it can build for that device, else aot_eager, said once."""
+    """Return "inductor" if it can build for that device, otherwise "aot_eager" with one warning."""
     if device == "cpu":
         missing = None if _has_compiler() else "no C++ compiler"
     else:

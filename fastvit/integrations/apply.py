@@ -1,92 +1,95 @@
-"""Putting fused forwards onto the modules of a model, and taking them off again."""
+"""Give the modules of a model fused forwards, and remove them again: `accelerate`, `restore`, `accelerated`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fastvit.blocks.submodules import CannotFuse, qualified_name
 from fastvit.integrations import pixels, recognise
-from fastvit.integrations.forward import Plan, calls, check_forward, fused_forward, ops_that_run, reason_of
+from fastvit.integrations.forward import ClassHandler, calls, check_forward, fused_forward, ops_that_run, reason_of
 from fastvit.integrations.libraries import dinov2, dinov3, pytorch, timm, timm_eva, torchvision
-from fastvit.integrations.report import FUSED_ALREADY, Entry, Report, Status
 from fastvit.integrations.transformers import layers as transformers
 from fastvit.modules.arguments import checked_statistics
+from fastvit.report import FUSED_ALREADY, Entry, Report, Status
 
 _FAMILIES = (timm, timm_eva, transformers, torchvision, dinov2, dinov3)
-PLANS: dict[type | str, Plan] = {name: plan for family in (pytorch, *_FAMILIES) for name, plan in family.PLANS.items()}
+HANDLERS: dict[type | str, ClassHandler] = {
+    name: handler for family in (pytorch, *_FAMILIES) for name, handler in family.HANDLERS.items()
+}
 EMBEDDINGS: dict[str, str] = {name: attr for family in _FAMILIES for name, attr in family.EMBEDDINGS.items()}
 
 
 def accelerate(
     model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Report:
-    """Makes the model's attention, MLP, norms, residual and patch embedding run as fused ops, in place.
+    """Make the model's attention, MLP, norms, residual and patch embedding run as fused ops, in place.
 
-    The instance keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode: only
-    the `forward` of modules of known classes is replaced, exactly of those classes and never of subclasses, as an
-    attribute of the instance. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and
-    Meta's DINOv2 and DINOv3, and LayerNorm and RMSNorm of PyTorch and timm anywhere. Call it before torch.compile.
-    Calling it again starts afresh.
+    The model keeps its modules, parameters (the same tensors), state_dict keys, hooks, dtype, device and mode. Only the
+    `forward` of modules of known classes is replaced, by an attribute of the instance; subclasses of known classes are
+    left alone. Known are the Vision Transformers of timm, Hugging Face transformers 5, torchvision and Meta's DINOv2
+    and DINOv3, and LayerNorm and RMSNorm of PyTorch and timm in any model. Call it before torch.compile. A second call
+    replaces the first.
 
-    Each accelerated module holds itself through its forward: memory of a deleted model is freed at the next garbage
-    collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
+    Each accelerated module refers to itself through its forward, so the memory of a deleted model is freed at the next
+    garbage collection, or at once after `restore`. nn.DataParallel and torch.jit.script need the model restored;
     DistributedDataParallel and FSDP2 do not.
 
-    A linear layer that LoRA of peft has adapted, before or later, runs as itself between the fused ops; with the
-    adapter merged or disabled it is fused as any other. So does one that torch.ao.quantization.quantize_dynamic or
-    torchao has quantised.
+    A linear layer with a LoRA adapter of peft, added before or later, is called as a module between the fused ops; with
+    the adapter merged or disabled it is fused like any other. A layer that torch.ao.quantization.quantize_dynamic or
+    torchao has quantised is called as a module too.
 
-    What an op cannot do is left to the module's own forward: for a module at once (a gate in attention, other adapters,
-    hooks inside a fused span, a forward that was replaced on a class), with the reason in the report; for a call (a
-    causal mask, attention weights asked for, hooks added later, a class or its forward replaced later) with one warning
-    for each class and reason. torch.fx traces the modules' own forwards.
+    The module's own forward runs where no op can do the same. If that is known at once (a gate in attention, other
+    adapters, hooks on fused modules, a forward replaced on a class), the report has the reason. If it shows in a call
+    (a causal mask, attention weights asked for, hooks added later, a class or its forward replaced later), there is one
+    warning for each class and reason. torch.fx traces the modules' own forwards.
 
     Args:
         model: any module.
-        strict: raise if a module is skipped, or if the ops compute no module of the model. Modules that the report has
-            as they were, such as a classifier or a convolution inside the network, are not skipped.
-        mean, std: C values each, in [0, 1]: uint8 images (B, C, H, W) are then taken as (x / 255 - mean) / std, and
-            float images as before, as they are. No float copy is made but in models of transformers, which cast
+        strict: raise if a module is skipped, or if the ops compute no module of the model. Modules with the status
+            "as it was", such as a classifier or a convolution inside the network, are not skipped.
+        mean, std: C values each, in [0, 1]. uint8 images (B, C, H, W) are then normalised to (x / 255 - mean) / std;
+            float images are taken as they are. No float copy is made, except in models of transformers, which cast
             `pixel_values` before the patch embedding: forward pre-hooks normalise them there.
 
     Returns:
-        A report of every module; printed, it is a table.
+        A report on every module; printed, it is a table.
 
     Raises:
-        TypeError: model is no nn.Module.
-        ValueError: with strict, listing the skipped modules and reasons, or because no module is known; or the model is
-            compiled already, or has an nn.DataParallel in it; or mean and std do not fit, or the patch embedding pads
-            its images. The model is then as it was.
+        TypeError: model is not an nn.Module.
+        ValueError: strict, and modules are skipped (listed with reasons) or none is known; or the model is compiled
+            already or contains an nn.DataParallel; or mean and std do not fit, or the patch embedding pads its images.
+            The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         _check(name or "the model itself", module)
-    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused, and the message wants a count
+    channels = len(mean) if isinstance(mean, Sized) else 3  # a number is refused later, with a count in the message
     mean, std = checked_statistics(mean, std, channels)
     patches = pytorch.patches(mean, std)
     restore(model)
     decisions = list(_decide(model, "", (), set(), patches))
-    embeddings = [entry.name for entry, _, plan in decisions if plan is patches]
+    embeddings = [decision.name for decision in decisions if decision.handler is patches]
     if mean is not None:
         pixels.check(model, embeddings, len(mean))
-    report = Report(tuple(entry for entry, _, _ in decisions), _advice(model, decisions))
+    entries = tuple(_entry(decision) for decision in decisions)
+    report = Report(entries, _advice(model, entries))
     if strict and report.skipped:
         raise ValueError(f"strict: {len(report.skipped)} modules cannot be accelerated\n{report}")
-    if strict and not any(entry.fused for entry in report.entries):
+    if strict and not any(entry.fused for entry in entries):
         raise ValueError(
             f"strict: no module of this {type(model).__name__} is known, so nothing would be accelerated; "
             "torch.compile(model, backend='fastvit') finds blocks in classes of any library"
         )
-    for entry, module, plan in decisions:
-        if plan is not None:
-            module.forward = partial(fused_forward, plan, module, type(module), entry.name)
+    for name, module, _, _, handler in decisions:
+        if handler is not None:
+            module.forward = partial(fused_forward, handler, module, type(module), name)
     if mean is not None and std is not None:
         pixels.put_on(model, embeddings, mean, std)
     return report
@@ -108,7 +111,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Takes off what `accelerate` put on; without effect on a model that is not accelerated."""
+    """Undo `accelerate`. Does nothing to a model that is not accelerated."""
     for module in model.modules():
         if _is_ours(module.__dict__.get("forward")):
             del module.__dict__["forward"]
@@ -119,8 +122,8 @@ def restore(model: nn.Module) -> None:
 def accelerated(
     model: nn.Module, *, strict: bool = False, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Iterator[Report]:
-    """`accelerate`, with its model, strict, mean and std, within the context, and `restore` at its end; gives the
-    report."""
+    """Accelerate a model within a context, and restore it at the end. The arguments model, strict, mean and std, the
+    errors and the report are those of `accelerate`."""
     report = accelerate(model, strict=strict, mean=mean, std=std)
     try:
         yield report
@@ -132,35 +135,53 @@ def _is_ours(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.func is fused_forward
 
 
-_Decision = tuple[Entry, nn.Module, Plan | None]
+class _Decision(NamedTuple):
+    """The outcome for a module: status and detail as in `Entry`; handler: of a module that gets a fused forward."""
+
+    name: str
+    module: nn.Module
+    status: Status
+    detail: str = ""
+    handler: ClassHandler | None = None
+
+
+def _entry(decision: _Decision) -> Entry:
+    name, module, status, detail, _ = decision
+    return Entry(name, type(module).__name__, status, detail, recognise.part(module))
 
 
 def _decide(
-    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], patches: Plan,
-    plan: Plan | None = None,
+    module: nn.Module, name: str, ancestors: tuple[nn.Module, ...], seen: set[int], patches: ClassHandler,
+    handler: ClassHandler | None = None,
 ) -> Iterator[_Decision]:  # fmt: skip
-    """What happens to a module and to those in it, in the order of named_modules(). patches: for the convolution of a
-    patch embedding; plan: from its parent, or None."""
+    """Decide about a module and all modules in it, in the order of named_modules().
+
+    Args:
+        module, name: the module, and its name in the model.
+        ancestors: the modules it is in, from the outermost.
+        seen: ids of the modules that are decided about.
+        patches: the handler of a patch embedding's convolution.
+        handler: the module's, if its parent determines it.
+    """
     if id(module) in seen:
         return
     seen.add(id(module))
-    kind, part = type(module).__name__, recognise.part(module)
     if qualified_name(module).startswith("fastvit."):
-        yield Entry(name, kind, "as it was", FUSED_ALREADY, part), module, None
+        yield _Decision(name, module, "as it was", FUSED_ALREADY)
         yield from _rest(module, name, seen, "as it was", FUSED_ALREADY)
         return
-    plan = plan or PLANS.get(type(module)) or PLANS.get(qualified_name(module))
+    handler = handler or HANDLERS.get(type(module)) or HANDLERS.get(qualified_name(module))
     reason = None
-    if plan is not None:
+    if handler is not None:
         try:
             if "forward" in module.__dict__:
                 raise CannotFuse("it has a forward of its own")
             check_forward(module, type(module))
-            description = plan.read(module)
+            description = handler.read(module)
         except Exception as error:
             reason = None if recognise.is_of_images(module) else reason_of(error)
         else:
-            yield Entry(name, kind, "accelerated", ops_that_run(plan, module, description), part), module, plan
+            yield _Decision(name, module, "accelerated", ops_that_run(handler, module, description), handler)
             called = {id(inner) for call in calls(description) for inner in call.module.modules()}
             yield from _rest(module, name, seen, "part of", name, called)
             return
@@ -169,38 +190,41 @@ def _decide(
         is_patches = EMBEDDINGS.get(qualified_name(module)) == child_name and type(child) is nn.Conv2d
         child_name = f"{name}.{child_name}" if name else child_name
         inside += _decide(child, child_name, (*ancestors, module), seen, patches, patches if is_patches else None)
-    left = {id(child) for entry, child, _ in inside if entry.status == "as it was"}
-    if plan is None and recognise.could_be_fused(module, left):
-        reason = recognise.reason(module, ancestors, set(PLANS))
-    yield Entry(name, kind, "skipped" if reason else "as it was", reason or "", part), module, None
+    left = {id(decision.module) for decision in inside if decision.status == "as it was"}
+    if handler is None and recognise.could_be_fused(module, left):
+        reason = recognise.reason(module, ancestors, set(HANDLERS))
+    yield _Decision(name, module, "skipped" if reason else "as it was", reason or "")
     yield from inside
 
 
 def _rest(
     module: nn.Module, name: str, seen: set[int], status: Status, detail: str, called: Collection[int] = ()
 ) -> Iterator[_Decision]:
-    """The same for all that is in a module and not seen yet. called: the ids of those that run as modules."""
+    """Decide the same for all modules in a module that are not in `seen`. called: ids of those that run as modules."""
     for child_name, child in module.named_modules(prefix=name):
         if id(child) not in seen:
             seen.add(id(child))
-            kind, part = type(child).__name__, recognise.part(child)
-            layers = recognise.linear_layers(child) if part == "MLP" else [child]
-            itself = all(id(layer) in called for layer in layers)
-            what: tuple[Status, str] = ("as it was", f"called in {name}") if itself else (status, detail)
-            yield Entry(child_name, kind, *what, part), child, None
+            layers = recognise.linear_layers(child) if recognise.part(child) == "MLP" else [child]
+            if all(id(layer) in called for layer in layers):
+                yield _Decision(child_name, child, "as it was", f"called in {name}")
+            else:
+                yield _Decision(child_name, child, status, detail)
 
 
-def _advice(model: nn.Module, decisions: list[_Decision]) -> tuple[str, ...]:
-    """What to try for what is skipped."""
+def _advice(model: nn.Module, entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Say what to try for attention that is skipped."""
     found = {}
-    for entry, attn, _ in decisions:
-        if entry.status == "skipped" and entry.part == "attention" and qualified_name(attn) not in PLANS:
-            path = entry.name.split(".")
-            ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
-            of_model = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
-            bias = recognise.has_relative_positions(attn, list(ancestors.values()))
-            if of_model and not bias and transformers.takes_registered_attention(attn):
-                found[entry.kind] = ".".join(["model", *of_model[0].split(".")]).rstrip(".")
+    for entry in entries:
+        if entry.status != "skipped" or entry.part != "attention":
+            continue
+        attn, path = model.get_submodule(entry.name), entry.name.split(".")
+        if qualified_name(attn) in HANDLERS:
+            continue
+        ancestors = {".".join(path[:i]): model.get_submodule(".".join(path[:i])) for i in range(len(path))}
+        of_model = [name for name, m in ancestors.items() if hasattr(m, "set_attn_implementation")]
+        bias = recognise.has_relative_positions(attn, list(ancestors.values()))
+        if of_model and not bias and transformers.takes_registered_attention(attn):
+            found[entry.kind] = ".".join(["model", *of_model[0].split(".")]).rstrip(".")
     return tuple(
         f"to fuse the attention of {kind}: fastvit.integrations.transformers.register_attention(), then "
         f'{owner}.set_attn_implementation("fastvit")'

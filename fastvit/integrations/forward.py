@@ -1,4 +1,4 @@
-"""How one module of another library gets a fused forward, and when its own forward runs instead."""
+"""The fused forward of one module of another library, and the checks that let the module's own forward run instead."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ from fastvit.ops import Norm
 
 
 def only_input(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The argument of a forward that has one, by position or under whatever name."""
+    """Return the only argument of a call, given by position or by any name."""
     if len(args) + len(kwargs) != 1:
         raise CannotFuse("other arguments than its input")
     return args[0] if args else next(iter(kwargs.values()))
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What `accelerate` does with instances of one class.
+class ClassHandler:
+    """How `accelerate` reads and runs modules of one class.
 
-    read: module -> its description as `run` takes it: tensors, numbers and tuples of them. Called anew for every call.
-    run: (input, description, rotary, attn_mask=) -> what the module's own forward returns; rotary and attn_mask only
-        where `rotary` and `mask` are set.
-    check_call: (module, *args, **kwargs), the arguments of a call -> its input.
-    ndim: of the input, or None for any.
-    takes_pixels: whether the input may be uint8, whatever the parameters' dtype.
-    rotary: (module, input, *args, **kwargs), the arguments of a call -> its rotary positions or None, or None if the
-        class has none.
-    mask: the same for the mask of its scores, which `run` then has as `attn_mask`. All three name arguments as the
-        class's forward does, since a call may pass any of them by name.
-    takes_lists: whether the input may be a list of tensors; the rotary positions then are one, too.
-    op: the name of the op that runs, for the report, where the description has no branch of a block to tell it.
+    All functions but `run` raise `CannotFuse` with the reason why the module's own forward has to run. check_call,
+    rotary and mask name their arguments as the class's forward does, because a call may pass any of them by name.
 
-    All but `run` raise `Unsupported` with the reason why the module's own forward has to run.
+    Attributes:
+        read: function (module) that returns the description for `run`: tensors, numbers and tuples of them. It is
+            called at every call of the module.
+        run: function (input, description, rotary, attn_mask=) that returns what the module's own forward returns. It
+            gets rotary and attn_mask only if `rotary` and `mask` are set.
+        check_call: function (module, *args, **kwargs) that checks the arguments of a call and returns the input.
+        ndim: number of dimensions of the input, or None for any.
+        takes_pixels: whether the input may be uint8 for parameters of any dtype.
+        rotary: function (module, *args, **kwargs) that returns a call's rotary positions or None; None if the class
+            has none.
+        mask: function (module, *args, **kwargs) that returns the mask of a call's scores or None; None if the class has
+            none.
+        takes_lists: whether the input, and with it the rotary positions, may be a list.
+        op: name of the op for the report, if the description does not determine it.
     """
 
     read: Callable[[Any], Any]
@@ -81,22 +84,24 @@ def _check_not_traced(*args: Any, **kwargs: Any) -> None:
             raise CannotFuse(f"its input is no plain tensor but {type(argument).__name__}")
 
 
-def fused_forward(plan: Plan, module: nn.Module, kind: type[nn.Module], name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of module.forward. kind: the module's class when it was accelerated; name: the module's in the
-    model, for warnings."""
+def fused_forward(
+    handler: ClassHandler, module: nn.Module, kind: type[nn.Module], name: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module as fused ops, in place of module.forward. kind: the module's class when it was accelerated; name:
+    its name in the model, for warnings."""
     try:
         check_forward(module, kind)
         _check_not_traced(*args, **kwargs)
-        x = plan.check_call(module, *args, **kwargs)
-        description = plan.read(module)
-        for one in x if plan.takes_lists and isinstance(x, list) else (x,):
-            check_input(one, description, plan)
-        rotary = (plan.rotary(module, *args, **kwargs),) if plan.rotary is not None else ()
-        mask = {"attn_mask": plan.mask(module, *args, **kwargs)} if plan.mask is not None else {}
+        x = handler.check_call(module, *args, **kwargs)
+        description = handler.read(module)
+        for one in x if handler.takes_lists and isinstance(x, list) else (x,):
+            check_input(one, description, handler)
+        rotary = (handler.rotary(module, *args, **kwargs),) if handler.rotary is not None else ()
+        mask = {"attn_mask": handler.mask(module, *args, **kwargs)} if handler.mask is not None else {}
     except Exception as error:
         _warn(name, type(module).__name__, reason_of(error))
         return type(module).forward(module, *args, **kwargs)
-    return plan.run(x, description, *rotary, **mask)
+    return handler.run(x, description, *rotary, **mask)
 
 
 # Libraries between a user's line and a module's forward
@@ -105,7 +110,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn(name: str, kind: str, reason: str) -> None:
-    """Once for each class and reason, at the line that called the model."""
+    """Warn once for each class and reason, at the line that called the model."""
     if (kind, reason) in _warned:
         return
     _warned.add((kind, reason))
@@ -116,21 +121,21 @@ def _warn(name: str, kind: str, reason: str) -> None:
     warnings.warn(f"{where}{kind} runs its own forward instead of fastvit's: {reason}", stacklevel=level)
 
 
-# What torch.compiler.assume_constant_result sets, without importing the compiler, which then calls the function as it
-# traces: a warning itself cannot be traced by torch 2.11.
+# torch 2.11 cannot trace a warning. With this attribute, which torch.compiler.assume_constant_result sets, the compiler
+# calls the function while it traces; setting it here does not import the compiler.
 _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def calls(description: Any) -> list[AdaptedLinear]:
-    """The layers in a description that run as modules."""
+    """Return the layers in a description that run as modules."""
     if isinstance(description, AdaptedLinear):
         return [description]
     return [call for part in description for call in calls(part)] if isinstance(description, tuple) else []
 
 
-def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
-    """For the report, with the layers that run as modules."""
-    ops = ", ".join(dict.fromkeys(_ops(description))) or plan.op
+def ops_that_run(handler: ClassHandler, module: nn.Module, description: Any) -> str:
+    """Return the names of the ops that run a module, and the layers that run as modules, for the report."""
+    ops = ", ".join(dict.fromkeys(_ops(description))) or handler.op
     called = {id(call.module): call.module for call in calls(description)}
     if not called:
         return ops
@@ -139,7 +144,7 @@ def ops_that_run(plan: Plan, module: nn.Module, description: Any) -> str:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Its class, and that of its weight where a library has put its own there."""
+    """Return the name of its class, and of its weight's class if that is not nn.Parameter."""
     weight = layer._parameters.get("weight")
     own = weight is not None and type(weight) is not nn.Parameter
     return class_name(type(layer)) + f" with {class_name(type(weight))}" * own
@@ -179,7 +184,7 @@ def _norm(norm: Norm | None) -> Iterator[str]:
 
 
 def checked_mask(mask: Any, x: Any) -> Tensor | None:
-    """A mask of the scores of x (B, N, D), if the ops take it, or None."""
+    """Return a mask of the scores of x (B, N, D), or None for None. Raises CannotFuse if the ops do not take it."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or not (mask.dtype is torch.bool or mask.is_floating_point()):
@@ -189,18 +194,18 @@ def checked_mask(mask: Any, x: Any) -> Tensor | None:
     return mask
 
 
-def check_input(x: Any, description: Any, plan: Plan) -> None:
-    """Whether a call's input can go into the ops: what they would refuse is left to the module's own forward."""
+def check_input(x: Any, description: Any, handler: ClassHandler) -> None:
+    """Check that the ops take a call's input. Raises CannotFuse where they would refuse it."""
     if not isinstance(x, Tensor) or x.is_nested:
         raise CannotFuse(f"its input is no plain tensor but {type(x).__name__}")
-    if plan.ndim is not None and x.dim() != plan.ndim:
-        raise CannotFuse(f"its input has {x.dim()} dimensions, not {plan.ndim}")
-    pixels = plan.takes_pixels and x.dtype is torch.uint8
+    if handler.ndim is not None and x.dim() != handler.ndim:
+        raise CannotFuse(f"its input has {x.dim()} dimensions, not {handler.ndim}")
+    pixels = handler.takes_pixels and x.dtype is torch.uint8
     if not x.is_floating_point() and not pixels:
         raise CannotFuse(f"its input is {x.dtype}")
-    any_dtype = pixels or (not x.is_meta and torch.is_autocast_enabled(x.device.type))  # which refuses meta tensors
+    any_dtype = pixels or (not x.is_meta and torch.is_autocast_enabled(x.device.type))  # an error for meta
     for tensor in _tensors((x, description)):
-        if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, as DTensor
+        if hasattr(type(tensor), "__tensor_flatten__"):  # made of other tensors, like DTensor
             raise CannotFuse(f"a {type(tensor).__name__}")
         if x.dtype != tensor.dtype and not any_dtype:
             raise CannotFuse(f"its input is {x.dtype} and its parameters are {tensor.dtype}")

@@ -1,4 +1,4 @@
-"""uint8 images in accelerated models: the patch embedding normalises them, or whoever would cast them before it."""
+"""uint8 images in accelerated models, normalised by the patch embedding, or before by a module that would cast them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from fastvit.ops.patch_embed.op import normalized
 
-_ARGUMENT = "pixel_values"  # what transformers calls images; whatever has it may cast them to a float dtype
+_ARGUMENT = "pixel_values"  # images in transformers, whose modules may cast them to a float dtype
 
 
 def check(model: nn.Module, embeddings: list[str], channels: int) -> None:
-    """Whether uint8 images reach the convolutions of these names."""
+    """Check that uint8 images reach the convolutions of these names. Raises ValueError if not."""
     if not embeddings:
         raise ValueError("mean and std are for uint8 images, but no patch embedding of this model can be accelerated")
     for name in embeddings:
@@ -31,8 +31,8 @@ def check(model: nn.Module, embeddings: list[str], channels: int) -> None:
 
 
 def put_on(model: nn.Module, embeddings: list[str], mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-    """Every module around these convolutions that takes `pixel_values` has uint8 ones normalised: the first that is
-    called does it, those in it see floats."""
+    """Normalise uint8 `pixel_values` in every module around these convolutions that takes them. The outermost module of
+    a call does it; the modules in it see floats."""
     for name in embeddings:
         conv = cast(nn.Conv2d, model.get_submodule(name))
         for module in _around(model, name):
@@ -43,6 +43,7 @@ def put_on(model: nn.Module, embeddings: list[str], mean: tuple[float, ...], std
 
 
 def take_off(model: nn.Module) -> None:
+    """Remove all hooks of `put_on`."""
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, partial) and hook.func is _normalize:
@@ -50,7 +51,7 @@ def take_off(model: nn.Module) -> None:
 
 
 def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """The modules that a submodule of this name is in."""
+    """Yield the modules that contain the submodule of this name, from the innermost."""
     while name:
         name = name.rpartition(".")[0]
         yield model.get_submodule(name)
@@ -60,8 +61,8 @@ def _normalize(
     conv: nn.Conv2d, position: int, mean: tuple[float, ...], std: tuple[float, ...],
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # fmt: skip
-    """A forward pre-hook. position: of `pixel_values` among the arguments. An image for each of several crops, with
-    more dimensions, is left to the modules inside."""
+    """Normalise a call's uint8 image (B, C, H, W), as a forward pre-hook. position: of `pixel_values` among the
+    arguments. Images with more dimensions (several crops) are left to the modules inside."""
     image = args[position] if position < len(args) else kwargs.get(_ARGUMENT)
     if not isinstance(image, Tensor) or image.dtype is not torch.uint8 or image.dim() != 4:
         return None

@@ -1,4 +1,4 @@
-"""What a module is for, by the name of its class and by its layers, and why one of an unknown class is left alone."""
+"""Guess what a module of an unknown class is for, from its class name and layers, and why it is left alone."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from fastvit.blocks.read import LINEAR
 from fastvit.blocks.submodules import CannotFuse, Classes, class_name, qualified_name
 from fastvit.integrations.libraries.pytorch import read_patches
 
-Part = Literal["attention", "MLP"]
-
 _ATTENTION = re.compile(r"att(entio)?n", re.IGNORECASE)
 _MLP = re.compile(r"(mlp|ffn|feed_?forward|swiglu)(?!.*head)", re.IGNORECASE)
 _BLOCK = re.compile(r"block", re.IGNORECASE)
-_NORM = re.compile(r"(layer|rms)_?norm(?!.*2d)", re.IGNORECASE)  # 2d: of images, not of tokens
+_NORM = re.compile(r"(layer|rms)_?norm(?!.*2d)", re.IGNORECASE)  # 2d: norms of images, not of tokens
 _PATCHES = re.compile(r"patch_?embed", re.IGNORECASE)
-# Attributes of attention, or of what it is in, that are there for one purpose
+# Names of attributes of attention, or of a module around it, that show what it does
 _ROTARY = re.compile(r"(^|_)rope(_|$)|rotary")
 _RELATIVE = re.compile(r"(^|_)(rel(ative)?_(pos|coords)|position_bias)")
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:
-    """Its own linear layers, those with adapters and quantised ones among them."""
+    """Return the linear layers among a module's children, adapted and quantised ones included."""
     return [child for child in module.children() if _is_linear(getattr(child, "base_layer", child))]
 
 
 def _convolutions(module: nn.Module) -> list[nn.Module]:
-    """Its own convolutions, those with adapters among them."""
+    """Return the convolutions among a module's children, adapted ones included."""
     return [child for child in module.children() if isinstance(getattr(child, "base_layer", child), nn.Conv2d)]
 
 
@@ -38,8 +36,9 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or qualified_name(module) in LINEAR
 
 
-def part(module: nn.Module) -> Part | None:
-    """Whether a module, and none in it, is a transformer's attention or its MLP, of tokens: with linear layers."""
+def part(module: nn.Module) -> Literal["attention", "MLP"] | None:
+    """Return "attention" or "MLP" for a transformer's module that contains no other of its kind, otherwise None. It has
+    linear layers: attention and MLPs made of convolutions do not count."""
     inside = list(module.modules())[1:]
     if _is_attention(module):
         return None if any(map(_is_attention, inside)) else "attention"
@@ -61,13 +60,13 @@ def _linear_count(module: nn.Module) -> int:
 
 
 def is_of_images(module: nn.Module) -> bool:
-    """Whether its layers are convolutions: an MLP of ConvNeXt, of which timm's class has both kinds."""
+    """Return whether a module has convolutions and no linear layers: timm's MLP class may have either."""
     return bool(_convolutions(module)) and not linear_layers(module)
 
 
 def could_be_fused(module: nn.Module, left: set[int]) -> bool:
-    """Whether a module of an unknown class does what the ops are for. left: the ids of the modules in it to which
-    nothing happened."""
+    """Return whether a module of an unknown class does work that the ops are for. left: ids of the modules in it that
+    stay as they were."""
     name = type(module).__name__
     plain = [layer for layer in linear_layers(module) if id(layer) in left]
     if _NORM.search(name):
@@ -78,7 +77,7 @@ def could_be_fused(module: nn.Module, left: set[int]) -> bool:
 
 
 def reason(module: nn.Module, ancestors: Sequence[nn.Module], known: Classes) -> str:
-    """Why a module of an unknown class is skipped. ancestors: the modules it is in, from the outermost."""
+    """Return why a module of an unknown class is skipped. ancestors: the modules it is in, from the outermost."""
     name = class_name(type(module), known)
     found = _obstacles(module, ancestors) if part(module) == "attention" else []
     if _PATCHES.search(type(module).__name__):
@@ -93,8 +92,8 @@ def _why_no_patches(conv: nn.Module) -> str | None:
         return f"its convolution is {class_name(type(conv))}"
     try:
         read_patches(conv)
-    except CannotFuse as unsupported:
-        return str(unsupported)
+    except CannotFuse as error:
+        return str(error)
     return None
 
 
@@ -117,6 +116,6 @@ def has_relative_positions(attn: nn.Module, ancestors: Sequence[nn.Module]) -> b
 
 
 def _attributes(module: nn.Module) -> list[str]:
-    """The names of its modules, parameters and buffers that are not None."""
+    """Return the names of its modules, parameters and buffers that are not None."""
     held = {**module._modules, **module._parameters, **module._buffers}
     return [name for name, value in held.items() if value is not None]

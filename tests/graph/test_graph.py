@@ -6,15 +6,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, Subject, compile_and_check, details, half, heads, joined
+from graph_models import B, D, FunctionModule, H, N, compile_and_check, details, half, heads, joined, together
 from torch import Tensor, nn
 
 
-def sdpa(m: Subject, x: Tensor, **options) -> Tensor:
+def sdpa(m: FunctionModule, x: Tensor, **options) -> Tensor:
     return joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))), **options))
 
 
-def plain_half(m: Subject, x: Tensor) -> Tensor:
+def plain_half(m: FunctionModule, x: Tensor) -> Tensor:
     return x + m.proj(sdpa(m, x))
 
 
@@ -53,12 +53,11 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_attention_is_found_in_the_spelling(spelling, x):
-    report = compile_and_check(half(lambda m, x: manual(m, x, SPELLINGS[spelling])), x)
-    expected = "attention (" if "five" in spelling else "layer_norm_attention"
-    (detail,) = details(report, "attention")
-    assert detail.startswith(expected)
+def test_attention_is_found_in_every_spelling(x):
+    forwards = [lambda m, x, attend=attend: manual(m, x, attend) for attend in SPELLINGS.values()]
+    found = details(compile_and_check(half(together(forwards)), x), "attention")
+    expected = dict.fromkeys(SPELLINGS, "layer_norm_attention") | {"five dimensions": "attention"}
+    assert dict(zip(SPELLINGS, (detail.partition(" (")[0] for detail in found), strict=True)) == expected
 
 
 def three(m, x):
@@ -101,7 +100,7 @@ def native(m, x):
 
 
 def heads_in_the_batch(m, x):
-    """As transformers 4 has it, with probabilities viewed there and back."""
+    """The spelling of transformers 4, with probabilities viewed there and back."""
     q, k, v = (t.contiguous().view(-1, x.shape[1], d) for t in heads(m.qkv(m.norm(x))))
     probabilities = (torch.bmm(q, k.transpose(1, 2)) * 0.3).softmax(dim=-1)
     probabilities = probabilities.view(x.shape[0], H, x.shape[1], x.shape[1]).view(-1, x.shape[1], x.shape[1])
@@ -109,22 +108,24 @@ def heads_in_the_batch(m, x):
     return x + m.proj(out.view(x.shape[0], H, x.shape[1], d).transpose(1, 2).reshape(x.shape))
 
 
-@pytest.mark.parametrize(
-    "forward", [three, three_chunks, split_and_indexed, sequence_first, rows, native, heads_in_the_batch]
-)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_heads_are_found_however_they_are_arranged(forward, dynamic, x):
+ARRANGEMENTS = [three, three_chunks, split_and_indexed, sequence_first, rows, native, heads_in_the_batch]
+
+
+@pytest.mark.parametrize(("forwards", "dynamic"), [(ARRANGEMENTS, False), ([rows, heads_in_the_batch], True)])
+def test_heads_are_found_however_they_are_arranged(forwards, dynamic, x):
     layers = {name: nn.Linear(D, D, bias=name != "k") for name in "qkv"}
-    report = compile_and_check(
-        half(forward, **layers, attn=nn.MultiheadAttention(D, H, batch_first=True)), x, dynamic=dynamic
-    )
-    assert details(report, "attention") == ["layer_norm_attention"]
+    model = half(together(forwards), **layers, attn=nn.MultiheadAttention(D, H, batch_first=True))
+    report = compile_and_check(model, x, dynamic=dynamic)
+    assert details(report, "attention") == ["layer_norm_attention"] * len(forwards)
 
 
-@pytest.mark.parametrize("options", [{"batch_first": True}, {"batch_first": False, "bias": False}], ids=str)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_multihead_attention_of_different_tensors(dynamic, options, x):
-    """As detectors have it: q and k with positions, v without."""
+@pytest.mark.parametrize(
+    ("options", "dynamic"),
+    [({"batch_first": True}, False), ({"batch_first": False, "bias": False}, False), ({"batch_first": True}, True)],
+    ids=str,
+)
+def test_multihead_attention_of_different_tensors(options, dynamic, x):
+    """The attention of detectors: q and k with positions, v without."""
 
     def forward(m, x):
         y = m.norm(x)
@@ -145,7 +146,7 @@ def test_multihead_attention_of_few_queries(x):
     assert details(report, "attention") == ["left: k and v of another length than q"]
 
 
-def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
+def test_heads_in_another_order(x):
     """(H, 3, d) and q, k and v in another order: attention reads them where they lie, the projection stays."""
 
     def interleaved(m, x):
@@ -159,14 +160,9 @@ def test_of_nothing_that_looks_like_heads_the_order_is_taken_for_granted(x):
     def mixed(m, x):  # the projection reads (d, H)
         return x + m.proj(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)))).permute(0, 2, 3, 1).flatten(2))
 
-    assert details(compile_and_check(half(interleaved), x), "attention") == [
-        "attention (heads in another order than (3, H, d))"
-    ]
-    assert details(compile_and_check(half(turned), x), "attention") == [
-        "attention (heads in another order than (3, H, d))"
-    ]
-    (detail,) = details(compile_and_check(half(mixed), x), "attention")
-    assert detail.startswith("attention_qkvpacked (the projection reads heads in another order")
+    *others, last = details(compile_and_check(half(together([interleaved, turned, mixed])), x), "attention")
+    assert others == ["attention (heads in another order than (3, H, d))"] * 2
+    assert last.startswith("attention_qkvpacked (the projection reads heads in another order")
 
 
 def test_heads_that_alternate_are_not_those_of_the_op(x):
@@ -193,19 +189,13 @@ def test_a_factor_of_q_and_k_is_the_scores_and_one_of_v_is_not(x):
     def of_all(m, x):
         return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)) * 1.5))))
 
-    assert details(compile_and_check(half(forward((0.5, 3.0, 1))), x), "attention") == [
-        "attention (mul between projection and attention)"
-    ]
-    assert details(compile_and_check(half(of_all), x), "attention") == [
-        "attention (mul between projection and attention)"
-    ]
-
     def of_two(m, x):
         q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
         q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q * 0.5, k / 0.2, v))
         return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
 
-    assert details(compile_and_check(half(of_two), x), "attention") == ["layer_norm_attention"]
+    found = details(compile_and_check(half(together([forward((0.5, 3.0, 1)), of_all, of_two])), x), "attention")
+    assert found == ["attention (mul between projection and attention)"] * 2 + ["layer_norm_attention"]
 
 
 # ---- attention that is left, or fused in part ----
@@ -236,12 +226,6 @@ def scaled_by_a_tensor(m, x):
     return m.proj(joined((q @ k.mT * m.scale).softmax(-1) @ v))
 
 
-def masked_fill(m, x):
-    q, k, v = heads(m.qkv(m.norm(x)))
-    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-    return m.proj(joined((q @ k.mT * 0.2).masked_fill(mask, -1e9).softmax(-1) @ v))
-
-
 def over_queries(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.proj(joined((q @ k.mT * 0.2).softmax(-2) @ v))
@@ -269,7 +253,6 @@ LEFT = {
     wide_values: "values that are wider or narrower than keys",
     causal: "a mask: causal",
     scaled_by_a_tensor: "mul between scores and softmax",
-    masked_fill: "a mask: masked_fill",
     over_queries: "a softmax over another dimension",
     reshaped_scores: "a reshape of scores or probabilities",
     diagonal: "einsum 'bhii,bhid->bhid'",
@@ -277,11 +260,10 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("forward", LEFT, ids=lambda f: f.__name__)
-def test_attention_is_left(forward, x):
-    report = compile_and_check(half(forward, scale=nn.Parameter(torch.tensor(0.3))), x)
-    (detail,) = details(report, "attention")
-    assert detail.startswith(f"left: {LEFT[forward]}")
+def test_attention_is_left(x):
+    report = compile_and_check(half(together(LEFT), scale=nn.Parameter(torch.tensor(0.3))), x)
+    for detail, (forward, reason) in zip(details(report, "attention"), LEFT.items(), strict=True):
+        assert detail.startswith(f"left: {reason}"), forward
 
 
 def test_normalised_rows_that_are_used_elsewhere_are_kept(x):
@@ -328,23 +310,15 @@ def test_in_place_residual(x):
     assert details(compile_and_check(half(forward), x), "attention") == ["layer_norm_attention"]
 
 
-def test_views_that_need_the_strides_of_a_product(x):
+@pytest.mark.parametrize("far", [False, True])
+def test_views_that_need_the_strides_of_a_product(far, x):
     """matmul's output is contiguous, the op's is not."""
 
     def forward(m, x):
         q, k, v = heads(m.qkv(m.norm(x)))
         out = (q @ k.mT).mul(0.2).softmax(-1) @ v
-        return out.view(-1, x.shape[1], d), (out + 1.0).view(-1, d)
-
-    (detail,) = details(compile_and_check(half(forward), x), "attention")
-    assert detail.startswith("attention")
-
-
-def test_far_views_that_need_the_strides(x):
-    def forward(m, x):
-        q, k, v = heads(m.qkv(m.norm(x)))
-        out = (q @ k.mT).mul(0.2).softmax(-1) @ v
-        return (out + 1.0).view(-1, d)
+        later = (out + 1.0).view(-1, d)
+        return later if far else (out.view(-1, x.shape[1], d), later)
 
     (detail,) = details(compile_and_check(half(forward), x), "attention")
     assert detail.startswith("attention")

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, H, Subject, compile_and_check, details, half, heads, joined, run
+from graph_models import D, FunctionModule, H, compile_and_check, details, half, heads, joined, run
 from library_imports import import_library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):
-    """As somebody writes one."""
+    """A block of a user's own."""
 
     def __init__(self, D: int, H: int, **make) -> None:
         super().__init__()
@@ -55,6 +55,9 @@ def test_report(x, capsys):
     fastvit.compile(model, inner="aot_eager", report=reports.append)(x)
     assert str(reports[0]).splitlines()[:-1] == printed.splitlines()[:-1]
     assert reports[0].fused("attention") == (2, 2)
+    assert reports[0].entries[0].module == reports[0].entries[0].name == "0.norm1"
+    with pytest.raises(AttributeError, match=r"^a report has no attribute 'eval'$"):  # no advice for `accelerate`
+        reports[0].eval()
     torch._dynamo.reset()
     fastvit.compile(lambda x: x.sin(), inner="aot_eager", report=True)(x)
     assert capsys.readouterr().out == "nothing in this graph for fastvit\n"
@@ -195,7 +198,7 @@ def test_fused_modules_stay_as_they_are(x):
 
 
 def test_shapes_compile_no_oftener_than_without(device):
-    """Of timm's ViT, batch sizes and image sizes, as torch's own backend does."""
+    """New batch and image sizes of timm's ViT recompile no more often than with a backend that does nothing."""
     timm = import_library("timm")
     model = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=3).to(device)
     graphs = {"plain": 0, "fastvit": 0}
@@ -222,7 +225,7 @@ def test_shapes_compile_no_oftener_than_without(device):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_empty_batch_is_fused_as_any_other(dynamic, device):
     layers = {"conv": nn.Conv2d(3, D, 4, 4), "block": Block(D, H)}
-    model = Subject(lambda m, image: m.block(m.conv(image).flatten(2).transpose(1, 2)), **layers).to(device)
+    model = FunctionModule(lambda m, image: m.block(m.conv(image).flatten(2).transpose(1, 2)), **layers).to(device)
     images, parameters, reports = [torch.randn(0, 3, 8, 8, device=device)], list(model.parameters()), []
     compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, dynamic=dynamic)
     for got, want in zip(run(compiled, parameters, images), run(model, parameters, images), strict=True):

@@ -1,10 +1,10 @@
-"""Graphs in which a rewrite could be seen: writes in place, strides, dtypes on the way, `out=`, keywords, transforms.
-Whatever is fused in them, outputs and gradients are those of eager mode."""
+"""Graphs in which a rewrite could change the result: writes in place, strides, dtypes on the way, `out=`, keywords,
+transforms. Outputs and gradients are those of eager mode."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, Subject, compile_and_check, details
+from graph_models import B, D, FunctionModule, H, N, compile_and_check, details
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +30,7 @@ def attend(q: Tensor) -> Tensor:
     return (q @ q.mT).softmax(-1) @ q
 
 
-def tokens(m: Subject, image: Tensor) -> Tensor:
+def tokens(m: FunctionModule, image: Tensor) -> Tensor:
     """(B, N, D), with the strides of the convolution's output"""
     return m.conv(image).flatten(2).transpose(1, 2)
 
@@ -108,7 +108,7 @@ def learnt_gate_of_samples(m, x):
 
 
 def learnt_gate_out_of_a_view(m, x):
-    """Of an MLP that is fused before."""
+    """The gate is a view of an MLP that is fused before."""
     gate = m.fc2(F.gelu(m.fc1(x)))[:, :1, :1]
     return x + m.fc2(F.gelu(m.fc1(m.norm(x)))) * gate
 
@@ -131,17 +131,17 @@ OF_HEADS = [reshaped, added_to, scores_as_integers, probabilities_in_half, proba
 @pytest.mark.parametrize("forward", IN_PLACE + OTHERS, ids=lambda f: f.__name__)
 def test_right(forward, device):
     shape = (B, H, N, 16) if forward in OF_HEADS else (B, N, D)
-    compile_and_check(Subject(forward, **layers()), torch.randn(shape, device=device))
+    compile_and_check(FunctionModule(forward, **layers()), torch.randn(shape, device=device))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("behind", [lambda m, y: y + m.pos, lambda m, y: y.relu()], ids=["sum", "relu"])
-def test_patches_that_are_written_to(behind, device):
+@pytest.mark.parametrize("after", [lambda m, y: y + m.pos, lambda m, y: y.relu()], ids=["sum", "relu"])
+def test_patches_that_are_written_to(after, device):
     def forward(m, image):
-        y = behind(m, tokens(m, image))
+        y = after(m, tokens(m, image))
         return written(y, y.transpose(1, 2).reshape(B, -1)).sum(1)
 
-    compile_and_check(Subject(forward, **layers()), torch.randn(B, 3, 16, 16, device=device))
+    compile_and_check(FunctionModule(forward, **layers()), torch.randn(B, 3, 16, 16, device=device))
 
 
 @torch.no_grad()
@@ -156,9 +156,9 @@ def test_out_is_written(what, device):
 
     if what == "softmax":
         q, buffer = torch.randn(B, H, N, 16, device=device), torch.zeros(B, H, N, N, device=device)
-        compile_and_check(Subject(of_softmax), q, buffer)
+        compile_and_check(FunctionModule(of_softmax), q, buffer)
     else:
-        model = Subject(of_sigmoid, **layers())
+        model = FunctionModule(of_sigmoid, **layers())
         compile_and_check(model, torch.randn(B, N, D, device=device), torch.zeros(B, N, 96, device=device))
 
 
@@ -179,16 +179,16 @@ def test_ops_of_others_that_write(device):
         torch.ops.fastvit_test.negate_(x)
         return m.fc2(F.gelu(m.fc1(y)))
 
-    compile_and_check(Subject(forward, **layers()), torch.randn(B, N, D, device=device))
+    compile_and_check(FunctionModule(forward, **layers()), torch.randn(B, N, D, device=device))
 
 
-def strides_behind_a_break(m, q):
+def strides_before_a_break(m, q):
     out = attend(q)
     torch._dynamo.graph_break()
     return out.view(B, -1)
 
 
-def patches_behind_a_break(m, image):
+def patches_before_a_break(m, image):
     out = tokens(m, image)
     torch._dynamo.graph_break()
     return out.transpose(1, 2).view(B, -1)
@@ -203,12 +203,12 @@ def into_a_checkpoint(m, q):
 
 
 @pytest.mark.parametrize(
-    "forward", [strides_behind_a_break, patches_behind_a_break, out_of_a_checkpoint, into_a_checkpoint],
+    "forward", [strides_before_a_break, patches_before_a_break, out_of_a_checkpoint, into_a_checkpoint],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_strides_that_others_see_are_eagers(forward, device):
-    model = Subject(forward, **layers()).to(device)
-    shape = (B, 3, 16, 16) if forward is patches_behind_a_break else (B, H, N, 16)
+    model = FunctionModule(forward, **layers()).to(device)
+    shape = (B, 3, 16, 16) if forward is patches_before_a_break else (B, H, N, 16)
     x = torch.randn(shape, device=device)
     torch.testing.assert_close(fastvit.compile(model, inner="aot_eager")(x), model(x))
 
@@ -223,13 +223,13 @@ def test_one_sample_has_the_strides_of_any(device):
         ]
         return torch.cat([part.transpose(1, 2) for part in parts], dim=1).flatten(2) * 1.0
 
-    report = compile_and_check(Subject(forward), torch.randn(2 * N, 3, H, 16, device=device))
+    report = compile_and_check(FunctionModule(forward), torch.randn(2 * N, 3, H, 16, device=device))
     assert report.fused("attention") == (2, 2)
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
 def test_transforms_within_the_graph(transform, device):
-    m = Subject(None, **layers()).to(device)
+    m = FunctionModule(None, **layers()).to(device)
     x = torch.randn(B, N, D, device=device)
 
     def mlp(x):
@@ -242,7 +242,7 @@ def test_transforms_within_the_graph(transform, device):
 
 
 def test_gradients_of_tokens_that_were_expanded_outside(device):
-    m = Subject(None, **layers()).to(device)
+    m = FunctionModule(None, **layers()).to(device)
     image = torch.randn(B, 3, 16, 16, device=device)
     prefix = torch.ones(1, 1, D, device=device).expand(B, -1, -1).detach().requires_grad_()
     scale = torch.arange(1.0, B + 1, device=device).view(B, 1, 1)
@@ -257,13 +257,13 @@ def test_gradients_of_tokens_that_were_expanded_outside(device):
 
 @torch.no_grad()
 def test_an_image_without_a_batch_and_an_empty_batch(device):
-    m = Subject(lambda m, image: m.conv(image[0]).flatten(1), **layers())
+    m = FunctionModule(lambda m, image: m.conv(image[0]).flatten(1), **layers())
     compile_and_check(m, torch.randn(B, 3, 16, 16, device=device))
 
     def empty(m, image):
         return torch.cat([m.cls.expand(len(image), -1, -1), tokens(m, image)], dim=1) * 1.0
 
-    compile_and_check(Subject(empty, **layers()), torch.randn(0, 3, 16, 16, device=device))
+    compile_and_check(FunctionModule(empty, **layers()), torch.randn(0, 3, 16, 16, device=device))
 
 
 @torch.no_grad()
@@ -272,7 +272,7 @@ def test_views_of_another_dtype(device):
         qkv = m.qkv(m.norm(x)).view(torch.float16).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
         return m.a(F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2).view(torch.bfloat16))
 
-    model = Subject(forward, qkv=nn.Linear(D, 3 * D), **layers()).to(device, torch.bfloat16)
+    model = FunctionModule(forward, qkv=nn.Linear(D, 3 * D), **layers()).to(device, torch.bfloat16)
     x = torch.randn(B, N, D, device=device, dtype=torch.bfloat16)
     reports: list = []
     got = fastvit.compile(model, inner="aot_eager", report=reports.append)(x)
@@ -286,7 +286,8 @@ def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(device, monkeypatch, 
 
     monkeypatch.setattr(mlp, "_only_user", None)
     report = compile_and_check(
-        Subject(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x))))), **layers()), torch.randn(B, N, D, device=device)
+        FunctionModule(lambda m, x: m.fc2(F.gelu(m.fc1(m.a(m.norm(x))))), **layers()),
+        torch.randn(B, N, D, device=device),
     )
     assert "a graph was left as it was" in caplog.text
     assert not any(entry.fused for entry in report.entries)
@@ -296,7 +297,7 @@ def test_a_failure_of_a_rewrite_leaves_the_graph_as_it_was(device, monkeypatch, 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_dropout_that_returns_its_input_writes_only_in_place(inplace):
-    """As it does in torch 2.15 where p is 0."""
+    """torch 2.15 returns the input if p is 0."""
     graph, value = torch.fx.Graph(), torch.zeros(2)
     x = graph.placeholder("x")
     for arguments, keywords in (((x, 0.0, True, inplace), {}), ((x, 0.0), {"inplace": inplace})):

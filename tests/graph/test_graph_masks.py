@@ -1,10 +1,9 @@
-"""Masks and biases of the scores, and keys that heads share, in graphs: part of the op in every spelling that is
-provably the same, and left where it is not."""
+"""Masks and biases of the scores in graphs: part of the op in every spelling that is provably the same, else left."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, H, N, Subject, compile_and_check, details, half, heads, joined, run
+from graph_models import B, D, FunctionModule, H, N, compile_and_check, details, half, heads, joined, run, together
 from torch import Tensor, nn
 
 import fastvit
@@ -15,13 +14,13 @@ d = D // H
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def attending(attend, **layers) -> Subject:
-    """attend: function(model, q, k, v) of (B, H, N, d); the model has a bias, and a mask that keeps a part."""
+def attending(*attends, **layers) -> FunctionModule:
+    """attends: functions (model, q, k, v) of (B, H, N, d); the model has a bias, and a mask that keeps a part."""
 
-    def forward(m, x):
-        return x + m.proj(joined(attend(m, *heads(m.qkv(m.norm(x))))))
+    def around(attend):
+        return lambda m, x: x + m.proj(joined(attend(m, *heads(m.qkv(m.norm(x))))))
 
-    model = half(forward, bias=nn.Parameter(torch.randn(H, N, N)), **layers)
+    model = half(together(map(around, attends)), bias=nn.Parameter(torch.randn(H, N, N)), **layers)
     model.register_buffer("mask", (torch.rand(N, N) > 0.4) | torch.eye(N, dtype=torch.bool))
     return model
 
@@ -49,7 +48,7 @@ def filled_by_a_statement(m, q, k, v):
 
 
 def constant(m, q, k, v):
-    """As transformers' attention of text models"""
+    """The spelling of transformers' text models"""
     return torch.where(m.mask, scores(q, k), torch.full([], LEAST, dtype=q.dtype)).softmax(-1) @ v
 
 
@@ -83,43 +82,49 @@ FINITE_FILLS = (
 ROWS_OF_Q_MASKED = "attention (masked_fill between projection and attention)"  # where they want a gradient
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_masks_and_biases_are_found_in_the_spelling(spelling, dynamic, x):
-    report = compile_and_check(attending(SPELLINGS[spelling]), x, dynamic=dynamic)
-    found = ROWS_OF_Q_MASKED if spelling in FINITE_FILLS else "layer_norm_attention"
-    assert details(report, "attention") == [found]
+@pytest.mark.parametrize(
+    ("spellings", "dynamic"), [([*SPELLINGS], False), (["sdpa, bool", "bias, in place", "mask and bias"], True)]
+)
+def test_masks_and_biases_are_found_in_every_spelling(spellings, dynamic, x):
+    report = compile_and_check(attending(*map(SPELLINGS.get, spellings)), x, dynamic=dynamic)
+    expected = {name: ROWS_OF_Q_MASKED if name in FINITE_FILLS else "layer_norm_attention" for name in spellings}
+    assert dict(zip(spellings, details(report, "attention"), strict=True)) == expected
 
 
 @torch.no_grad()
 def test_masks_and_biases_in_evaluation(x):
-    for spelling in ("sdpa, bool", "bias, in place", "mask and bias"):
-        report = compile_and_check(attending(SPELLINGS[spelling]).eval(), x)
-        assert details(report, "attention") == ["layer_norm_attention"]
+    spellings = [SPELLINGS[name] for name in ("sdpa, bool", "bias, in place", "mask and bias")]
+    report = compile_and_check(attending(*spellings).eval(), x)
+    assert details(report, "attention") == ["layer_norm_attention"] * 3
 
 
 SHAPES = [(N,), (N, N), (1, N), (N, 1), (H, N, N), (H, 1, N), (B, 1, 1, N), (1, H, N, 1), (B, H, N, N)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("written_out", [False, True])
-def test_masks_of_the_shape(shape, written_out, x):
-    def attend(m, q, k, v):
-        if written_out:
-            return (scores(q, k) + m.given).masked_fill(m.given < -1.0, -torch.inf).softmax(-1) @ v
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=m.given)
+def test_masks_of_every_shape(written_out, x):
+    def of_shape(i):
+        def attend(m, q, k, v):
+            given = getattr(m, f"given{i}")
+            if written_out:
+                return (scores(q, k) + given).masked_fill(given < -1.0, -torch.inf).softmax(-1) @ v
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=given)
+
+        return attend
 
     torch.manual_seed(1)
-    given = torch.randn(shape)
-    given[given < -1.0] += 1.0 if shape[-1] == 1 else 0.0  # a row keeps something
-    given[..., 0] = given[..., 0].abs()
-    report = compile_and_check(attending(attend, given=nn.Parameter(given)), x)
-    assert details(report, "attention") == ["layer_norm_attention"]
+    masks = {}
+    for i, shape in enumerate(SHAPES):
+        given = torch.randn(shape)
+        given[given < -1.0] += 1.0 if shape[-1] == 1 else 0.0  # a row keeps something
+        given[..., 0] = given[..., 0].abs()
+        masks[f"given{i}"] = nn.Parameter(given)
+    report = compile_and_check(attending(*map(of_shape, range(len(SHAPES))), **masks), x)
+    assert dict(zip(SHAPES, details(report, "attention"), strict=True)) == dict.fromkeys(SHAPES, "layer_norm_attention")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_mask_that_is_an_input(dynamic, x):
-    """As padding comes, with the image."""
+def test_a_mask_that_is_an_input(x):
+    """Padding comes with the image."""
 
     def forward(m, x, mask):
         q, k, v = heads(m.qkv(m.norm(x)))
@@ -127,7 +132,7 @@ def test_a_mask_that_is_an_input(dynamic, x):
 
     mask = torch.ones(B, N, dtype=torch.bool, device=x.device)
     mask[1, 5:] = False
-    report = compile_and_check(half(forward), x, mask, dynamic=dynamic)
+    report = compile_and_check(half(forward), x, mask, dynamic=True)
     assert details(report, "attention") == ["layer_norm_attention"]
 
 
@@ -143,35 +148,34 @@ def test_a_table_of_relative_positions_gets_its_gradient(x):
     assert details(report, "attention") == ["layer_norm_attention"]
 
 
-@pytest.mark.parametrize("fill", [-torch.inf, LEAST, torch.finfo(torch.bfloat16).min])
+def test_rows_that_are_filled_with_minus_infinity_are_zero(x):
+    """Softmax makes NaN of them."""
+    model = attending(lambda m, q, k, v: scores(q, k).masked_fill(~m.mask, -torch.inf).softmax(-1) @ v).to(x.device)
+    model.mask[2] = False
+    (got,), (eager,) = fastvit.compile(model, inner="aot_eager")(x), model(x)
+    torch.testing.assert_close(got[:, 3:], eager[:, 3:])
+    torch.testing.assert_close(got[:, 2], x[:, 2] + model.proj.bias)
+
+
+@pytest.mark.parametrize("fill", [LEAST, torch.finfo(torch.bfloat16).min])
 def test_rows_in_which_nothing_is_kept(fill, x):
-    """Zero where softmax makes NaN of -inf; else the keys weigh the same, as in the graph, gradients included."""
-    if fill == -torch.inf:
-        model = attending(lambda m, q, k, v, fill=fill: scores(q, k).masked_fill(~m.mask, fill).softmax(-1) @ v)
-        model.mask[2] = False
-        model.to(x.device)
-        torch._dynamo.reset()
-        got = fastvit.compile(model, inner="aot_eager")(x)
-        eager = model(x)
-        torch.testing.assert_close(got[:, 3:], eager[:, 3:])
-        torch.testing.assert_close(got[:, 2], x[:, 2] + model.proj.bias)
-        return
-    for spelling, found in (
-        (lambda m, q, k, v: scores(q, k).masked_fill(~m.mask, fill).softmax(-1) @ v, ROWS_OF_Q_MASKED),
-        (lambda m, q, k, v: (scores(q, k) + m.bias).masked_fill(~m.mask, fill).softmax(-1) @ v, ROWS_OF_Q_MASKED),
-        (lambda m, q, k, v: (scores(q, k) + torch.where(m.mask, 0.0, fill)).softmax(-1) @ v, "layer_norm_attention"),
-    ):
-        model = attending(spelling)
-        model.mask[2] = False
-        assert details(compile_and_check(model, x), "attention") == [found]
-        model.bias.requires_grad_(False)
-        with torch.no_grad():
-            assert details(compile_and_check(model, x), "attention") == ["layer_norm_attention"]
+    """All keys weigh the same, as in the graph, gradients included."""
+    model = attending(
+        lambda m, q, k, v: scores(q, k).masked_fill(~m.mask, fill).softmax(-1) @ v,
+        lambda m, q, k, v: (scores(q, k) + m.bias).masked_fill(~m.mask, fill).softmax(-1) @ v,
+        lambda m, q, k, v: (scores(q, k) + torch.where(m.mask, 0.0, fill)).softmax(-1) @ v,
+    )
+    model.mask[2] = False
+    found = details(compile_and_check(model, x), "attention")
+    assert found == [ROWS_OF_Q_MASKED, ROWS_OF_Q_MASKED, "layer_norm_attention"]
+    model.bias.requires_grad_(False)
+    with torch.no_grad():
+        assert details(compile_and_check(model, x), "attention") == ["layer_norm_attention"] * 3
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_windows(dynamic, x):
-    """As Swin of torchvision: of every image two, each with its mask."""
+    """Swin of torchvision: two windows of every image, each with its mask."""
 
     def attend(m, q, k, v):
         s = scores(q, k) + m.bias
@@ -179,13 +183,13 @@ def test_windows(dynamic, x):
         s = (s.view(-1, 2, H, N, N) + mask.unsqueeze(1).unsqueeze(0)).view(-1, H, N, N)
         return s.softmax(-1) @ v
 
-    for images in (1, 3):
+    for images in (3,) if dynamic else (1, 3):
         report = compile_and_check(attending(attend), torch.randn(2 * images, N, D, device=x.device), dynamic=dynamic)
         assert details(report, "attention") == ["layer_norm_attention"]
 
 
 def test_heads_in_the_batch_and_views_of_scores(x):
-    """As transformers 4 has it: a mask of (B, 1, N, N) between two views of the scores."""
+    """The spelling of transformers 4: a mask of (B, 1, N, N) between two views of the scores."""
 
     def forward(m, x):
         q, k, v = (t.reshape(-1, N, d) for t in heads(m.qkv(m.norm(x))))
@@ -201,7 +205,7 @@ def test_heads_in_the_batch_and_views_of_scores(x):
 
 
 def test_a_bias_over_rows_and_columns(x):
-    """As SAM: of a grid of patches, in the scores' shape by reshape_as."""
+    """The bias of SAM: of a grid of patches, in the scores' shape by reshape_as."""
 
     def forward(m, x):
         q, k, v = (t.reshape(-1, N, d) for t in heads(m.qkv(m.norm(x))))
@@ -224,7 +228,7 @@ def test_a_bias_over_rows_and_columns(x):
 
 
 def test_more_dimensions_before_the_tokens(x):
-    """Of scaled_dot_product_attention: (B, 2, H, N, d), and a mask of each half of the batch."""
+    """q (B, 2, H, N, d), and a mask of each half of the batch."""
 
     def forward(m, x):
         q, k, v = (t.unflatten(0, (-1, 2)) for t in heads(m.qkv(m.norm(x))))
@@ -237,7 +241,7 @@ def test_more_dimensions_before_the_tokens(x):
 
 
 def test_dropout_and_a_mask(device):
-    """Of values that are the identity: the output is the probabilities, dropped."""
+    """Values are the identity, so the output is the probabilities, dropped."""
 
     def attend(q, v, mask):
         return F.scaled_dot_product_attention(q, q, v, attn_mask=mask, dropout_p=0.25)
@@ -252,16 +256,15 @@ def test_dropout_and_a_mask(device):
     assert abs((out[..., :16] == 0).double().mean().item() - 0.25) < 0.01
 
 
-@pytest.mark.parametrize("spelling", ["sdpa, float", "bias", "mask and bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(spelling, dtype, x):
-    """dtypes of outputs and gradients as eager, values up to the rounding of the operands."""
-    model, reports = attending(SPELLINGS[spelling]).to(x.device), []
+def test_autocast(dtype, x):
+    """Outputs and gradients have eager's dtypes, and its values up to the rounding of the operands."""
+    spellings = [SPELLINGS[name] for name in ("sdpa, float", "bias", "mask and bias")]
+    model, reports = attending(*spellings).to(x.device), []
     compiled = fastvit.compile(model, inner="aot_eager", report=reports.append)
     with torch.autocast(x.device.type, dtype):
         got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
-    ((detail,),) = (details(report, "attention") for report in reports)
-    assert detail == (ROWS_OF_Q_MASKED if spelling in FINITE_FILLS else "layer_norm_attention")
+    assert details(reports[0], "attention") == ["layer_norm_attention"] * 2 + [ROWS_OF_Q_MASKED]
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
         torch.testing.assert_close(g, w, atol=0.03 * w.abs().max().item() + 1e-6, rtol=0)
@@ -281,10 +284,6 @@ def test_packed_where_there_is_no_norm(x):
 
 
 # ---- what is left ----
-
-
-def scaled_by_a_tensor(m, q, k, v):
-    return (q @ k.mT * m.bias.mean() + m.bias).softmax(-1) @ v
 
 
 def of_the_scores(m, q, k, v):
@@ -328,125 +327,12 @@ LEFT = {
         lambda m, q, k, v: torch.add(scores(q, k), m.bias, alpha=2).softmax(-1) @ v, "add between scores and softmax",
     ),
     "a number": (lambda m, q, k, v: (scores(q, k) + 1.0).softmax(-1) @ v, "add between scores and softmax"),
-    "a scale that is a tensor": (scaled_by_a_tensor, "mul between scores and softmax"),
     "a bias of the scores themselves": (of_the_scores, "the output of its mul is used elsewhere, too"),
     "more scores than products": (broadcasting, "add between scores and softmax"),
-    "causal": (
-        lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), "a mask: causal",
-    ),
-    "cross attention": (
-        lambda m, q, k, v: F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:], attn_mask=m.mask[:, 1:]),
-        "k and v of another length than q",
-    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LEFT)
-def test_masks_that_are_left(case, x):
-    attend, reason = LEFT[case]
-    (detail,) = details(compile_and_check(attending(attend), x), "attention")
-    assert detail.startswith(f"left: {reason}")
-
-
-# ---- keys and values that heads share ----
-
-
-GROUPS = 2  # of heads of q, H each
-
-
-def grouped(attend, kv: int = GROUPS) -> Subject:
-    """attend: function(model, q, k, v) of 4 heads of q and `kv` of k and v; (B, heads, N, 16)"""
-
-    def forward(m, x):
-        y = m.norm(x)
-        q, k, v = (of(y).unflatten(-1, (-1, 16)).transpose(1, 2) for of in (m.q, m.k, m.v))
-        return x + m.out(joined(attend(m, q, k, v)))
-
-    layers = {"q": nn.Linear(D, 64), "k": nn.Linear(D, 16 * kv), "v": nn.Linear(D, 16 * kv), "out": nn.Linear(64, D)}
-    return half(forward, **layers, bias=nn.Parameter(torch.randn(4, N, N)))
-
-
-def repeat_kv(x: Tensor, n: int) -> Tensor:
-    """As transformers"""
-    images, of, tokens, size = x.shape
-    return x[:, :, None, :, :].expand(images, of, n, tokens, size).reshape(images, of * n, tokens, size)
-
-
-def tokens_first(x: Tensor, n: int) -> Tensor:
-    return x.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, n, -1).flatten(2, 3).transpose(1, 2)
-
-
-REPEATED = {
-    "repeat_kv": repeat_kv,
-    "repeat_interleave": lambda x, n: x.repeat_interleave(n, dim=1),
-    "tokens first": tokens_first,
-    "tokens first, interleaved": lambda x, n: torch.repeat_interleave(x.transpose(1, 2), n, 2).transpose(1, 2),
-}
-HEADS = "attention (k and v with fewer heads than q)"
-
-
-@pytest.mark.parametrize("kv", [1, 2])
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("repeat", REPEATED)
-def test_repeated_keys_are_read_as_they_were(repeat, dynamic, kv, x):
-    def attend(m, q, k, v):
-        k, v = (REPEATED[repeat](t, 4 // kv) for t in (k, v))
-        return (scores(q, k) + m.bias).softmax(-1) @ v
-
-    assert details(compile_and_check(grouped(attend, kv), x, dynamic=dynamic), "attention") == [HEADS]
-    model, graphs = grouped(lambda m, q, k, v: _sdpa(q, *(REPEATED[repeat](t, 4 // kv) for t in (k, v))), kv), []
-    assert details(compile_and_check(model, x, dynamic=dynamic), "attention") == [HEADS]
-    torch._dynamo.reset()
-    fastvit.compile(model, inner=lambda gm, _: graphs.append(gm) or gm, dynamic=dynamic)(x)
-    names = [str(node.target) for node in graphs[0].graph.nodes]
-    assert not any("repeat" in name or "expand" in name for name in names)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_enable_gqa(dynamic, x):
-    model = grouped(lambda m, q, k, v: _sdpa(q, k, v, attn_mask=m.bias, enable_gqa=True))
-    assert details(compile_and_check(model, x, dynamic=dynamic), "attention") == [HEADS]
-
-
-def test_one_head_of_keys_for_all(x):
-    model = grouped(lambda m, q, k, v: scores(q, k).softmax(-1) @ v, 1)
-    assert details(compile_and_check(model, x), "attention") == [HEADS]
-
-
-def test_heads_that_share_keys_and_are_no_neighbours(x):
-    """Head i of k for i, i + 2, ...: attention reads them repeated."""
-    model = grouped(lambda m, q, k, v: _sdpa(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)))
-    assert details(compile_and_check(model, x), "attention") == ["attention (repeat between projection and attention)"]
-
-    def around(x):
-        return x[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2)
-
-    model = grouped(lambda m, q, k, v: _sdpa(q, around(k), around(v)))
-    assert details(compile_and_check(model, x), "attention") == ["attention (expand between projection and attention)"]
-    model = grouped(lambda m, q, k, v: _sdpa(q, repeat_kv(k, 2), around(v)))
-    assert details(compile_and_check(model, x), "attention") == ["attention (expand between projection and attention)"]
-
-
-def test_repeated_keys_that_are_used_elsewhere(x):
-    def forward(m, x):
-        q, k, v = (of(m.norm(x)).unflatten(-1, (-1, 16)).transpose(1, 2) for of in (m.q, m.k, m.v))
-        k, v = repeat_kv(k, 2), repeat_kv(v, 2)
-        return m.out(joined(_sdpa(q, k, v))), k.square()
-
-    model = grouped(None)
-    model._function = forward
-    assert details(compile_and_check(model, x), "attention") == [HEADS]
-
-
-def test_keys_of_groups_without_a_batch(x):
-    def forward(m, x):
-        q, k = (of(x[0]).unflatten(-1, (-1, 16)).transpose(0, 1) for of in (m.q, m.k))
-        return _sdpa(q, k, k, enable_gqa=True)
-
-    model = grouped(None)
-    model._function = forward
-    assert details(compile_and_check(model, x), "attention") == ["left: queries in groups without a batch"]
+def test_masks_that_are_left(x):
+    report = compile_and_check(attending(*(attend for attend, _ in LEFT.values())), x)
+    for detail, (case, (_, reason)) in zip(details(report, "attention"), LEFT.items(), strict=True):
+        assert detail.startswith(f"left: {reason}"), case

@@ -1,11 +1,11 @@
-"""MLPs, what stands behind a linear layer, LayerNorms and patch embeddings in graphs: fused, or left, and right."""
+"""MLPs, epilogues of linear layers, LayerNorms and patch embeddings in graphs: fused, or left, and right."""
 
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, N, Subject, compile_and_check, details, half, mlp
+from graph_models import B, D, FunctionModule, N, compile_and_check, details, half, mlp, together
 from torch import Tensor, nn
 
 import fastvit
@@ -27,11 +27,12 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_is_found(activation, x):
-    act = ACTIVATIONS[activation]
-    report = compile_and_check(mlp(lambda m, x: x + m.fc2(act(m.fc1(m.norm(x))))), x)
-    assert details(report, "MLP") == details(report, "LayerNorm") == ["layer_norm_mlp"]
+def test_activations_are_found(x):
+    forwards = [lambda m, x, act=act: x + m.fc2(act(m.fc1(m.norm(x)))) for act in ACTIVATIONS.values()]
+    report = compile_and_check(mlp(together(forwards)), x)
+    for kind in ("MLP", "LayerNorm"):
+        found = dict(zip(ACTIVATIONS, details(report, kind), strict=True))
+        assert found == dict.fromkeys(ACTIVATIONS, "layer_norm_mlp")
 
 
 GATES = {
@@ -43,12 +44,11 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_gate_is_found(gate, x):
+def test_gates_are_found(x):
     layers = {"gate": nn.Linear(D, HIDDEN), "value": nn.Linear(D, HIDDEN), "inner": nn.LayerNorm(HIDDEN)}
-    model = mlp(lambda m, x: x + m.fc2(GATES[gate](m, m.norm(x))), widened=2, **layers)
-    report = compile_and_check(model, x)
-    assert details(report, "MLP") == ["layer_norm_mlp"]
+    forwards = [lambda m, x, gated=gated: x + m.fc2(gated(m, m.norm(x))) for gated in GATES.values()]
+    report = compile_and_check(mlp(together(forwards), widened=2, **layers), x)
+    assert dict(zip(GATES, details(report, "MLP"), strict=True)) == dict.fromkeys(GATES, "layer_norm_mlp")
 
 
 LEFT = {
@@ -63,16 +63,15 @@ LEFT = {
         lambda m, h: (lambda a: a[..., :HIDDEN] + a[..., HIDDEN:])(F.gelu(h)),
         "the output of its gelu is used 2 times",
     ),
-    "a sum behind it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten behind its activation"),
+    "a sum after it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten behind its activation"),
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_mlp_is_left(name, x):
-    act, reason = LEFT[name]
-    model = mlp(lambda m, x: x + m.fc2(act(m, m.fc1(m.norm(x)))), widened=2)
-    for detail in details(compile_and_check(model, x), "MLP"):
-        assert detail.startswith(f"left: {reason}")
+def test_mlps_are_left(x):
+    forwards = [lambda m, x, act=act: x + m.fc2(act(m, m.fc1(m.norm(x)))) for act, _ in LEFT.values()]
+    found = details(compile_and_check(mlp(together(forwards), widened=2), x), "MLP")
+    for detail, (name, (_, reason)) in zip(found, LEFT.items(), strict=True):
+        assert detail.startswith(f"left: {reason}"), name
 
 
 def test_gate_and_value_of_different_tensors(x):
@@ -138,7 +137,7 @@ def test_hooks_are_part_of_the_graph(x):
     assert details(compile_and_check(model, x), "MLP") == ["left: an activation times a number"]
 
 
-# ---- behind a linear layer ----
+# ---- epilogues of a linear layer ----
 
 
 def drop(x: Tensor, keep: float = 0.5) -> Tensor:
@@ -159,19 +158,20 @@ EPILOGUES = {
 }
 
 
-@pytest.mark.parametrize("name", EPILOGUES)
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_epilogue_is_found(kind, name, x):
-    def forward(m, x):
-        y = m.norm(x).sin() if kind == "linear" else F.gelu(m.fc1(m.norm(x)))
-        return EPILOGUES[name](m, x, m.fc2(y)) * 2.0
+@pytest.mark.parametrize("kind", ["MLP", "linear"])
+def test_epilogues_are_found(kind, x):
+    def with_end(epilogue):
+        def forward(m, x):
+            y = m.norm(x).sin() if kind == "linear" else F.gelu(m.fc1(m.norm(x)))
+            return epilogue(m, x, m.fc2(y)) * 2.0
 
-    model = mlp(forward, hidden=D if kind == "linear" else HIDDEN, gamma=nn.Parameter(torch.randn(D)))
+        return forward
+
+    hidden = D if kind == "linear" else HIDDEN
+    model = mlp(together(map(with_end, EPILOGUES.values())), hidden=hidden, gamma=nn.Parameter(torch.randn(D)))
     report = compile_and_check(model, x)
-    if kind == "mlp":
-        assert details(report, "MLP") == ["layer_norm_mlp"]
-    else:
-        assert details(report, "linear") == ["linear"]
+    op = "layer_norm_mlp" if kind == "MLP" else "linear"
+    assert dict(zip(EPILOGUES, details(report, kind), strict=True)) == dict.fromkeys(EPILOGUES, op)
     assert not [e for e in report.entries if e.kind == "linear" and not e.fused]
 
 
@@ -184,15 +184,14 @@ NO_EPILOGUES = {
 }
 
 
-@pytest.mark.parametrize("name", NO_EPILOGUES)
-def test_what_is_no_epilogue_is_left(name, x):
-    rows = nn.Parameter(torch.randn(B, 1, 1))
-    model = mlp(lambda m, x: NO_EPILOGUES[name](m, x, m.fc2(m.norm(x).sin())), hidden=D, rows=rows)
+def test_what_is_no_epilogue_is_left(x):
+    forwards = [lambda m, x, end=end: end(m, x, m.fc2(m.norm(x).sin())) for end in NO_EPILOGUES.values()]
+    model = mlp(together(forwards), hidden=D, rows=nn.Parameter(torch.randn(B, 1, 1)))
     assert "linear" not in details(compile_and_check(model, x), "linear")
 
 
 def test_dropout_of_an_mlp_is_that_of_the_op(x):
-    """Of fc2 as the identity on ones: every element is dropped twice, or (1 / (1 - p))**2."""
+    """Both layers are the identity on ones: every element is dropped twice, or (1 / (1 - p))**2."""
 
     class Ones(nn.Module):
         def __init__(self, p1: float, p2: float) -> None:
@@ -214,7 +213,7 @@ def test_dropout_of_an_mlp_is_that_of_the_op(x):
 
 
 def test_dropout_of_attention_is_that_of_the_op(device):
-    """Of values that are the identity: the output is the probabilities, dropped."""
+    """Values are the identity, so the output is the probabilities, dropped."""
 
     def attend(q, k, v):
         return F.dropout((q @ k.mT).softmax(-1), 0.25, training=True) @ v
@@ -240,24 +239,18 @@ def test_residual_sum_before_a_layer_norm(x):
     assert details(compile_and_check(half(forward), x), "LayerNorm") == ["add_layer_norm"]
 
 
-NORMS = {
-    "no weight": lambda: nn.LayerNorm(D, elementwise_affine=False),
-    "two dimensions": lambda: nn.LayerNorm((N, D)),
-}
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_layer_norm_is_left(name, x):
-    model = half(lambda m, x: m.qkv(m.other(x)), other=NORMS[name]())
-    (detail,) = details(compile_and_check(model, x), "LayerNorm")
-    assert detail.startswith("left: a LayerNorm")
+def test_layer_norms_are_left(x):
+    norms = {"no_weight": nn.LayerNorm(D, elementwise_affine=False), "two_dimensions": nn.LayerNorm((N, D))}
+    model = half(lambda m, x: (m.qkv(m.no_weight(x)), m.qkv(m.two_dimensions(x))), **norms)
+    reasons = ["left: a LayerNorm without weight", "left: a LayerNorm over more than the last dimension"]
+    assert details(compile_and_check(model, x), "LayerNorm") == reasons
 
 
 # ---- patch embeddings ----
 
 
-def embedding(forward, **layers) -> Subject:
-    return Subject(
+def embedding(forward, **layers) -> FunctionModule:
+    return FunctionModule(
         forward, conv=nn.Conv2d(3, D, 4, 4), cls=nn.Parameter(torch.randn(1, 1, D)),
         registers=nn.Parameter(torch.randn(1, 2, D)), pos=nn.Parameter(torch.randn(1, 6 + 3, D)), **layers,
     )  # fmt: skip
@@ -282,21 +275,24 @@ EMBEDDINGS = {
 }
 
 
-@pytest.mark.parametrize("name", EMBEDDINGS)
-def test_patch_embedding_is_found(name, device):
+def doubled(forwards):
+    return together(lambda m, image, forward=forward: forward(m, image) * 2.0 for forward in forwards)
+
+
+def test_patch_embeddings_are_found(device):
     image = torch.randn(B, 3, 8, 12, device=device)
-    report = compile_and_check(embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0), image)
-    assert details(report, "patch embedding") == ["patch_embed"]
+    report = compile_and_check(embedding(doubled(EMBEDDINGS.values())), image)
+    found = dict(zip(EMBEDDINGS, details(report, "patch embedding"), strict=True))
+    assert found == dict.fromkeys(EMBEDDINGS, "patch_embed")
 
 
-def test_positions_of_each_sample_are_added_behind_the_op(device):
+def test_positions_of_each_sample_are_added_after_the_op(device):
     image, positions = torch.randn(B, 3, 8, 12, device=device), torch.randn(B, 6, D, device=device)
     report = compile_and_check(embedding(lambda m, i, pos: patches(m, i) + pos), image, positions)
     assert details(report, "patch embedding") == ["patch_embed"]
 
 
-@pytest.mark.parametrize("name", [name for name in EMBEDDINGS if "positions" in name])
-def test_positions_are_added_by_the_op(name, device):
+def test_positions_are_added_by_the_op(device):
     graphs: list = []
 
     def inner(gm, inputs):
@@ -304,7 +300,7 @@ def test_positions_are_added_by_the_op(name, device):
         return gm.forward
 
     torch._dynamo.reset()
-    model = embedding(lambda m, i: EMBEDDINGS[name](m, i) * 2.0).to(device)
+    model = embedding(doubled(of for name, of in EMBEDDINGS.items() if "positions" in name)).to(device)
     fastvit.compile(model, inner=inner)(torch.randn(B, 3, 8, 12, device=device))
     sums = [node for node in graphs[0].nodes if name_of(node) == "add"]
     assert all(node.meta["example_value"].shape == (3, D) for node in sums)  # prefix and positions
@@ -319,11 +315,9 @@ OTHER_CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_CONVOLUTIONS)
-def test_other_convolutions_are_left(name, device):
+def test_other_convolutions_are_left(device):
     image = torch.randn(B, 3, 8, 12, device=device)
-    model = embedding(lambda m, i: OTHER_CONVOLUTIONS[name](m, i) * 2.0)
-    assert not details(compile_and_check(model, image), "patch embedding")
+    assert not details(compile_and_check(embedding(doubled(OTHER_CONVOLUTIONS.values())), image), "patch embedding")
 
 
 def test_tokens_that_differ_between_samples_are_no_prefix(device):

@@ -22,7 +22,6 @@ FULL = os.environ.get("FASTVIT_MODELS") == "all"
 FEW = {  # attention halves, attention by itself, and norms, of which the last is left
     "transformers/ViTForImageClassification": (2, 0, 4),
     "transformers/Dinov2Model": (2, 0, 4),
-    "transformers/ViTMAEForPreTraining": (4, 0, 10),
     "transformers/CLIPVisionModel": (2, 0, 4),
     "transformers/SwinModel": (0, 4, 5),  # between a norm and a projection are windows
     "transformers/Aimv2VisionModel": (2, 0, 4),  # RMSNorm

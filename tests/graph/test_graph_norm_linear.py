@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, Subject, compile_and_check, details, half
+from graph_models import B, D, FunctionModule, compile_and_check, details, half
 from torch import nn
 
 import fastvit
@@ -25,7 +25,7 @@ def test_layer_norm_before_one_layer(x):
 def three(forward):
     """norm and layers of three widths, one without a bias"""
     layers = {"a": nn.Linear(D, 24), "b": nn.Linear(D, 40, bias=False), "c": nn.Linear(D, 24)}
-    return Subject(forward, norm=nn.LayerNorm(D), **layers)
+    return FunctionModule(forward, norm=nn.LayerNorm(D), **layers)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -40,7 +40,7 @@ def test_layer_norm_before_several_layers(dynamic, x):
 
 
 def test_several_layers_save_their_input_once():
-    """x and the statistics, beside the outputs that their users keep: not the normalised rows."""
+    """They save x and the statistics, and not the normalised rows."""
 
     def forward(m, x):
         y = m.norm(x)

@@ -1,10 +1,10 @@
-"""RMSNorms in the spellings of libraries, wherever a LayerNorm may be, and norms in front of attention's projection:
-fused in graphs, or left, and right."""
+"""RMSNorms in graphs, in the spellings of libraries and wherever a LayerNorm may be, and norms before attention's
+projection: fused, or left, and right."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import EPS, NORMS, D, H, Subject, compile_and_check, details, half, heads, joined
+from graph_models import EPS, NORMS, D, FunctionModule, H, compile_and_check, details, half, heads, joined, together
 from torch import nn
 
 import fastvit
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 # ---- spellings ----
 
 
-def rounded_behind_the_weight(x, weight):
+def rounded_after_the_weight(x, weight):
     h = x.float()
     return (h * torch.rsqrt(torch.mean(h * h, dim=-1, keepdim=True) + EPS) * weight.float()).to(x.dtype)
 
@@ -45,7 +45,7 @@ SPELLINGS = {
     "llama": lambda x, weight: weight * (
         x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
     ).to(x.dtype),
-    "rounded behind the weight": rounded_behind_the_weight,
+    "rounded after the weight": rounded_after_the_weight,
     "t5": of_t5,
     "timm": lambda x, weight: x * torch.rsqrt(torch.mean(x.pow(2), dim=(-1,), keepdim=True) + EPS) * weight,
     "divided": lambda x, weight: x / torch.sqrt(EPS + (x**2).mean([-1], keepdim=True)) * weight,
@@ -54,10 +54,10 @@ SPELLINGS = {
 }  # fmt: skip
 
 
-def before_linear(norms) -> Subject:
-    """Each of them before a linear layer."""
-    weight = nn.Parameter(1.0 + 0.1 * torch.randn(D))
-    return half(lambda m, x: tuple(m.qkv(norm(m, x)) for norm in norms), weight=weight)
+def before_linear(norms) -> FunctionModule:
+    """Return a module with each of these norms before a linear layer."""
+    forwards = [lambda m, x, norm=norm: m.qkv(norm(m, x)) for norm in norms]
+    return half(together(forwards), weight=nn.Parameter(1.0 + 0.1 * torch.randn(D)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["32", "16"])
@@ -95,10 +95,10 @@ LEFT = {
     "no weight": (lambda m, x: normalized(x, mean_square(x)), "an RMSNorm without weight"),
     "a weight of tokens": (lambda m, x: normalized(x, mean_square(x)) * x[:, :1], "an RMSNorm without weight"),
     "the root times x": (
-        lambda m, x: x * (mean_square(x) + EPS).sqrt() * m.weight, "mul behind the root of a mean of squares",
+        lambda m, x: x * (mean_square(x) + EPS).sqrt() * m.weight, "mul after the root of a mean of squares",
     ),
     "the root by x": (
-        lambda m, x: (mean_square(x) + EPS).sqrt() / x * m.weight, "div behind the root of a mean of squares",
+        lambda m, x: (mean_square(x) + EPS).sqrt() / x * m.weight, "div after the root of a mean of squares",
     ),
     "rounded": (
         lambda m, x: normalized(x, mean_square(x)).bfloat16().float() * m.weight,
@@ -186,13 +186,13 @@ def test_rms_norm_that_no_op_takes_is_one_call(x):
 # ---- in front of attention's projection ----
 
 
-def scaled_half(between, **layers) -> Subject:
-    """between: of attention's output, (B, H, N, d)"""
+def scaled_half(*betweens, **layers) -> FunctionModule:
+    """betweens: functions of the module and attention's output, (B, H, N, d)"""
 
-    def forward(m, x):
-        return x + m.proj(between(m, F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
+    def around(between):
+        return lambda m, x: x + m.proj(between(m, F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))))))
 
-    return half(forward, **layers)
+    return half(together(map(around, betweens)), **layers)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -203,19 +203,19 @@ def test_norm_in_front_of_the_projection(kind, x):
 
 
 OTHER_SCALES = {
-    "of each head": (lambda m, out: m.head(out.transpose(1, 2)).flatten(2), "a norm of single heads behind attention"),
+    "of each head": (lambda m, out: m.head(out.transpose(1, 2)).flatten(2), "a norm of single heads after attention"),
     "heads in another order": (
-        lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)), "a norm of single heads behind attention",
+        lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)), "a norm of single heads after attention",
     ),
-    "two": (lambda m, out: m.all(m.all(joined(out))), "layer_norm behind attention"),
+    "two": (lambda m, out: m.all(m.all(joined(out))), "layer_norm after attention"),
     "used elsewhere": (
         lambda m, out: (lambda y: m.all(y) + y)(joined(out)), "attention's output is used more than once",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHER_SCALES)
-def test_other_norms_behind_attention_are_left(name, x):
-    between, reason = OTHER_SCALES[name]
-    report = compile_and_check(scaled_half(between, head=nn.LayerNorm(d), all=nn.LayerNorm(D)), x)
-    assert details(report, "attention") == [f"attention_qkvpacked ({reason})"]
+def test_other_norms_after_attention_are_left(x):
+    betweens = [between for between, _ in OTHER_SCALES.values()]
+    report = compile_and_check(scaled_half(*betweens, head=nn.LayerNorm(d), all=nn.LayerNorm(D)), x)
+    found = dict(zip(OTHER_SCALES, details(report, "attention"), strict=True))
+    assert found == {name: f"attention_qkvpacked ({reason})" for name, (_, reason) in OTHER_SCALES.items()}

@@ -4,7 +4,21 @@ formula."""
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import NORMS, D, H, N, RMSNorm, Subject, compile_and_check, details, half, heads, joined, run
+from graph_models import (
+    NORMS,
+    D,
+    FunctionModule,
+    H,
+    N,
+    RMSNorm,
+    compile_and_check,
+    details,
+    half,
+    heads,
+    joined,
+    run,
+    together,
+)
 from library_imports import import_library
 from torch import nn
 
@@ -21,13 +35,13 @@ def three(m, x):
 
 
 def tokens_first(m, x):
-    """As Qwen: norms of (B, N, H, d)"""
+    """The layout of Qwen: norms of (B, N, H, d)"""
     q, k, v = three(m, x)
     return (t.transpose(1, 2) for t in (m.of_q(q), m.of_k(k), v))
 
 
 def heads_first(m, x):
-    """As timm: norms of (B, H, N, d)"""
+    """The layout of timm: norms of (B, H, N, d)"""
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.of_q(q), m.of_k(k) * 0.5, v
 
@@ -48,22 +62,22 @@ def rotate(m, t):
     return t * m.cos + torch.cat((-second, first), -1) * m.sin
 
 
-def attending(arrange, of_q=None, of_k=None) -> Subject:
-    def forward(m, x):
-        return x + m.proj(joined(F.scaled_dot_product_attention(*arrange(m, x))))
+def attending(*arranges, of_q=None, of_k=None) -> FunctionModule:
+    def around(arrange):
+        return lambda m, x: x + m.proj(joined(F.scaled_dot_product_attention(*arrange(m, x))))
 
     layers = {name: nn.Linear(D, D) for name in "qkv"} | {"of_q": of_q or RMSNorm(d), "of_k": of_k or RMSNorm(d)}
-    model = half(forward, **layers, all=RMSNorm(D))
+    model = half(together(map(around, arranges)), **layers, all=RMSNorm(D))
     for name in ("sin", "cos"):
         model.register_buffer(name, torch.randn(N, d))
     return model
 
 
-@pytest.mark.parametrize("arrange", [tokens_first, heads_first, shared, rotated])
 @pytest.mark.parametrize("kind", NORMS)
-def test_norms_of_q_and_k(arrange, kind, x):
-    report = compile_and_check(attending(arrange, NORMS[kind](d), NORMS[kind](d)), x)
-    assert details(report, "attention") == ["layer_norm_attention"]
+def test_norms_of_q_and_k(kind, x):
+    arranges = [tokens_first, heads_first, shared, rotated]
+    report = compile_and_check(attending(*arranges, of_q=NORMS[kind](d), of_k=NORMS[kind](d)), x)
+    assert details(report, "attention") == ["layer_norm_attention"] * len(arranges)
     assert set(details(report, kind)) == {"layer_norm_attention"}
 
 
@@ -74,8 +88,8 @@ def test_norms_of_q_and_k_with_symbolic_sizes_and_in_16_bits(x):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_of_q_and_k_under_autocast(kind, x):
-    """Of q and k in bfloat16 by float32 weights: the dtype as eager, values up to the rounding of the operands."""
-    model, reports = attending(rotated, NORMS[kind](d), NORMS[kind](d)).to(x.device), []
+    """q and k in bfloat16 with float32 weights: eager's dtypes, and its values up to the rounding of the operands."""
+    model, reports = attending(rotated, of_q=NORMS[kind](d), of_k=NORMS[kind](d)).to(x.device), []
     compiled = fastvit.compile(model, inner="aot_eager", report=reports.append)
     with torch.autocast(x.device.type, torch.bfloat16):
         got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
@@ -87,29 +101,29 @@ def test_norms_of_q_and_k_under_autocast(kind, x):
 
 
 def test_attention_of_timm_with_norms_of_q_and_k(device):
-    """As in Sapiens 2, without its queries in groups; all of it is one op, with the LayerNorm before it."""
+    """The attention of Sapiens 2, without its queries in groups, is one op with the LayerNorm before it."""
     timm = import_library("timm")
     layer = timm.layers.AttentionRope(
         64, 4, qkv_fused=False, norm_layer=timm.layers.RmsNormFp32, qk_norm=True, scale_norm=True
     )
-    model = Subject(lambda m, x, rope: x + m.attn(m.norm(x), rope.detach()), norm=nn.LayerNorm(64), attn=layer)
+    model = FunctionModule(lambda m, x, rope: x + m.attn(m.norm(x), rope.detach()), norm=nn.LayerNorm(64), attn=layer)
     report = compile_and_check(model, torch.randn(2, N, 64, device=device), torch.randn(N - 1, 32, device=device))
     assert details(report, "attention") == ["layer_norm_attention"]
     assert details(report, "RMSNorm") == ["layer_norm_attention"] * 3
 
 
 def of_all_heads(m, x):
-    """As InternVL"""
+    """The layout of InternVL"""
     y = m.norm(x)
     return (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (m.all(m.q(y)), m.all(m.k(y)), m.v(y)))
 
 
-def behind_a_rotation(m, x):
+def after_a_rotation(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.of_q(rotate(m, q)), m.of_k(rotate(m, k)), v
 
 
-def behind_a_factor(m, x):
+def after_a_factor(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.of_q(q * 0.1), m.of_k(k), v
 
@@ -133,21 +147,21 @@ def across_heads(m, x):
 
 OTHERS = {
     of_all_heads: "a norm of all heads at once between projection and attention",
-    behind_a_rotation: "add between projection and attention",
-    behind_a_factor: "mul between projection and attention",
+    after_a_rotation: "add between projection and attention",
+    after_a_factor: "mul between projection and attention",
     of_k_alone: "q and k with different norms",
     of_v_too: "rms_norm between projection and attention",
     across_heads: "roll between projection and attention",
 }
 
 
-@pytest.mark.parametrize("arrange", OTHERS, ids=lambda f: f.__name__)
-def test_other_norms_of_q_and_k_are_left(arrange, x):
-    report = compile_and_check(attending(arrange), x)
-    assert details(report, "attention") == [f"attention ({OTHERS[arrange]})"]
+def test_other_norms_of_q_and_k_are_left(x):
+    report = compile_and_check(attending(*OTHERS), x)
+    found = dict(zip(OTHERS, details(report, "attention"), strict=True))
+    assert found == {arrange: f"attention ({reason})" for arrange, reason in OTHERS.items()}
 
 
 def test_norms_of_two_formulas_are_left(x):
     for of_q, of_k in ((nn.RMSNorm(d, 1e-5), nn.RMSNorm(d, 1e-6)), (nn.RMSNorm(d, 1e-5), nn.LayerNorm(d, 1e-5))):
-        report = compile_and_check(attending(heads_first, of_q, of_k), x)
+        report = compile_and_check(attending(heads_first, of_q=of_q, of_k=of_k), x)
         assert details(report, "attention") == ["attention (q and k with different norms)"]

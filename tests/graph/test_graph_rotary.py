@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, H, N, compile_and_check, details, half, heads, joined
+from graph_models import D, H, N, compile_and_check, details, half, heads, joined, together
 from torch import Tensor, nn
 
 P, d = 2, D // H
@@ -11,7 +11,7 @@ P, d = 2, D // H
 
 @pytest.fixture
 def tables(device) -> Tensor:
-    """sin beside cos, of the patches."""
+    """sin and cos of the patches, side by side"""
     return torch.randn(N - P, 2 * d, device=device)
 
 
@@ -33,11 +33,11 @@ def rotate(t, sin, cos, turned=halves):
     return t * cos + turned(t) * sin
 
 
-def behind_prefix(t, sin, cos, turned=halves):
+def after_prefix(t, sin, cos, turned=halves):
     return torch.cat([t[:, :, :P], rotate(t[:, :, P:], sin, cos, turned)], dim=2).type_as(t)
 
 
-def behind_split(t, sin, cos):
+def after_split(t, sin, cos):
     prefix, patches = t.split((P, N - P), dim=-2)
     return torch.cat((prefix, (patches * cos) + (halves_chunked(patches) * sin)), dim=-2)
 
@@ -48,6 +48,8 @@ def other_way_round(t, sin, cos):
 
 
 def rotary_half(rotate_q, rotate_k=None):
+    """Return the attention half whose q and k are turned by these functions (t, sin, cos)."""
+
     def forward(m, x, tables):
         tables = tables.detach()
         q, k, v = heads(m.qkv(m.norm(x)))
@@ -59,26 +61,27 @@ def rotary_half(rotate_q, rotate_k=None):
 
 
 SPELLINGS = {
-    "halves": behind_prefix,
-    "split and chunk": behind_split,
-    "pairs": lambda t, sin, cos: behind_prefix(t, sin, cos, pairs),
+    "halves": after_prefix,
+    "split and chunk": after_split,
+    "pairs": lambda t, sin, cos: after_prefix(t, sin, cos, pairs),
     "operands the other way round": other_way_round,
-    "tables of heads": lambda t, sin, cos: behind_prefix(t, sin.expand(1, H, -1, -1), cos.expand(1, H, -1, -1)),
+    "tables of heads": lambda t, sin, cos: after_prefix(t, sin.expand(1, H, -1, -1), cos.expand(1, H, -1, -1)),
 }
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_rotation_is_found(spelling, x, tables):
-    report = compile_and_check(half(rotary_half(SPELLINGS[spelling])), x, tables)
-    assert details(report, "attention") == ["layer_norm_attention"]
+def found(rotations, x, tables):
+    """Return the outcome of attention for each of these rotations of q and k."""
+    report = compile_and_check(half(together(map(rotary_half, rotations.values()))), x, tables)
+    return dict(zip(rotations, details(report, "attention"), strict=True))
+
+
+def test_rotations_are_found(x, tables):
+    assert found(SPELLINGS, x, tables) == dict.fromkeys(SPELLINGS, "layer_norm_attention")
 
 
 def test_rotation_of_all_tokens(x, tables):
     def of_all(t, sin, cos):
         return rotate(t, *(torch.cat([a[:P], a]) for a in (sin, cos)))
-
-    (detail,) = details(compile_and_check(half(rotary_half(of_all)), x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"  # two tables, of the same values
 
     def forward(m, x, tables):
         sin, cos = torch.cat([tables[:P], tables]).detach().chunk(2, -1)
@@ -86,7 +89,10 @@ def test_rotation_of_all_tokens(x, tables):
         q, k = rotate(q * d**-0.5, sin, cos), rotate(k, sin, cos)
         return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v, scale=1.0)))
 
-    assert details(compile_and_check(half(forward), x, tables), "attention") == ["layer_norm_attention"]
+    assert details(compile_and_check(half(together([rotary_half(of_all), forward])), x, tables), "attention") == [
+        "attention (q and k with different rotary positions)",  # two tables, of the same values
+        "layer_norm_attention",
+    ]
 
 
 def turned_the_other_way(t):
@@ -95,43 +101,42 @@ def turned_the_other_way(t):
 
 
 LEFT = {
-    "the other way": lambda t, sin, cos: behind_prefix(t, sin, cos, turned_the_other_way),
-    "not turned": lambda t, sin, cos: behind_prefix(t, sin, cos, lambda t: t),
-    "pairs in another order": lambda t, sin, cos: behind_prefix(
+    "the other way": lambda t, sin, cos: after_prefix(t, sin, cos, turned_the_other_way),
+    "not turned": lambda t, sin, cos: after_prefix(t, sin, cos, lambda t: t),
+    "pairs in another order": lambda t, sin, cos: after_prefix(
         t, sin, cos, lambda t: torch.stack([-t[..., ::2], t[..., 1::2]], -1).reshape(t.shape)
     ),
-    "pairs as halves": lambda t, sin, cos: behind_prefix(
+    "pairs as halves": lambda t, sin, cos: after_prefix(
         t, sin, cos, lambda t: torch.cat([-t[..., 1::2], t[..., ::2]], -1)
     ),
-    "sums of another": lambda t, sin, cos: behind_prefix(t, sin, cos, lambda t: halves(t.flip(-1))),
-    "prefix behind": lambda t, sin, cos: torch.cat([rotate(t[:, :, P:], sin, cos), t[:, :, :P]], dim=2),
+    "sums of another": lambda t, sin, cos: after_prefix(t, sin, cos, lambda t: halves(t.flip(-1))),
+    "prefix last": lambda t, sin, cos: torch.cat([rotate(t[:, :, P:], sin, cos), t[:, :, :P]], dim=2),
     "another prefix": lambda t, sin, cos: torch.cat([t[:, :, -P:], rotate(t[:, :, P:], sin, cos)], dim=2),
     "first tokens": lambda t, sin, cos: torch.cat([t[:, :, :P], rotate(t[:, :, :-P], sin, cos)], dim=2),
-    "part of a head": lambda t, sin, cos: behind_prefix(t, sin[:, :1], cos[:, :1]),
+    "part of a head": lambda t, sin, cos: after_prefix(t, sin[:, :1], cos[:, :1]),
 }
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_what_only_looks_like_a_rotation_is_left(name, x, tables):
-    (detail,) = details(compile_and_check(half(rotary_half(LEFT[name])), x, tables), "attention")
-    assert detail.startswith("attention (")
+def test_what_only_looks_like_a_rotation_is_left(x, tables):
+    for name, detail in found(LEFT, x, tables).items():
+        assert detail.startswith("attention ("), name
 
 
 def test_q_and_k_by_different_tables(x, tables):
-    model = half(rotary_half(behind_prefix, lambda t, sin, cos: behind_prefix(t, cos, sin)))
-    (detail,) = details(compile_and_check(model, x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"
-    (detail,) = details(compile_and_check(half(rotary_half(SPELLINGS["pairs"], behind_prefix)), x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"  # of the same tables
-    (detail,) = details(compile_and_check(half(rotary_half(behind_prefix, lambda t, *_: t)), x, tables), "attention")
-    assert detail == "attention (q and k with different rotary positions)"
+    halves = [
+        rotary_half(after_prefix, lambda t, sin, cos: after_prefix(t, cos, sin)),
+        rotary_half(SPELLINGS["pairs"], after_prefix),  # of the same tables
+        rotary_half(after_prefix, lambda t, *_: t),
+    ]
+    report = compile_and_check(half(together(halves)), x, tables)
+    assert details(report, "attention") == ["attention (q and k with different rotary positions)"] * 3
 
 
 def test_learnt_tables_keep_their_gradients(x, tables):
     def forward(m, x):
         sin, cos = m.tables.chunk(2, -1)
         q, k, v = heads(m.qkv(m.norm(x)))
-        q, k = behind_prefix(q, sin, cos), behind_prefix(k, sin, cos)
+        q, k = after_prefix(q, sin, cos), after_prefix(k, sin, cos)
         return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
 
     (detail,) = details(compile_and_check(half(forward, tables=nn.Parameter(tables)), x), "attention")
@@ -143,9 +148,9 @@ def test_tables_that_change_between_q_and_k(x, tables):
     def forward(m, x, tables):
         sin, cos = tables.chunk(2, -1)
         q, k, v = heads(m.qkv(m.norm(x)))
-        q = behind_prefix(q, sin, cos)
+        q = after_prefix(q, sin, cos)
         tables.mul_(0.5)
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, behind_prefix(k, sin, cos), v)))
+        return x + m.proj(joined(F.scaled_dot_product_attention(q, after_prefix(k, sin, cos), v)))
 
     (detail,) = details(compile_and_check(half(forward), x, tables), "attention")
     assert detail == "attention (what it reads is changed in place before its end)"

@@ -1,5 +1,5 @@
-"""Modules under the names and in the layout of Meta's DINOv3 repository (`dinov3.layers`), which is not on a package
-index: written for the tests, so that `accelerate` finds the classes it knows."""
+"""Modules with the names and layout of Meta's DINOv3 repository (`dinov3.layers`), which is on no package index. They
+are written for the tests: `accelerate` takes them for the classes that it knows."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
-"""Small modules around attention and MLPs, and what `fastvit.compile` makes of them."""
+"""Small modules around attention and MLPs, compiled by `fastvit.compile` and compared with eager mode."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ B, N, H, D = 2, 9, 2, 32
 EPS = 1e-5
 
 
-class Subject(nn.Module):
-    """A module of layers, and a forward of its own: function(self, *inputs)."""
+class FunctionModule(nn.Module):
+    """A module of layers whose forward is a function(self, *inputs)."""
 
     def __init__(self, forward: Callable[..., Any], **layers: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Subject(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As transformers has it for Llama."""
+    """The spelling of transformers' Llama."""
 
     def __init__(self, size: int = D) -> None:
         super().__init__()
@@ -46,15 +46,21 @@ class RMSNorm(nn.Module):
 NORMS = {"RMSNorm": RMSNorm, "LayerNorm": lambda size=D: nn.LayerNorm(size, EPS, bias=False)}
 
 
-def half(forward: Callable[..., Any], qkv: int = 3 * D, **layers: Any) -> Subject:
-    """norm, qkv and proj, and more layers."""
-    return Subject(forward, norm=nn.LayerNorm(D), qkv=nn.Linear(D, qkv), proj=nn.Linear(D, D), **layers)
+def half(forward: Callable[..., Any], qkv: int = 3 * D, **layers: Any) -> FunctionModule:
+    """Return a module with norm, qkv, proj and more layers."""
+    return FunctionModule(forward, norm=nn.LayerNorm(D), qkv=nn.Linear(D, qkv), proj=nn.Linear(D, D), **layers)
 
 
-def mlp(forward: Callable[..., Any], hidden: int = 3 * D, widened: int = 1, **layers: Any) -> Subject:
-    """norm, fc1 and fc2, and more layers."""
+def mlp(forward: Callable[..., Any], hidden: int = 3 * D, widened: int = 1, **layers: Any) -> FunctionModule:
+    """Return a module with norm, fc1, fc2 and more layers."""
     fc1, fc2 = nn.Linear(D, widened * hidden), nn.Linear(hidden, D)
-    return Subject(forward, norm=nn.LayerNorm(D), fc1=fc1, fc2=fc2, **layers)
+    return FunctionModule(forward, norm=nn.LayerNorm(D), fc1=fc1, fc2=fc2, **layers)
+
+
+def together(forwards: Iterable[Callable[..., Any]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the forward that returns the outputs of all of these for the same inputs: one graph instead of many."""
+    forwards = list(forwards)
+    return lambda m, *inputs: tuple(t for forward in forwards for t in tensors(forward(m, *inputs)))
 
 
 def heads(qkv: Tensor) -> tuple[Tensor, ...]:
@@ -72,7 +78,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def run(model: Callable[..., Any], parameters: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs, and the gradients of what requires one for a fixed random cotangent."""
+    """Return the outputs, and all gradients for a fixed random cotangent."""
     if not torch.is_grad_enabled():
         return tensors(model(*(t.clone() for t in inputs)))
     inputs = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
@@ -84,8 +90,8 @@ def run(model: Callable[..., Any], parameters: list[Tensor], inputs: list[Tensor
 
 
 def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Report:
-    """Outputs and all gradients of the compiled model are as accurate as the eager model's; -> what was found in its
-    only graph."""
+    """Check that outputs and all gradients of the compiled model are as accurate as the eager model's, and return the
+    report of its only graph."""
     torch._dynamo.reset()
     model.to(inputs[0].device)
     reports: list[Report] = []
@@ -112,5 +118,5 @@ def compile_and_check(model: nn.Module, *inputs: Tensor, **options: Any) -> Repo
 
 
 def details(report: Report, kind: str) -> list[str]:
-    """Of every place of that kind: the op, or "left: reason"."""
+    """Return for every place of that kind the op, or "left: reason"."""
     return [entry.detail if entry.fused else f"left: {entry.detail}" for entry in report.entries if entry.kind == kind]

@@ -20,7 +20,7 @@ def import_timm() -> ModuleType:
 
 
 def assert_inputs_are_timms(ours: Any, theirs: Any) -> None:
-    """What timm's helpers read of an untouched model, but what a name cannot tell: crop, interpolation, mean, std."""
+    """Check that timm's helpers read the same input configuration from both models."""
     from timm.models import get_model_input_config
 
     assert get_model_input_config(ours) == get_model_input_config(theirs)

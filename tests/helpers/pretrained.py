@@ -1,5 +1,5 @@
-"""The trained DINOv2 ViT-S/14 of benchmarks/harness/pretrained.py for the tests, which skip where a package is missing,
-under other names and as ONNX Runtime runs it."""
+"""The trained DINOv2 ViT-S/14 of benchmarks/harness/pretrained.py: its weights under other names, and its outputs in
+ONNX Runtime. Tests are skipped where a package is missing."""
 
 import importlib.util
 from pathlib import Path
@@ -14,7 +14,7 @@ DEPTH = 12
 
 
 def graph_path() -> Path:
-    """The ONNX file; skips the test where a package is missing."""
+    """Return the ONNX file; skip the test where a package is missing."""
     for package in ("onnxruntime", "skimage"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -25,13 +25,13 @@ def graph_path() -> Path:
 
 
 def state_dict() -> dict[str, Tensor]:
-    """Under the names of `Dinov2Model`'s files (transformers 4)."""
+    """Return the weights under the names of `Dinov2Model`'s files (transformers 4)."""
     graph_path()  # skips
     return pretrained.state_dict()
 
 
 def meta_spelling(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights under the names of Meta's own files."""
+    """Return these weights under the names of Meta's files."""
     names = {
         "embeddings.position_embeddings": "pos_embed",
         "embeddings.patch_embeddings.projection": "patch_embed.proj",
@@ -57,7 +57,7 @@ def meta_spelling(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def run_graph(images: Tensor) -> list[Tensor]:
-    """ONNX Runtime's outputs of the patch embedding with positions, of every block and of the last norm."""
+    """Return ONNX Runtime's outputs of the patch embedding with positions, of every block and of the last norm."""
     import onnx
     import onnxruntime
 

@@ -1,12 +1,12 @@
-"""Stand-ins for the classes of libraries, or of their earlier versions, that are not installed."""
+"""Stand-ins for classes of libraries, or versions of libraries, that are not installed."""
 
 from collections.abc import Callable
 from types import FunctionType
 
 
 def defined_in(module: str, name: str | None = None) -> Callable[[type], type]:
-    """A class decorator: the class, and the code of its forward, under the names that the library's own would have.
-    The forward sees what its module holds at that moment. name: None for the class's own."""
+    """Return a class decorator that gives a class, and the code of its forward, the names of the library's class. The
+    forward sees the globals that its module has at that moment. name: None for the class's own."""
 
     def renamed(kind: type) -> type:
         qualname = name or kind.__name__

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dinov2_layout import Attention, NestedTensorBlock, PatchEmbed, SwiGLUFFN, SwiGLUFFNFused
-from library_models import outcome
+from library_models import accelerate_and_compare, outcome
 from models import accelerate_as_it_was
 from torch import Tensor, nn
 
@@ -18,16 +18,9 @@ def x(device: torch.device) -> Tensor:
 def test_a_model_is_fused_throughout_and_agrees(device: torch.device) -> None:
     model = nn.Sequential(PatchEmbed(56, 14, 3, 64), *(NestedTensorBlock(64, 4) for _ in range(2)), nn.LayerNorm(64))
     model = model.to(device).eval()
-    image = torch.randn(2, 3, 56, 56, device=device, requires_grad=True)
-    cotangent = torch.randn(2, 16, 64, device=device)
-    want = model(image)
-    gradients = torch.autograd.grad(want, [image, *model.parameters()], cotangent)
-    report = fastvit.accelerate(model, strict=True)
+    image = torch.randn(2, 3, 56, 56, device=device)
+    report = accelerate_and_compare(model, lambda m: m(image), strict=True)
     assert [e.kind for e in report.accelerated] == ["Conv2d", "NestedTensorBlock", "NestedTensorBlock", "LayerNorm"]
-    got = model(image)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    for a, b in zip(torch.autograd.grad(got, [image, *model.parameters()], cotangent), gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [SwiGLUFFN, SwiGLUFFNFused])
@@ -35,13 +28,8 @@ def test_the_giant_has_gated_mlps(kind: type[SwiGLUFFN], device: torch.device, x
     block = NestedTensorBlock(64, 4)
     block.mlp = kind(64, 168)  # type: ignore[assignment]
     block = block.to(device).eval()
-    want = block(x)
-    gradients = torch.autograd.grad(want.square().sum(), list(block.parameters()))
-    (entry,) = fastvit.accelerate(block, strict=True).accelerated
+    (entry,) = accelerate_and_compare(block, lambda m: m(x), strict=True).accelerated
     assert entry.detail == "layer_norm_attention, layer_norm_mlp"
-    torch.testing.assert_close(block(x), want, rtol=1e-4, atol=1e-5)
-    for a, b in zip(torch.autograd.grad(block(x).square().sum(), list(block.parameters())), gradients, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
 def test_a_list_of_crops_falls_back(device: torch.device, x: Tensor) -> None:
@@ -51,7 +39,7 @@ def test_a_list_of_crops_falls_back(device: torch.device, x: Tensor) -> None:
 
 
 def test_stochastic_depth_in_training_falls_back(device: torch.device, x: Tensor) -> None:
-    """There the repository leaves samples out of the batch, to save the work."""
+    """The repository leaves samples out of the batch, to save work."""
     block = NestedTensorBlock(64, 4, drop_path=0.4).to(device)
     fastvit.accelerate(block)
     with pytest.warns(UserWarning, match="leaves samples out"):
@@ -68,8 +56,8 @@ def test_an_attention_bias_falls_back(device: torch.device, x: Tensor) -> None:
     accelerate_as_it_was(attn, lambda: attn(x, attn_bias=bias), "an attention bias")
 
 
-def test_attention_of_either_age(device: torch.device, x: Tensor) -> None:
-    """attn_drop was a module, then a number; xformers' attention has no dropout."""
+def test_attention_of_old_and_new_versions(device: torch.device, x: Tensor) -> None:
+    """attn_drop was a module first, then a number; xformers' attention has no dropout."""
     block = NestedTensorBlock(64, 4).to(device).eval()
     want = block(x)
     for drop in (0.0, nn.Dropout(0.0)):

@@ -1,5 +1,5 @@
-"""Models of timm, transformers and torchvision, before `accelerate`, with it, and after `restore`: outputs and all
-gradients, against the library's own model and float64."""
+"""Outputs and all gradients of models of timm, transformers and torchvision, before `accelerate`, with it, and after
+`restore`, against the library's own model and float64."""
 
 import copy
 import warnings
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fastvit
 from benchmarks.harness.families import ARCHITECTURES, Architecture, output
+from fastvit.integrations import Report
 
 BATCH = 2
 UNKNOWN = {  # cross-attention
@@ -26,20 +27,28 @@ class Model(NamedTuple):
     image: Tensor
 
 
-@pytest.fixture(params=ARCHITECTURES, ids=str)
-def architecture(request: pytest.FixtureRequest) -> Architecture:
-    import_library(request.param.library)
-    return request.param
-
-
-@pytest.fixture
-def built(architecture: Architecture, device: torch.device) -> Model:
+def build(architecture: Architecture, device: torch.device) -> Model:
+    import_library(architecture.library)
     model = architecture.model()
     return Model(model.to(device), architecture.image(model, BATCH).to(device))
 
 
+def some(*names: str) -> list[Architecture]:
+    return [architecture for architecture in ARCHITECTURES if architecture.name in names]
+
+
+# One for each class of blocks, and what they read their own way: rotary tables, RMSNorms, norms before projections
+BLOCKS = some(
+    "vit_tiny_patch16_224", "vit_small_patch16_rope_224", "vit_small_patch16_dinov3", "eva02_base_patch14_224",
+    "beit3_base_patch16_224", "aimv2_large_patch14_224", "ViTForImageClassification", "DeiTForImageClassification",
+    "Dinov2Model", "Dinov2WithRegistersModel", "DINOv3ViTModel", "CLIPVisionModel", "SiglipVisionModel",
+    "Aimv2VisionModel", "InternVLVisionModel", "vit_b_16",
+)  # fmt: skip
+LIBRARIES = some("vit_tiny_patch16_224", "ViTForImageClassification", "vit_b_16")
+
+
 def run(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradients of the image and all parameters for a fixed random cotangent."""
+    """Return the output, and the gradients of the image and all parameters for a fixed random cotangent."""
     wanted = {"image": image.detach().clone().requires_grad_()}
     wanted |= {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters() if p.requires_grad}
     out = output(model(wanted["image"]))
@@ -50,14 +59,14 @@ def run(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def assert_close(got: Tensor, want: Tensor, what: str, scale: float | None = None) -> None:
-    """Within 1e-4 of the largest |want|, or of `scale`."""
+    """Check that got is within 1e-4 of the largest |want|, or of `scale`."""
     limit = 1e-4 * (want.abs().max().item() if scale is None else scale)
     difference = (got.double() - want.double()).abs().max().item()
     assert difference <= limit, f"{what}: {difference:.3g} > {limit:.3g}"
 
 
 def assert_gradients_close(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
-    """Against the largest of all, too: the key bias's gradient is zero in exact arithmetic."""
+    """Check each gradient against its own scale and the largest of all: the key bias's is zero in exact arithmetic."""
     assert got.keys() == want.keys()
     largest = max(gradient.abs().max().item() for gradient in want.values())
     for name, gradient in want.items():
@@ -65,12 +74,13 @@ def assert_gradients_close(got: dict[str, Tensor], want: dict[str, Tensor], what
         assert_close(got[name], gradient, f"{what} d{name}", scale)
 
 
-def test_outputs_and_gradients_in_float32(built: Model) -> None:
-    model, image = built
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=str)
+def test_outputs_and_gradients_in_float32(architecture: Architecture, device: torch.device) -> None:
+    model, image = build(architecture, device)
     before, gradients = run(model, image)
     exact, exact_gradients = run(copy.deepcopy(model).double(), image.double())
     report = fastvit.accelerate(model)
-    assert report.accelerated
+    assert_fused_throughout(architecture, model, report)
     after, fused_gradients = run(model, image)
     assert_close(after, before, "output against the library's")
     assert_close(after, exact, "output against float64")
@@ -82,8 +92,9 @@ def test_outputs_and_gradients_in_float32(built: Model) -> None:
     assert all(torch.equal(restored_gradients[name], gradients[name]) for name in gradients)
 
 
-def test_bfloat16_is_as_close_to_float64_as_the_library(built: Model) -> None:
-    model, image = built
+@pytest.mark.parametrize("architecture", BLOCKS, ids=str)
+def test_bfloat16_is_as_close_to_float64_as_the_library(architecture: Architecture, device: torch.device) -> None:
+    model, image = build(architecture, device)
     model, image = model.bfloat16(), image.bfloat16()
     with torch.no_grad():
         exact = output(copy.deepcopy(model).double()(image.double()))
@@ -92,15 +103,15 @@ def test_bfloat16_is_as_close_to_float64_as_the_library(built: Model) -> None:
         assert_as_accurate(output(model(image)), own, exact, what="output")
 
 
-def test_every_block_norm_and_patch_embedding_is_accelerated(architecture: Architecture, built: Model) -> None:
-    report = fastvit.accelerate(built.model)
+def assert_fused_throughout(architecture: Architecture, model: nn.Module, report: Report) -> None:
+    """Every block, norm and patch embedding is accelerated."""
     assert {entry.kind for entry in report.skipped} <= UNKNOWN
     kinds = [entry.kind for entry in report.accelerated]
     assert kinds.count("Conv2d") == 1
     mlp = "layer_norm, linear" if "beit3" in architecture.name else "layer_norm_mlp"  # a norm before fc2, no gate
     assert [e.detail for e in report.accelerated].count(f"layer_norm_attention, {mlp}") == 2
     covered = {e.name for e in report.entries if e.status == "part of"}
-    for name, module in built.model.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.LayerNorm) or type(module).__name__.lower().endswith("rmsnorm"):
             assert name in covered | {e.name for e in report.accelerated}, name
 
@@ -109,8 +120,9 @@ def _keys_and_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {key: value.shape for key, value in model.state_dict().items()}
 
 
-def test_parameters_keys_and_repr_stay(built: Model) -> None:
-    model = built.model
+@pytest.mark.parametrize("architecture", LIBRARIES, ids=str)
+def test_parameters_keys_and_repr_stay(architecture: Architecture, device: torch.device) -> None:
+    model, _ = build(architecture, device)
     before, keys, text = dict(model.named_parameters()), _keys_and_shapes(model), repr(model)
     types = [type(m) for m in model.modules()]
     fastvit.accelerate(model)
@@ -126,16 +138,10 @@ def test_parameters_keys_and_repr_stay(built: Model) -> None:
 
 @pytest.mark.parametrize("context", ["compile", "export", "autocast"])
 @pytest.mark.parametrize(
-    "index", [i for i, a in enumerate(ARCHITECTURES) if a.name in (
-        "vit_small_patch32_224", "vit_small_patch14_reg4_dinov2", "ViTForImageClassification", "Dinov2Model",
-        "CLIPVisionModel", "vit_b_16",
-    )], ids=lambda i: str(ARCHITECTURES[i]),
-)  # fmt: skip
-def test_under(context: str, index: int, device: torch.device) -> None:
-    architecture = ARCHITECTURES[index]
-    import_library(architecture.library)
-    model = architecture.model().to(device)
-    image = architecture.image(model, BATCH).to(device)
+    "architecture", some("vit_small_patch14_reg4_dinov2", "Dinov2Model", "CLIPVisionModel", "vit_b_16"), ids=str
+)
+def test_under(context: str, architecture: Architecture, device: torch.device) -> None:
+    model, image = build(architecture, device)
     if context == "autocast":
         exact, _ = run(copy.deepcopy(model).double(), image.double())
         with torch.autocast(device.type, torch.bfloat16):
@@ -178,7 +184,7 @@ def test_stochastic_depth_draws_as_timm_does(scale_by_keep: bool, device: torch.
 
 
 def test_accelerated_models_run_the_triton_kernels(triton_backend: None, device: torch.device) -> None:
-    architecture = next(a for a in ARCHITECTURES if a.name == "Dinov2Model")
+    (architecture,) = some("Dinov2Model")
     import_library(architecture.library)
     model = architecture.model().to(device)
     image = architecture.image(model, 1).to(device)
@@ -192,9 +198,10 @@ def test_accelerated_models_run_the_triton_kernels(triton_backend: None, device:
     assert {"fastvit::attention_qkvpacked_fwd", "fastvit::attention_qkvpacked_bwd", "fastvit::layer_norm_fwd"} <= names
 
 
-def test_blocks_of_unknown_classes_have_their_parts_fused(built: Model) -> None:
+@pytest.mark.parametrize("architecture", BLOCKS, ids=str)
+def test_blocks_of_unknown_classes_have_their_parts_fused(architecture: Architecture, device: torch.device) -> None:
     """Such a block calls its parts as its library does: by position, or by the names of their arguments."""
-    model, image = built
+    model, image = build(architecture, device)
     want = output(model(image)).detach()
     for entry in fastvit.accelerate(model).accelerated:
         block = model.get_submodule(entry.name)

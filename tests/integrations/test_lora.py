@@ -59,11 +59,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, list[str]]]] = {
     "norms of q and k": (lambda: vit(qk_norm=True, num_classes=7), {"qkv": ["qkv"]}),
     "fastvit": (lambda: fastvit.create_model("vit_tiny_patch16_224", img_size=32, depth=2), {"all": ["qkv", "fc1"]}),
 }
-CASES = [(library, targets) for library, (_, kinds) in MODELS.items() for targets in kinds]
+CASES = [(library, targets, "adapt, accelerate") for library, (_, kinds) in MODELS.items() for targets in kinds]
+CASES += [(library, next(iter(kinds)), "accelerate, adapt") for library, (_, kinds) in MODELS.items()]
 
 
 def adapted(peft: Any, model: nn.Module, targets: list[str], **options: Any) -> nn.Module:
-    """With random adapters; peft's model wraps the same modules."""
+    """Return the model with random adapters. peft's model wraps the same modules."""
     chosen = targets[0] if targets == ["all-linear"] else targets
     config = peft.LoraConfig(r=4, target_modules=chosen, init_lora_weights=False, **options)
     return peft.get_peft_model(model, config).base_model.model
@@ -78,7 +79,7 @@ def cotangent(out: Tensor) -> Tensor:
 
 
 def step(model: nn.Module, image: Tensor) -> tuple[Tensor, dict[str, Tensor], list[str]]:
-    """The output, the gradients, and the operators that ran."""
+    """Return the output, the gradients, and the operators that ran."""
     image = image.clone().requires_grad_()
     model.zero_grad()
     torch.manual_seed(1)
@@ -100,8 +101,7 @@ def attention_count(names: list[str]) -> int:
     return sum(name in ("fastvit::attention_fwd", "fastvit::attention_qkvpacked_fwd") for name in names)
 
 
-@pytest.mark.parametrize("order", ["accelerate, adapt", "adapt, accelerate"])
-@pytest.mark.parametrize(("library", "targets"), CASES)
+@pytest.mark.parametrize(("library", "targets", "order"), CASES)
 def test_fused_attention_stays_and_gradients_agree(peft, image: Tensor, library: str, targets: str, order: str) -> None:
     make, kinds = MODELS[library]
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_fused_attention_stays_and_gradients_agree(peft, image: Tensor, library:
 
 @pytest.mark.parametrize("library", ["timm", "fastvit"])
 def test_dropouts_draw_as_without(peft, image: Tensor, library: str) -> None:
-    """LoRA's own, and timm's stochastic depth: the same seed drops the same."""
+    """LoRA's dropout and timm's stochastic depth draw the same from the same seed."""
     model = adapted(peft, MODELS[library][0](), ["qkv", "attn.proj"], lora_dropout=0.5).train()
     drops = {name: m for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
     for name, drop in drops.items():
@@ -140,7 +140,7 @@ def test_dropouts_draw_as_without(peft, image: Tensor, library: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["dora", "two adapters", "scaled", "bfloat16 base", "autocast"])
-def test_what_peft_does_in_its_layer_it_goes_on_doing(peft, image: Tensor, variant: str) -> None:
+def test_variants_of_lora_keep_working(peft, image: Tensor, variant: str) -> None:
     options = {"use_dora": True} if variant == "dora" else {"use_rslora": True, "lora_alpha": 32}
     model = adapted(peft, vit(num_classes=7), ["qkv", "fc2"], **options)
     if variant == "two adapters":
@@ -208,7 +208,7 @@ def test_merged_and_disabled_adapters_are_plain_layers(peft, image: Tensor) -> N
     assert not any(layer.merged for layer in layers)
 
 
-def test_the_report_tells_what_runs_as_itself(peft) -> None:
+def test_the_report_names_layers_that_run_as_modules(peft) -> None:
     def report(library: str, targets: list[str]) -> Report:
         return fastvit.accelerate(adapted(peft, MODELS[library][0](), targets))
 
@@ -239,10 +239,10 @@ def test_other_tuners_fall_back_with_their_name(peft, image: Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
 @pytest.mark.parametrize("order", ["accelerate, adapt", "adapt, accelerate"])
-@pytest.mark.parametrize("tuner", ["Lora", "LoHa", "LoKr", "OFT", "BOFT", "HRA", "IA3"])
+@pytest.mark.parametrize("tuner", ["Lora", "OFT", "IA3"])
 def test_an_adapted_patch_embedding(peft, image: Tensor, tuner: str, order: str) -> None:
-    """The targets qkv and proj have it too: patch_embed.proj is a convolution."""
-    options: dict[str, Any] = {"IA3": {"feedforward_modules": []}, "BOFT": {"boft_block_size": 2}}.get(tuner, {})
+    """The target proj includes the convolution patch_embed.proj."""
+    options: dict[str, Any] = {"feedforward_modules": []} if tuner == "IA3" else {}
 
     def adapt(model: nn.Module) -> nn.Module:
         torch.manual_seed(2)
@@ -293,8 +293,8 @@ def test_under_compile(peft, image: Tensor) -> None:
 
 
 @pytest.mark.parametrize("targets", [["qkv"], ["attn.proj"]], ids=str)
-def test_a_mask_beside_adapters(peft, targets: list[str]) -> None:
-    """Given to attention between layers that are called."""
+def test_a_mask_with_adapters(peft, targets: list[str]) -> None:
+    """Attention between layers that are called gets the mask."""
     block = adapted(peft, vit(num_classes=0), targets).blocks[0].eval()
     x, mask = torch.randn(2, 5, 192), torch.rand(2, 1, 5, 5) > 0.3
     mask[..., 0] = True

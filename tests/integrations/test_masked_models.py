@@ -1,17 +1,16 @@
-"""Models of other libraries whose attention has a mask, keys that heads share, norms over all heads, or sequences of
-several lengths; and blocks of attention and MLP side by side: accelerated, as they were, and fused."""
+"""Accelerated models of other libraries whose attention has a mask, shared keys, norms over all heads, or sequences of
+several lengths; and blocks with attention and MLP side by side."""
 
 import importlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from library_imports import import_library
-from library_models import SIZES, outcome, vit
+from library_models import SIZES, Call, accelerate_and_compare, assert_steps_agree, outcome, step, vit
 from models import Calls, accelerate_as_it_was, close, randomised
-from torch import Tensor, nn
+from torch import nn
 
 import fastvit
 from benchmarks.coverage import small_transformers
@@ -19,44 +18,17 @@ from fastvit.blocks.submodules import CannotFuse
 from fastvit.integrations.forward import checked_mask
 from fastvit.integrations.transformers.layers import register_attention
 
-Results = tuple[Tensor, dict[str, Tensor]]
 
-
-def results(model: nn.Module, call: Callable[[nn.Module], Any]) -> Results:
-    """The output, of a sequence its last tokens, and every parameter's gradient."""
-    torch.manual_seed(4)
-    out = call(model)
-    out = out if isinstance(out, Tensor) else out.last_hidden_state
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    gradients = torch.autograd.grad(out, list(parameters.values()), cotangent, allow_unused=True)
-    return out.detach(), {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
-
-
-def assert_same(got: Results, want: Results) -> None:
-    """Within 1e-5 of the largest; of gradients that are rounding alone, of the largest of all."""
-    assert got[1].keys() == want[1].keys()
-    largest = max(float(g.abs().max()) for g in want[1].values())
-    pairs = {"output": (got[0], want[0]), **{name: (got[1][name], want[1][name]) for name in want[1]}}
-    for name, (a, b) in pairs.items():
-        scale = float(b.abs().max()) if name == "output" else max(float(b.abs().max()), 1e-2 * largest)
-        assert float((a - b).abs().max()) <= 1e-5 * scale, name
-
-
-def check(model: nn.Module, call: Callable[[nn.Module], Any], *ops: str, fused: tuple[int, int] = (2, 2)) -> None:
-    """Accelerated, a model gives what it gave, and runs these ops; nothing goes back to a module's own forward."""
-    want = results(model, call)
-    report = fastvit.accelerate(model)
+def check(model: nn.Module, call: Call, *ops: str, fused: tuple[int, int] = (2, 2)) -> None:
+    """Accelerated, a model gives what it gave, with that many attention modules fused, and runs these ops."""
+    with Calls() as calls:
+        report = accelerate_and_compare(model, call)
     assert report.fused("attention") == fused, str(report)
-    with warnings.catch_warnings(), Calls() as calls:
-        warnings.filterwarnings("error", ".* runs its own forward")
-        got = results(model, call)
-    assert_same(got, want)
     assert {f"fastvit::{op}" for op in ops} <= {*calls.names}, calls.names
 
 
 def of_transformers(name: str, **options: Any) -> nn.Module:
-    """With the sizes of a small vision configuration."""
+    """Return a model of transformers with random weights and the sizes of a small vision configuration."""
     kind = getattr(import_library("transformers"), name)
     return randomised(kind(kind.config_class(**{**SIZES, **options})).eval())
 
@@ -112,7 +84,7 @@ def test_a_learnt_bias_has_its_gradient(device: torch.device) -> None:
 
 
 def test_naflex(device: torch.device) -> None:
-    """Images of other sizes, padded to one number of patches; what stands at padded places is nobody's."""
+    """Images of other sizes, padded to one number of patches."""
     model = import_library("timm").create_model("naflexvit_base_patch16_gap", embed_dim=64, depth=2, num_heads=2)
     model = randomised(model.eval()).to(device)
     inputs = {"patches": torch.randn(2, 12, 768, device=device), "patch_valid": torch.ones(2, 12, dtype=torch.bool)}
@@ -132,7 +104,7 @@ def test_naflex(device: torch.device) -> None:
     ids=["of tokens", "of other keys", "of integers", "no tensor", "of three dimensions"],
 )  # fmt: skip
 def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
-    """What `fused_forward` then leaves to the module, as tests/integrations/test_transformers.py holds."""
+    """`fused_forward` then runs the module's own forward, which test_transformers.py tests."""
     x, taken = torch.randn(2, 17, 192), torch.ones(2, 1, 1, 17)
     assert checked_mask(taken, x) is taken
     with pytest.raises(CannotFuse, match="an attention mask of"):
@@ -146,7 +118,11 @@ def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
 def test_sapiens2(qk_norm: bool, device: torch.device) -> None:
     """The second layer has two heads of keys for four of queries."""
     model = of_transformers(
-        "Sapiens2Model", num_key_value_heads_per_layer=[4, 2], use_qk_norm=qk_norm, num_register_tokens=2
+        "Sapiens2Model",
+        num_key_value_heads_per_layer=[4, 2],
+        use_qk_norm=qk_norm,
+        num_register_tokens=2,
+        layerscale_value=0.5,
     ).to(device)
     image = torch.randn(2, 3, 32, 32, device=device)
     check(model, lambda m: m(image), "attention_fwd", "rotary")
@@ -166,22 +142,33 @@ def test_attention_rope_of_timm(qk_norm: bool, device: torch.device) -> None:
     assert outcome(report, "0") == ("accelerated", ", ".join([*norm, "attention", "linear"]))
 
 
-@pytest.mark.parametrize("name", ["vit_large_patch16_sapiens2"])
-def test_sapiens2_of_timm(name: str, device: torch.device) -> None:
+def test_sapiens2_of_timm(device: torch.device) -> None:
     sizes = {"embed_dim": 64, "num_heads": 4, "depth": 2, "img_size": 64}
-    model = import_library("timm").create_model(name, num_kv_heads=2, num_classes=0, **sizes)
+    model = import_library("timm").create_model("vit_large_patch16_sapiens2", num_kv_heads=2, num_classes=0, **sizes)
     model = randomised(model.eval()).to(device)
     image = torch.randn(2, 3, 64, 64, device=device)
     check(model, lambda m: m(image), "attention_fwd")
 
 
-def test_norms_over_all_heads(device: torch.device) -> None:
-    """InternVL's of 6B."""
-    model = of_transformers("InternVLVisionModel", use_qk_norm=True, norm_type="rms_norm").to(device)
+def test_ovis2(device: torch.device) -> None:
+    """RMSNorms and a SwiGLU."""
+    import_library("transformers")
+    ovis2 = importlib.import_module("transformers.models.ovis2.modeling_ovis2")
+    model = randomised(small_transformers.build(ovis2.Ovis2VisionModel).eval(), 0.05).to(device)
+    inputs = {name: t.to(device) for name, t in small_transformers.inputs(model).items()}
+    check(model, lambda m: m(**inputs))
+    assert fastvit.accelerate(model).fused("MLP") == (2, 2)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_internvl_with_norms_over_all_heads(qk_norm: bool, device: torch.device) -> None:
+    """The tower of InternVL's 6B model."""
+    model = of_transformers("InternVLVisionModel", use_qk_norm=qk_norm, norm_type="rms_norm").to(device)
     image = torch.randn(2, 3, 32, 32, device=device)
-    check(model, lambda m: m(image), "attention_fwd", "linear_fwd")
+    check(model, lambda m: m(image), *(["attention_fwd", "linear_fwd"] if qk_norm else []))
     kinds = {entry.detail for entry in fastvit.accelerate(model).accelerated if entry.kind == "InternVLVisionLayer"}
-    assert kinds == {"layer_norm_linear, rms_norm, attention, linear, layer_norm_mlp"}
+    attention = "layer_norm_linear, rms_norm, attention, linear" if qk_norm else "layer_norm_attention"
+    assert kinds == {f"{attention}, layer_norm_mlp"}
 
 
 def test_widths_of_norms_and_keys_that_do_not_fit() -> None:
@@ -210,7 +197,7 @@ def test_widths_of_norms_and_keys_that_do_not_fit() -> None:
     ids=["plain", "one layer out", "qk_norm", "stochastic depth"],
 )  # fmt: skip
 def test_parallel_blocks(options: dict[str, Any], device: torch.device) -> None:
-    """Of ViT-22B; a sample that stochastic depth drops, it drops from both."""
+    """The blocks of ViT-22B. A sample that stochastic depth drops is dropped from both branches."""
     timm = import_library("timm")
     p = options.pop("drop_path_rate", 0.0)
     block = timm.models.vision_transformer.ParallelScalingBlock(64, 4, drop_path=p, **options)
@@ -273,7 +260,7 @@ def tower(file: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("file", TOWERS)
-def test_images_one_behind_the_other(file: str, device: torch.device) -> None:
+def test_images_one_after_the_other(file: str, device: torch.device) -> None:
     """The second of half the first one's size."""
     model = tower(file).to(device)
     inputs = small_transformers.inputs(model)
@@ -283,6 +270,8 @@ def test_images_one_behind_the_other(file: str, device: torch.device) -> None:
     blocks = [m for m in model.modules() if type(m).__name__.endswith("VisionAttention")]
     call = lambda m: m(**inputs)  # noqa: E731
     check(model, call, "rotary", "attention_varlen_fwd", "attention_varlen_bwd", fused=(len(blocks), len(blocks)))
+    if file in ("qwen2_5_vl", "glm4v"):
+        assert fastvit.accelerate(model).fused("MLP") == (len(blocks), len(blocks))
 
 
 def test_towers_under_compile_and_with_other_arguments(device: torch.device) -> None:
@@ -316,9 +305,9 @@ def test_registered_attention_takes_shared_keys(device: torch.device) -> None:
     register_attention()
     model = of_transformers("Sapiens2Model", num_key_value_heads_per_layer=[4, 2]).to(device)
     image = torch.randn(2, 3, 32, 32, device=device)
-    want = results(model, lambda m: m(image))
+    want = step(model, lambda m: m(image))
     model.set_attn_implementation("fastvit")
     with Calls() as calls:
-        got = results(model, lambda m: m(image))
-    assert_same(got, want)
+        got = step(model, lambda m: m(image))
+    assert_steps_agree(got, want)
     assert calls.names.count("fastvit::attention_fwd") == 2

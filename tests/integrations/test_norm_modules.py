@@ -1,4 +1,4 @@
-"""Norms of other libraries as modules: what is read of each, and which are left alone."""
+"""Norms of other libraries as modules: how each is read, and which are left alone."""
 
 import copy
 import importlib
@@ -35,7 +35,7 @@ def of_transformers(qualified: str) -> Callable[[], nn.Module]:
     return build
 
 
-# Of what follows the names of parameters, eps shows: inputs are of its size
+# Inputs are of the size of eps, so that a wrong eps shows
 NORMS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "nn.RMSNorm": (lambda: nn.RMSNorm(D), "rms_norm"),
     "nn.RMSNorm, eps": (lambda: nn.RMSNorm(D, eps=1e-5), "rms_norm"),
@@ -62,7 +62,7 @@ def run(norm: nn.Module, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NORMS)
 def test_as_the_librarys(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """On rows whose mean square is about eps: 1e-5, or PyTorch's 1e-7."""
+    """The mean square of rows is about eps: 1e-5, or PyTorch's 1e-7."""
     norm = made(name, device).to(dtype)
     scale = 3e-4 if name == "nn.RMSNorm" else 3e-3
     x = (inputs("normal", 2, 5, D, dtype=torch.float64, device=device) * scale).to(dtype)
@@ -89,7 +89,7 @@ def test_pytorchs_eps_in_float64(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NORMS if name != "nn.LayerNorm without bias"])
 def test_dtypes_under_autocast(name: str, device: torch.device) -> None:
-    """Of bfloat16 behind a layer, and of float32 behind a sum."""
+    """Inputs are bfloat16 after a linear layer, and float32 after a sum."""
     norm = made(name, device)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(2, 5, D, dtype=dtype, device=device)
@@ -117,7 +117,7 @@ def test_what_is_left_alone(device: torch.device) -> None:
 
 
 def test_simple_norm_is_another_formula() -> None:
-    """x over its deviation, not centred."""
+    """It divides x by its deviation, without centring."""
     report = fastvit.accelerate(vit(norm_layer="simplenorm", scale_attn_norm=True))
     assert outcome(report, "blocks.0") == ("skipped", "norm1 is timm.layers.norm.SimpleNorm")
     assert outcome(report, "blocks.0.attn") == ("skipped", "norm is timm.layers.norm.SimpleNorm")
@@ -132,8 +132,8 @@ def test_the_report_names_the_norms_that_run_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qkv", "proj", "fc2"])
-def test_a_hook_on_the_layer_beside_an_inner_norm(kind: str, device: torch.device) -> None:
-    """That half runs its modules one by one, the norm among them."""
+def test_a_hook_on_the_layer_next_to_an_inner_norm(kind: str, device: torch.device) -> None:
+    """That half runs its modules one by one."""
     model = vit(scale_attn_norm=True, scale_mlp_norm=True, norm_layer="rmsnorm", num_classes=3).to(device)
     image = torch.randn(2, 3, 32, 32, device=device)
     fastvit.accelerate(model, strict=True)
@@ -187,7 +187,7 @@ class DiTBlock(nn.Module):
 
 
 def test_modulated_norms_without_weight(device: torch.device) -> None:
-    """Norms as in DiT, also accelerated, under autocast, and compiled without a break."""
+    """DiT's norms agree, also accelerated, under autocast, and compiled without a break."""
     ours = DiTBlock(fastvit.LayerNorm, fastvit.Attention).to(device)
     theirs = DiTBlock(nn.LayerNorm, reference.Attention).to(device)
     theirs.load_state_dict(ours.state_dict())

@@ -48,7 +48,7 @@ def eager(ours: fastvit.VisionTransformer) -> reference.VisionTransformer:
 
 @torch.inference_mode()
 def trace(model: nn.Module, blocks: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """The tokens in front of the first block, behind every block, and behind the last norm."""
+    """Return the tokens before the first block, after every block, and after the last norm."""
     seen: list[Tensor] = []
 
     def first(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -72,7 +72,7 @@ def assert_close_everywhere(got: list[Tensor], expected: list[Tensor], what: str
 
 
 def test_the_graph_under_onnx_runtime(ours: fastvit.VisionTransformer, images: Tensor) -> None:
-    """The graph interpolates its positions itself, as transformers did where it was exported."""
+    """The graph interpolates its positions itself, as transformers did when it was exported."""
     got = trace(ours, ours.blocks, images)
     assert_close_everywhere(got, pretrained.run_graph(images), "ONNX Runtime")
     largest, typical = got[-2].abs().max(), got[-2].abs().median()
@@ -121,7 +121,7 @@ def test_metas_names_give_the_same_weights(state: State) -> None:
 def test_every_block_is_as_accurate_as_the_reference(
     dtype: torch.dtype, ours: fastvit.VisionTransformer, images: Tensor, device: torch.device
 ) -> None:
-    """End to end: errors of all blocks before are in each."""
+    """Errors of earlier blocks are included."""
     model, images = ours.to(device), images[:2].to(device)
     low = eager(model).to(device)
     exact = copy.deepcopy(low).double()

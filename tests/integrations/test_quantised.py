@@ -51,15 +51,15 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def run(model: nn.Module, image: Tensor) -> tuple[Tensor, list[str]]:
-    """The output, and the operators that ran."""
+    """Return the output, and the operators that ran."""
     with Calls() as calls:
         out = model(image)
     return out if isinstance(out, Tensor) else out.last_hidden_state, calls.names
 
 
 def assert_quantised_as_well(got: Tensor, quantised: Tensor, exact: Tensor) -> None:
-    """Both near float64, got as near as the same quantised model that is not fused. They are not equal: where attention
-    rounds otherwise, an input of a layer may become the next int8."""
+    """Check that got is as near to float64 as the quantised model that is not fused. They are not equal: if attention
+    rounds differently, an input of a layer may become the next int8."""
     assert_as_accurate(got, quantised, exact, what="output")
     cosine = torch.cosine_similarity(got.flatten().double(), exact.flatten(), dim=0).item()
     assert cosine > 0.99
@@ -67,8 +67,10 @@ def assert_quantised_as_well(got: Tensor, quantised: Tensor, exact: Tensor) -> N
 
 
 @pytest.mark.parametrize("quantise", QUANTISE)
-@pytest.mark.parametrize("order", ["accelerate, quantise", "quantise, accelerate"])
-@pytest.mark.parametrize("library", MODELS)
+@pytest.mark.parametrize(
+    ("library", "order"),
+    [("timm", "accelerate, quantise"), *((library, "quantise, accelerate") for library in MODELS)],
+)
 def test_all_but_quantised_layers_stays_fused(
     library: str, order: str, quantise: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -97,7 +99,7 @@ def test_all_but_quantised_layers_stays_fused(
 @pytest.mark.parametrize("quantise", QUANTISE)
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3_qkvb"])
 def test_our_own_models(name: str, quantise: Callable[[nn.Module], nn.Module]) -> None:
-    """Against their modules called one by one; a state_dict goes into a model that is quantised in the same way."""
+    """They agree with their modules called one by one, and load a state_dict of an equally quantised model."""
 
     def make() -> nn.Module:
         return fastvit.create_model(name, img_size=32, num_classes=7, depth=2)
@@ -130,7 +132,7 @@ def test_the_report_names_quantised_layers() -> None:
 
 
 def test_a_layer_of_attention_and_the_mlp_in_one() -> None:
-    """Which an op reads in two parts: all of the block runs by its modules."""
+    """The whole block runs by its modules, because an op reads that layer in two parts."""
     block_fn = import_library("timm").models.vision_transformer.ParallelScalingBlock
     model = dynamic(made(lambda: vit(block_fn=block_fn, num_classes=7)))
     image = torch.randn(2, 3, 32, 32)

@@ -1,4 +1,4 @@
-"""The report of `accelerate`: every module, the true reason, how much is fused, and what to try next."""
+"""The report of `accelerate`: every module, the true reason, how much is fused, and advice."""
 
 import copy
 import pickle
@@ -41,9 +41,9 @@ def test_fastvits_own_models_are_fused_already() -> None:
     assert str(report).splitlines() == [
         "fastvit's own modules are fused already", "fused: attention in 1 of 1, MLP in 1 of 1",
     ]  # fmt: skip
-    beside = str(fastvit.accelerate(nn.Sequential(nn.LayerNorm(8), fastvit.Mlp(8)))).splitlines()
-    assert beside[2].split() == ["0", "LayerNorm", "accelerated", "layer_norm"]
-    assert beside[4:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]
+    mixed = str(fastvit.accelerate(nn.Sequential(nn.LayerNorm(8), fastvit.Mlp(8)))).splitlines()
+    assert mixed[2].split() == ["0", "LayerNorm", "accelerated", "layer_norm"]
+    assert mixed[4:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]
 
 
 def test_a_report_that_is_taken_for_the_model_says_so() -> None:
@@ -109,7 +109,7 @@ def test_what_is_special_about_an_attention_is_the_reason(name: str, options: di
 
 
 class EvaAttention(nn.Module):
-    """Of no library."""
+    """A class of no library."""
 
     def __init__(self, rotary: bool) -> None:
         super().__init__()

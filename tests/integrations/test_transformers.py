@@ -1,17 +1,17 @@
-"""What is Hugging Face's own: masks, attention weights, hidden states, checkpointing inside forward, attention
-implementations by name."""
+"""Features of Hugging Face transformers: masks, attention weights, hidden states, checkpointing inside forward, causal
+text towers, attention implementations by name."""
 
 import warnings
 
 import pytest
 import torch
 from library_imports import import_library
-from library_models import SIZES
+from library_models import SIZES, outcome
 from models import accelerate_as_it_was, close
 from torch import Tensor, nn
 
 import fastvit
-from fastvit.integrations.transformers.layers import register_attention
+from fastvit.integrations.transformers import layers, register_attention
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_mask_is_honoured_under_compile(vit, device) -> None:
     assert not close(got, layer(hidden))
 
 
-def test_a_mask_of_another_kind_is_told_of_under_compile(vit, device) -> None:
+def test_a_mask_of_another_kind_warns_under_compile(vit, device) -> None:
     """Padding as flash attention takes it, (B, N). The warning comes while the graph is made, and does not break it."""
     fastvit.accelerate(vit)
     torch._dynamo.reset()
@@ -101,7 +101,7 @@ def test_hidden_states_alone_stay_fused(vit, image, recwarn) -> None:
     assert not [w for w in recwarn if "own forward" in str(w.message)]
 
 
-def test_hooks_beside_transformers_own_run(vit, image) -> None:
+def test_hooks_of_users_run(vit, image) -> None:
     seen = []
     vit(image, output_hidden_states=True)
     vit.layers[0].attention.register_forward_pre_hook(lambda *_: seen.append("into"))
@@ -165,8 +165,8 @@ def test_checkpointing_inside_forward(vit, image, reentrant) -> None:
     assert len(calls) == 1
 
 
-def test_dropout_behind_the_branches(transformers, image, device) -> None:
-    """ViT drops behind fc2 and not behind the activation: no op's epilogue has that, and it must not be forgotten."""
+def test_dropout_after_the_branches(transformers, image, device) -> None:
+    """ViT drops after fc2 and not after the activation, which no op's epilogue can do."""
     config = transformers.ViTConfig(**SIZES, hidden_dropout_prob=0.5)
     model = transformers.ViTModel(config, add_pooling_layer=False).to(device).train()
     model.embeddings.dropout.p = 0.0
@@ -219,6 +219,28 @@ def test_clips_text_tower_is_skipped(transformers, image) -> None:
     assert {e.name for e in report.accelerated} >= {"vision_model.encoder.layers.0", "text_model.encoder.layers.0.mlp"}
 
 
+def test_the_text_tower_of_aimv2_keeps_its_attention(transformers) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    model = transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**sizes, vocab_size=9, eos_token_id=1)).eval()
+    ids = torch.tensor([[3, 4, 1], [5, 1, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    report = accelerate_as_it_was(model, lambda: model(ids, mask).last_hidden_state)
+    causal = "the text tower's attention is causal"
+    assert outcome(report, "encoder.layers.0") == outcome(report, "encoder.layers.0.attention") == ("skipped", causal)
+    assert report.fused("MLP") == (1, 1)
+
+
+def test_dropouts_of_internvl(transformers) -> None:
+    """One after the projection, one after the MLP."""
+    config = transformers.InternVLVisionConfig(**SIZES, projection_dropout=0.25, hidden_dropout_prob=0.5)
+    layer = transformers.InternVLVisionModel(config).train().encoder.layer[0]
+    attention, mlp = layers.read_layer("InternVLVision", layer).block
+    assert (attention.branch.proj_drop, mlp.branch.drop1, mlp.branch.drop2) == (0.25, 0.0, 0.5)
+    attention, _ = layers.read_layer("InternVLVision", layer.eval()).block
+    assert attention.branch.proj_drop == 0.0
+    assert attention.layer_scale is layer.lambda_1
+
+
 def test_as_an_attention_implementation(vit, image) -> None:
     register_attention()
     want, masked = tokens(vit, image), tokens(vit, image, attention_mask=padding(image))
@@ -255,7 +277,7 @@ def test_attention_implementation_under_compile(vit, image) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*runs its own forward instead of fastvit's")
 def test_a_forward_replaced_on_the_class_of_attention(vit: nn.Module, image: Tensor, monkeypatch) -> None:
-    """Where transformers has left its hooks, too: after a call for hidden states."""
+    """A call for hidden states before leaves transformers' hooks on attention."""
     fastvit.accelerate(vit)
     vit(image, output_hidden_states=True)
     fused, kind = tokens(vit, image), type(vit.layers[0].attention)

@@ -1,5 +1,5 @@
-"""Layers as earlier versions of transformers 5 have them, with attention and MLP in two modules each. Their structure,
-under their names, is here in our own words; `make versions` runs test_integrations.py with these versions.
+"""Layers of earlier versions of transformers 5, with attention and MLP in two modules each. Stand-ins have their
+structure and names; `make versions` runs test_integrations.py with the real versions.
 """
 
 import copy
@@ -21,8 +21,7 @@ D, H, HIDDEN = 48, 3, 96
 
 
 def of_library(prefix: str, suffix: str) -> Any:
-    """Gives a class the name of one of transformers."""
-
+    """Return a decorator that gives a class the name of one of transformers."""
     file = {"ViT": "vit", "Dinov2": "dinov2"}[prefix]
     return defined_in(f"transformers.models.{file}.modeling_{file}", f"{prefix}{suffix}")
 
@@ -51,11 +50,11 @@ class SelfOutput(nn.Module):
 
 class Attention(nn.Module):
     inner: type[nn.Module]
-    behind: type[nn.Module]
+    last: type[nn.Module]
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.output = self.inner(), self.behind()
+        self.attention, self.output = self.inner(), self.last()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.output(self.attention(x)[0], x)
@@ -73,7 +72,7 @@ class _ViTSelfOutput(SelfOutput):
 
 @of_library("ViT", "Attention")
 class _ViTAttention(Attention):
-    inner, behind = _ViTSelfAttention, _ViTSelfOutput
+    inner, last = _ViTSelfAttention, _ViTSelfOutput
 
 
 @of_library("ViT", "Intermediate")
@@ -131,7 +130,7 @@ class _Dinov2SelfOutput(SelfOutput):
 
 @of_library("Dinov2", "Attention")
 class _Dinov2Attention(Attention):
-    inner, behind = _Dinov2SelfAttention, _Dinov2SelfOutput
+    inner, last = _Dinov2SelfAttention, _Dinov2SelfOutput
 
 
 @of_library("Dinov2", "MLP")
@@ -181,7 +180,7 @@ def tokens(device: torch.device) -> Tensor:
 
 
 @each
-def test_a_whole_layer(prefix: str, backend: str, device: torch.device) -> None:
+def test_a_whole_layer(prefix: str, device: torch.device) -> None:
     layer = layer_of(prefix, device)
     own = copy.deepcopy(layer)
     report = fastvit.accelerate(layer, strict=True)
@@ -240,10 +239,10 @@ def test_layers_of_version_4_are_left(monkeypatch: pytest.MonkeyPatch, device: t
     assert reasons[""] == reasons["attention"] == "transformers 4.57.6: its layers are known from version 5 on"
 
 
-def test_positions_of_images_beside_a_mask(device: torch.device) -> None:
-    """Pixtral's, in earlier versions: what separates images where there is no mask."""
+def test_positions_of_images_with_a_mask(device: torch.device) -> None:
+    """In earlier versions of Pixtral they separate images without a mask."""
     x, positions = tokens(device), torch.arange(17, device=device)
     mask = torch.zeros(1, 1, 17, 17, device=device)
     assert integration.check_rotary_call(None, x, mask, position_ids=positions) is x
-    with pytest.raises(integration.Unsupported, match="position_ids"):
+    with pytest.raises(integration.CannotFuse, match="position_ids"):
         integration.check_rotary_call(None, x, None, position_ids=positions)

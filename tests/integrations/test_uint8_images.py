@@ -1,4 +1,4 @@
-"""uint8 images in accelerated models of other libraries: normalised inside the patch embedding, or refused."""
+"""uint8 images in accelerated models of other libraries are normalised inside the patch embedding, or refused."""
 
 import copy
 import pickle
@@ -88,7 +88,7 @@ def test_without_mean_and_std_uint8_is_the_models_own_affair(pixels: Tensor, aut
 
 
 def clip() -> nn.Module:
-    """CLIP with both its towers, asked for what it makes of images."""
+    """Return CLIP with both its towers."""
     library = import_library("transformers")
     text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     return library.CLIPModel(library.CLIPConfig(text_config=text, vision_config=SIZES, projection_dim=32)).eval()
@@ -100,8 +100,7 @@ TRANSFORMERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize(("name", "by_name"), [*((name, False) for name in TRANSFORMERS), ("ViTModel", True)])
 def test_transformers_cast_images_that_are_normalised_before(name: str, by_name: bool, pixels: Tensor) -> None:
     model = hugging_face(name).double()
     weight = next(p for p in model.parameters() if p.dim() == 4)
@@ -130,8 +129,8 @@ def test_transformers_cast_images_that_are_normalised_before(name: str, by_name:
     assert not close(run(pixels), want)
 
 
-def test_every_door_of_a_model_of_transformers(pixels: Tensor) -> None:
-    """Its towers may be called without it."""
+def test_every_entrance_of_a_model_of_transformers(pixels: Tensor) -> None:
+    """Its towers may be called directly."""
     model = clip()
     words, want = torch.zeros(1, 2, dtype=torch.long), normalised(pixels)
     calls: list[Callable[[Tensor], Any]] = [
@@ -175,7 +174,7 @@ def test_copies_of_transformers_models_and_their_dtype(pixels: Tensor) -> None:
 
 
 def test_several_crops_are_left_to_the_modules_inside() -> None:
-    """(B, n, C, H, W), as some models around a vision tower take them."""
+    """Some models around a vision tower take (B, n, C, H, W)."""
 
     class Crops(nn.Module):
         def __init__(self, tower: nn.Module) -> None:

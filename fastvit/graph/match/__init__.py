@@ -1,1 +1,1 @@
-"""How a graph is read: calls, values, views, layouts, and the one way to change it."""
+"""Read a graph (calls, values, views, layouts), and change it by the one class that does so, `GraphRewriter`."""

@@ -1,4 +1,4 @@
-"""What a node of Dynamo's graph calls, under one name for all spellings: torch.add(a, b), a + b and a.add(b)."""
+"""One name for all spellings of a call in Dynamo's graph: torch.add(a, b), a + b and a.add(b) are "add"."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-
-class Refused(Exception):
-    """Why a pattern that was found is left as it is."""
-
+from fastvit.blocks.submodules import CannotFuse
 
 _SPACES = (torch, F, torch.Tensor, torch.special, operator)
 _NAMES = """
@@ -35,7 +32,7 @@ _FUNCTIONS |= {torch.ops.aten.mT: "mT", torch.ops.aten.numpy_T: "T"}  # x.mT and
 
 
 def name_of(node: Any) -> str:
-    """ "" for what is no call of a known function or method."""
+    """Return the one name of the function or method that a node calls, or "" if it calls none that is known."""
     if not isinstance(node, Node):
         return ""
     if node.op == "call_method":
@@ -48,18 +45,18 @@ def name_of(node: Any) -> str:
 
 
 def words(node: Node) -> str:
-    """What a node does, for a reason."""
+    """Return a name of what a node does, for the reasons in a report."""
     if node.op in ("placeholder", "output"):
         return "an input" if node.op == "placeholder" else "the graph's output"
     return name_of(node) or getattr(node.target, "__name__", str(node.target))
 
 
 def arguments(node: Node, **defaults: Any) -> list[Any]:
-    """The arguments of a call in the order of `defaults`, which name all that there are and say what is not given.
-    Raises Refused for an argument of another name."""
+    """Return a call's arguments in the order of `defaults`, which name all parameters and give the values of missing
+    ones. Raises CannotFuse for an argument of another name."""
     bound = dict(zip(defaults, node.args, strict=False)) | node.kwargs
     if len(node.args) > len(defaults) or not bound.keys() <= defaults.keys():
-        raise Refused(f"unknown arguments of {name_of(node)}")
+        raise CannotFuse(f"unknown arguments of {name_of(node)}")
     return [bound.get(name, default) for name, default in defaults.items()]
 
 
@@ -68,7 +65,7 @@ def is_number(value: Any) -> bool:
 
 
 def scaled(node: Any) -> tuple[Node, float] | None:
-    """tensor and factor of tensor * number, number * tensor or tensor / number."""
+    """Return tensor and factor of tensor * number, number * tensor or tensor / number, or None for another call."""
     name = name_of(node)
     if name not in ("mul", "mul_", "div", "div_") or len(node.args) != 2 or node.kwargs:
         return None
@@ -81,5 +78,5 @@ def scaled(node: Any) -> tuple[Node, float] | None:
 
 
 def first(node: Node) -> Any:
-    """What a call's first argument is: the tensor that it is a view, a cast or a scaling of."""
+    """Return a call's first argument: the tensor that is viewed, cast or scaled."""
     return node.args[0] if node.args else node.kwargs.get("input")

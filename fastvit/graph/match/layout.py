@@ -1,9 +1,10 @@
-"""Where the elements of a tensor come from: the proof that a chain of views, transpositions and copies, however it is
-spelled, is the arrangement that an op reads or writes.
+"""Prove that a chain of views, transpositions and copies, in any spelling, is the arrangement that an op reads or
+writes.
 
-A `Layout` says of each dimension which elements of a dense base tensor it runs over, as modes (size, stride), the
-outermost first. Reshaping regroups modes and permuting reorders dimensions, so that a copy in between, which an op then
-saves, changes nothing. Sizes may be symbolic: what cannot be shown for all of their values is not taken.
+A `Layout` describes where the elements of a tensor come from in a dense base tensor: each dimension is a list of modes
+(size, stride), the outermost first. Reshaping regroups modes and permuting reorders dimensions, so a copy in between
+changes nothing, and the op saves it. Sizes may be symbolic: an arrangement counts as proved only if it holds for all of
+their values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def known_equal(a: Size, b: Size) -> bool:
 
 
 def known_int(size: Size) -> int | None:
-    """Of a size that is a number, or a symbol of which a guard says what it is."""
+    """Return a size that is a number or a symbol that a guard fixes, otherwise None."""
     return size if isinstance(size, int) else size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
 
 
@@ -37,7 +38,8 @@ def same_shape(a: Sequence[Size], b: Sequence[Size]) -> bool:
 
 
 def same_strides(a: Any, b: Any) -> bool:
-    """Of two tensors of one shape: those of dimensions of size 1, and of a tensor without elements, lead nowhere."""
+    """Return whether two tensors of one shape have the same strides. Those of dimensions of size 1, and of tensors
+    without elements, do not matter."""
     sizes = zip(a.shape, a.stride(), b.stride(), strict=True)
     return any(known_equal(size, 0) for size in a.shape) or all(
         known_equal(size, 1) or known_equal(s, t) for size, s, t in sizes
@@ -54,7 +56,7 @@ def dense_strides(shape: Sequence[Size]) -> list[Size]:
 
 
 def outermost_first(strides: Sequence[Size]) -> list[int]:
-    """The dimensions in the order of falling strides, as far as symbolic ones are known to fall."""
+    """Return the dimensions by falling strides, as far as the order of symbolic strides is known."""
     order: list[int] = []
     for i, stride in enumerate(strides):
         before = [j for j, other in enumerate(order) if statically_known_true(strides[other] < stride)]
@@ -69,7 +71,7 @@ class Layout:
 
     @classmethod
     def of(cls, shape: Sequence[Size], strides: Sequence[Size] | None = None, offset: Size = 0) -> Layout:
-        """Of one mode a dimension; dense if no strides are given."""
+        """Make a layout with one mode per dimension; dense if no strides are given."""
         strides = dense_strides(shape) if strides is None else strides
         return cls(tuple(((size, stride),) for size, stride in zip(shape, strides, strict=True)), offset)
 
@@ -101,8 +103,8 @@ class Layout:
         return Layout((*narrowed.dims[:dim], *narrowed.dims[dim + 1 :]), narrowed.offset)
 
     def through_linear(self, out: Size) -> Layout:
-        """Of a linear layer's output, (..., out) over a base whose last dimension is `out`, where this is its input's,
-        (..., in) over one whose last is `in`."""
+        """Return the layout of a linear layer's output (..., out), over a base whose last dimension is `out`. self: the
+        layout of its input (..., in), over a base whose last dimension is `in`."""
         last = _coalesced(self.dims[-1])
         if len(last) != 1 or not known_equal(last[0][1], 1) or not known_equal(self.offset, 0):
             raise NotALayout("a linear layer of part of a row")
@@ -113,7 +115,7 @@ class Layout:
         return Layout((*leading, ((out, 1),)))
 
     def has_rows_of(self, size: Size) -> bool:
-        """Whether the last dimension runs over whole rows of a base whose last dimension is `size`."""
+        """Return whether the last dimension runs over whole rows of a base whose last dimension is `size`."""
         last, *outer = map(_coalesced, reversed(self.dims))
         begins = [self.offset, *(stride for dim in outer for _, stride in dim)]
         return len(last) == 1 and same_shape(last[0], (size, 1)) and all(known_equal(b % size, 0) for b in begins)
@@ -126,7 +128,7 @@ class Layout:
 
 
 def _take(modes: list[Mode], size: Size) -> tuple[Mode, ...]:
-    """The outermost modes that make up a dimension of that size, taken out of the list."""
+    """Take the outermost modes that make up a dimension of that size out of the list."""
     taken: list[Mode] = []
     while not known_equal(size, 1):
         if not modes:

@@ -1,4 +1,4 @@
-"""A graph of torch functions as Dynamo hands it over, before autograd, and the one way in which rewrites change it."""
+"""A graph of torch functions from Dynamo, before autograd, and the only class that changes it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastvit.graph.match.calls import Refused, first, name_of, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import first, name_of, words
 from fastvit.graph.match.layout import known_equal, outermost_first, same_shape, same_strides
+from fastvit.graph.match.source import line_of, module_of
 from fastvit.graph.match.values import VIEWS, evaluate, fake, mutated, storages, value_of
-from fastvit.graph.report import Entry, Kind, entry_of
+from fastvit.report import Entry, Kind, Status
 
-# After one of these the values that Dynamo noted before no longer hold
+# After one of these the fake values that Dynamo recorded before are wrong
 _RESHAPED_IN_PLACE = frozenset(
     ("squeeze_", "unsqueeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_")
 )
@@ -25,11 +27,11 @@ _REGIONS = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_in
 _COPIED = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
-class Subject:
+class GraphRewriter:
     """One graph, while it is rewritten.
 
-    Positions and regions are those of the nodes that Dynamo wrote; a node that is put in has those of the node that it
-    stands for. A region is a stretch in which autocast and grad mode do not change.
+    Positions and regions are those of the nodes that Dynamo wrote; a new node has those of the node that it replaces.
+    A region is a stretch of the graph in which autocast and grad mode do not change.
     """
 
     def __init__(self, gm: GraphModule) -> None:
@@ -39,9 +41,7 @@ class Subject:
         self._region: dict[Node, int] = {}
         self._autocast: list[tuple[Any, ...]] = [()]  # of each region, the autocasts entered in the graph
         self._mutations: dict[Node, set[StorageWeakRef]] = {}
-        self._restrided: list[
-            tuple[Node, Any]
-        ] = []  # what was put in with other strides, and the value that stood there
+        self._restrided: list[tuple[Node, Any]] = []  # new nodes with other strides, and the value that each replaced
         values = [value for value in map(value_of, self.graph.nodes) if isinstance(value, Tensor)]
         self.refusal = self._refusal(values)  # why the whole graph is left, or ""
         self.fakes: Any = None if self.refusal or not values else values[0].fake_mode  # type: ignore[attr-defined]
@@ -75,34 +75,35 @@ class Subject:
     # ---- the report ----
 
     def note(self, node: Node, kind: Kind, fused: bool, detail: str) -> None:
-        """What became of a site. Of several notes the last counts, but none takes back that it is fused, nor what: the
-        projection of an nn.MultiheadAttention may be fused, too."""
+        """Record the outcome at a site. The last note counts, but never turns a fused site into a skipped one, nor into
+        another kind: the projection of an nn.MultiheadAttention has the same site as its attention."""
         site = node.meta.get("fastvit_site", node)
         before = self.entries.get(site)
         if before is None or not before.fused or (fused and before.kind == kind):
-            self.entries[site] = entry_of(site, kind, fused, detail)
+            status: Status = "accelerated" if fused else "skipped"
+            self.entries[site] = Entry(module_of(site), kind, status, detail, kind, line_of(site))
 
     # ---- changes ----
 
     def replace(self, root: Node, matched: Collection[Node], build: Callable[[Emitter], Node], site: Node) -> Node:
-        """Puts what `build` emits in the place of root, and takes out root and the other matched nodes, which nothing
-        else may use. Raises Refused where that could change what the model computes."""
+        """Replace root by the node that `build` emits, and erase root and the other matched nodes, which nothing else
+        may use. Raises CannotFuse if that could change what the model computes."""
         return self.replace_all([root], matched, lambda emit: [build(emit)], site)[0]
 
     def replace_all(
         self, roots: Sequence[Node], matched: Collection[Node], build: Callable[[Emitter], list[Node]], site: Node
     ) -> list[Node]:
-        """The same for several roots, in order: all are computed where the first was."""
+        """Replace several roots, given in order; all are computed at the place of the first."""
         self._check(roots, {*matched, *roots})
         emitter = Emitter(self, roots[0], site.meta.get("fastvit_site", site))
         try:
             new = [emitter.in_place_of(root, node) for root, node in zip(roots, build(emitter), strict=True)]
             if any(node in matched for written in emitter.written for node in written.all_input_nodes):
-                raise Refused("what it computes on the way is used by its end, too")
-        except (TypeError, ValueError, RuntimeError) as error:  # what the ops themselves refuse
+                raise CannotFuse("what it computes on the way is used by its end, too")
+        except (TypeError, ValueError, RuntimeError) as error:  # the ops' own checks
             emitter.undo()
-            raise Refused((str(error) or repr(error)).splitlines()[0]) from None
-        except Refused:
+            raise CannotFuse((str(error) or repr(error)).splitlines()[0]) from None
+        except CannotFuse:
             emitter.undo()
             raise
         for root, node in zip(roots, new, strict=True):
@@ -116,20 +117,20 @@ class Subject:
         return new
 
     def _check(self, roots: Sequence[Node], inside: set[Node]) -> None:
-        """Whether all of `inside` can be computed at the first root."""
+        """Check that all of `inside` can be computed at the first root."""
         here, region = self.position[roots[0]], self._region[roots[0]]
         read: dict[StorageWeakRef, tuple[int, int]] = {}  # from where to where
         for node in inside:
             at = self.position[node]
             if self._region[node] != region:
-                raise Refused("autocast or grad mode changes within it")
+                raise CannotFuse("autocast or grad mode changes within it")
             if node not in roots and not inside.issuperset(node.users):
-                raise Refused(f"the output of its {words(node)} is used elsewhere, too")
+                raise CannotFuse(f"the output of its {words(node)} is used elsewhere, too")
             for used in node.all_input_nodes:
                 if used in inside:
                     continue
                 if self.position[used] > here:
-                    raise Refused("some of its layers are computed behind others")
+                    raise CannotFuse("some of its layers are computed after others")
                 for storage in storages(value_of(used)):
                     first, last = read.get(storage, (here, here))
                     read[storage] = min(first, at), max(last, at)
@@ -138,28 +139,28 @@ class Subject:
                 self._check_own(node, written, inside, read.keys())
                 continue
             if any(read[storage][0] < self.position[node] < read[storage][1] for storage in written & read.keys()):
-                raise Refused("what it reads is changed in place before its end")
+                raise CannotFuse("what it reads is changed in place before its end")
             if any(written & storages(value_of(root)) for root in roots):
-                raise Refused("its output is changed in place")
+                raise CannotFuse("its output is changed in place")
 
     def _check_own(self, node: Node, written: set[StorageWeakRef], inside: set[Node], outside: Collection[Any]) -> None:
-        """A write in place within the pattern is that of a function that returns something new, if it is into a
-        tensor of the pattern's that nothing else reads."""
+        """Check a write in place within the pattern: it may be replaced only if it writes into a tensor of the pattern
+        that nothing else reads."""
         alias = [other for other in inside if other is not node and storages(value_of(other)) & written]
         if "out" in node.kwargs or written & {*outside} or any(len(o.users) > 1 for o in alias if o < node):
-            raise Refused("a tensor that is used elsewhere is changed in place")
+            raise CannotFuse("a tensor that is used elsewhere is changed in place")
 
-    def settle(self) -> None:
-        """Lets what stands behind other strides than before have them, or gives it the strides that it had: where a
-        view could not be taken any more or would become a copy, or a copy a view; where somebody else sees them."""
+    def propagate_strides(self) -> None:
+        """Propagate changed strides to later nodes. Restore the original strides where a view would fail, a view would
+        become a copy or a copy a view, or another graph or the caller would see them."""
         for node, before in self._restrided:
             try:
-                self._follow(node, before)
-            except (Refused, RuntimeError, ValueError):
+                self._propagate(node, before)
+            except (CannotFuse, RuntimeError, ValueError):
                 self._restore_strides(node, before)
         self._restrided.clear()
 
-    def _follow(self, new: Node, old: Any) -> None:
+    def _propagate(self, new: Node, old: Any) -> None:
         values: dict[Node, tuple[Any, Any]] = {new: (old, fake(new))}  # before, after
         for node in self.graph.nodes:
             inputs = [values[used] for used in node.all_input_nodes if used in values]
@@ -167,7 +168,7 @@ class Subject:
                 continue
             opaque = node.op == "output" or isinstance(node.target, torch._ops.HigherOrderOperator)
             if opaque and any(_differ(*value) for value in inputs):
-                raise Refused("seen by somebody else")
+                raise CannotFuse("seen outside of the graph")
             if opaque:
                 continue
             before = value_of(node)
@@ -175,7 +176,7 @@ class Subject:
                 after = evaluate(node, {used: value[1] for used, value in values.items()})
             for was, is_now in inputs:
                 if bool(storages(before) & storages(was)) != bool(storages(after) & storages(is_now)):
-                    raise Refused("a view that would be a copy, or a copy that would be a view")
+                    raise CannotFuse("a view that would be a copy, or a copy that would be a view")
             _require_gradients(before, after)
             if _differ(before, after) or any(storages(before) & storages(was) for was, _ in inputs):
                 values[node] = before, after
@@ -183,7 +184,7 @@ class Subject:
             node.meta["example_value"] = after
 
     def _restore_strides(self, node: Node, before: Tensor) -> None:
-        """By a copy."""
+        """Give the users of a node a copy with the strides of `before`."""
         users = list(node.users)
         if not users:
             return
@@ -192,19 +193,21 @@ class Subject:
         copy = emitter.method("contiguous", emitter.method("permute", node, order))
         copy = emitter.method("permute", copy, [order.index(i) for i in range(len(order))])
         if not same_strides(fake(copy), before):
-            raise Refused("strides that no copy has")
+            raise CannotFuse("strides that no copy has")
         for user in users:
             user.replace_input_with(node, copy)
 
-    def is_mutated(self, of: set[StorageWeakRef]) -> bool:
-        return any(written & of for written in self._mutations.values())
+    def is_mutated(self, targets: set[StorageWeakRef]) -> bool:
+        """Return whether any node writes into one of these storages."""
+        return any(written & targets for written in self._mutations.values())
 
     def adopt(self, node: Node, root: Node) -> None:
+        """Give a new node the position and region of root."""
         self.position[node], self._region[node] = self.position[root], self._region[root]
 
     @contextlib.contextmanager
     def as_in(self, node: Node) -> Iterator[None]:
-        """Fake tensors, and autocast as it is where node runs."""
+        """Enter fake mode, and autocast as it is where node runs."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fakes)
             stack.enter_context(torch.no_grad())
@@ -215,10 +218,10 @@ class Subject:
 
 
 class Emitter:
-    """Writes nodes before `root`, with fake values."""
+    """Write nodes before `root`, with fake values."""
 
-    def __init__(self, subject: Subject, root: Node, site: Node) -> None:
-        self._subject, self._root, self._site = subject, root, site
+    def __init__(self, rewriter: GraphRewriter, root: Node, site: Node) -> None:
+        self._rewriter, self._root, self._site = rewriter, root, site
         self.written: list[Node] = []
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -228,29 +231,29 @@ class Emitter:
         return self._write("call_method", name, args, kwargs)
 
     def size(self, tensor: Node, dim: int) -> Node:
-        """A size as a node: one that the graph has, so that the tensor is not used once more, or a new one."""
+        """Return a size as a node, if possible one that the graph has: a new one would be another use of the tensor."""
         size = fake(tensor).shape[dim]
-        before = itertools.takewhile(lambda node: node is not self._root, self._subject.graph.nodes)
+        before = itertools.takewhile(lambda node: node is not self._root, self._rewriter.graph.nodes)
         symbols = (node for node in before if isinstance(value_of(node), torch.SymInt))
         found = next((node for node in symbols if known_equal(value_of(node), size)), None)
         return found or self.method("size", tensor, dim)
 
     def _write(self, op: str, target: Any, args: Any, kwargs: Any) -> Node:
-        with self._subject.graph.inserting_before(self._root):
-            node = self._subject.graph.create_node(op, target, args, kwargs)
+        with self._rewriter.graph.inserting_before(self._root):
+            node = self._rewriter.graph.create_node(op, target, args, kwargs)
         self.written.append(node)
         node.meta.update({key: self._root.meta[key] for key in _COPIED if key in self._root.meta})
         node.meta["fastvit_site"] = self._site
-        self._subject.adopt(node, self._root)
-        with self._subject.as_in(self._root):
+        self._rewriter.adopt(node, self._root)
+        with self._rewriter.as_in(self._root):
             node.meta["example_value"] = evaluate(node)
         return node
 
     def in_place_of(self, root: Node, node: Node) -> Node:
-        """node, or a copy of it with root's strides, if it can stand for root."""
+        """Return node, or a copy of it with root's strides, for the place of root."""
         want, got = fake(root), fake(node)
         if not same_shape(want.shape, got.shape) or want.dtype != got.dtype or want.device != got.device:
-            raise Refused(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
+            raise CannotFuse(f"the op would give {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}")
         if not same_strides(want, got) and want.is_contiguous():
             node = self.method("contiguous", node)
         _require_gradients(want, fake(node))
@@ -258,7 +261,7 @@ class Emitter:
 
     def undo(self) -> None:
         for node in reversed(self.written):
-            self._subject.graph.erase_node(node)
+            self._rewriter.graph.erase_node(node)
 
 
 def _differ(before: Any, after: Any) -> bool:
@@ -268,7 +271,7 @@ def _differ(before: Any, after: Any) -> bool:
 
 
 def _require_gradients(before: Any, after: Any) -> None:
-    """As before, of values that were made without autograd."""
+    """Set requires_grad as `before` has it, because new values are made without autograd."""
     if isinstance(before, tuple | list):
         for b, a in zip(before, after, strict=True):
             _require_gradients(b, a)
@@ -277,7 +280,7 @@ def _require_gradients(before: Any, after: Any) -> None:
 
 
 def _refresh(node: Node) -> None:
-    """The values of a node's views, after it."""
+    """Compute the fake values of a node's views again."""
     for user in node.users:
         if name_of(user) in VIEWS and first(user) is node:
             before = value_of(user)

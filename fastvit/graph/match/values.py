@@ -1,4 +1,4 @@
-"""What is known about a node's result: Dynamo's fake tensors, which have shapes, dtypes, strides and storages."""
+"""The results of nodes as Dynamo's fake tensors, which have shapes, dtypes, strides and storages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastvit.graph.match.calls import Refused, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import name_of
 
 VIEWS = frozenset(
     ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "permute", "transpose",
      "movedim", "t", "mT", "T", "unbind", "chunk", "split", "split_with_sizes", "narrow", "select", "getitem", "expand",
      "expand_as", "contiguous", "detach", "alias")
 )  # fmt: skip
-CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")  # which return what already has that dtype
+CASTS = ("to", "type_as", "float", "double", "half", "bfloat16")  # return the input itself if it has that dtype
 
 
 def value_of(node: Node) -> Any:
@@ -30,12 +31,12 @@ def value_of(node: Node) -> Any:
 def fake(node: Any) -> Tensor:
     value = value_of(node) if isinstance(node, Node) else None
     if not isinstance(value, Tensor):
-        raise Refused(f"nothing is known about the shape of {node}")
+        raise CannotFuse(f"nothing is known about the shape of {node}")
     return value
 
 
 def evaluate(node: Node, other: Mapping[Node, Any] = MappingProxyType({})) -> Any:
-    """On fake values, of which some are others than the nodes have."""
+    """Run a node on the fake values of its inputs; `other` replaces some of them."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda used: other[used] if used in other else value_of(used))
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -49,8 +50,8 @@ def storages(value: Any) -> set[StorageWeakRef]:
 
 
 def mutated(node: Node) -> set[StorageWeakRef]:
-    """The storages that a node writes into: known by their coming back, by convention or by the schema. What somebody
-    else's function, or one of higher order, does with its inputs is not known."""
+    """Return the storages that a node writes into: those that it returns again, or that convention or schema name. A
+    function of another library, or of higher order, may write into all of its inputs."""
     if node.op not in ("call_function", "call_method"):
         return set()
     name = name_of(node)
@@ -71,7 +72,7 @@ def _may_write(target: Any) -> bool:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
     if isinstance(target, types.BuiltinFunctionType | types.MethodDescriptorType | type):
-        return False  # torch's and operator's, which return what they write into
+        return False  # functions of torch and operator return what they write into
     module = getattr(target, "__module__", None) or ""
     return isinstance(target, torch._ops.HigherOrderOperator) or module.split(".")[0] not in (
         "torch",

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastvit.graph.match.calls import Refused, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import first, name_of
 from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
 from fastvit.graph.match.values import CASTS, fake, value_of
 
@@ -20,7 +21,7 @@ _SIZES = (2, 3, 5, 7, 11, 13, 17)  # tell dimensions apart
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node only rearranges, selects or copies what its first argument holds, in the same dtype."""
+    """Return whether a node only rearranges, selects or copies elements of its first argument, in the same dtype."""
     name = name_of(node)
     if name in (*COPIES, *RESHAPES):
         before, after = fake(first(node)), fake(node)
@@ -28,8 +29,8 @@ def is_view(node: Any) -> bool:
     return name in (*_PERMUTES, *_PIECES, "getitem", "select", "narrow")
 
 
-def behind_views(node: Node) -> tuple[Node, list[Node]]:
-    """The node that a chain of views begins at, and the chain, in order."""
+def strip_views(node: Node) -> tuple[Node, list[Node]]:
+    """Return the node that a chain of views ending in `node` starts from, and the chain, in order."""
     chain: list[Node] = []
     while is_view(node):
         chain.insert(0, node)
@@ -38,7 +39,7 @@ def behind_views(node: Node) -> tuple[Node, list[Node]]:
 
 
 def widened(node: Any) -> bool:
-    """Whether a node is its first argument in a dtype that holds all of its values."""
+    """Return whether a node casts its first argument to a dtype that holds all of its values."""
     if name_of(node) not in CASTS:
         return False
     before, after = fake(first(node)), fake(node)
@@ -46,15 +47,15 @@ def widened(node: Any) -> bool:
 
 
 def follow(layout: Layout, chain: list[Node]) -> Layout:
-    """The layout at the end of a chain of views that begins at `layout`."""
+    """Return the layout at the end of a chain of views of a tensor with the layout `layout`."""
     at: Layout | list[Layout] = layout
     try:
         for node in chain:
             at = _step(at, node)
     except NotALayout as error:
-        raise Refused(str(error)) from None
+        raise CannotFuse(str(error)) from None
     if not isinstance(at, Layout):
-        raise Refused("several tensors")
+        raise CannotFuse("several tensors")
     return at
 
 
@@ -101,7 +102,7 @@ def _pieces(at: Layout, node: Node, dim: int) -> list[Layout]:
 
 
 def _indexed(at: Layout, index: Any) -> Layout:
-    """tensor[index] of numbers, slices, ... and None."""
+    """Index by numbers, slices, ... and None."""
     items = list(index) if isinstance(index, tuple) else [index]
     if (i := next((i for i, item in enumerate(items) if item is Ellipsis), None)) is not None:
         missing = len(at.dims) - sum(item is not None and item is not Ellipsis for item in items)
@@ -114,7 +115,7 @@ def _indexed(at: Layout, index: Any) -> Layout:
         elif isinstance(item, slice):
             size = at.size(dim)
             if item.step not in (None, 1):
-                at = _every_second(at, dim, item, size)
+                at = _alternate(at, dim, item, size)
                 dim += 1
                 continue
             start = 0 if item.start is None else _index(item.start, at, dim)
@@ -132,8 +133,8 @@ def _indexed(at: Layout, index: Any) -> Layout:
     return at
 
 
-def _every_second(at: Layout, dim: int, item: slice, size: Size) -> Layout:
-    """tensor[0::2] or tensor[1::2], of an even size"""
+def _alternate(at: Layout, dim: int, item: slice, size: Size) -> Layout:
+    """Index by 0::2 or 1::2 along a dimension of even size."""
     if item.step != 2 or item.start not in (None, 0, 1) or item.stop is not None or not known_equal(size % 2, 0):
         raise NotALayout("a slice with a step")
     shape = [at.size(i) for i in range(len(at.dims))]

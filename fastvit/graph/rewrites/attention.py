@@ -3,10 +3,10 @@
     scaled_dot_product_attention(q, k, v, scale=s, dropout_p=p)
     dropout(softmax(q @ k^T * s)) @ v           q, k, v (B, H, N, d), or (..., N, d)
 
-becomes `ops.attention`, which reads q, k and v where they lie and stores no N x N tensor. The products may be spelled
-@, matmul, bmm or einsum, the scale multiply or divide, before the product or behind it, and the softmax run in float32
-and be rounded back. Masks and biases are those of `masks.py`, which says what becomes of rows in which nothing is
-kept; k and v may have fewer heads than q, or be repeated for it (`groups.py`).
+becomes `ops.attention`, which reads q, k and v by stride and stores no N x N tensor. The products may be spelled @,
+matmul, bmm or einsum. The scale may multiply or divide, before or after the product. The softmax may run in float32 and
+be rounded back. `masks.py` reads masks and biases, and says what happens to rows in which nothing is kept. k and v may
+have fewer heads than q, or be repeated for it (`groups.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import torch
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, arguments, first, is_number, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, scaled, words
 from fastvit.graph.match.layout import known_equal, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
 from fastvit.graph.match.views import COPIES, RESHAPES, is_view
 from fastvit.graph.rewrites.groups import repeated
 from fastvit.graph.rewrites.masks import Term, attn_mask, term_of, without_filled_rows
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         name = name_of(node)
         softmax = _softmax_before(node) if name in ("matmul", "einsum") else None
         site = node if name == "scaled_dot_product_attention" else softmax
@@ -36,35 +37,35 @@ def rewrite(subject: Subject) -> None:
             continue
         try:
             if site is node:
-                _rewrite_call(subject, node)
+                _rewrite_call(rewriter, node)
             else:
-                _rewrite_products(subject, node, site)
-            subject.note(site, "attention", True, "attention")
-        except Refused as reason:
-            subject.note(site, "attention", False, str(reason))
+                _rewrite_products(rewriter, node, site)
+            rewriter.note(site, "attention", True, "attention")
+        except CannotFuse as reason:
+            rewriter.note(site, "attention", False, str(reason))
 
 
-def _rewrite_call(subject: Subject, node: Node) -> None:
+def _rewrite_call(rewriter: GraphRewriter, node: Node) -> None:
     q, k, v, mask, p, causal, scale, gqa = arguments(
         node, query=None, key=None, value=None, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         enable_gqa=False,
     )  # fmt: skip
     if causal is not False:
-        raise Refused("a mask: causal")
+        raise CannotFuse("a mask: causal")
     if gqa is not False and fake(q).dim() != 4 and not same_shape(fake(q).shape, fake(k).shape):
-        raise Refused("queries in groups without a batch")
+        raise CannotFuse("queries in groups without a batch")
     _check_shapes(*(fake(t).shape for t in (q, k, v)))
-    _emit(subject, node, {node}, (q, k, v), scale, p, node, terms=[] if mask is None else [_given(mask, q)])
+    _emit(rewriter, node, {node}, (q, k, v), scale, p, node, terms=[] if mask is None else [_given(mask, q)])
 
 
 def _given(mask: Node, q: Node) -> Term:
-    """Of scaled_dot_product_attention: True where a query may look at a key, or what is added."""
+    """Return the mask of scaled_dot_product_attention as a term: True keeps a score, floats are added."""
     shape = fake(q).shape
     return Term(mask, (*shape[:-1], shape[-2]), keeps=True if fake(mask).dtype is torch.bool else None)
 
 
 def _softmax_before(node: Node) -> Node | None:
-    """The softmax whose output, dropped and rounded or not, node multiplies."""
+    """Return the softmax whose output a product multiplies, perhaps after dropout and rounding, or None."""
     at: Any = first(node) if name_of(node) == "matmul" else (*node.args, None)[1]
     at = at[0] if isinstance(at, list | tuple) else at
     while name_of(at) in (*COPIES, *RESHAPES, "dropout"):
@@ -72,7 +73,7 @@ def _softmax_before(node: Node) -> Node | None:
     return at if name_of(at) == "softmax" else None
 
 
-def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
+def _rewrite_products(rewriter: GraphRewriter, root: Node, softmax: Node) -> None:
     at, v = _operands(root)
     matched, p = {root}, 0.0
     while at is not softmax:
@@ -80,7 +81,7 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
         _check_precision(at, fake(root).dtype)
         if name_of(at) == "dropout":
             if p:
-                raise Refused("two dropouts")
+                raise CannotFuse("two dropouts")
             p = dropout_of(at)
         at = first(at)
     matched.add(softmax)
@@ -88,7 +89,7 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
     at = first(softmax)
     probabilities = _operands(root)[0], softmax, at
     if softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None) not in (-1, fake(at).dim() - 1):
-        raise Refused("a softmax over another dimension")
+        raise CannotFuse("a softmax over another dimension")
     scale = 1.0
     terms: list[Term] = []
     while True:
@@ -107,40 +108,41 @@ def _rewrite_products(subject: Subject, root: Node, softmax: Node) -> None:
         else:
             break
     if name_of(at) not in ("matmul", "einsum"):
-        raise Refused(_what_is_between(at))
+        raise CannotFuse(_reason_between(at))
     if not all(same_shape(fake(t).shape, fake(at).shape) for t in probabilities):  # or all reshapes together do nothing
-        raise Refused("a reshape of scores or probabilities")
+        raise CannotFuse("a reshape of scores or probabilities")
     matched.add(at)
     q, k = _operands(at, transposed=True)
     if fake(q).dtype != fake(root).dtype:
-        raise Refused(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
-    _emit(subject, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=name_of(at) == "matmul")
+        raise CannotFuse(f"scores in {fake(q).dtype} for values in {fake(root).dtype}")
+    _emit(rewriter, root, matched, (q, k, v), scale, p, softmax, terms=terms, k_transposed=name_of(at) == "matmul")
 
 
 def _check_precision(node: Node, dtype: torch.dtype) -> None:
     if fake(node).dtype not in (dtype, torch.float32, torch.float64):
-        raise Refused(f"scores or probabilities in {fake(node).dtype}")
+        raise CannotFuse(f"scores or probabilities in {fake(node).dtype}")
 
 
-def _what_is_between(scores: Node) -> str:
+def _reason_between(scores: Node) -> str:
+    """Return the reason for an unknown call between the product and the softmax."""
     while is_view(scores):
         scores = first(scores)
     return f"{words(scores)} between scores and softmax"
 
 
 def dropout_of(node: Node) -> float:
-    """The probability of F.dropout as it applies here."""
+    """Return the probability with which a call of F.dropout drops."""
     _, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
     if not is_number(p) or not isinstance(training, bool):
-        raise Refused("a dropout probability that is a tensor")
+        raise CannotFuse("a dropout probability that is a tensor")
     if p >= 1.0:
-        raise Refused("a dropout of everything")
+        raise CannotFuse("a dropout of everything")
     return float(p) if training else 0.0
 
 
 def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
-    """a and b of a @ b; as einsum they must be spelled so that rows and columns are where matmul has them, b's, if
-    `transposed`, the other way round."""
+    """Return a and b of a @ b. An einsum must have rows and columns in the order of matmul; for b in the other order if
+    `transposed`."""
     if name_of(node) == "matmul":
         a, b = arguments(node, input=None, other=None)
         return a, b
@@ -152,16 +154,16 @@ def _operands(node: Node, transposed: bool = False) -> tuple[Node, Node]:
         columns, contracted = (b[-2], b[-1]) if transposed else (b[-1], b[-2])
         if a[-1] == contracted and out[-2:] == a[-2] + columns and len({*a, *b}) == len(a) + 1:
             return tensors[0], tensors[1]
-    raise Refused(f"einsum {equation!r}")
+    raise CannotFuse(f"einsum {equation!r}")
 
 
 def _emit(
-    subject: Subject, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
+    rewriter: GraphRewriter, root: Node, matched: set[Node], qkv: tuple[Node, Node, Node], scale: object, p: object,
     site: Node, *, terms: Sequence[Term], k_transposed: bool = False,
 ) -> None:  # fmt: skip
     """qkv: (B, H, N, d) or (..., N, d) each, k perhaps (..., d, N)."""
     if not (scale is None or is_number(scale)) or not is_number(p):
-        raise Refused("a scale or probability that is a tensor")
+        raise CannotFuse("a scale or probability that is a tensor")
     q, k, v = map(fake, qkv)
     _check_shapes(q.shape, k.mT.shape if k_transposed else k.shape, v.shape)
     shared = repeated(qkv[1], transposed=k_transposed), repeated(qkv[2])
@@ -186,22 +188,22 @@ def _emit(
     grouped = [t for t in shared if t is not None] if q.dim() == 4 else []
     if len(grouped) != 2 or not known_equal(grouped[0].heads, grouped[1].heads):
         grouped = []
-    subject.replace(root, matched.union(*(t.unused(matched) for t in grouped)), build, site)
+    rewriter.replace(root, matched.union(*(t.unused(matched) for t in grouped)), build, site)
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
-    """(B, H, N, d), k and v perhaps of fewer heads, or (..., N, d)"""
+    """Check shapes (B, H, N, d), k and v perhaps with fewer heads, or (..., N, d)."""
     want = q
     if len(q) == len(k) == 4 and not known_equal(q[1], k[1]) and known_equal(q[1] % k[1], 0):
         want = q[0], k[1], *q[2:]
     if not same_shape(want, k) or not same_shape(want[:-1], v[:-1]):
-        raise Refused("k and v of another length than q")
+        raise CannotFuse("k and v of another length than q")
     if not known_equal(q[-1], v[-1]):
-        raise Refused("values that are wider or narrower than keys")
+        raise CannotFuse("values that are wider or narrower than keys")
 
 
 def _tokens_first(emit: Emitter, t: Node) -> Node:
-    """As (B, N, H, d); with other dimensions than four, all before N are one, and one head."""
+    """Return t as (B, N, H, d). Without exactly four dimensions, all before N become one, and there is one head."""
     if fake(t).dim() == 4:
         return emit.method("transpose", t, 1, 2)
     return emit.method("unsqueeze", emit.method("flatten", t, 0, -3) if fake(t).dim() > 3 else t, 2)

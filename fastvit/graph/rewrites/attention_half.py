@@ -1,11 +1,11 @@
-"""The attention half of a pre-norm block, around `ops.attention` where `attention.py` has put it:
+"""The attention half of a pre-norm block, around an `ops.attention` that `attention.py` has written:
 
     norm -> linear, packed or three -> q, k, v -> attention -> linear -> LayerScale, DropPath, residual
 
-with or without norms of q and k over each head, rotary positions of both, a mask or bias of the scores and a norm in
-front of the projection, becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. A
-norm is a LayerNorm or an RMSNorm. Where k and v have fewer heads than q, attention stays `ops.attention`.
-Where only the projection is packed, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
+becomes `ops.layer_norm_attention`, one node that saves x, q, k, v and attention's output. Optional parts: norms of q
+and k over each head, rotary positions of both, a mask or bias of the scores, a norm before the last projection. A norm
+is a LayerNorm or an RMSNorm. If k and v have fewer heads than q, attention stays `ops.attention`. If the pattern fails
+but one layer computes q, k and v, attention becomes `ops.attention_qkvpacked`, whose gradient is one tensor.
 """
 
 from __future__ import annotations
@@ -15,39 +15,40 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, first, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import first, name_of, scaled, words
 from fastvit.graph.match.layout import Layout, Size, known_equal, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import behind_views, follow, is_view, widened
+from fastvit.graph.match.views import follow, is_view, strip_views, widened
 from fastvit.graph.rewrites.epilogue import replace_longest
 from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
 from fastvit.graph.rewrites.rotary import rotation_of, same_positions
 from fastvit.ops import Rotary
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         if node.op == "call_function" and node.target is ops.attention:
             site = node.meta["fastvit_site"]
             try:
                 projections = _Projections(node)
-            except Refused as reason:
-                subject.note(site, "attention", True, f"attention ({reason})")
+            except CannotFuse as reason:
+                rewriter.note(site, "attention", True, f"attention ({reason})")
                 continue
             try:
-                _rewrite_half(subject, node, projections)
-                subject.note(site, "attention", True, "layer_norm_attention")
-            except Refused as reason:
-                if projections.packed and _rewrite_packed(subject, node, projections):
-                    subject.note(site, "attention", True, f"attention_qkvpacked ({reason})")
+                _rewrite_half(rewriter, node, projections)
+                rewriter.note(site, "attention", True, "layer_norm_attention")
+            except CannotFuse as reason:
+                if projections.packed and _rewrite_packed(rewriter, node, projections):
+                    rewriter.note(site, "attention", True, f"attention_qkvpacked ({reason})")
                 else:
-                    subject.note(site, "attention", True, f"attention ({reason})")
+                    rewriter.note(site, "attention", True, f"attention ({reason})")
 
 
 class _Projections:
-    """What q, k and v of an `ops.attention` node are projected from, and by what. Raises Refused where they are not
-    plain slices of one or three linear layers' outputs."""
+    """The linear layers that compute q, k and v of an `ops.attention` node, and their input. Raises CannotFuse if q, k
+    and v are not plain slices of the outputs of one or three linear layers."""
 
     def __init__(self, attention: Node) -> None:
         self.matched: set[Node] = set()
@@ -55,32 +56,32 @@ class _Projections:
         self.B, self.N, self.H, self.d = fake(attention.args[0]).shape
         self.mask: Node | None = attention.kwargs.get("attn_mask")  # type: ignore[assignment]
         if not known_equal(fake(attention.args[1]).shape[2], self.H):
-            raise Refused("k and v with fewer heads than q")
+            raise CannotFuse("k and v with fewer heads than q")
         self.plain = True  # whether attention_qkvpacked could read the projection's output
         self.rotary: list[Rotary] = []  # of nodes, of q and of k
         self.norms: list[NormCall] = []  # of q and of k
-        found = [self._behind(t, scores=i < 2) for i, t in enumerate(attention.args)]
+        found = [self._projection_of(t, scores=i < 2) for i, t in enumerate(attention.args)]
         if self.rotary and (len(self.rotary) != 2 or not same_positions(*self.rotary)):
-            raise Refused("q and k with different rotary positions")
+            raise CannotFuse("q and k with different rotary positions")
         formulas = [(norm.kind, norm.eps) for norm in self.norms]
         if formulas and (len(formulas) != 2 or formulas[0] != formulas[1]):
-            raise Refused("q and k with different norms")
+            raise CannotFuse("q and k with different norms")
         nodes = list(dict.fromkeys(linear for linear, _ in found))
         if len(nodes) not in (1, 3):
-            raise Refused("q, k and v come out of two layers")
+            raise CannotFuse("q, k and v come out of two layers")
         self.packed = len(nodes) == 1
         self.linears = [linear_of(node) for node in nodes]
-        origins = [behind_views(linear.x) for linear in self.linears]
+        origins = [strip_views(linear.x) for linear in self.linears]
         self.y, views = origins[0]
         if any(y is not self.y or chain != views for y, chain in origins):
-            raise Refused("q, k and v are of different tensors")
+            raise CannotFuse("q, k and v are of different tensors")
         if known_equal(self.H, 1) and self.linears[0].out_features > self.d:  # perhaps (B * H, N, 1, d)
             self.H = self.linears[0].out_features // (3 * self.d if self.packed else self.d)
             self.B, self.plain = fake(self.y).shape[0], self.H == 1
             if self.mask is not None and self.H != 1:
-                raise Refused("a mask of heads in the batch")
+                raise CannotFuse("a mask of heads in the batch")
         if fake(self.y).dim() != 3 or not same_shape(fake(self.y).shape[:2], (self.B, self.N)):
-            raise Refused(f"a projection of {tuple(fake(self.y).shape)}")
+            raise CannotFuse(f"a projection of {tuple(fake(self.y).shape)}")
         of_y = follow(Layout.of(fake(self.y).shape), views)
         self.matched |= {*nodes, *views}
         self.plain = self.plain and not views
@@ -89,7 +90,7 @@ class _Projections:
         for i, (linear, chain) in enumerate(found):
             out = linear_of(linear).out_features
             if not known_equal(out, width):
-                raise Refused(f"a projection to {out} for {self.H} heads of {self.d}")
+                raise CannotFuse(f"a projection to {out} for {self.H} heads of {self.d}")
             want = Layout.of(
                 (self.B, self.N, self.H, self.d), (self.N * width, width, self.d, 1), i * E if self.packed else 0
             )
@@ -98,21 +99,21 @@ class _Projections:
                 if not known_equal(arranged.size(0), self.B):
                     arranged = arranged.reshape((self.B, self.H, self.N, self.d)).permute((0, 2, 1, 3))
             except ValueError as error:
-                raise Refused(str(error)) from None
+                raise CannotFuse(str(error)) from None
             if not arranged.is_same(want):
-                raise Refused("heads in another order than (3, H, d)" if self.packed else "heads in another order")
+                raise CannotFuse("heads in another order than (3, H, d)" if self.packed else "heads in another order")
 
-    def _behind(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
-        """The linear layer behind q, k or v, and the views between. A factor of q or k on the way belongs to the
-        scale of the scores, unless a norm takes it away again."""
-        node, chain = behind_views(t)
+    def _projection_of(self, t: Any, *, scores: bool) -> tuple[Node, list[Node]]:
+        """Return the linear layer that computes q, k or v, and the views between. A factor of q or k on the way belongs
+        to the scale of the scores, unless a norm follows, which removes it."""
+        node, chain = strip_views(t)
         while scores:
             if is_norm(node):
                 if not follow(Layout.of(fake(node).shape), chain).has_rows_of(fake(node).shape[-1]):
-                    raise Refused("a norm of all heads at once between projection and attention")
+                    raise CannotFuse("a norm of all heads at once between projection and attention")
                 self.matched.add(node)
                 self.norms.append(norm_of(node))
-                node, chain = self._behind_casts(self.norms[-1].x, chain)
+                node, chain = self._strip_casts(self.norms[-1].x, chain)
                 break
             if (factor := scaled(node)) is not None:
                 self.matched.add(node)
@@ -120,23 +121,23 @@ class _Projections:
                 node = factor[0]
             elif (rotation := rotation_of(node)) is not None:
                 if not follow(Layout.of(fake(node).shape), chain).is_same(_tokens_first(fake(node).shape)):
-                    raise Refused("rotary positions of tokens in another order")
+                    raise CannotFuse("rotary positions of tokens in another order")
                 self.matched |= rotation.matched
                 self.rotary.append(rotation.rotary)
                 node = rotation.x
             else:
                 break
-            node, before = behind_views(node)
+            node, before = strip_views(node)
             chain = before + chain
         if name_of(node) != "linear":
-            raise Refused(f"{words(node)} between projection and attention")
+            raise CannotFuse(f"{words(node)} between projection and attention")
         self.matched |= {*chain}
         return node, chain
 
-    def _behind_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
-        """The node behind a norm's input, which may be in float32, as the op computes it, and the views between."""
+    def _strip_casts(self, x: Node, chain: list[Node]) -> tuple[Node, list[Node]]:
+        """Return the node that a norm's input was cast from, and the views between: the op computes in float32 too."""
         while True:
-            x, before = behind_views(x)
+            x, before = strip_views(x)
             chain = before + chain
             if not widened(x):
                 return x, chain
@@ -154,89 +155,90 @@ def _scale(attention: Node, projections: _Projections) -> float:
     return projections.factor * float(projections.d**-0.5 if scale is None else scale)
 
 
-def _rewrite_half(subject: Subject, attention: Node, of: _Projections) -> None:
-    norm = norm_of(of.y)
-    end = _projected(attention, of)
-    matched = {of.y, attention, *of.matched, *end.behind}
+def _rewrite_half(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> None:
+    norm = norm_of(qkv.y)
+    end = _projected(attention, qkv)
+    matched = {qkv.y, attention, *qkv.matched, *end.between}
 
     def build(emit: Emitter, epilogue: dict[str, Any]) -> Node:
-        weights: Any = tuple(linear.weight for linear in of.linears)
-        biases: Any = tuple(linear.bias for linear in of.linears)
-        if of.packed:
+        weights: Any = tuple(linear.weight for linear in qkv.linears)
+        biases: Any = tuple(linear.bias for linear in qkv.linears)
+        if qkv.packed:
             (weights,), (biases,) = weights, biases
-        options = {**epilogue, **attention.kwargs, "scale": _scale(attention, of)}  # with the mask and dropout_p
-        if of.rotary:
-            options["rotary"] = of.rotary[0]
-        if of.norms:
-            options["qk_norm"] = tuple(head_norm.for_op() for head_norm in of.norms)
+        options = {**epilogue, **attention.kwargs, "scale": _scale(attention, qkv)}  # with the mask and dropout_p
+        if qkv.rotary:
+            options["rotary"] = qkv.rotary[0]
+        if qkv.norms:
+            options["qk_norm"] = tuple(head_norm.for_op() for head_norm in qkv.norms)
         if end.norm is not None:
             options["scale_norm"] = end.norm.for_op()
         return emit.call(
             ops.layer_norm_attention, norm.x, norm.weight, norm.bias, weights, biases, end.linear.weight,
-            end.linear.bias, of.H, eps=norm.eps, norm=norm.kind, **options,
+            end.linear.bias, qkv.H, eps=norm.eps, norm=norm.kind, **options,
         )  # fmt: skip
 
-    replace_longest(subject, end.root, matched, attention, build)
-    for taken in (norm, *of.norms, end.norm):
+    replace_longest(rewriter, end.root, matched, attention, build)
+    for taken in (norm, *qkv.norms, end.norm):
         if taken is not None:
-            note_norm(subject, taken.node, True, "layer_norm_attention")
+            note_norm(rewriter, taken.node, True, "layer_norm_attention")
 
 
 class _Projected(NamedTuple):
-    """root: the projection of attention's output, (B, N, out); behind: the nodes between; norm: of their rows."""
+    """root: the projection of attention's output, (B, N, out); norm: of its input, if there is one; between: the nodes
+    from attention to root."""
 
     root: Node
     linear: LinearCall
     norm: NormCall | None
-    behind: list[Node]
+    between: list[Node]
 
 
-def _projected(attention: Node, of: _Projections) -> _Projected:
-    behind: list[Node] = []
-    at, layout = attention, Layout.of((of.B, of.N, of.H, of.d))
-    if not known_equal(fake(attention).shape[0], of.B):
+def _projected(attention: Node, qkv: _Projections) -> _Projected:
+    between: list[Node] = []
+    at, layout = attention, Layout.of((qkv.B, qkv.N, qkv.H, qkv.d))
+    if not known_equal(fake(attention).shape[0], qkv.B):
         layout = layout.permute((0, 2, 1, 3)).reshape(fake(attention).shape)
     proj: LinearCall | None = None
     norm: NormCall | None = None
-    E: Size = of.H * of.d
+    E: Size = qkv.H * qkv.d
     while True:
-        if proj is not None and layout.is_same(Layout.of((of.B, of.N, proj.out_features))):
-            return _Projected(at, proj, norm, behind)
+        if proj is not None and layout.is_same(Layout.of((qkv.B, qkv.N, proj.out_features))):
+            return _Projected(at, proj, norm, between)
         if len(at.users) != 1:
-            raise Refused("attention's output is used more than once")
+            raise CannotFuse("attention's output is used more than once")
         (user,) = at.users
         if name_of(user) == "linear" and first(user) is at and proj is None:
             proj = linear_of(user)
             if not known_equal(fake(at).shape[-1], E):
-                raise Refused("a projection of single heads")
+                raise CannotFuse("a projection of single heads")
             try:
                 layout = layout.through_linear(proj.out_features)
             except ValueError:
-                raise Refused("the projection reads heads in another order") from None
+                raise CannotFuse("the projection reads heads in another order") from None
         elif is_norm(user) and first(user) is at and proj is norm is None:
             norm = norm_of(user)
             if not layout.has_rows_of(E):
-                raise Refused("a norm of single heads behind attention")
+                raise CannotFuse("a norm of single heads after attention")
         elif is_view(user) and first(user) is at:
             layout = follow(layout, [user])
         else:
-            raise Refused(f"{words(user)} behind attention")
-        behind.append(at)
+            raise CannotFuse(f"{words(user)} after attention")
+        between.append(at)
         at = user
 
 
-def _rewrite_packed(subject: Subject, attention: Node, of: _Projections) -> bool:
-    linear = of.linears[0]
-    if not of.plain or of.rotary or of.norms:  # alone they are the inner backend's
+def _rewrite_packed(rewriter: GraphRewriter, attention: Node, qkv: _Projections) -> bool:
+    linear = qkv.linears[0]
+    if not qkv.plain or qkv.rotary or qkv.norms:  # no op rotates or normalises inside packed attention
         return False
 
     def build(emit: Emitter) -> Node:
-        qkv = emit.method("unflatten", linear.node, -1, (3, of.H, of.d))
-        options = {**attention.kwargs, "scale": _scale(attention, of)}  # with the mask and dropout_p
-        return emit.call(ops.attention_qkvpacked, qkv, **options)
+        packed = emit.method("unflatten", linear.node, -1, (3, qkv.H, qkv.d))
+        options = {**attention.kwargs, "scale": _scale(attention, qkv)}  # with the mask and dropout_p
+        return emit.call(ops.attention_qkvpacked, packed, **options)
 
     try:
-        subject.replace(attention, of.matched - {linear.node}, build, attention)
-    except Refused:
+        rewriter.replace(attention, qkv.matched - {linear.node}, build, attention)
+    except CannotFuse:
         return False
     return True

@@ -1,9 +1,9 @@
-"""What may stand between a linear layer and the residual stream, in one pass over its output:
+"""The epilogue of a linear layer, up to the residual stream, in one pass over its output:
 
     residual + row_scale * layer_scale * linear(...)        branch (B, ..., D)
 
-layer_scale: a (D,) factor; row_scale: stochastic depth's draw, one factor a sample (B, 1, ..., 1), of which some
-libraries divide the branch by the probability of keeping it.
+layer_scale: a factor (D,). row_scale: one factor a sample (B, 1, ..., 1), drawn by stochastic depth; some libraries
+divide the branch by the probability of keeping it instead.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, name_of, scaled
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import name_of, scaled
 from fastvit.graph.match.layout import known_equal, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """root: where it ends; matched: its nodes."""
+    """An epilogue of one length. root: its last node; matched: its other nodes."""
 
     root: Node
     matched: frozenset[Node] = field(default_factory=frozenset)
@@ -33,7 +34,7 @@ class Epilogue:
     residual: Node | None = None
 
     def arguments(self, emit: Emitter) -> dict[str, Any]:
-        """For an op."""
+        """Return the arguments for an op."""
         given: dict[str, Any] = {}
         if self.layer_scale is not None:
             flat = fake(self.layer_scale).dim() == 1
@@ -47,7 +48,7 @@ class Epilogue:
 
 
 def epilogues(branch: Node) -> Iterator[Epilogue]:
-    """Behind the node `branch`, from the longest to none."""
+    """Yield the epilogues of the node `branch`, from the longest to none."""
     found = [Epilogue(branch)]
     while (longer := _longer(found[-1])) is not None:
         found.append(longer)
@@ -90,14 +91,15 @@ def _is_vector(shape: Any, size: Any) -> bool:
 Build = Callable[[Emitter, dict[str, Any]], Node]
 
 
-def replace_longest(subject: Subject, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
-    """Replaces the matched nodes, up to branch, and as much of an epilogue behind it as can be shown to be the same."""
-    refused: Refused | None = None
+def replace_longest(rewriter: GraphRewriter, branch: Node, matched: set[Node], site: Node, build: Build) -> Node:
+    """Replace the matched nodes, up to branch, with the longest possible epilogue. Raises CannotFuse if none can be
+    replaced, not even the empty one."""
+    refused: CannotFuse | None = None
     for epilogue in epilogues(branch):
         try:
             emitted = partial(_with_arguments, build, epilogue)
-            return subject.replace(epilogue.root, matched | epilogue.matched, emitted, site)
-        except Refused as reason:
+            return rewriter.replace(epilogue.root, matched | epilogue.matched, emitted, site)
+        except CannotFuse as reason:
             refused = reason
     assert refused is not None
     raise refused

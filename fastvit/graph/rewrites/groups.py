@@ -1,9 +1,9 @@
-"""Keys and values that were repeated for the heads of q that share them (grouped queries), before the repetition:
+"""Keys and values that are repeated for the heads of q that share them (grouped queries):
 
     repeat_interleave(k, n, dim)
     k[:, :, None].expand(...).reshape(...)        k (B, heads, N, d), or (B, N, heads, d) turned afterwards
 
-`ops.attention` reads k and v with the heads that they have.
+`ops.attention` takes k and v as they are before the repetition.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of
 from fastvit.graph.match.layout import Layout, NotALayout, Size, known_equal
 from fastvit.graph.match.rewriter import Emitter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import behind_views, follow
+from fastvit.graph.match.views import follow, strip_views
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """x: what was repeated, (B, heads, N, d) once dimension `extra` of size 1 is taken out and, if `turned`, the next
-    two are swapped; heads: how many; nodes: the repetition and the views behind it."""
+    """A repetition. x: the tensor that is repeated, (B, heads, N, d) after dimension `extra` of size 1 is squeezed and,
+    if `turned`, dimensions 1 and 2 are swapped; nodes: the repetition and the views after it."""
 
     x: Node
     extra: int | None
@@ -35,7 +36,7 @@ class Repeated:
         return emit.method("transpose", x, 1, 2) if self.turned else x
 
     def unused(self, matched: set[Node]) -> set[Node]:
-        """The nodes that nobody needs without the matched ones."""
+        """Return the nodes that have no users but the matched ones."""
         gone: set[Node] = set()
         for node in reversed(self.nodes):
             if (matched | gone).issuperset(node.users):
@@ -44,8 +45,9 @@ class Repeated:
 
 
 def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
-    """Of k or v (B, H, N, d), or k (B, H, d, N), where heads of x stand beside their copies, in order."""
-    node, chain = behind_views(t)
+    """Return the repetition that made k or v (B, H, N, d), or k (B, H, d, N), with the copies of a head next to each
+    other, or None."""
+    node, chain = strip_views(t)
     if name_of(node) not in ("expand", "repeat_interleave"):
         return None
     x = first(node)
@@ -63,13 +65,13 @@ def repeated(t: Node, *, transposed: bool = False) -> Repeated | None:
             want = Layout((heads.dims[0], (*heads.dims[1], (n, 0)), *heads.dims[2:]))
             if found.is_same(want):
                 return Repeated(x, extra, turned, heads.size(1), (node, *chain))
-    except (NotALayout, Refused):
+    except (NotALayout, CannotFuse):
         pass
     return None
 
 
 def _repetition(base: Layout, node: Node) -> tuple[Layout, int, Size]:
-    """The layout behind a node that repeats along one dimension, which, and how many times."""
+    """Return the layout after a node that repeats along one dimension, which dimension, and how many times."""
     if name_of(node) == "repeat_interleave":
         _, n, dim, _ = arguments(node, input=None, repeats=None, dim=None, output_size=None)
         if not isinstance(n, int) or not isinstance(dim, int):

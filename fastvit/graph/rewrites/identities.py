@@ -1,5 +1,5 @@
-"""What does nothing in this graph is taken out, sizes that are known are written down, and one call that hides a
-pattern is written out as the calls that it is made of, before anything is sought."""
+"""Prepare a graph for the patterns: remove dropouts that do nothing, replace sizes that are known by numbers, and write
+out nn.MultiheadAttention as the calls that it consists of."""
 
 from __future__ import annotations
 
@@ -7,44 +7,46 @@ import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of
 from fastvit.graph.match.layout import known_int, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, storages, value_of
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         if name_of(node) == "dropout":
-            _take_out(subject, node)
+            _take_out(rewriter, node)
         elif node.op == "call_method" and node.target in ("reshape_as", "view_as"):
             _by_sizes(node)
         elif "size" in (name_of(node), name_of(first(node))):
             _write_down(node)
         elif node.target is F.multi_head_attention_forward:
             try:
-                _write_out(subject, node)
-            except Refused as reason:
-                subject.note(node, "attention", False, str(reason))
+                _write_out(rewriter, node)
+            except CannotFuse as reason:
+                rewriter.note(node, "attention", False, str(reason))
 
 
-def _take_out(subject: Subject, node: Node) -> None:
-    """dropout(x, 0.0), or in evaluation, is x, unless somebody could tell that it is the same tensor."""
+def _take_out(rewriter: GraphRewriter, node: Node) -> None:
+    """Replace dropout(x, 0.0), or dropout in evaluation, by x, unless a write or the output would show that they are
+    one tensor."""
     try:
         x, p, training, _ = arguments(node, input=None, p=0.5, training=True, inplace=False)
-    except Refused:
+    except CannotFuse:
         return
     if not (training is False or p == 0.0) or not isinstance(x, Node) or any(u.op == "output" for u in node.users):
         return
-    if subject.is_mutated(storages(value_of(x)) | storages(value_of(node))):
+    if rewriter.is_mutated(storages(value_of(x)) | storages(value_of(node))):
         return
     node.replace_all_uses_with(x)
-    subject.graph.erase_node(node)
+    rewriter.graph.erase_node(node)
 
 
 def _write_down(node: Node) -> None:
-    """A size that Dynamo asked for before it knew the number, as where a bias of so many tokens is added later, makes
-    no further use of the tensor."""
+    """Replace a size by its number, if that is known by now, so that it is no use of the tensor. Dynamo records sizes
+    before a later call fixes them, as a bias of so many tokens does."""
     known = known_int(value_of(node))
     if known is None or any(user.op == "output" for user in node.users):
         return
@@ -57,7 +59,7 @@ def _write_down(node: Node) -> None:
 
 
 def _by_sizes(node: Node) -> None:
-    """x.reshape_as(y) needs nothing of y but its sizes, of which one may be symbolic: as SAM shapes its bias."""
+    """Replace x.reshape_as(y), which SAM's bias has, by a reshape to y's sizes, if at most one is symbolic."""
     shape = getattr(value_of(node), "shape", ())
     sizes = [-1 if (known := known_int(size)) is None else known for size in shape]
     if len(node.args) == 2 and shape and sizes.count(-1) <= 1 and 0 not in sizes:
@@ -65,8 +67,8 @@ def _by_sizes(node: Node) -> None:
         node.args = node.args[0], *sizes
 
 
-def _write_out(subject: Subject, node: Node) -> None:
-    """What nn.MultiheadAttention calls, on (N, B, D), whatever its batch_first says."""
+def _write_out(rewriter: GraphRewriter, node: Node) -> None:
+    """Write out F.multi_head_attention_forward, which takes (N, B, D) for either value of batch_first."""
     (
         query, key, value, _, num_heads, weight, bias, bias_k, bias_v, add_zero, p, out_weight, out_bias, training,
         padding, _, mask, separate, _, _, _, static_k, static_v, _, causal,
@@ -78,17 +80,17 @@ def _write_out(subject: Subject, node: Node) -> None:
         static_v=None, average_attn_weights=True, is_causal=False,
     )  # fmt: skip
     if mask is not None or padding is not None or causal:
-        raise Refused("a mask")
+        raise CannotFuse("a mask")
     options = separate, add_zero, *(t is not None for t in (bias_k, bias_v, static_k, static_v))
     if any(options) or fake(query).dim() != 3:
-        raise Refused("an option of nn.MultiheadAttention that no ViT has")
+        raise CannotFuse("an option of nn.MultiheadAttention that no ViT has")
     if not all(same_shape(fake(t).shape, fake(query).shape) for t in (key, value)):
-        raise Refused("k and v of another length than q")
+        raise CannotFuse("k and v of another length than q")
     if any(name_of(user) != "getitem" or user.args[1] != 0 for user in node.users):
-        raise Refused("its attention weights are used, too")
+        raise CannotFuse("its attention weights are used, too")
 
     def projected(emit: Emitter) -> list[Node]:
-        """q, k and v, (N, B, H, d)"""
+        """Emit q, k and v, (N, B, H, d)."""
         if query is key is value:
             qkv = emit.method("unflatten", emit.call(F.linear, query, weight, bias), -1, (3, num_heads, -1))
             return [emit.method("select", qkv, 2, i) for i in range(3)]
@@ -106,6 +108,6 @@ def _write_out(subject: Subject, node: Node) -> None:
         return emit.call(F.linear, rows, out_weight, out_bias)
 
     if len(node.users) != 1:
-        raise Refused(f"its output is used {len(node.users)} times")
+        raise CannotFuse(f"its output is used {len(node.users)} times")
     (user,) = node.users
-    subject.replace(user, {node}, build, node)
+    rewriter.replace(user, {node}, build, node)

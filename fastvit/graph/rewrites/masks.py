@@ -1,14 +1,14 @@
 """Masks and biases of the scores, as the attn_mask of `ops.attention`:
 
-    scores + bias                                 added, several of them one after the other, too
+    scores + bias                                 added; several may follow each other
     masked_fill(scores, mask, -inf)               kept where mask is False
     where(mask, scores, -inf)                     kept where mask is True
 
-What is filled in may also be a number of at most -1e30, such as the least of float32 or bfloat16. It is then added: the
-sum with any score is that number, so that a row in which nothing is kept has equal weights, as in the graph. A gradient
-passes a sum and no fill, though: such a row of q is zero for the op where q or k wants one (`without_filled_rows`).
-Where all of a row is filled with -inf, softmax makes NaN, and the op zeros. A fill nearer to zero is left as it is,
-float16's least among them, since scores may come near it.
+The fill may also be a number of at most -1e30, such as the least of float32 or bfloat16. The op then adds it: the sum
+with any score is that number, so a row in which nothing is kept has equal weights, as in the graph. But a gradient
+passes through a sum and not through a fill; where q or k needs one, the op gets zeros for such rows of q
+(`without_filled_rows`). For a row that is all -inf softmax gives NaN, and the op zeros. Fills nearer to zero, float16's
+least among them, are not fused, because scores may come near them.
 """
 
 from __future__ import annotations
@@ -23,43 +23,46 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, arguments, first, is_number, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, scaled, words
 from fastvit.graph.match.layout import Size, known_equal, known_int, same_shape
 from fastvit.graph.match.rewriter import Emitter
 from fastvit.graph.match.values import fake
 from fastvit.graph.match.views import COPIES, RESHAPES
 
-_MASKED = -1e30  # and what is less: the sum with any score is this number again
+_MASKED = -1e30  # the sum of any score with this number, or a lower one, is that number again
 _LOWEST = torch.finfo(torch.bfloat16).min  # of bfloat16 and float32
 _FILLS = ("masked_fill", "masked_fill_")
 
 
 @dataclass(frozen=True)
 class Term:
-    """What is added to scores, or which of them a mask keeps: those where it is `keeps`.
+    """A tensor that is added to scores, or a mask that keeps the scores where it equals `keeps`.
 
-    shape: of the scores at this place, which may be another view of the product than the softmax sees.
-    factor: of everything up to here, behind it.
+    Attributes:
+        shape: the scores' shape at this place, which may be another view of the product than the softmax's input.
+        factor: the factor that multiplies the scores after this place.
     """
 
     node: Node
     shape: Sequence[Size]
     factor: float = 1.0
     keeps: bool | None = None
-    fill: float = -math.inf  # of the others
+    fill: float = -math.inf  # for the other scores
 
     def __post_init__(self) -> None:
         dtype = fake(self.node).dtype
         if self.keeps is None and not dtype.is_floating_point:
-            raise Refused(f"{dtype} is added to the scores")
+            raise CannotFuse(f"{dtype} is added to the scores")
         if self.keeps is not None and dtype is not torch.bool:
-            raise Refused(f"a mask in {dtype}")
+            raise CannotFuse(f"a mask in {dtype}")
         if not _broadcasts(fake(self.node).shape, self.shape):
-            raise Refused(f"a mask of {tuple(fake(self.node).shape)} for scores of {tuple(self.shape)}")
+            raise CannotFuse(f"a mask of {tuple(fake(self.node).shape)} for scores of {tuple(self.shape)}")
 
 
 def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
-    """The scores, and what node does to them, if it adds something or masks; Refused if the op does not do that."""
+    """Return the scores and the term, if node adds to scores or masks them, otherwise None. Raises CannotFuse if the op
+    cannot do the same."""
     name = name_of(node)
     if name in ("add", "add_"):
         scores, added = _summands(node)
@@ -72,10 +75,10 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
     else:
         return None
     if not isinstance(scores, Node) or not same_shape(fake(scores).shape, fake(node).shape):
-        raise Refused(f"a mask: {name} of scores of another shape")
+        raise CannotFuse(f"a mask: {name} of scores of another shape")
     number = _number(fill)
     if number is None or not (factor > 0.0 and number * factor <= _MASKED):  # NaN neither
-        raise Refused(f"a mask: {name} with {'a tensor' if number is None else number * factor}")
+        raise CannotFuse(f"a mask: {name} with {'a tensor' if number is None else number * factor}")
     number *= factor
     return scores, Term(
         mask, fake(node).shape, keeps=keeps, fill=number if number == -math.inf else max(number, _LOWEST)
@@ -83,7 +86,7 @@ def term_of(node: Node, factor: float) -> tuple[Node, Term] | None:
 
 
 def _summands(node: Node) -> tuple[Node, Node]:
-    """The scores first."""
+    """Return the scores and what is added to them."""
     if len(node.args) == 2 and not node.kwargs:
         a, b = node.args
         for scores, added in ((a, b),) if name_of(node) == "add_" else ((a, b), (b, a)):
@@ -91,11 +94,11 @@ def _summands(node: Node) -> tuple[Node, Node]:
                 continue
             if same_shape(fake(scores).shape, fake(node).shape):
                 return scores, added
-    raise Refused(f"{words(node)} between scores and softmax")
+    raise CannotFuse(f"{words(node)} between scores and softmax")
 
 
 def _is_product(node: Any, sums: int = 8) -> bool:
-    """Whether node may be scores: a product that was scaled, masked or added to, by no more than so many tensors."""
+    """Return whether node may be scores: a product, scaled, masked or added to by at most `sums` tensors."""
     while name_of(node) not in ("matmul", "einsum"):
         if factor := scaled(node):
             node = factor[0]
@@ -109,7 +112,7 @@ def _is_product(node: Any, sums: int = 8) -> bool:
 
 
 def _chosen(node: Node) -> tuple[Any, Any, Any, bool]:
-    """The scores, mask and fill of where(), and which of the mask's values keeps a score."""
+    """Return scores, mask and fill of where(), and which value of the mask keeps a score."""
     if node.op == "call_method":
         a, mask, b = arguments(node, self=None, condition=None, other=None)
     else:
@@ -118,7 +121,7 @@ def _chosen(node: Node) -> tuple[Any, Any, Any, bool]:
 
 
 def _number(value: Any) -> float | None:
-    """Of a number, or a constant tensor of one."""
+    """Return the value of a number or of a constant tensor of one number, otherwise None."""
     if isinstance(value, Node) and name_of(value) in ("full", "tensor") and fake(value).dim() == 0:
         value = (*value.args, value.kwargs.get("fill_value"))[name_of(value) == "full"]
     return float(value) if is_number(value) else None
@@ -128,9 +131,17 @@ def _number(value: Any) -> float | None:
 
 
 def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | None, Node | None]:
-    """The one mask of scores (..., N, N) of q (B, H, N, d), or with other dimensions before N, which the op gets as
-    those of a batch. Sums are those of the graph, so that a gradient finds its way. With it, where fills are finite,
-    the mask of what they keep."""
+    """Emit one mask of the scores (..., N, N) from all terms.
+
+    Sums stay those of the graph, so that gradients are right.
+
+    Args:
+        terms: from the last to the first.
+        q: (B, H, N, d), or with other dimensions before N, which the op takes as a batch.
+
+    Returns:
+        The mask, and, if fills are finite, the mask of the scores that are kept.
+    """
     *leading, N, _ = fake(q).shape
     target = (*leading, N, N) if len(leading) == 2 else (math.prod(leading), N, N)
     arranged = [(term, _arranged(emit, term, target, q)) for term in terms]
@@ -149,7 +160,7 @@ def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | Non
         keep = reduce(lambda a, b: emit.call(torch.logical_and, a, b), kept)
         fills = {term.fill for term in terms if term.keeps is not None}
         if len(fills) > 1:
-            raise Refused("masks that fill in different numbers")
+            raise CannotFuse("masks that fill in different numbers")
         fill = fills.pop()
         filled = keep if fill > -math.inf else None
         if mask is None and filled is None:
@@ -157,14 +168,14 @@ def attn_mask(emit: Emitter, terms: Sequence[Term], q: Node) -> tuple[Node | Non
         else:
             mask = emit.call(torch.where, keep, 0.0 if mask is None else mask, fill)
             if filled is not None and fake(mask).dtype is torch.float16:
-                raise Refused(f"a fill of {fill} into a mask in float16")
+                raise CannotFuse(f"a fill of {fill} into a mask in float16")
     if mask is not None and len(target) == 3 and fake(mask).dim() == 3:
         mask = emit.method("unsqueeze", mask, 1)
     return mask, filled
 
 
 def without_filled_rows(emit: Emitter, q: Node, kept: Node) -> Node:
-    """q with zeros in the rows of which `attn_mask` keeps no score: these then give k no gradient, and get none."""
+    """Emit q with zeros in rows without a kept score, so that they give k no gradient and get none."""
     q = emit.method("flatten", q, 0, -3) if fake(q).dim() > 4 else q
     return emit.method("masked_fill", q, emit.call(torch.logical_not, emit.method("any", kept, -1, True)), 0.0)
 
@@ -175,7 +186,7 @@ def _broadcasts(shape: Sequence[Size], to: Sequence[Size]) -> bool:
 
 
 def _arranged(emit: Emitter, term: Term, target: Sequence[Size], q: Node) -> Node:
-    """A term of scores that were viewed in another shape, as it broadcasts to target."""
+    """Emit a term so that it broadcasts to target, which may be another view of its scores."""
     if same_shape(term.shape, target):
         return term.node
     same = [known_equal(a, b) for a, b in zip(reversed(term.shape), reversed(target), strict=False)]
@@ -190,14 +201,14 @@ def _arranged(emit: Emitter, term: Term, target: Sequence[Size], q: Node) -> Nod
         return emit.method("flatten", emit.method("expand", node, *sizes, *(-1,) * kept), 0, rank - kept - 1)
     whole, known = (list(map(known_int, shape)) for shape in (term.shape, target))
     if None in (*whole, *known):
-        raise Refused("a mask of scores in another shape, of symbolic sizes")
+        raise CannotFuse("a mask of scores in another shape, of symbolic sizes")
     return emit.method("reshape", emit.method("expand", node, *whole), *known)
 
 
 def _sizes(emit: Emitter, sizes: Sequence[Size], own: Sequence[Size], q: Node) -> list[Any]:
-    """For the graph: sizes that make up q's batch, of which one may be symbolic, as far as a term has none of `own`."""
+    """Return sizes for the graph that make up q's batch; a term's own sizes go first, and one may be symbolic."""
     known = [known_int(size if known_equal(of_term, 1) else of_term) for size, of_term in zip(sizes, own, strict=False)]
     if known.count(None) > 1:
-        raise Refused("a mask of scores in another shape, of symbolic sizes")
+        raise CannotFuse("a mask of scores in another shape, of symbolic sizes")
     rest = math.prod(size for size in known if size is not None)
     return [emit.call(operator.floordiv, emit.size(q, 0), rest) if size is None else size for size in known]

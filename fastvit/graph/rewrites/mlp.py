@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, arguments, first, name_of, scaled, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of, scaled, words
 from fastvit.graph.match.layout import Layout, dense_strides
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.match.views import behind_views, follow
+from fastvit.graph.match.views import follow, strip_views
 from fastvit.graph.rewrites.attention import dropout_of
 from fastvit.graph.rewrites.epilogue import replace_longest
 from fastvit.graph.rewrites.norm_linear import LinearCall, NormCall, is_norm, linear_of, norm_of, note_norm
@@ -30,7 +31,7 @@ from fastvit.ops.runtime.activations import GATED
 
 @dataclass
 class _Act:
-    """An activation: its name as the ops', what it acts on, its last node, and all its nodes."""
+    """An activation: its name in the ops, its input, its last node, and all its nodes."""
 
     name: str
     x: Node
@@ -39,8 +40,8 @@ class _Act:
 
 
 class _Gated(NamedTuple):
-    """activation: as the ops name it with its gate; gate_first: of one layer's rows, None for a gate's layer and a
-    value's; views: between."""
+    """A gated first layer. activation: its name in the ops; gate_first: whether the gate's rows come first in the one
+    layer, None for two layers; views: between layer and activation."""
 
     activation: str
     fc1: list[LinearCall]
@@ -48,18 +49,18 @@ class _Gated(NamedTuple):
     views: list[Node]
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         try:
             act = _activation(node)
-            if act is None or not _is_linear(behind_views(act.x)[0]):
+            if act is None or not _is_linear(strip_views(act.x)[0]):
                 continue
-        except Refused:  # an activation with arguments that none has
+        except CannotFuse:  # an activation with unknown arguments
             continue
         try:
-            _rewrite(subject, act, node)
-        except Refused as reason:
-            subject.note(node, "MLP", False, str(reason))
+            _rewrite(rewriter, act, node)
+        except CannotFuse as reason:
+            rewriter.note(node, "MLP", False, str(reason))
 
 
 def _is_linear(node: Node) -> bool:
@@ -90,7 +91,7 @@ def _quick_gelu(sigmoid: Node) -> _Act | None:
 
 
 def _tanh_gelu(tanh: Node) -> _Act | None:
-    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), in any order of terms and factors"""
+    """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))), terms and factors in any order"""
     inner = scaled(first(tanh))
     if inner is None or name_of(first(tanh)).endswith("_") or not math.isclose(inner[1], math.sqrt(2.0 / math.pi)):
         return None
@@ -110,14 +111,14 @@ def _tanh_gelu(tanh: Node) -> _Act | None:
 
 
 def _operands(node: Any, name: str) -> list[tuple[Any, Any]]:
-    """Of a call of that name with two arguments, in both orders; of another call, none."""
+    """Return the two arguments of a call of that name in both orders; for another call an empty list."""
     if name_of(node) != name or node.kwargs or len(node.args) != 2:
         return []
     a, b = node.args
     return [(a, b), (b, a)]
 
 
-def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
+def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
     hidden, activation, matched = act.root, act.name, {*act.matched}
     gate_first: bool | None = True
     if name_of(user := _only_user(hidden)) == "mul":
@@ -134,13 +135,13 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
         matched.add(inner)
     end = _only_user(hidden)
     if not _is_linear(end) or first(end) is not hidden:
-        raise Refused(f"{words(end)} behind its activation")
+        raise CannotFuse(f"{words(end)} behind its activation")
     fc2 = linear_of(end)
     matched.add(end)
-    if drop1:  # the ops drop behind both layers, with one probability
+    if drop1:  # the ops drop after both layers, with one probability
         end, drop2 = _past_dropout(end, matched)
         if drop1 != drop2:
-            raise Refused(f"its two dropouts differ: {drop1} and {drop2}")
+            raise CannotFuse(f"its two dropouts differ: {drop1} and {drop2}")
     x = fc1[0].x
 
     def build(norm: NormCall | None, emit: Emitter, epilogue: dict[str, Any]) -> Node:
@@ -155,25 +156,25 @@ def _rewrite(subject: Subject, act: _Act, site: Node) -> None:
 
     try:
         norm = norm_of(x)
-        replace_longest(subject, end, {*matched, x}, site, partial(build, norm))
-        note_norm(subject, x, True, "layer_norm_mlp")
+        replace_longest(rewriter, end, {*matched, x}, site, partial(build, norm))
+        note_norm(rewriter, x, True, "layer_norm_mlp")
         detail = "layer_norm_mlp"
-    except Refused as reason:
-        replace_longest(subject, end, matched, site, partial(build, None))
+    except CannotFuse as reason:
+        replace_longest(rewriter, end, matched, site, partial(build, None))
         detail = f"mlp ({reason})"
-    subject.note(site, "MLP", True, detail)
+    rewriter.note(site, "MLP", True, detail)
     if inner is not None:
-        note_norm(subject, inner, True, detail.partition(" ")[0])
+        note_norm(rewriter, inner, True, detail.partition(" ")[0])
 
 
 def _only_user(node: Node) -> Node:
     if len(node.users) != 1:
-        raise Refused(f"the output of its {words(node)} is used {len(node.users)} times")
+        raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
     return next(iter(node.users))
 
 
 def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
-    """The dropout behind node, or node, and its probability."""
+    """Return the dropout after node and its probability, or node and 0."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     if user is None or name_of(user) != "dropout":
         return node, 0.0
@@ -182,20 +183,20 @@ def _past_dropout(node: Node, matched: set[Node]) -> tuple[Node, float]:
 
 
 def _gated(act: _Act, product: Node) -> _Gated:
-    """What makes the gate and the value of act(gate) * value."""
+    """Return the layers that compute gate and value of act(gate) * value."""
     names = {plain: gated for gated, plain in GATED.items()}
     if act.name not in names:
-        raise Refused(f"a gate with {act.name}")
+        raise CannotFuse(f"a gate with {act.name}")
     value = product.args[1] if product.args[0] is act.root else product.args[0]
     if not isinstance(value, Node):
-        raise Refused("an activation times a number")
-    (gate_layer, gate_views), (value_layer, value_views) = behind_views(act.x), behind_views(value)
+        raise CannotFuse("an activation times a number")
+    (gate_layer, gate_views), (value_layer, value_views) = strip_views(act.x), strip_views(value)
     if not _is_linear(value_layer):
-        raise Refused(f"a gate for {words(value_layer)}")
+        raise CannotFuse(f"a gate for {words(value_layer)}")
     gate, value_linear = linear_of(gate_layer), linear_of(value_layer)
     if gate_layer is not value_layer:
         if gate_views or value_views or gate.x is not value_linear.x:
-            raise Refused("gate and value are of different tensors")
+            raise CannotFuse("gate and value are of different tensors")
         return _Gated(names[act.name], [gate, value_linear], None, [])
     shape = fake(gate_layer).shape
     half = shape[-1] // 2
@@ -204,18 +205,18 @@ def _gated(act: _Act, product: Node) -> _Gated:
         for views in (gate_views, value_views)
     ]
     if firsts not in ([0, 1], [1, 0]):
-        raise Refused("gate and value are not the two halves of a layer")
+        raise CannotFuse("gate and value are not the two halves of a layer")
     return _Gated(names[act.name], [gate], firsts == [0, 1], [*gate_views, *value_views])
 
 
 def _half(shape: Any, half: Any, i: int) -> Layout:
-    """Of the first or the second half of the last dimension."""
+    """Return the layout of the first (0) or second (1) half of the last dimension."""
     return Layout.of((*shape[:-1], half), dense_strides(shape), i * half)
 
 
 def _first_layer(emit: Emitter, fc1: list[LinearCall], gate_first: bool | None) -> tuple[Any, Any]:
-    """Weights and biases as the ops take them: of one layer, of a gate's and a value's, or of one with the gate's rows
-    behind the value's as two views."""
+    """Return weights and biases for the ops: those of one layer, of two layers, or two views of a layer that has the
+    value's rows first."""
     if gate_first is None:
         return tuple(linear.weight for linear in fc1), tuple(linear.bias for linear in fc1)
     (linear,) = fc1

@@ -1,5 +1,5 @@
-"""LayerNorm or RMSNorm -> one or several linear layers, nothing else reading the normalised rows, becomes one op,
-`ops.layer_norm_linear` or `layer_norm_linears`, which saves x and the row statistics."""
+"""A LayerNorm or RMSNorm whose output only linear layers read becomes one op with them, `ops.layer_norm_linear` or
+`layer_norm_linears`, which saves x and the row statistics."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, arguments, first, is_number, name_of, words
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, words
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake
-from fastvit.graph.report import Kind
 from fastvit.ops.block.norm_linear import layer_norm_linears
+from fastvit.report import Kind
 
 
 class LinearCall(NamedTuple):
@@ -41,7 +42,7 @@ class NormCall(NamedTuple):
     kind: Literal["layer", "rms"]
 
     def for_op(self) -> ops.Norm:
-        """Of nodes."""
+        """Return the norm as an op takes it, made of nodes."""
         return ops.Norm(self.weight, self.bias, self.eps, self.kind)  # type: ignore[arg-type]
 
 
@@ -54,17 +55,17 @@ def is_norm(node: Any) -> bool:
 
 def linear_of(node: Node) -> LinearCall:
     if name_of(node) != "linear":
-        raise Refused(f"no linear layer but {words(node)}")
+        raise CannotFuse(f"no linear layer but {words(node)}")
     x, weight, bias = arguments(node, input=None, weight=None, bias=None)
     if not isinstance(x, Node) or not isinstance(weight, Node) or fake(weight).dim() != 2:
-        raise Refused("a linear layer without a matrix")
+        raise CannotFuse("a linear layer without a matrix")
     return LinearCall(node, x, weight, bias)
 
 
 def norm_of(node: Node) -> NormCall:
-    """Raises Refused for what is no norm that the ops have."""
+    """Return the norm that a node calls. Raises CannotFuse if the ops have no such norm."""
     if not is_norm(node):
-        raise Refused(f"no norm before it but {words(node)}")
+        raise CannotFuse(f"no norm before it but {words(node)}")
     bias: Any = None
     if name_of(node) == "layer_norm":
         x, shape, weight, bias, eps, _ = arguments(
@@ -75,44 +76,44 @@ def norm_of(node: Node) -> NormCall:
         eps = _default_eps(fake(x).dtype) if eps is None else eps
     called = "a LayerNorm" if name_of(node) == "layer_norm" else "an RMSNorm"
     if not isinstance(shape, tuple | list) or len(shape) != 1:
-        raise Refused(f"{called} over more than the last dimension")
+        raise CannotFuse(f"{called} over more than the last dimension")
     if weight is None:
-        raise Refused(f"{called} without weight")
+        raise CannotFuse(f"{called} without weight")
     if not is_number(eps):
-        raise Refused(f"{called} whose eps is a tensor")
+        raise CannotFuse(f"{called} whose eps is a tensor")
     return NormCall(node, x, weight, bias, float(eps), "layer" if name_of(node) == "layer_norm" else "rms")
 
 
 def _default_eps(dtype: torch.dtype) -> float:
-    """F.rms_norm's; of 16 bits PyTorch documents another (2.13) than it computes with."""
+    """Return F.rms_norm's default eps. In 16 bits PyTorch 2.13 computes with another one than it documents."""
     if dtype not in (torch.float32, torch.float64):
-        raise Refused(f"an RMSNorm of {dtype} without eps")
+        raise CannotFuse(f"an RMSNorm of {dtype} without eps")
     return torch.finfo(dtype).eps
 
 
-def note_norm(subject: Subject, node: Node, fused: bool, detail: str) -> None:
-    subject.note(node, _KINDS[name_of(node)], fused, detail)
+def note_norm(rewriter: GraphRewriter, node: Node, fused: bool, detail: str) -> None:
+    rewriter.note(node, _KINDS[name_of(node)], fused, detail)
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         if not is_norm(node):
             continue
         try:
-            op = _rewrite(subject, node)
-        except Refused as reason:
-            note_norm(subject, node, False, str(reason))
+            op = _rewrite(rewriter, node)
+        except CannotFuse as reason:
+            note_norm(rewriter, node, False, str(reason))
         else:
-            note_norm(subject, node, True, op)
+            note_norm(rewriter, node, True, op)
 
 
-def _rewrite(subject: Subject, node: Node) -> str:
-    """-> the op"""
+def _rewrite(rewriter: GraphRewriter, node: Node) -> str:
+    """Replace the norm and its linear layers, and return the name of the op."""
     norm = norm_of(node)
     users = sorted(node.users)  # as they stand in the graph
     others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
     if others or not users:
-        raise Refused(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} behind it")
+        raise CannotFuse(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} behind it")
     of_norm, options = (norm.x, norm.weight, norm.bias), {"eps": norm.eps, "norm": norm.kind}
     layers = [linear_of(user) for user in users]
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
@@ -125,7 +126,7 @@ def _rewrite(subject: Subject, node: Node) -> str:
         return [emit.call(operator.getitem, outputs, i) for i in range(len(layers))]
 
     if len(layers) == 1:
-        subject.replace(users[0], {node}, one, node)
+        rewriter.replace(users[0], {node}, one, node)
         return "layer_norm_linear"
-    subject.replace_all(users, {node}, several, node)
+    rewriter.replace_all(users, {node}, several, node)
     return "layer_norm_linears"

@@ -1,8 +1,8 @@
 """Patch embedding, a convolution whose stride is its kernel:
 
-    conv2d -> flatten and transpose to (B, N, D) -> cat behind CLS and registers -> + positions
+    conv2d -> flatten and transpose to (B, N, D) -> cat after CLS and registers -> + positions
 
-becomes `ops.patch_embed`, which writes the token buffer in one pass; what stands in another order ends the pattern.
+becomes `ops.patch_embed`, which writes the token buffer in one pass. Calls in another order end the pattern.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import torch
 from torch.fx import Node
 
 from fastvit import ops
-from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of
 from fastvit.graph.match.layout import Layout, known_equal
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import fake, value_of
 from fastvit.graph.match.views import follow, is_view
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The token buffer so far: the node that holds it, and where its parts come from."""
+    """The pattern up to `root`, which holds the tokens, and the parts that they are made of."""
 
     root: Node
     matched: frozenset[Node]
@@ -33,24 +34,24 @@ class _Tokens:
     positions_cover_prefix: bool = False
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         if name_of(node) != "conv2d" or not _is_patches(node):
             continue
         try:
             tokens = _flattened(node)
-        except Refused:
+        except CannotFuse:
             continue  # a convolution that stays an image
         refused = None
         for longest in reversed(list(_longer(tokens))):
             try:
-                _rewrite(subject, node, longest)
-                subject.note(node, "patch embedding", True, "patch_embed")
+                _rewrite(rewriter, node, longest)
+                rewriter.note(node, "patch embedding", True, "patch_embed")
                 break
-            except Refused as reason:
+            except CannotFuse as reason:
                 refused = reason
         else:
-            subject.note(node, "patch embedding", False, str(refused))
+            rewriter.note(node, "patch embedding", False, str(refused))
 
 
 def _arguments(node: Node) -> tuple[Node, Node, Node | None]:
@@ -66,7 +67,7 @@ def _is_patches(node: Node) -> bool:
             node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
         )
         kernel = fake(weight).shape[2:]
-    except Refused:
+    except CannotFuse:
         return False
     stride, padding, dilation = (tuple(t) if isinstance(t, tuple | list) else t for t in (stride, padding, dilation))
     return (
@@ -76,15 +77,15 @@ def _is_patches(node: Node) -> bool:
 
 
 def _flattened(node: Node) -> _Tokens:
-    """Down to (B, N, D), row by row."""
+    """Follow the views of the convolution's output to (B, N, D), row by row."""
     if fake(node).dim() != 4:
-        raise Refused("an image without a batch")
+        raise CannotFuse("an image without a batch")
     B, D, H, W = fake(node).shape
     want = Layout.of((B, H * W, D), (D * H * W, 1, H * W))
     at, layout, matched = node, Layout.of((B, D, H, W)), frozenset[Node]()
     while not layout.is_same(want):
         if len(at.users) != 1 or not is_view(user := next(iter(at.users))):
-            raise Refused("an image")
+            raise CannotFuse("an image")
         layout, matched = follow(layout, [user]), matched | {at}
         at = user
     return _Tokens(at, matched)
@@ -109,7 +110,7 @@ def _longer(tokens: _Tokens) -> Iterator[_Tokens]:
 
 
 def _is_one_sample(positions: Node, tokens: Node) -> bool:
-    """(1, N, D) or (N, D), or the same for every sample."""
+    """Return whether positions are (1, N, D) or (N, D), the same for every sample."""
     value, want = value_of(positions), fake(tokens).shape
     if value is None or not hasattr(value, "shape") or value.dim() not in (2, 3):
         return False
@@ -118,10 +119,10 @@ def _is_one_sample(positions: Node, tokens: Node) -> bool:
 
 
 def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
-    """What stands before the tokens in a cat along them, if it is the same for every sample."""
+    """Return the tensors before the tokens in a cat along N, if they are the same for every sample, otherwise None."""
     try:
         tensors, dim = arguments(cat, tensors=None, dim=0)
-    except Refused:
+    except CannotFuse:
         return None
     if dim not in (1, -2) or not isinstance(tensors, tuple | list) or tensors[-1] is not tokens:
         return None
@@ -130,14 +131,14 @@ def _before(cat: Node, tokens: Node) -> tuple[Node, ...] | None:
 
 
 def _one_sample(node: Node) -> Node | None:
-    """What an expand(B, -1, -1) repeats, (1, P, D), or what is of one sample anyhow."""
+    """Return the tensor (1, P, D) that is expanded to all samples, or that has one sample; otherwise None."""
     if name_of(node) in ("expand", "expand_as"):
         node = first(node)
     value = value_of(node)
     return node if value is not None and value.dim() == 3 and known_equal(value.shape[0], 1) else None
 
 
-def _rewrite(subject: Subject, conv: Node, tokens: _Tokens) -> None:
+def _rewrite(rewriter: GraphRewriter, conv: Node, tokens: _Tokens) -> None:
     image, weight, bias = _arguments(conv)
 
     def build(emit: Emitter) -> Node:
@@ -155,4 +156,4 @@ def _rewrite(subject: Subject, conv: Node, tokens: _Tokens) -> None:
                 pos = emit.method("narrow", pos, 0, P, fake(pos).shape[0] - P)
         return emit.call(ops.patch_embed, image, weight, bias, pos_embed=pos, prefix=prefix)
 
-    subject.replace(tokens.root, tokens.matched, build, conv)
+    rewriter.replace(tokens.root, tokens.matched, build, conv)

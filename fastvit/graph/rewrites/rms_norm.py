@@ -1,10 +1,10 @@
-"""RMSNorm written out (Zhang & Sennrich 2019) becomes torch's own call, of which the patterns behind this one know:
+"""RMSNorm written out (Zhang & Sennrich 2019) becomes torch's own call, which later rewrites know:
 
     weight * (x * rsqrt(mean(x**2, -1, keepdim=True) + eps))        x (..., D), weight (D,)
 
-in whatever dtypes it is computed on the way, as long as none is narrower than x's, the output's and float32: torch, as
-the ops, computes in float32 and rounds once. The weight may be computed, such as 1 + weight. What no op takes stays
-that one call, which saves x and a number a row for its gradient.
+It may be computed in any dtypes that are not narrower than x's, the output's and float32: torch, like the ops, computes
+in float32 and rounds once. The weight may be computed, such as 1 + weight. If no op takes the call, it still saves less
+than its parts: x and a number a row.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, arguments, first, is_number, name_of, words
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, is_number, name_of, words
 from fastvit.graph.match.layout import known_equal, same_shape
-from fastvit.graph.match.rewriter import Emitter, Subject
+from fastvit.graph.match.rewriter import Emitter, GraphRewriter
 from fastvit.graph.match.values import CASTS, fake, value_of
 
 _WIDE = (torch.float32, torch.float64)
 
 
 class _MeanSquare(NamedTuple):
-    """mean: of the squares of x; total: with eps; all three of its nodes are taken out."""
+    """The nodes of mean(x * x) + eps. square: x * x; mean: its mean; total: with eps."""
 
     x: Node
     square: Node
@@ -34,28 +35,29 @@ class _MeanSquare(NamedTuple):
 
 
 class _Product(NamedTuple):
-    """A node that may be the norm's output, and what it is made of behind the mean of squares."""
+    """A node that may be the norm's output, its weight, and the nodes from the root of the mean square to it."""
 
     root: Node
     weight: Node
     matched: frozenset[Node]
 
 
-def rewrite(subject: Subject) -> None:
-    for node in list(subject.graph.nodes):
+def rewrite(rewriter: GraphRewriter) -> None:
+    for node in list(rewriter.graph.nodes):
         operation = _root_of(node)
         if not operation:
             continue
         try:
             squares = _mean_square(first(node))
             if squares is not None:
-                _rewrite(subject, node, operation, squares)
-        except Refused as reason:
-            subject.note(node, "RMSNorm", False, str(reason))
+                _rewrite(rewriter, node, operation, squares)
+        except CannotFuse as reason:
+            rewriter.note(node, "RMSNorm", False, str(reason))
 
 
 def _root_of(node: Node) -> str:
-    """What x is to the root of a mean square: "mul" of 1 / sqrt(...), "div" of sqrt(...), "" of anything else."""
+    """Return how x is combined with this root of a mean square: "mul" with 1 / sqrt(...), "div" by sqrt(...), "" for
+    any other node."""
     name = _in_place_or_not(node)
     exponent = node.args[1] if name == "pow" and len(node.args) == 2 and not node.kwargs else None
     if name == "rsqrt" or exponent == -0.5:
@@ -64,7 +66,7 @@ def _root_of(node: Node) -> str:
 
 
 def _in_place_or_not(node: Any) -> str:
-    """add for add_, too: what is written to is looked at where the pattern is replaced."""
+    """Return "add" for add_ too, and so on. `GraphRewriter.replace` checks writes."""
     return name_of(node).removesuffix("_")
 
 
@@ -80,13 +82,13 @@ def _mean_square(total: Any) -> _MeanSquare | None:
     square, x = first(mean), _squared(first(mean))
     assert x is not None
     if isinstance(eps, Node) and isinstance(value_of(eps), torch.SymFloat):
-        eps = float(value_of(eps))  # of a dynamic graph, which then holds for this one only, as with torch's own norms
+        eps = float(value_of(eps))  # of a dynamic graph, which is then for this value only, as with torch's norms
     if not is_number(eps) or total.kwargs:
-        raise Refused("an RMSNorm whose eps is a tensor")
+        raise CannotFuse("an RMSNorm whose eps is a tensor")
     _, dim, keepdim, _ = arguments(mean, input=None, dim=None, keepdim=False, dtype=None)
     dims = list(dim) if isinstance(dim, tuple | list) else [dim]
     if dims not in ([-1], [fake(x).dim() - 1]) or keepdim is not True:
-        raise Refused("an RMSNorm over another dimension")
+        raise CannotFuse("an RMSNorm over another dimension")
     return _MeanSquare(x, square, mean, total, float(eps))
 
 
@@ -100,45 +102,45 @@ def _squared(node: Any) -> Node | None:
     return x if square and isinstance(x, Node) else None
 
 
-def _rewrite(subject: Subject, root: Node, operation: str, squares: _MeanSquare) -> None:
+def _rewrite(rewriter: GraphRewriter, root: Node, operation: str, squares: _MeanSquare) -> None:
     matched, at = {squares.total, squares.mean, squares.square}, root
     user = _only_user(at, matched)
     while name_of(user) in CASTS and first(user) is at:
         at, user = user, _only_user(user, matched)
     if name_of(user) != operation or at not in user.args[operation == "div" :] or len(user.args) != 2 or user.kwargs:
-        raise Refused(f"{words(user)} behind the root of a mean of squares")
-    of_product = _behind_casts(user.args[0] if user.args[1] is at else user.args[1])
-    of_square = _behind_casts(squares.x)
+        raise CannotFuse(f"{words(user)} after the root of a mean of squares")
+    of_product = _with_cast_inputs(user.args[0] if user.args[1] is at else user.args[1])
+    of_square = _with_cast_inputs(squares.x)
     inputs = [node for node in of_product if node in of_square]
     if not inputs:
-        raise Refused("a mean of squares of another tensor")
+        raise CannotFuse("a mean of squares of another tensor")
     products = _weighted(user, frozenset(matched))
     if not products:
-        raise Refused("an RMSNorm without weight")
-    refused: Refused | None = None
+        raise CannotFuse("an RMSNorm without weight")
+    refused: CannotFuse | None = None
     for x in reversed(inputs):
         casts = {*of_product[: of_product.index(x)], *of_square[: of_square.index(x)]}
         rounded = {fake(node).dtype for node in inputs[inputs.index(x) :]}
         for product in reversed(products):
             try:
-                _put_in(subject, x, product, casts, rounded, squares.eps)
+                _put_in(rewriter, x, product, casts, rounded, squares.eps)
                 return
-            except Refused as reason:
+            except CannotFuse as reason:
                 refused = refused or reason
     assert refused is not None
     raise refused
 
 
 def _only_user(node: Node, matched: set[Node]) -> Node:
-    """What uses node, which joins the matched ones."""
+    """Return the only user of node, and add node to `matched`."""
     if len(node.users) != 1:
-        raise Refused(f"the output of its {words(node)} is used {len(node.users)} times")
+        raise CannotFuse(f"the output of its {words(node)} is used {len(node.users)} times")
     matched.add(node)
     return next(iter(node.users))
 
 
-def _behind_casts(node: Any) -> list[Node]:
-    """The node, and what it was cast from, step by step."""
+def _with_cast_inputs(node: Any) -> list[Node]:
+    """Return the node and the nodes that it was cast from, step by step."""
     found = [node]
     while name_of(node) in CASTS and same_shape(fake(node).shape, fake(first(node)).shape):
         node = first(node)
@@ -147,7 +149,7 @@ def _behind_casts(node: Any) -> list[Node]:
 
 
 def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:
-    """The product with a vector behind x / sqrt(...), and that cast, from the first to the last."""
+    """Return the product of x / sqrt(...) with a vector, and its casts, from the first to the last."""
     found: list[_Product] = []
     at = normalized
     weight: Any = None
@@ -167,21 +169,21 @@ def _weighted(normalized: Node, matched: frozenset[Node]) -> list[_Product]:
 
 
 def _put_in(
-    subject: Subject, x: Node, product: _Product, casts: set[Node], rounded: set[torch.dtype], eps: float
+    rewriter: GraphRewriter, x: Node, product: _Product, casts: set[Node], rounded: set[torch.dtype], eps: float
 ) -> None:
-    """rounded: the dtypes that x has been in."""
+    """Replace the norm. casts: nodes that cast x; rounded: the dtypes that x was rounded to before."""
     matched, dtype = {*casts, *product.matched}, fake(x).dtype
     if any(fake(node).dtype not in (*rounded, fake(product.root).dtype, *_WIDE) for node in matched):
-        raise Refused("an RMSNorm that is rounded on the way")
+        raise CannotFuse("an RMSNorm that is rounded on the way")
     weight, size = product.weight, fake(product.weight).shape[0]
     if name_of(weight) in CASTS and fake(weight).dtype in _WIDE and fake(first(weight)).dtype == dtype:
         weight = first(weight)
     if fake(weight).dtype != dtype:
-        raise Refused(f"an RMSNorm of {dtype} by a weight of {fake(weight).dtype}")
+        raise CannotFuse(f"an RMSNorm of {dtype} by a weight of {fake(weight).dtype}")
     if not isinstance(size, int) or not known_equal(fake(x).shape[-1], size):
-        raise Refused("an RMSNorm with a weight of another size")
+        raise CannotFuse("an RMSNorm with a weight of another size")
 
     def build(emit: Emitter) -> Node:
         return emit.call(F.rms_norm, x, (size,), weight, eps)
 
-    subject.replace(product.root, matched, build, product.root)
+    rewriter.replace(product.root, matched, build, product.root)

@@ -1,9 +1,9 @@
-"""Rotary positions of q or k, behind the tokens of a prefix or of all:
+"""Rotary positions of q or k, of all tokens or of those after a prefix:
 
     x * cos + turned(x) * sin               turned(x): (-second half, first half), or (-x1, x0, -x3, x2, ...)
     cat((tokens[:P], rotated(tokens[P:])))  over (B, H, N, d), and rounded back
 
-as `ops.Rotary` describes them, for the attention half whose op rotates in place.
+become an `ops.Rotary` for the op of the attention half, which rotates in place.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 
 from torch.fx import Node
 
-from fastvit.graph.match.calls import Refused, arguments, first, name_of
+from fastvit.blocks.submodules import CannotFuse
+from fastvit.graph.match.calls import arguments, first, name_of
 from fastvit.graph.match.layout import Layout, NotALayout, known_equal, same_shape
 from fastvit.graph.match.values import VIEWS, fake
-from fastvit.graph.match.views import behind_views, follow, is_view
+from fastvit.graph.match.views import follow, is_view, strip_views
 from fastvit.ops import Rotary
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """x: what is rotated, (B, H, N, d); matched: the nodes behind it."""
+    """x: the tensor that is rotated, (B, H, N, d); matched: the nodes that rotate it."""
 
     x: Node
     rotary: Rotary  # of nodes
@@ -30,7 +31,7 @@ class Rotation:
 
 
 def rotation_of(node: Node) -> Rotation | None:
-    """If node is one; Refused if it is one that the op does not take."""
+    """Return the rotation that ends at node, or None. Raises CannotFuse for a rotation that the op does not take."""
     if name_of(node) == "add":
         return _rotated(node)
     if name_of(node) != "cat":
@@ -47,14 +48,14 @@ def rotation_of(node: Node) -> Rotation | None:
     if inner is None:
         return None
     P = fake(prefix).shape[2]
-    whole = _behind_slice(inner.x)
+    whole = _sliced_from(inner.x)
     rest = fake(whole).shape[2] - P
     slices = [_relative(t, whole) for t in (prefix, inner.x)]
     tokens = Layout.of(fake(whole).shape)
     if not isinstance(P, int) or not slices[0].is_same(tokens.narrow(2, 0, P)):
-        raise Refused("tokens before the rotated ones that are not those before them")
+        raise CannotFuse("tokens before the rotated ones that are not those before them")
     if not slices[1].is_same(tokens.narrow(2, P, rest)):
-        raise Refused("rotated tokens that are not the last")
+        raise CannotFuse("rotated tokens that are not the last")
     views = {*_between(prefix, whole), *_between(inner.x, whole)}
     return Rotation(whole, inner.rotary._replace(num_prefix_tokens=P), inner.matched | casts | views | {node})
 
@@ -77,7 +78,7 @@ def _rotated(add: Node) -> Rotation | None:
 
 
 def same_positions(a: Rotary, b: Rotary) -> bool:
-    """Whether two are of the same tables, each perhaps sliced out of one anew."""
+    """Return whether two rotations have the same tables, or equal slices of one."""
     return a[2:] == b[2:] and _same(a.sin, b.sin) and _same(a.cos, b.cos)
 
 
@@ -90,16 +91,16 @@ def _same(a: Any, b: Any) -> bool:
 
 def _check_tables(x: Node, sin: Node, cos: Node) -> None:
     if fake(sin).requires_grad or fake(cos).requires_grad:
-        raise Refused("rotary positions that are learnt")
+        raise CannotFuse("rotary positions that are learnt")
     if not same_shape(fake(sin).shape[-2:], fake(x).shape[-2:]) or not same_shape(fake(cos).shape, fake(sin).shape):
-        raise Refused("rotary positions of part of a head")
+        raise CannotFuse("rotary positions of part of a head")
 
 
 def _turned(node: Node, x: Node) -> tuple[bool, frozenset[Node]] | None:
-    """Whether node is turned(x), interleaved or not, and its nodes."""
+    """Return whether turned(x) is interleaved, and its nodes; None if node is not turned(x)."""
     shape = fake(x).shape
     half = shape[-1] // 2
-    joined, views = behind_views(node) if name_of(node) != "cat" else (node, [])
+    joined, views = strip_views(node) if name_of(node) != "cat" else (node, [])
     if name_of(joined) not in ("cat", "stack") or not known_equal(half * 2, shape[-1]):
         return None
     interleaved = name_of(joined) == "stack"
@@ -118,18 +119,18 @@ def _turned(node: Node, x: Node) -> tuple[bool, frozenset[Node]] | None:
     try:
         if not all(_relative(t, x).is_same(want) for t, want in zip((second, firsts), wanted, strict=True)):
             return None
-    except (NotALayout, Refused):
+    except (NotALayout, CannotFuse):
         return None
     between = {*_between(second, x), *_between(firsts, x)}
     return interleaved, frozenset({node, joined, *views, tensors[0], *between})
 
 
 def _between(node: Node, base: Node) -> list[Node]:
-    """The views from base, without it, to node, in order."""
+    """Return the views from base, without it, to node, in order."""
     chain: list[Node] = []
     while node is not base:
         if not is_view(node):
-            raise Refused("something between a tensor and its parts")
+            raise CannotFuse("something between a tensor and its parts")
         chain.insert(0, node)
         node = first(node)
     return chain
@@ -139,7 +140,7 @@ def _relative(node: Node, base: Node) -> Layout:
     return follow(Layout.of(fake(base).shape), _between(node, base))
 
 
-def _behind_slice(x: Node) -> Node:
-    """What x is a slice of: tensor[:, :, P:], or an item of tensor.split(...)."""
+def _sliced_from(x: Node) -> Node:
+    """Return the tensor that x is a slice of: tensor[:, :, P:], or an item of tensor.split(...)."""
     before: Any = first(x) if is_view(x) else x
     return first(before) if name_of(before) in ("split", "split_with_sizes") else before

@@ -1,4 +1,4 @@
-"""Meta's DINOv2 repository: blocks and attention as `dinov2.layers` has them."""
+"""Meta's DINOv2 repository: the blocks, attention and MLPs of `dinov2.layers`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.spec import AttentionSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, class_name, has_own_forward, qualified_name, submodules
-from fastvit.integrations.forward import Plan, only_input
+from fastvit.integrations.forward import ClassHandler, only_input
 
 BLOCK = {"dinov2.layers.block.Block", "dinov2.layers.block.NestedTensorBlock"}
 XFORMERS_ATTENTION = "dinov2.layers.attention.MemEffAttention"
@@ -21,7 +21,7 @@ LAYER_SCALE: Classes = {nn.Identity, "dinov2.layers.layer_scale.LayerScale"}
 
 
 def check_bases(module: nn.Module) -> None:
-    """Check that base classes have their own forward: those of NestedTensorBlock and MemEffAttention call it."""
+    """Check that base classes have their own forward, which NestedTensorBlock and MemEffAttention call."""
     for base in type(module).__mro__[1:]:
         forward = base.__dict__.get("forward")
         if forward is not None and base is not nn.Module and not has_own_forward(base, forward):
@@ -52,7 +52,7 @@ def read_mlp(mlp: Any) -> MlpSpec:
 
 
 def read_block(block: Any) -> spec.BlockSpec:
-    """Without stochastic depth, of which `check_call` knows."""
+    """Read a block without stochastic depth, which `check_block_call` checks."""
     check_bases(block)
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)
@@ -75,9 +75,9 @@ def check_attention_call(attn: Any, x: Any, mask: Any = None, *, attn_bias: Any 
     return x
 
 
-PLANS = {
-    **dict.fromkeys(BLOCK, Plan(read_block, run.run_block, check_block_call)),
-    **dict.fromkeys(ATTENTION, Plan(read_attention, run.run_attention, check_attention_call)),
-    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+HANDLERS = {
+    **dict.fromkeys(BLOCK, ClassHandler(read_block, run.run_block, check_block_call)),
+    **dict.fromkeys(ATTENTION, ClassHandler(read_attention, run.run_attention, check_attention_call)),
+    **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov2.layers.patch_embed.PatchEmbed": "proj"}

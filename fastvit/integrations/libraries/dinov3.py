@@ -1,4 +1,5 @@
-"""Meta's DINOv3 repository: blocks and attention of `dinov3.layers`. Its model passes blocks a list of batches."""
+"""Meta's DINOv3 repository: the blocks, attention and MLPs of `dinov3.layers`. The model passes blocks a list of
+batches."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.spec import AttentionSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
-from fastvit.integrations.forward import Plan
+from fastvit.integrations.forward import ClassHandler
 from fastvit.ops import Rotary
 
 ATTENTION = {"dinov3.layers.attention.SelfAttention"}
@@ -24,7 +25,7 @@ Batches = Tensor | list[Tensor]
 
 
 def read_attention(attn: Any) -> AttentionSpec:
-    """Its attn_drop is never called."""
+    """Read attention without its attn_drop, which is never called."""
     qkv, proj, proj_drop = submodules(attn, qkv=LINEAR | {MASKED}, proj=LINEAR, proj_drop=DROPOUT)
     if qkv.out_features != 3 * proj.in_features:
         raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
@@ -43,7 +44,7 @@ def read_mlp(mlp: Any) -> MlpSpec:
 
 
 def read_block(block: Any) -> spec.BlockSpec:
-    """Without stochastic depth, of which `check_block_call` knows."""
+    """Read a block without stochastic depth, which `check_block_call` checks."""
     attn, norm1, ls1 = submodules(block, attn=ATTENTION, norm1=NORM, ls1=LAYER_SCALE)
     mlp, norm2, ls2 = submodules(block, mlp=MLP, norm2=NORM, ls2=LAYER_SCALE)
     return read.describe_half(read_attention(attn), norm1, ls1), read.describe_half(read_mlp(mlp), norm2, ls2)
@@ -62,7 +63,7 @@ def check_attention_call(attn: Any, x: Tensor, attn_bias: Any = None, rope: Any 
 
 
 def _rotary(x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Rotary | None:
-    """rope: sin and cos, (N - P, d) or with heads and samples before them."""
+    """Return rotary positions. rope: sin and cos, (N - P, d), perhaps with dimensions for heads and samples before."""
     if rope is None:
         return None
     sin, cos = rope
@@ -90,14 +91,14 @@ def run_block(x: Batches, block: spec.BlockSpec, rotary: Any) -> Batches:
     return [run.run_block(tokens, block, one) for tokens, one in zip(x, rotary, strict=True)]
 
 
-PLANS = {
-    "dinov3.layers.block.SelfAttentionBlock": Plan(
+HANDLERS = {
+    "dinov3.layers.block.SelfAttentionBlock": ClassHandler(
         read_block, run_block, check_block_call, rotary=block_rotary, takes_lists=True
     ),
     **dict.fromkeys(
         ATTENTION,
-        Plan(read_attention, run.run_attention, check_attention_call, rotary=attention_rotary),
+        ClassHandler(read_attention, run.run_attention, check_attention_call, rotary=attention_rotary),
     ),
-    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"dinov3.layers.patch_embed.PatchEmbed": "proj"}

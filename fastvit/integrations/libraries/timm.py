@@ -1,4 +1,4 @@
-"""timm's Vision Transformers: vit, deit, deit3, dinov2, the CLIP and SigLIP towers, and what else uses their blocks."""
+"""timm's Vision Transformers: vit, deit, deit3, dinov2, CLIP and SigLIP towers, and other models with their blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from fastvit.blocks import read, read_parallel, read_timm, run
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.integrations.forward import Plan, checked_mask
+from fastvit.integrations.forward import ClassHandler, checked_mask
 
 
 def check_call(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
@@ -21,12 +21,12 @@ def mask(module: nn.Module, x: Any, attn_mask: Any = None, is_causal: bool = Fal
     return checked_mask(attn_mask, x)
 
 
-PLANS = {
-    "timm.models.vision_transformer.Block": Plan(read_timm.read_block, run.run_block, check_call, mask=mask),
-    "timm.models.vision_transformer.ParallelScalingBlock": Plan(
+HANDLERS = {
+    "timm.models.vision_transformer.Block": ClassHandler(read_timm.read_block, run.run_block, check_call, mask=mask),
+    "timm.models.vision_transformer.ParallelScalingBlock": ClassHandler(
         read_parallel.read_block, read_parallel.run_block, check_call, mask=mask
     ),
-    **dict.fromkeys(read.ATTENTION, Plan(read_timm.read_attention, run.run_attention, check_call, mask=mask)),
-    **dict.fromkeys(read.MLP, Plan(read_timm.read_mlp, run.run_mlp, ndim=None)),
+    **dict.fromkeys(read.ATTENTION, ClassHandler(read_timm.read_attention, run.run_attention, check_call, mask=mask)),
+    **dict.fromkeys(read.MLP, ClassHandler(read_timm.read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"timm.layers.patch_embed.PatchEmbed": "proj"}

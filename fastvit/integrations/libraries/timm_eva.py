@@ -1,7 +1,7 @@
 """timm's EVA blocks, with and without rotary positions: EVA, EVA-02, DINOv3, Perception Encoder, ROPE-ViT, and those of
 DeepSeek's vision encoder.
 
-Blocks with norms behind their branches (`EvaBlockPostNorm`) run their own forward, with all that is inside them fused.
+Blocks with norms after their branches (`EvaBlockPostNorm`) run their own forward; the modules in them are fused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastvit.blocks import read_eva, run
 from fastvit.blocks.submodules import CannotFuse
-from fastvit.integrations.forward import Plan, checked_mask
+from fastvit.integrations.forward import ClassHandler, checked_mask
 from fastvit.ops import Rotary
 
 
@@ -33,9 +33,9 @@ def rotary(module: Any, x: Tensor, rope: Tensor | None = None, *_: Any, **__: An
     return found
 
 
-_ATTENTION = Plan(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, mask=mask)
-_BLOCK = Plan(read_eva.read_block, run.run_block, check_call, rotary=rotary, mask=mask)
-PLANS = {
+_ATTENTION = ClassHandler(read_eva.read_attention, run.run_attention, check_call, rotary=rotary, mask=mask)
+_BLOCK = ClassHandler(read_eva.read_block, run.run_block, check_call, rotary=rotary, mask=mask)
+HANDLERS = {
     "timm.models.eva.EvaBlock": _BLOCK,
     "timm.models.deepseek_vit.DeepseekVitBlock": _BLOCK,
     "timm.models.eva.EvaAttention": _ATTENTION,

@@ -10,7 +10,7 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import DROPOUT, LINEAR, NORM
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec, PlainLinear
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
-from fastvit.integrations.forward import Plan
+from fastvit.integrations.forward import ClassHandler
 
 ATTENTION = {nn.MultiheadAttention}
 OUT_PROJ: Classes = {nn.Linear, "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"}
@@ -18,7 +18,7 @@ MLP = {"torchvision.models.vision_transformer.MLPBlock"}
 
 
 def read_attention(attn: Any, dropout: Any) -> AttentionSpec:
-    """Of nn.MultiheadAttention, whose qkv layer is two parameters of its own, and the dropout behind it."""
+    """Read nn.MultiheadAttention, whose qkv layer is two of its parameters, and the dropout after it."""
     if attn.in_proj_weight is None or attn.bias_k is not None or attn.add_zero_attn or not attn.batch_first:
         raise CannotFuse("an nn.MultiheadAttention with other keys and values than self-attention's")
     (proj,) = submodules(attn, out_proj=OUT_PROJ)
@@ -40,8 +40,8 @@ def read_block(block: Any) -> spec.BlockSpec:
     )
 
 
-PLANS = {
-    "torchvision.models.vision_transformer.EncoderBlock": Plan(read_block, run.run_block),
-    **dict.fromkeys(MLP, Plan(read_mlp, run.run_mlp, ndim=None)),
+HANDLERS = {
+    "torchvision.models.vision_transformer.EncoderBlock": ClassHandler(read_block, run.run_block),
+    **dict.fromkeys(MLP, ClassHandler(read_mlp, run.run_mlp, ndim=None)),
 }
 EMBEDDINGS = {"torchvision.models.vision_transformer.VisionTransformer": "conv_proj"}

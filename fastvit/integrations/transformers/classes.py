@@ -1,4 +1,4 @@
-"""The classes of Hugging Face transformers (version 5) that are known, and what they call what all of them have."""
+"""The classes of Hugging Face transformers (version 5) that are known, and the names of their parts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Names(NamedTuple):
-    """Of one model. file: its module; norm1, attention, norm2, mlp: attributes of a layer; projection: of attention;
-    layer_class, attention_class, mlp_classes: what follows the prefix in their names."""
+    """The names in one model. file: its module; norm1, attention, norm2, mlp: attributes of a layer; projection: an
+    attribute of attention; layer_class, attention_class, mlp_classes: class names without the model's prefix."""
 
     file: str
     norm1: str
@@ -38,7 +38,7 @@ MODELS = {  # by the prefix of its classes
     "InternVLVision": Names("internvl", "layernorm_before", "attention", "layernorm_after", "projection_layer"),
     "Pixtral": Names("pixtral", "attention_norm", "attention", "ffn_norm", "o_proj", "feed_forward", "AttentionLayer"),
 }
-_CONVOLUTIONS = {  # of patch embeddings: what follows the prefix in the name of their class, and their attribute
+_CONVOLUTIONS = {  # of patch embeddings: class name without the prefix, and the convolution's attribute
     **dict.fromkeys(
         ("ViT", "DeiT", "Dinov2", "Dinov2WithRegisters", "InternVLVision"), ("PatchEmbeddings", "projection")
     ),
@@ -60,7 +60,7 @@ def class_of(prefix: str, suffix: str) -> str:
 
 
 EMBEDDINGS = {class_of(prefix, suffix): attribute for prefix, (suffix, attribute) in _CONVOLUTIONS.items()}
-# RMSNorm as T5 has it, and the MLPs of layers that are not known as a whole
+# RMSNorms with T5's code, and the MLPs of layers that are not known as a whole
 RMS_NORM: set[type | str] = {
     *(class_of(prefix, "RMSNorm") for prefix in ("Aimv2", "Ovis2", "InternVLVision", "Sapiens2", "Pixtral")),
     _qualified("qwen2_5_vl", "Qwen2_5_VLRMSNorm"),
@@ -70,7 +70,7 @@ OTHER_MLPS = {
     _qualified("qwen2_5_vl", "Qwen2_5_VLMLP"),
     _qualified("glm4v", "Glm4VisionMlp"),
 }
-# Attention within images or windows that cu_seqlens cuts out, of one code
+# Attention within images or windows that cu_seqlens separates, all with the same code
 VARLEN_ATTENTION = {
     _qualified("qwen2_vl", "VisionAttention"),
     *(

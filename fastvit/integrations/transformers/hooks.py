@@ -1,4 +1,4 @@
-"""What is to be known of every attention module of transformers: whose hooks are on it, and what it computes."""
+"""Checks of transformers' attention modules: which hooks they have, and what they compute."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import nn
 
 from fastvit.blocks.submodules import CannotFuse, has_own_forward, qualified_name, submodules
 
-# Implementations of the same attention; another one, registered by somebody, is somebody's choice
+# Implementations of the same attention. Custom registered ones are left alone.
 SAME_ATTENTION = (None, "eager", "sdpa", "flex_attention", "fastvit")
 
 
 def _captures_attentions() -> bool:
-    """Whether transformers collects attention weights in this call, which its hooks on attention modules are for. They
-    stay there once a model has been asked for hidden states or attentions, and do nothing otherwise."""
+    """Return whether transformers' hooks collect attention weights in this call. Once a model has been asked for hidden
+    states or attentions the hooks stay, and do nothing in other calls."""
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     collector = capturing and capturing._active_collector.get()
     return bool(collector) and "attentions" in collector
 
 
 def _own_hooks_only(attn: nn.Module) -> bool:
-    """Whether transformers' hooks are all that is put on an attention module."""
-    hooks = list(attn._forward_hooks.values())  # what torch.compile of 2.11 has a truth value for
+    """Return whether an attention module has hooks of transformers and no others."""
+    hooks = list(attn._forward_hooks.values())  # a list, because torch.compile of 2.11 has no truth value for the dict
     others = attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks or "forward" in attn.__dict__
     return bool(hooks) and not others and all(h.__module__ == "transformers.utils.output_capturing" for h in hooks)
 
 
 def attention_of(layer: Any, name: str, kind: str) -> Any:
-    """The attention of that name and class in a layer, on which transformers may have put hooks of its own."""
+    """Return the attention of that name and class in a layer; hooks of transformers itself are allowed on it."""
     attn = layer._modules[name]
     if qualified_name(attn) != kind or not _own_hooks_only(attn):
         (attn,) = submodules(layer, **{name: {kind}})
@@ -41,17 +41,17 @@ def attention_of(layer: Any, name: str, kind: str) -> Any:
 
 
 def check_version() -> None:
-    """Of layers and of attention, which took and returned other things before version 5."""
+    """Check that transformers is version 5 or later: layers and attention had other arguments and results before."""
     version = getattr(sys.modules.get("transformers"), "__version__", "5")
     if version.startswith(("3.", "4.")):
         raise CannotFuse(f"transformers {version}: its layers are known from version 5 on")
 
 
 def check_attention(attn: Any) -> None:
-    """That it computes softmax attention, and no causal one."""
+    """Check that a module computes softmax attention that is not causal."""
     if type(attn.config).__name__ in ("CLIPTextConfig", "Aimv2TextConfig"):
         raise CannotFuse("the text tower's attention is causal")
-    if getattr(attn, "is_causal", True):  # as transformers' own functions read it
+    if getattr(attn, "is_causal", True):  # transformers' default is True as well
         raise CannotFuse("its attention is causal")
     implementation = attn.config._attn_implementation
     if implementation not in SAME_ATTENTION and not implementation.startswith("flash_attention"):

@@ -1,6 +1,6 @@
 """Hugging Face transformers, versions 5.0 to 5.24: the layers of ViT, DeiT, Dinov2, Dinov2WithRegisters, DINOv3,
 Sapiens2, and of the vision towers of CLIP, SigLIP, SigLIP 2, AIMv2, Ovis2, InternVL and Pixtral, with and without a
-mask; attention (transformers_varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation
+mask; attention (varlen.py), RMSNorm and MLPs of Qwen's and GLM's towers; and an attention implementation
 for other models: `register_attention`.
 """
 
@@ -19,20 +19,20 @@ from fastvit.blocks import read, run, spec
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.spec import AttentionSpec, HalfSpec, MlpSpec
 from fastvit.blocks.submodules import CannotFuse, Classes, submodules
-from fastvit.integrations.forward import Plan, checked_mask
+from fastvit.integrations.forward import ClassHandler, checked_mask
 from fastvit.integrations.transformers import classes, varlen
 from fastvit.integrations.transformers.classes import MODELS, OTHER_MLPS, RMS_NORM, ROTATES, class_of
 from fastvit.integrations.transformers.hooks import SAME_ATTENTION, attention_of, check_attention, check_version
-from fastvit.integrations.transformers.nested import Bare, is_nested, read_nested_attention, read_nested_mlp
+from fastvit.integrations.transformers.nested import WithoutWeights, is_nested, read_nested_attention, read_nested_mlp
 from fastvit.ops import Norm, Rotary
 from fastvit.ops.runtime.checks import takes_head_dim
 
 __all__ = ["register_attention"]
 
 _NORM = read.NORM | RMS_NORM
-# Those that return weights or their sums beside the output, for whoever calls or hooks the attention
+# Those that return weights or their sums next to the output, for callers and hooks of the attention
 _WITH_WEIGHTS = ("eager", "flex_attention")
-# Arguments that say what a model returns, or are for the loss, and change nothing inside a layer
+# Arguments about a model's results or its loss, which change nothing inside a layer
 _HARMLESS = ("output_hidden_states", "return_dict", "use_cache", "num_items_in_batch")
 
 
@@ -53,10 +53,10 @@ def read_attention(attn: Any, proj: str, dropout: read.Dropout = None) -> Attent
     return read.describe_attention(qkv, out, heads, scale, p, dropout, qk_norm=qk_norms, kv_heads=kv_heads)
 
 
-def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | Bare:
+def read_attention_alone(prefix: str, attn: Any) -> AttentionSpec | WithoutWeights:
     check_version()
     if is_nested(attn):
-        return Bare(read_nested_attention(prefix, attn))
+        return WithoutWeights(read_nested_attention(prefix, attn))
     implementation = attn.config._attn_implementation or "eager"
     if implementation in _WITH_WEIGHTS:
         raise CannotFuse(f"{implementation} attention returns its weights as well")
@@ -79,7 +79,7 @@ def read_mlp(mlp: Any, dropout: read.Dropout = None) -> MlpSpec:
 
 
 class LayerSpec(NamedTuple):
-    """checkpoint: what runs the block with activation checkpointing, if that is on."""
+    """A layer. checkpoint: the function that runs the block with activation checkpointing, or None if that is off."""
 
     block: spec.BlockSpec
     checkpoint: Callable[..., Tensor] | None
@@ -92,7 +92,7 @@ def read_norm(norm: Any) -> Norm:
 
 
 def run_rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """T5's rounds to x's dtype, and then multiplies with the weight in its own."""
+    """Run T5's RMSNorm, which rounds to x's dtype and then multiplies by the weight in the weight's dtype."""
     return run.run_norm(x, norm).to(torch.promote_types(x.dtype, norm.weight.dtype))
 
 
@@ -122,16 +122,15 @@ def read_layer(prefix: str, layer: Any) -> LayerSpec:
     nested = is_nested(attn)
     attention = read_nested_attention(prefix, attn) if nested else read_attention(attn, names.projection, dropout)
     block = HalfSpec(attention, read_norm(norm1), gammas[0], p), HalfSpec(mlp, read_norm(norm2), gammas[1], p)
-    # earlier versions have it around the call, and so around what runs in the place of forward
+    # earlier versions checkpoint in __call__, around the fused forward
     in_forward = type(layer).__call__ is nn.Module.__call__
     checkpointed = in_forward and layer.gradient_checkpointing and layer.training
     return LayerSpec(block, layer._gradient_checkpointing_func if checkpointed else None)
 
 
 def _made_for_export(mask: Any) -> bool:
-    """Whether a mask is what transformers gives to "sdpa" attention while torch.export traces, where it makes one for a
-    call without: a value for each query, expanded over the keys. That prefers no key to another, whatever the values,
-    which a trace does not know."""
+    """Return whether a mask is the one that transformers makes for "sdpa" attention under torch.export, for calls
+    without a mask: one value for each query, expanded over the keys. It prefers no key to another, for any values."""
     if not torch.compiler.is_exporting() or not isinstance(mask, Tensor):
         return False
     return mask.dtype is torch.bool and mask.stride(-1) == 0
@@ -145,7 +144,8 @@ def check_call(module: Any, hidden_states: Any, attention_mask: Any = None, **kw
 
 
 def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any, **__: Any) -> Tensor | None:
-    """attention_mask: (B, 1 or H, 1 or N, N). Padding that is only known to flash attention, (B, N), is not taken."""
+    """Return the mask of a call. attention_mask: (B, 1 or H, 1 or N, N). Padding for flash attention, (B, N), cannot be
+    fused."""
     if attention_mask is None or _made_for_export(attention_mask):
         return None
     if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
@@ -155,7 +155,7 @@ def mask(module: Any, hidden_states: Tensor, attention_mask: Any = None, *_: Any
 
 def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = None, *_: Any, **kwargs: Any) -> Any:
     kwargs.pop("position_embeddings", None)
-    if attention_mask is not None:  # without a mask flash attention finds the images by them
+    if attention_mask is not None:  # without a mask, flash attention separates the images by them
         kwargs.pop("position_ids", None)
     return check_call(module, hidden_states, attention_mask, **kwargs)
 
@@ -164,7 +164,7 @@ def rotary(
     module: Any, hidden_states: Tensor, attention_mask: Any = None,
     position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
 ) -> Rotary:  # fmt: skip
-    """position_embeddings: cos and sin, (N - P, d) each."""
+    """Return a call's rotary positions. position_embeddings: cos and sin, (N - P, d) each."""
     if position_embeddings is None:
         raise CannotFuse("no rotary positions")
     cos, sin = position_embeddings
@@ -179,45 +179,45 @@ def run_layer(x: Tensor, layer: LayerSpec, rotary: Rotary | None = None, attn_ma
 
 
 def run_attention(
-    x: Tensor, attn: AttentionSpec | Bare, rotary: Rotary | None = None, attn_mask: Tensor | None = None
+    x: Tensor, attn: AttentionSpec | WithoutWeights, rotary: Rotary | None = None, attn_mask: Tensor | None = None
 ) -> Tensor | tuple[Tensor, None]:
-    if isinstance(attn, Bare):
+    if isinstance(attn, WithoutWeights):
         return run.run_attention(x, attn.attention, rotary, attn_mask)
     return run.run_attention(x, attn, rotary, attn_mask), None
 
 
 def _mlps(prefix: str) -> set[str]:
-    """The classes of its MLPs, plain and gated."""
+    """Return the classes of a model's MLPs, plain and gated."""
     return {class_of(prefix, suffix) for suffix in MODELS[prefix].mlp_classes}
 
 
-PLANS: dict[type | str, Plan] = {}
+HANDLERS: dict[type | str, ClassHandler] = {}
 for _prefix, _names in MODELS.items():
     _call: dict[str, Any] = {"check_call": check_call, "mask": mask}
     if _prefix in ROTATES:
         _call |= {"check_call": check_rotary_call, "rotary": rotary}
-    PLANS[class_of(_prefix, _names.layer_class)] = Plan(partial(read_layer, _prefix), run_layer, **_call)
-    PLANS[class_of(_prefix, _names.attention_class)] = Plan(
+    HANDLERS[class_of(_prefix, _names.layer_class)] = ClassHandler(partial(read_layer, _prefix), run_layer, **_call)
+    HANDLERS[class_of(_prefix, _names.attention_class)] = ClassHandler(
         partial(read_attention_alone, _prefix), run_attention, **_call
     )
-    PLANS |= dict.fromkeys(_mlps(_prefix), Plan(read_mlp, run.run_mlp, ndim=None))
-PLANS |= dict.fromkeys(OTHER_MLPS, Plan(read_mlp, run.run_mlp, ndim=None))
-PLANS |= dict.fromkeys(RMS_NORM, Plan(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
-PLANS |= varlen.PLANS
+    HANDLERS |= dict.fromkeys(_mlps(_prefix), ClassHandler(read_mlp, run.run_mlp, ndim=None))
+HANDLERS |= dict.fromkeys(OTHER_MLPS, ClassHandler(read_mlp, run.run_mlp, ndim=None))
+HANDLERS |= dict.fromkeys(RMS_NORM, ClassHandler(read_norm, run_rms_norm, ndim=None, op="rms_norm"))
+HANDLERS |= varlen.HANDLERS
 EMBEDDINGS = classes.EMBEDDINGS
 
 
 def register_attention(name: str = "fastvit") -> None:
-    """Makes `ops.attention` an attention implementation of transformers, for every model that has a choice:
+    """Make `ops.attention` an attention implementation of transformers, for every model with a choice of them:
 
         register_attention()
         model.set_attn_implementation("fastvit")
 
-    Causal attention, attention to keys of another length, and whatever comes with a decoder's arguments run on
-    transformers' "sdpa" implementation.
+    Causal attention, attention to keys of another length, and calls with a decoder's arguments run on transformers'
+    "sdpa" implementation.
 
     Args:
-        name: that the implementation is known by from then on.
+        name: the implementation's name in transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -227,7 +227,7 @@ def register_attention(name: str = "fastvit") -> None:
 
 
 def takes_registered_attention(attn: Any) -> bool:
-    """Whether attention has an implementation by name, and "fastvit" would not leave it to sdpa."""
+    """Return whether attention has an implementation by name, and "fastvit" would not leave it to "sdpa"."""
     config = getattr(attn, "config", None)
     return (
         hasattr(sys.modules.get(type(attn).__module__), "ALL_ATTENTION_FUNCTIONS")
@@ -248,7 +248,8 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query, key, value (B, H, N, d) -> (B, N, H, d), and None for the weights."""
+    """Compute attention with transformers' signature: query, key, value (B, H, N, d) give (B, N, H, d), and None for
+    the weights."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if is_causal is None:
@@ -277,6 +278,6 @@ def _takes_mask(mask: Any, query: Tensor) -> bool:
 
 
 def _self_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether q, k and v are of the same tokens, and each head of k and v serves as many of q."""
+    """Return whether q, k and v have the same tokens, and heads of k and v divide those of q."""
     B, H, N, d = query.shape
     return key.shape == value.shape == (B, key.shape[1], N, d) and H % key.shape[1] == 0

@@ -1,5 +1,5 @@
-"""Attention and MLP of ViT and DeiT in transformers 5.0 to 5.8, and attention of DINOv2 in 5.0 to 5.17: each in two
-modules, of which the first has q, k and v or fc1, and the second the linear layer behind and its dropout."""
+"""Attention and MLP of ViT and DeiT in transformers 5.0 to 5.8, and attention of DINOv2 in 5.0 to 5.17. Each is two
+modules: the first has q, k and v or fc1, the second has the last linear layer and its dropout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fastvit.integrations.transformers.classes import class_of
 from fastvit.integrations.transformers.hooks import attention_of, check_attention
 
 
-class Bare(NamedTuple):
-    """Of a module that returns no weights beside attention's output."""
+class WithoutWeights(NamedTuple):
+    """Attention of a module that returns only the output, without weights."""
 
     attention: AttentionSpec
 

@@ -1,5 +1,5 @@
-"""Attention of the vision towers of Qwen's, GLM's and other models in transformers (version 5): images of several
-sizes, or windows of them, lie one behind the other in one sequence (T, D), and `cu_seqlens` says where each begins."""
+"""Attention of the vision towers of Qwen's, GLM's and other models in transformers (version 5). Images of several
+sizes, or windows of them, follow each other in one sequence (T, D); `cu_seqlens` has the start of each."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fastvit.blocks import read
 from fastvit.blocks.read import LINEAR
 from fastvit.blocks.spec import AdaptedLinear, LinearSpec
 from fastvit.blocks.submodules import CannotFuse, submodules
-from fastvit.integrations.forward import Plan
+from fastvit.integrations.forward import ClassHandler
 from fastvit.integrations.transformers.classes import VARLEN_ATTENTION
 from fastvit.ops import Rotary
 
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "fastvit")
 
 
-class Attention(NamedTuple):
-    """qkv: packed; dropout_p: of the attention probabilities, as it applies now."""
+class VarlenSpec(NamedTuple):
+    """Attention over packed sequences. dropout_p: of the attention probabilities, 0 in evaluation."""
 
     qkv: LinearSpec
     proj: LinearSpec
@@ -32,14 +32,14 @@ class Attention(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Rotary positions of all tokens, and where sequences begin and end."""
+    """Rotary positions of all tokens, and the ends of sequences as `ops.attention_varlen` takes them."""
 
     rotary: Rotary
     cu_seqlens: Tensor
     max_seqlen: int | None
 
 
-def read_attention(attn: Any) -> Attention:
+def read_attention(attn: Any) -> VarlenSpec:
     implementation = attn.config._attn_implementation
     if implementation not in _IMPLEMENTATIONS and not implementation.startswith("flash_attention"):
         raise CannotFuse(f"its attention implementation is {implementation!r}")
@@ -48,7 +48,7 @@ def read_attention(attn: Any) -> Attention:
         raise CannotFuse(f"qkv has {qkv.out_features} outputs for {proj.in_features} inputs of proj")
     p = attn.attention_dropout if attn.training else 0.0
     found = read.describe_attention((read.read_layer(qkv),), proj, attn.num_heads, attn.scaling, p, None)
-    return Attention(found.qkv[0], found.proj, found.num_heads, attn.scaling, p)
+    return VarlenSpec(found.qkv[0], found.proj, found.num_heads, attn.scaling, p)
 
 
 def check_call(
@@ -61,12 +61,14 @@ def check_call(
     return hidden_states
 
 
-def sequences(
+def read_sequences(
     module: Any, hidden_states: Tensor, cu_seqlens: Any = None, position_embeddings: Any = None,
     max_seqlen: Any = None, **_: Any,
 ) -> Sequences:  # fmt: skip
-    """position_embeddings: cos and sin, (T, d) each. The longest length is read off, as the library does to cut the
-    sequences apart, unless it is known, or a graph is made, which would break."""
+    """Return a call's sequences. position_embeddings: cos and sin, (T, d) each.
+
+    The longest length is read from the device, as the library does to split the sequences, unless it is given or a
+    graph is being made, which that would break."""
     if not isinstance(cu_seqlens, Tensor) or position_embeddings is None:
         raise CannotFuse("no cu_seqlens or no rotary positions")
     cos, sin = position_embeddings
@@ -79,16 +81,18 @@ def _captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def run(x: Tensor, attn: Attention, of: Sequences) -> Tensor:
+def run(x: Tensor, attn: VarlenSpec, sequences: Sequences) -> Tensor:
     qkv = attn.qkv.module(x) if isinstance(attn.qkv, AdaptedLinear) else F.linear(x, *attn.qkv)
-    q, k, v = ops.rotary_qkvpacked(qkv.view(1, len(x), 3, attn.num_heads, -1), of.rotary)[0].unbind(1)
+    q, k, v = ops.rotary_qkvpacked(qkv.view(1, len(x), 3, attn.num_heads, -1), sequences.rotary)[0].unbind(1)
     out = ops.attention_varlen(
-        q, k, v, of.cu_seqlens, of.max_seqlen, scale=attn.scale, dropout_p=attn.dropout_p
+        q, k, v, sequences.cu_seqlens, sequences.max_seqlen, scale=attn.scale, dropout_p=attn.dropout_p
     ).flatten(1)
     return attn.proj.module(out) if isinstance(attn.proj, AdaptedLinear) else ops.linear(out, *attn.proj)
 
 
-PLANS: dict[type | str, Plan] = dict.fromkeys(
+HANDLERS: dict[type | str, ClassHandler] = dict.fromkeys(
     VARLEN_ATTENTION,
-    Plan(read_attention, run, check_call, ndim=2, rotary=sequences, op="rotary_qkvpacked, attention_varlen, linear"),
+    ClassHandler(
+        read_attention, run, check_call, ndim=2, rotary=read_sequences, op="rotary_qkvpacked, attention_varlen, linear"
+    ),
 )
