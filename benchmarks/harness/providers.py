@@ -45,18 +45,20 @@ def attention(
     if separate or kv_heads or mask:
         q, k, v = draw.normal(B, N, H, d), *(draw.normal(B, N, kv_heads or H, d) for _ in "kv")
         attn_mask = _mask(draw, B, N, H, mask) if mask else None
-        if provider == "fused":
-            run = lambda: ops.attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)  # noqa: E731
-        else:
-            heads = eager.heads if provider == "eager" else eager.heads_sdpa
-            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            run = lambda: heads(*heads_first, attn_mask=attn_mask)  # noqa: E731
-        return Runner(run, (q, k, v), () if attn_mask is None else (attn_mask,))
+        run = _function(provider, "attention", attn_mask=attn_mask, **_of_attention(provider, dropout_p))
+        return Runner(lambda: run(q, k, v), (q, k, v), () if attn_mask is None else (attn_mask,))
     qkv = draw.normal(B, N, 3, H, d)
-    if provider == "fused":
-        return Runner(lambda: ops.attention_qkvpacked(qkv, dropout_p=dropout_p), (qkv,))
-    function = eager.attention if provider == "eager" else eager.attention_sdpa
-    return Runner(lambda: function(qkv), (qkv,))
+    run = _function(provider, "attention_qkvpacked", **_of_attention(provider, dropout_p))
+    return Runner(lambda: run(qkv), (qkv,))
+
+
+def _function(provider: str, op: str, **options: Any) -> Callable[..., Any]:
+    """Return the op, or its formula in plain PyTorch."""
+    return functools.partial(getattr(ops if provider == "fused" else eager, op), **options)
+
+
+def _of_attention(provider: str, dropout_p: float = 0.0) -> dict[str, Any]:
+    return {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
 
 
 def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0) -> Runner:
@@ -64,11 +66,10 @@ def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, 
     lengths = [max(N * (4 - i % 4) // 4, 1) for i in range(B)]
     ends = [0, *itertools.accumulate(lengths)]
     q, k, v = draw.normal(ends[-1], H, d), *(draw.normal(ends[-1], kv_heads or H, d) for _ in "kv")
-    if provider == "fused":
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=draw.device)
-        return Runner(lambda: ops.attention_varlen(q, k, v, cu_seqlens, N), (q, k, v))
-    heads = eager.heads if provider == "eager" else eager.heads_sdpa
-    return Runner(lambda: eager.attention_varlen(q, k, v, ends, heads), (q, k, v))
+    # numbers on the host for eager: reading them from a GPU would make it wait
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=draw.device) if provider == "fused" else ends
+    run = _function(provider, "attention_varlen", **({} if provider == "fused" else _of_attention(provider)))
+    return Runner(lambda: run(q, k, v, cu_seqlens, N), (q, k, v))
 
 
 def rotary(
@@ -76,7 +77,7 @@ def rotary(
 ) -> Runner:
     """tables: "shared", or of each "sample" or "head"."""
     x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
-    function = ops.rotary if provider == "fused" else eager.rotary
+    function = _function(provider, "rotary")
     return Runner(lambda: function(x, positions), (x,))
 
 
@@ -87,7 +88,7 @@ def qk_norm(
     """Of the q and k of a packed qkv. spelling: that of rotary positions, or None for none. tables: as in `rotary`."""
     qkv, norms = draw.normal(B, N, 3, H, d), (_norm_of_kind(draw, d, norm), _norm_of_kind(draw, d, norm))
     positions = None if spelling is None else _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
-    function = ops.qk_norm if provider == "fused" else eager.qk_norm
+    function = _function(provider, "qk_norm")
     q, k = qkv.detach().unbind(2)[:2]
     leaves = q.requires_grad_(), k.requires_grad_()
     return Runner(lambda: function(*leaves, *norms, positions), leaves, _parameters(norms))
@@ -101,8 +102,8 @@ def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
 def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "layer") -> Runner:
     """norm: as the op's."""
     x, parameters = draw.normal(B, N, D), _norm(draw, D)[: 1 if norm == "rms" else 2]
-    function: Callable[..., Any] = ops.layer_norm if provider == "fused" else eager.layer_norm
-    return Runner(lambda: function(x, *parameters, norm=norm), (x,), parameters)
+    function = _function(provider, "layer_norm", norm=norm)
+    return Runner(lambda: function(x, *parameters), (x,), parameters)
 
 
 def add_layer_norm(
@@ -111,9 +112,8 @@ def add_layer_norm(
     residual, branch, norm = draw.normal(B, N, D), draw.normal(B, N, D), _norm(draw, D)
     gamma, rows = draw.normal(D) if layer_scale else None, _row_scale(draw, B) if row_scale else None
     parameters = norm if gamma is None else (*norm, gamma)
-    function: Callable[..., Any] = ops.add_layer_norm if provider == "fused" else eager.add_layer_norm
-    scales = {"layer_scale": gamma, "row_scale": rows}
-    return Runner(lambda: function(residual, branch, *norm, **scales), (residual, branch), parameters)
+    function = _function(provider, "add_layer_norm", layer_scale=gamma, row_scale=rows)
+    return Runner(lambda: function(residual, branch, *norm), (residual, branch), parameters)
 
 
 def linear(
@@ -125,15 +125,14 @@ def linear(
     weight, bias = draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1)
     other = draw.normal(B, N, out) if residual or scales else None
     gamma, rows = _scales(draw, B, out, scales)
-    options: dict[str, Any] = {"activation": activation, "residual": other, "layer_scale": gamma, "row_scale": rows}
     optional = tuple(t for t in (gamma, other) if t is not None)
-    function: Callable[..., Any] = ops.linear if provider == "fused" else eager.linear
-    return Runner(lambda: function(x, weight, bias, **options), (x,), (weight, bias, *optional))
+    function = _function(provider, "linear", activation=activation, residual=other, layer_scale=gamma, row_scale=rows)
+    return Runner(lambda: function(x, weight, bias), (x,), (weight, bias, *optional))
 
 
 def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int) -> Runner:
     x, parameters = draw.normal(B, N, D), (*_norm(draw, D), draw.normal(out, D, std=D**-0.5), draw.normal(out))
-    function: Callable[..., Any] = ops.layer_norm_linear if provider == "fused" else eager.layer_norm_linear
+    function = _function(provider, "layer_norm_linear")
     return Runner(lambda: function(x, *parameters), (x,), parameters)
 
 
@@ -144,7 +143,6 @@ def layer_norm_attention(
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
-    function: Callable[..., Any] = ops.layer_norm_attention if provider == "fused" else eager.layer_norm_attention
     options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
     if rotary is not None:
         options["rotary"] = _positions(draw, N, D // H, rotary)
@@ -152,7 +150,8 @@ def layer_norm_attention(
     if qk_norm is not None:
         options["qk_norm"] = norms = tuple(_norm_of_kind(draw, D // H, qk_norm) for _ in "qk")
         leaves = (*parameters, *_parameters(norms))
-    return Runner(lambda: function(x, *parameters, H, residual=x, **options), (x,), leaves)
+    function = _function(provider, "layer_norm_attention", residual=x, **options)
+    return Runner(lambda: function(x, *parameters, H), (x,), leaves)
 
 
 def mlp(
@@ -170,15 +169,14 @@ def mlp(
     gamma, row_scale = _scales(draw, B, D, scales)
     options: dict[str, Any] = {"activation": activation, "layer_scale": gamma, "row_scale": row_scale}
     options["residual"] = x if residual or scales or norm else None
-    function: Callable[..., Any] = eager.layer_norm_mlp if norm else eager.mlp
     if provider == "fused":
-        function = ops.layer_norm_mlp if norm else ops.mlp
         options |= {"recompute": recompute, "dropout_p": dropout_p}
     leaves = parameters if gamma is None else (*parameters, gamma)
     if inner:
         inner_norm = _norm(draw, hidden)
         leaves, options["inner_norm"] = (*leaves, *inner_norm), (*inner_norm, 1e-6)
-    return Runner(lambda: function(x, *parameters, **options), (x,), leaves)
+    function = _function(provider, "layer_norm_mlp" if norm else "mlp", **options)
+    return Runner(lambda: function(x, *parameters), (x,), leaves)
 
 
 def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
@@ -192,8 +190,8 @@ def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, 
     parameters = (weight, bias, position, prefix)
     options: dict[str, Any] = {"mean": MEAN, "std": STD} if image == "uint8" else {}
     options |= {"pos_embed": position, "prefix": prefix}
-    function: Callable[..., Any] = ops.patch_embed if provider == "fused" else eager.patch_embed
-    return Runner(lambda: function(pixels, weight, bias, **options), (pixels,), parameters)
+    function = _function(provider, "patch_embed", **options)
+    return Runner(lambda: function(pixels, weight, bias), (pixels,), parameters)
 
 
 def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from op_cases import SHAPES, function, made
+from op_cases import ROWS, function, made
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
@@ -220,14 +220,12 @@ def the_same_binary_as_triton_and_the_same_arguments():
     assert 0.02 * total < direct < 0.98 * total, (direct, total)
 
 
-NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 
 
 def _wide(name, tokens, dtype=torch.bfloat16):
     """Tensors for which MLPs run our kernels: hidden sizes are multiples of 16."""
-    shapes = {key: tuple({40: 64, 20: 32}.get(n, n) for n in shape) for key, shape in SHAPES[name].items()}
-    with mock.patch.dict(SHAPES, {name: shapes}):
-        return made(name, 2, tokens, torch.device("cpu"), dtype)
+    return made(name, 2, tokens, torch.device("cpu"), dtype, hidden=64, gated=32)
 
 
 def _shifted(draw, tensors):
@@ -279,7 +277,7 @@ def planned_calls_launch_what_others_do():
 def planned_calls_differ_by_which_tensors_are_there():
     """A scale in the place of a bias, of the same looks."""
     with stub_gpu() as gpu:
-        op, tensors = function("layer_norm_mlp"), _wide("layer_norm_mlp", 16)
+        op, tensors = function("layer_norm_mlp gelu"), _wide("layer_norm_mlp gelu", 16)
         without = [{**tensors, name: None} for name in ("fc2_bias", "layer_scale")]
         with mock.patch.object(plans, "_kept", {}):
             want = _launched(gpu, op, without[1])
@@ -317,13 +315,13 @@ def hooks_see_every_launch():
         assert len(gpu.launches) == 4
         assert len(gpu.compiled) == 1
         assert len(seen) == 2, seen
-        tensors = _wide("layer_norm_mlp", 16)
+        tensors = _wide("layer_norm_mlp gelu", 16)
         for _ in range(2):  # the second one is planned
-            function("layer_norm_mlp")(**tensors)
+            function("layer_norm_mlp gelu")(**tensors)
         gpu.launches.clear()
         triton.knobs.runtime.launch_enter_hook.add(hook)
         try:
-            function("layer_norm_mlp")(**tensors)
+            function("layer_norm_mlp gelu")(**tensors)
         finally:
             triton.knobs.runtime.launch_enter_hook.remove(hook)
         assert len(seen) == 2 + len(gpu.launches) > 2
@@ -337,7 +335,7 @@ def a_profiler_reads_names_flops_and_bytes():
     try:
         with stub_gpu() as gpu:
             for dtype in (torch.bfloat16, torch.float32):
-                for name in SHAPES:
+                for name in ROWS:
                     tensors = made(name, 2, 18, torch.device("cpu"), dtype)
                     out = function(name)(**tensors)
                     outs = out if isinstance(out, tuple) else (out,)

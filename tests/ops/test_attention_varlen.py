@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_inputs import DTYPES, LAYOUTS
-from formulas import attention_varlen as eager
 from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
+from fastvit.study.accuracy.formulas import attention_varlen as eager
 
 # One token and none; fewer than a vector; tails of a tile; several tiles. Of images of several sizes, and of windows.
 PACKS = {"images": (5, 1, 0, 33, 70), "windows": (16, 16, 16, 9), "one": (37,), "short": (1, 1)}
@@ -102,7 +102,7 @@ def test_dropout(dtype, backend, device):
         torch.manual_seed(7)
         return ops.attention_varlen(**t, **more, dropout_p=p)
 
-    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, masks=factors), tensors)
+    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, factors=factors), tensors)
     planes = kept.unflatten(0, (3, N)).transpose(1, 2).flatten(0, 1)
     assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     share = kept.float().mean() - (1 - p)

@@ -1,12 +1,11 @@
 """What every op promises whatever it computes, on both backends. Values, layouts and errors: each op's own file."""
 
-import formulas
 import pytest
 import torch
 import torch.nn.functional as F
 from op_cases import (
     FORMULAS,
-    SHAPES,
+    ROWS,
     assert_freezing_changes_no_other_gradient,
     assert_layout_does_not_matter,
     function,
@@ -22,18 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
 from fastvit.ops.runtime import dispatch, registry
+from fastvit.study.accuracy import formulas
 
-every_op = pytest.mark.parametrize("name", SHAPES)
+every_op = pytest.mark.parametrize("name", ROWS)
 of_rows = pytest.mark.parametrize(
     "name",
     [
         "layer_norm",
-        "linear",
+        "linear residual",
         "linear gelu",
         "layer_norm_linear",
-        "mlp",
-        "layer_norm_mlp",
-        "mlp gated",
+        "mlp gelu",
+        "layer_norm_mlp gelu",
+        "mlp swiglu",
         "layer_norm_mlp gated",
     ],
 )
@@ -208,7 +208,9 @@ def test_outputs_may_be_edited_in_place(name, autocast, backend, device):
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["add_layer_norm", "attention", "attention_qkvpacked", "attention_varlen", "linear"])
+@pytest.mark.parametrize(
+    "name", ["add_layer_norm", "attention", "attention_qkvpacked", "attention_varlen", "linear residual"]
+)
 def test_outputs_edited_in_place_in_a_compiled_graph(name, device):
     """Those that are saved, too, since no version of a tensor is compared there."""
     torch._dynamo.reset()
@@ -280,8 +282,8 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
         "layer_norm",
         "linear gelu",
         "layer_norm_linear",
-        "mlp",
-        "mlp gated",
+        "mlp gelu",
+        "mlp swiglu",
         "layer_norm_mlp gated",
         "attention_qkvpacked",
         "layer_norm_attention",
@@ -326,7 +328,7 @@ def test_float64_falls_back_with_one_warning(name, triton_backend, device):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, shapes in SHAPES.items() if "row_scale" in shapes and "attention" not in name]
+    "name", [name for name, row in ROWS.items() if "row_scale" in row.tensors and "attention" not in name]
 )
 def test_scale_of_a_sample_of_rows_and_columns(name, backend, device):
     """A sample (h, w, D) is one of h * w tokens."""

@@ -1,10 +1,8 @@
 """ops.mlp and ops.layer_norm_mlp with gated activations, against float64 and eager PyTorch, on both backends."""
 
-import formulas
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import GATED
 from op_cases import (
     assert_freezing_changes_no_other_gradient,
     gathered,
@@ -19,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastvit import ops
 from fastvit.ops.dropout.op import draw_seeds, dropout_op
 from fastvit.ops.linear import gated as registered
+from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.formulas import GATED
 
 LAYERS = ("gate_weight", "gate_bias", "value_weight", "value_bias")
 RECOMPUTE = ("none", "activation", "all")
@@ -185,7 +185,7 @@ def test_dropout(norm, inner, recompute, backend, device):
         torch.manual_seed(11)
         return call(**kwargs)
 
-    assert_op_as_accurate(seeded, run(formulas, itself=True, masks=masks), args, what="dropout")
+    assert_op_as_accurate(seeded, run(formulas, itself=True, factors=masks), args, what="dropout")
 
 
 @packed_or_not

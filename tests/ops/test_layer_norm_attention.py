@@ -1,12 +1,12 @@
 """ops.layer_norm_attention against float64 and eager PyTorch, on both backends."""
 
-import formulas
 import pytest
 import torch
 from op_cases import assert_freezing_changes_no_other_gradient, outputs_and_gradients, saved_numel, tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
+from fastvit.study.accuracy import formulas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYERS = ("qkv_weight", "qkv_bias")

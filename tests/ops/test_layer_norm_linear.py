@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from formulas import layer_norm_linear as eager
 from op_cases import assert_freezing_changes_no_other_gradient, outputs_of, saved_numel, tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.block.norm_linear import layer_norm_linears
+from fastvit.study.accuracy.formulas import layer_norm_linear as eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # one row; rows and columns that fill no tile; more tokens than features

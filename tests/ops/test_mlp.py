@@ -2,15 +2,15 @@
 
 import functools
 
-import formulas
 import pytest
 import torch
-from formulas import ACTIVATIONS
 from op_cases import assert_freezing_changes_no_other_gradient, saved_numel, tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.dropout.op import draw_seeds, dropout_op
+from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.formulas import ACTIVATIONS
 
 NORM = ("norm_weight", "norm_bias")
 FC = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
@@ -137,7 +137,7 @@ def test_dropout(norm, recompute, backend, device):
         torch.manual_seed(11)
         return fused(**kwargs, dropout_p=0.3, recompute=recompute)
 
-    assert_op_as_accurate(with_residual(seeded), with_residual(eager, masks=masks), args, what="dropout")
+    assert_op_as_accurate(with_residual(seeded), with_residual(eager, factors=masks), args, what="dropout")
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "all"])

@@ -6,13 +6,13 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import patch_embed as eager
 from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.ops.runtime import dispatch
+from fastvit.study.accuracy.formulas import patch_embed as eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MEAN, STD = (0.485, 0.456, 0.406, 0.5), (0.229, 0.224, 0.225, 0.25)

@@ -1,6 +1,5 @@
 """ops.qk_norm, and norms of q and k within layer_norm_attention: values, gradients, places."""
 
-import formulas
 import pytest
 import torch
 from op_cases import tensors_of
@@ -10,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.ops.qk_norm.op import qk_norm_bwd
+from fastvit.study.accuracy import formulas
 from fastvit.study.memory.peak import saved_bytes
 
 KINDS = pytest.mark.parametrize("kind", ["layer", "no bias", "rms"])

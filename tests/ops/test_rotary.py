@@ -1,6 +1,5 @@
 """ops.rotary and ops.rotary_qkvpacked, and rotary positions within layer_norm_attention: values, layouts, places."""
 
-import formulas
 import pytest
 import torch
 from op_cases import tensors_of
@@ -10,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.ops.rotary.op import rotary_op
+from fastvit.study.accuracy import formulas
 from fastvit.study.memory.peak import saved_bytes
 
 

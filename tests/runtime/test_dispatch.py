@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from models import Calls
-from op_cases import SHAPES, function, made, results
+from op_cases import ROWS, function, made, results
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -155,7 +155,7 @@ def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
 def test_frames_from_a_call_to_its_kernels(training, stacks, device):
     """public function, which for rms_norm is layer_norm's, Function.apply and forward, registered op, launcher; a half
     of a block, and a norm in training, enters `run` instead of apply, and its function in one step"""
-    for name in SHAPES:
+    for name in ROWS:
         tensors = made(name, 2, 18, device)
         stacks.clear()
         with torch.set_grad_enabled(training):
@@ -167,7 +167,7 @@ def test_frames_from_a_call_to_its_kernels(training, stacks, device):
             assert len(stack) <= (5 if training else 4) + longer, (name, stack)
 
 
-HALVES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+HALVES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])

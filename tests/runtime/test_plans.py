@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from op_cases import SHAPES, function, made, results
+from op_cases import ROWS, function, made, results
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,7 +23,7 @@ from fastvit.ops.runtime import plans as runtime_plans
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 
 B, N, D = 2, 16, 16  # a mask's rows are then read in place
-NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 MODULES = [sys.modules[f"fastvit.ops.block.{name}"] for name in ("attention", "mlp", "gated_mlp")]  # not the ops
 
 
