@@ -83,8 +83,7 @@ def test_long(shape, dtype, kind, backend, device):
     check(made(*shape, dtype=dtype, device=device), mask[:, :, :1])
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_heads", "dtype"), zip([1, 2, 3], DTYPES, strict=True), ids=str)
 def test_heads_that_share_keys(dtype, kv_heads, backend, device):
     for N in (5, 70):
         tensors = made(2, N, 6, 24, kv_heads, dtype, device=device)

@@ -1,5 +1,7 @@
 """What every op promises whatever it computes, on both backends. Values, layouts and errors: each op's own file."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,15 +80,14 @@ PARAMETER_LAYOUTS = {
 @pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
 def test_layouts_of_tokens(name, layout, backend, device):
-    """Of all of them and of the output's gradient, and of each alone."""
+    """The first tensor of tokens has the layout, then all others have it and the gradients of the outputs."""
     tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
     bitwise = not name.startswith(("linear", "patch_embed"))
-    tokens = [key for key, t in tensors.items() if t.dim() == 3]
-    assert_layout_does_not_matter(
-        name, {k: arrange(t) if k in tokens else t for k, t in tensors.items()}, arrange, bitwise
-    )
-    for key in tokens:
-        assert_layout_does_not_matter(name, tensors | {key: arrange(tensors[key])}, torch.clone, bitwise)
+    first, *others = [key for key, t in tensors.items() if t.dim() == 3] or [None]
+    if first is not None:
+        assert_layout_does_not_matter(name, tensors | {first: arrange(tensors[first])}, torch.clone, bitwise)
+    rest = {key: arrange(tensors[key]) for key in others}
+    assert_layout_does_not_matter(name, tensors | rest, arrange, bitwise)
 
 
 @pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
@@ -104,6 +105,19 @@ def test_every_gradient_alone(name, backend, device):
     leaves = wanted(tensors).keys()
     choices = [leaves - {leaf} for leaf in leaves]
     assert_freezing_changes_no_other_gradient(function(name), tensors, choices)
+
+
+@every_op
+def test_frozen_tensors(name, device):
+    """Any two, the first ones, or the last ones. What is computed and saved then is decided in Python, for both
+    backends alike."""
+    tensors = made(name, 2, 6, device)
+    leaves = list(wanted(tensors))
+    choices = [*itertools.combinations(leaves, 1), *itertools.combinations(leaves, 2)]
+    choices += [part for i in range(3, len(leaves)) for part in (leaves[:i], leaves[i - len(leaves) :])]
+    assert_freezing_changes_no_other_gradient(
+        function(name), tensors, [frozen for frozen in choices if len(frozen) < len(leaves)]
+    )
 
 
 @of_rows
@@ -128,7 +142,7 @@ def test_gradients_of_stride_0(name, backend, device):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @every_op
-def test_compile(name, dynamic, backend, device):
+def test_compile(name, dynamic, device):
     torch._dynamo.reset()
     compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for B in (2, 5) if dynamic else (3,):
@@ -240,7 +254,7 @@ def test_batched_gradients(name, device):
 
 @pytest.mark.parametrize("forward", [False, True], ids=["forward_outside", "forward_inside"])
 @every_op
-def test_autocast_around_the_backward_pass(name, forward, backend, device):
+def test_autocast_around_the_backward_pass(name, forward, device):
     """It changes nothing: the gradients are those of the dtypes that the forward pass has chosen."""
     tensors, runs = made(name, 2, 4, device), []
     for backward in (False, True):
@@ -289,7 +303,7 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
         "layer_norm_attention",
     ],
 )
-def test_vmap(name, backend, device):
+def test_vmap(name, device):
     """Every sample by itself; without what is drawn for each sample."""
     tensors = made(name, 2, 18, device)
     tensors.pop("row_scale", None)

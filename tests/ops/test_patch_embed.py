@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from itertools import cycle
 
 import pytest
 import torch
@@ -50,8 +51,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, cycle(DTYPES)), ids=str)
 def test_patch_embed(shape, dtype, backend, device):
     """Outputs and all gradients, the image's included."""
     assert_op_as_accurate(fused, eager, arguments(*shape, dtype, device), what="patch_embed")
@@ -103,8 +103,16 @@ def test_configs_fit_shared_memory(m, arch, itemsize, loaded):
             assert split or cfg.splits == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("C", "patch"), [(3, (14, 14)), (4, (4, 4)), (1, (2, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("C", "patch", "dtype"),
+    [
+        (3, (14, 14), torch.bfloat16),
+        (4, (4, 4), torch.float32),
+        (4, (4, 4), torch.float16),
+        (1, (2, 8), torch.float32),
+    ],
+    ids=str,
+)
 def test_uint8(C, patch, dtype, backend, device):
     tensors = arguments(2, C, (2, 3), patch, 24, 1, dtype, device)
     pixels = torch.randint(0, 256, tensors.pop("image").shape, dtype=torch.uint8, device=device)

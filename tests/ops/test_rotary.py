@@ -14,18 +14,19 @@ from fastvit.study.memory.peak import saved_bytes
 
 
 @pytest.mark.parametrize(
-    ("B", "N", "H", "d", "prefix"),
+    ("B", "N", "H", "d", "prefix", "interleaved", "dtype"),
     [
-        (2, 201, 6, 64, 5),
-        (1, 50, 3, 32, 1),
-        (3, 33, 2, 72, 0),
-        (2, 40, 1, 16, 40),
-        (1, 18, 5, 128, 1),
-        (2, 9, 2, 256, 3),
+        (2, 201, 6, 64, 5, False, torch.bfloat16),
+        (1, 50, 3, 32, 1, True, torch.float32),
+        (1, 50, 3, 32, 1, False, torch.float16),
+        (3, 33, 2, 72, 0, False, torch.float32),
+        (3, 33, 2, 72, 0, True, torch.bfloat16),
+        (2, 40, 1, 16, 40, True, torch.float16),
+        (1, 18, 5, 128, 1, False, torch.float32),
+        (2, 9, 2, 256, 3, True, torch.bfloat16),
     ],
+    ids=str,
 )
-@SPELLINGS
-@DTYPES
 def test_accuracy(B, N, H, d, prefix, interleaved, dtype, backend, device):
     """float32 tables, whatever q and k are."""
     qkv = inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
