@@ -4,8 +4,6 @@ import pytest
 import torch
 from attention_inputs import DTYPES
 from op_cases import (
-    HEADS,
-    NORM,
     assert_freezing_changes_no_other_gradient,
     assert_layout_does_not_matter,
     gathered,
@@ -161,7 +159,8 @@ def test_packed(backend, device):
 @pytest.mark.parametrize("of", ["plain", "qk_norm", "a frozen rest"])
 def test_behind_a_norm(of, backend, device):
     """In layer_norm_attention; with norms of q and k the gradient is of what these made. Or nothing else wants one."""
-    shapes = {"x": (2, 18, 16), **NORM, **HEADS, "attn_mask": (2, 18, 18)}
+    shapes = {"x": (2, 18, 16), "norm_weight": (16,), "norm_bias": (16,), "attn_mask": (2, 18, 18)}
+    shapes |= {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
     tensors = tensors_of(
         shapes | ({"q_weight": (16,), "k_weight": (16,)} if of == "qk_norm" else {}), torch.float32, device
     )
