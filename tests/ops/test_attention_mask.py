@@ -52,7 +52,9 @@ def check(tensors, mask, **options):
     fixed = {} if mask.requires_grad else {"attn_mask": mask}
     tensors = tensors if fixed else {**tensors, "attn_mask": mask}
     assert_op_as_accurate(
-        lambda **t: ops.attention(**t, **fixed, **options), lambda **t: eager(**t, **fixed, **options), tensors
+        lambda **t: ops.attention(**t, **fixed, **options),
+        lambda **t: eager(**t, **fixed, **options, empty_rows=mask.dtype is torch.bool),
+        tensors,
     )
 
 
