@@ -1,5 +1,5 @@
-"""Every op and model as each provider runs it: eager, SDPA, fastvit. A builder draws its tensors in one fixed order, so
-that all providers get the same numbers."""
+"""Build every op and model as each provider runs it: eager, SDPA, compiled, fastvit. A builder draws its tensors in one
+fixed order, so that all providers get the same numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_ATTENTION = ("eager", "sdpa", "compile", "fused")
 
 
 def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """forward under torch.compile; of the provider "graph" with fastvit's ops in its graph."""
+    """Return forward under torch.compile; for the provider "graph", with fastvit's ops in the graph."""
     compiler = fastvit.compile if provider == "graph" else torch.compile
     return compiler(forward, dynamic=False, **options)
 
@@ -40,8 +40,8 @@ def attention(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0,
     kv_heads: int = 0, mask: str = "",
 ) -> Runner:  # fmt: skip
-    """kv_heads: fewer than H, of k and v. mask: "padding", bool, of the last third of the keys of every other sample;
-    "positions", a bias of H x N x N that all samples share and that wants a gradient."""
+    """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
+    "positions" adds H x N x N numbers, which all samples share and which require a gradient."""
     if separate or kv_heads or mask:
         q, k, v = draw.normal(B, N, H, d), *(draw.normal(B, N, kv_heads or H, d) for _ in "kv")
         attn_mask = _mask(draw, B, N, H, mask) if mask else None
@@ -62,7 +62,7 @@ def _of_attention(provider: str, dropout_p: float = 0.0) -> dict[str, Any]:
 
 
 def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0) -> Runner:
-    """B images, the longest of N tokens, the others of three quarters, a half and a quarter of that."""
+    """B images: the longest has N tokens, the others three quarters, a half and a quarter of that."""
     lengths = [max(N * (4 - i % 4) // 4, 1) for i in range(B)]
     ends = [0, *itertools.accumulate(lengths)]
     q, k, v = draw.normal(ends[-1], H, d), *(draw.normal(ends[-1], kv_heads or H, d) for _ in "kv")
@@ -75,7 +75,7 @@ def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, 
 def rotary(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves", tables: str = "shared"
 ) -> Runner:
-    """tables: "shared", or of each "sample" or "head"."""
+    """tables: "shared", or one for each "sample" or "head"."""
     x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
     function = _function(provider, "rotary")
     return Runner(lambda: function(x, positions), (x,))
@@ -85,7 +85,7 @@ def qk_norm(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str | None = None,
     tables: str = "shared",
 ) -> Runner:  # fmt: skip
-    """Of the q and k of a packed qkv. spelling: that of rotary positions, or None for none. tables: as in `rotary`."""
+    """Normalise q and k of a packed qkv. spelling: that of rotary positions, or None. tables: as in `rotary`."""
     qkv, norms = draw.normal(B, N, 3, H, d), (_norm_of_kind(draw, d, norm), _norm_of_kind(draw, d, norm))
     positions = None if spelling is None else _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
     function = _function(provider, "qk_norm")
@@ -139,7 +139,7 @@ def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: in
 def layer_norm_attention(
     provider: str, draw: Draw, B: int, N: int, D: int, H: int, rotary: str | None = None, qk_norm: str | None = None
 ) -> Runner:
-    """The residual is what the norm reads. rotary: "halves" or "interleaved"; qk_norm: "layer" or "rms"."""
+    """The residual is the norm's input. rotary: "halves" or "interleaved"; qk_norm: "layer" or "rms"."""
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
@@ -159,8 +159,8 @@ def mlp(
     activation: str = "gelu", recompute: str = "activation", dropout_p: float = 0.0, residual: bool = False,
     scales: bool = False, norm: bool = False, hidden: int = 0, inner: bool = False,
 ) -> Runner:  # fmt: skip
-    """D -> hidden, or else 4 D -> D. norm: behind a LayerNorm, where the residual is what the norm reads. inner: with a
-    LayerNorm of what a gate makes."""
+    """D -> hidden, by default 4 D, -> D. norm: after a LayerNorm; the residual is then the norm's input. inner: with a
+    LayerNorm of the gated product."""
     x, hidden = draw.normal(B, N, D), hidden or 4 * D
     rows = 2 * hidden if activation in eager.GATED else hidden
     parameters = _norm(draw, D) if norm else ()
@@ -203,7 +203,7 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
 
 
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
-    """A model of the zoo on photographs."""
+    """Build a model of the zoo, on photographs."""
     kinds = (Eva, ReferenceEva) if name in EVAS else (fastvit.VisionTransformer, reference.VisionTransformer)
     kind: Callable[..., Any] = kinds[provider != "fused"]
     config = zoo.config(name) if provider == "fused" else reference_arguments(name)
@@ -214,7 +214,7 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
 
 
 def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
-    """ViT-B/16 of another library, untouched (as "sdpa", which is what they run, or compiled) or accelerated."""
+    """ViT-B/16 of another library: unchanged (as "sdpa", which the libraries use, or compiled), or accelerated."""
     vit = draw.module(lambda: VIT_B_16[library](**options))
     if provider == "fused":
         fastvit.accelerate(vit, strict=True)
@@ -241,7 +241,7 @@ _OF_TABLES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 
 
 def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = ()) -> ops.Rotary:
-    """float32 tables of the patches behind one prefix token, so many, of no two the same angles."""
+    """Return float32 sin/cos tables for the patches after one prefix token; no two tables are equal."""
     count = math.prod(of)
     angles = torch.linspace(0, 100 * count, count * (N - 1) * d // 2, device=draw.device).view(*of, N - 1, d // 2)
     angles = angles.repeat_interleave(2, -1) if spelling == "interleaved" else torch.cat((angles, angles), -1)
@@ -249,7 +249,7 @@ def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = 
 
 
 def _mask(draw: Draw, B: int, N: int, H: int, kind: str) -> Tensor:
-    """As `attention` has it."""
+    """Return the mask of a kind that `attention` names."""
     if kind == "positions":
         return draw.normal(1, H, N, N)
     visible = torch.ones(B, 1, 1, N, dtype=torch.bool, device=draw.device)
@@ -258,16 +258,16 @@ def _mask(draw: Draw, B: int, N: int, H: int, kind: str) -> Tensor:
 
 
 def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """LayerScale's factors, and DropPath's, one a sample."""
+    """Return LayerScale's factors, and DropPath's, one a sample."""
     return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
 
 
 def _row_scale(draw: Draw, B: int) -> Tensor:
-    """DropPath's: every other sample is left out."""
+    """Return DropPath's factors, which drop every other sample."""
     return 1.25 * (torch.arange(B, device=draw.device) % 2)
 
 
-# ---- what agreement is checked on where eager in float64 would take too long or not fit ----
+# ---- smaller sizes for the check of agreement, where eager in float64 would take too long or not fit ----
 
 Sizes = dict[str, Any]
 
@@ -288,7 +288,7 @@ def _few_images(sizes: Sizes) -> Sizes:
 
 @dataclass(frozen=True)
 class Op:
-    """check: sizes that replace others where providers are compared with float64."""
+    """check: sizes to use instead where providers are compared with float64."""
 
     build: Callable[..., Runner]
     providers: tuple[str, ...] = ("eager", "compile", "fused")

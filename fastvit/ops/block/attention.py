@@ -59,12 +59,12 @@ class _Options(NamedTuple):
     dropout_p: float
     residual_is_x: bool
     interleaved: bool  # rotary positions, if there are any
-    cast: torch.dtype | None  # of the layers, to autocast's
+    cast: torch.dtype | None  # autocast's dtype, for the layers
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """wants: of proj's weight and bias and layer_scale, weight and bias of the norm before it, of q's and of k's, the
-    mask, then as `layer_norm_linear_backward` -> gradients, or None."""
+    """Return gradients, or None. wants: for proj's weight and bias, layer_scale, weight and bias of the norm before
+    proj, of q's and of k's norm, the mask, then those of `layer_norm_linear_backward`."""
     plans = recall("layer_norm_attention backward", (dout, *saved), (*o, wants))
     backend = None if plans is AFRESH else plans
     proj_weight, proj_bias, layer_scale, row_scale, scale_weight, scale_bias, *rest = saved
@@ -88,7 +88,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     of_proj = proj_weight, proj_bias, layer_scale, wants[:3]
     of_scale_norm = dscale_weight, dscale_bias if wants[4] else None
     G, dtype = product_over_rows(g, rows, layer_scale, wants[:3]), total_dtype(*of_proj)
-    # what adds dout to the gradient of x sums it over rows on the way
+    # the pass that adds dout to the gradient of x also sums it over rows
     in_norm = dtype if o.residual_is_x and any(wants[10:13]) else None
     total = total_over_rows(g, dtype) if in_norm is None else None
     if qkv is None:
@@ -120,21 +120,22 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         dqkv, residual, o.eps, o.rms, wants[10:], x, *rest, backend=backend
     )
     plans.keep()
-    behind = *parameter_gradients(G, total if in_norm is None else of_dout, *of_proj), *of_scale_norm
-    return *behind, *dqk, dmask, *of_layers
+    after = *parameter_gradients(G, total if in_norm is None else of_dout, *of_proj), *of_scale_norm
+    return *after, *dqk, dmask, *of_layers
 
 
 def _backward_of_normed(
     do: Tensor, qkv: Tensor, attention: tuple[Any, ...], of_qk: list[Any], sin: Tensor | None, cos: Tensor | None,
     o: _Options, want_mask: bool, backend: Any,
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor | None]:  # fmt: skip
-    """Of attention behind norms of q and k. attention: its op's arguments behind v; of_qk: weight and bias of both
-    norms -> gradients of the packed qkv, which is written once, of these, and of the mask."""
+    """Compute the backward pass of attention after norms of q and k. attention: the op's arguments after v; of_qk:
+    weight and bias of both norms. Return gradients of the packed qkv, which is written once, of these, and of the
+    mask."""
     backend = backend or choose_backend(do, qkv, sin, cos, *of_qk)
     q_weight, q_bias, k_weight, _ = of_qk
     q, k, v = qkv.unbind(2)
     normed = qk_norm_fwd(q, k, *of_qk, sin, cos, o.qk_eps, o.qk_rms, o.interleaved, backend=backend)
-    # where nothing could tell, both ops write into the packed gradient, the second in the place of what it reads
+    # if nothing observes the call, both ops write into the packed gradient, the second over what it reads
     packed = empty_like(qkv) if in_place(qkv, backend) else None
     out: Any = () if packed is None else packed.unbind(2)
     dmask = None
@@ -156,8 +157,8 @@ _LAYERS = 20  # tensors and options before the layers of q, k and v
 
 
 class _LayerNormAttention(FusedHalf):
-    """residual + row_scale * layer_scale * proj(scale_norm(attention(norm(x)))), q and k behind norms of their own; all
-    norms but the first are optional, and the residual may be x"""
+    """residual + row_scale * layer_scale * proj(scale_norm(attention(norm(x)))), with norms of q and k. All norms
+    except the first are optional, and the residual may be x."""
 
     @staticmethod
     def forward(
@@ -168,7 +169,7 @@ class _LayerNormAttention(FusedHalf):
         row_scale: Tensor | None, residual: Tensor | None, mask: Tensor | None, seed: Tensor | None,
         sin: Tensor | None, cos: Tensor | None, o: _Options, plans: Plans | None, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """-> the output, what the backward pass reads, and the mean and rstd of scale_norm, if there is one"""
+        """Return the output, what the backward pass reads, and the mean and rstd of scale_norm if there is one."""
         of_qk: Any = q_weight, q_bias, k_weight, k_bias
         backend: Any = plans
         if backend is None:
@@ -264,9 +265,9 @@ def layer_norm_attention(
     rotary: Rotary | None = None, scale_norm: Norm | None = None, qk_norm: tuple[Norm, Norm] | None = None,
     attn_mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et al.
-    2017, section 3.2.2) as one autograd node, which saves x, q, k, v, attention's output and float32 statistics; the
-    normalised rows are computed again in the backward pass of the LayerNorm.
+    """Compute residual + row_scale * layer_scale * proj(attention(LayerNorm(x))), multi-head self-attention (Vaswani et
+    al. 2017, section 3.2.2), as one autograd node. It saves x, q, k, v, attention's output and float32 statistics; the
+    backward pass computes the normalised rows again.
 
     Args:
         x: (B, N, D); float32, float16, bfloat16 or float64, any strides.
@@ -278,7 +279,7 @@ def layer_norm_attention(
         num_heads: how many heads share the rows of q, of k and of v.
         eps: added to the variance; not negative.
         norm: "layer", or "rms" for RMSNorm as in `rms_norm`, without a bias.
-        scale: of the scores; head_dim^-0.5 if None.
+        scale: factor of the scores; head_dim^-0.5 if None.
         dropout_p: probability of dropping an attention weight, in [0, 1), as in `attention`. Pass 0 in evaluation.
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
         row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.
@@ -287,12 +288,12 @@ def layer_norm_attention(
         rotary: rotary positions of q and k, which are rotated in place, forward and backward, or None. The tables are
             not differentiated: for learnt ones put `rotary_qkvpacked` between `layer_norm_linear` and
             `attention_qkvpacked`.
-        scale_norm: a norm of attention's output in front of the projection (Wang et al. 2022, arXiv:2210.06423), or
-            None; weight and bias are (num_heads * head_dim,), x's dtype.
-        qk_norm: norms of q and of k over the head dimension, before the rotation, as in `qk_norm`, or None; they are of
-            one kind and eps, with (head_dim,) of x's dtype. q and k are saved as they are before, and normalised
-            again in the backward pass.
-        attn_mask: of the scores, broadcastable to (B, num_heads, N, N), or None, as in `attention`.
+        scale_norm: a norm of attention's output before the projection (Wang et al. 2022, arXiv:2210.06423), or None;
+            weight and bias are (num_heads * head_dim,), x's dtype.
+        qk_norm: norms of q and of k over the head dimension, before the rotation, as in `qk_norm`, or None. Both have
+            one kind and eps; weight and bias are (head_dim,), x's dtype. q and k are saved before their norms and
+            normalised again in the backward pass.
+        attn_mask: broadcastable to (B, num_heads, N, N), or None, as in `attention`.
 
     Returns:
         (B, N, out), contiguous, in the dtype that x and residual promote to. Under autocast weights, biases and the
@@ -304,9 +305,9 @@ def layer_norm_attention(
     """
     before = norm_weight, norm_bias, eps, norm
     tensors = x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias, layer_scale, row_scale
-    behind = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
+    after = None if residual is x else residual, rotary, scale_norm, qk_norm, attn_mask
     options = residual is x, num_heads, type(num_heads), eps, norm, scale, dropout_p
-    plans = recall("layer_norm_attention", (*tensors, *behind), options)
+    plans = recall("layer_norm_attention", (*tensors, *after), options)
     autograd, o = plans.plan(
         _checked, x, before, qkv_weight, qkv_bias, proj_weight, proj_bias, num_heads, scale, dropout_p,
         (layer_scale, row_scale, residual), rotary, scale_norm, qk_norm, attn_mask,
@@ -316,7 +317,7 @@ def layer_norm_attention(
     sin, cos = (None, None) if rotary is None else broadcast_tables(rotary)
     mask = None if attn_mask is None else checked_mask(attn_mask, "x", x, x.shape[0], x.shape[1], num_heads)
     seed = draw_seeds(1, x.device) if dropout_p else None
-    residual = None if residual is x else residual  # torch.compile refuses to see a tensor twice among the inputs
+    residual = None if residual is x else residual  # torch.compile refuses one tensor as two inputs
     arguments = (
         x, norm_weight, norm_bias, proj_weight, proj_bias, layer_scale, *of_scale, *of_qk,
         row_scale, residual, mask, seed, sin, cos, o, None if plans is AFRESH else plans,
@@ -332,7 +333,7 @@ def _checked(
     num_heads: int, scale: float | None, dropout_p: float, epilogue: EpilogueTuple, rotary: Rotary | None,
     scale_norm: Norm | None, qk_norm: tuple[Norm, Norm] | None, attn_mask: Tensor | None,
 ) -> tuple[bool, _Options]:  # fmt: skip
-    """Whether a call needs autograd."""
+    """Check a call; return whether it needs autograd."""
     cast = check_norm_and_layers(x, before, qkv_weight, qkv_bias, ("qkv_weight", "qkv_bias"))
     if x.dim() != 3:
         raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""Launches the kernel of dropout."""
+"""Launch the kernel of dropout."""
 
 from __future__ import annotations
 
