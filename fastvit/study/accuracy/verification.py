@@ -1,4 +1,4 @@
-"""The fused ops against float64 on the machine at hand, by the rule of `rule.py`: outputs and all gradients."""
+"""Compare the fused ops with float64 on this machine, by the rule of `rule.py`: outputs and all gradients."""
 
 from __future__ import annotations
 
