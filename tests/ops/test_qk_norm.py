@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastvit import ops
 from fastvit.ops.qk_norm.op import qk_norm_bwd
 from fastvit.study.accuracy import formulas
-from fastvit.study.memory.peak import saved_bytes
 
 EPS = 1e-5
 
@@ -295,19 +294,3 @@ def test_directly_and_through_the_dispatcher(backend, device):
         for retain in (True, False):
             out.sum().backward(retain_graph=retain)
     assert counted.get_total_flops() == without.get_total_flops() > 0
-
-
-@pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_saved(kind, backend, device):
-    """x, q, k, v, attention's output and statistics: what is saved without the norms, and their parameters."""
-    tensors = tensors_of({**SHAPES, **parameters(24, kind)}, torch.float32, device)
-    sin, cos = table(22, 24, device=device)
-    plain = {name: tensors[name] for name in SHAPES}
-    saved = [
-        saved_bytes(call, [*tensors.values(), sin, cos])
-        for call in (
-            lambda: ops.layer_norm_attention(num_heads=2, residual=plain["x"], **plain),
-            lambda: half(ops.layer_norm_attention, kind, ops.Rotary(sin, cos, 1))(**tensors),
-        )
-    ]
-    assert saved[0] == saved[1] > 0

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastvit import ops
 from fastvit.ops.rotary.op import rotary_op
 from fastvit.study.accuracy import formulas
-from fastvit.study.memory.peak import saved_bytes
 
 
 @pytest.mark.parametrize(
@@ -186,19 +185,6 @@ def test_directly_and_through_the_dispatcher(backend, device):
     assert torch.equal(direct, dispatched)
     for several in zip(first, second, third, strict=True):
         assert all(torch.equal(several[0], one) for one in several[1:])
-
-
-def test_saved(backend, device):
-    """x, q, k, v, attention's output and statistics: what is saved without rotary positions, and the tables."""
-    tensors = tensors_of(SHAPES, torch.float32, device)
-    sin, cos = table(22, 24, device=device)
-    saved = [
-        saved_bytes(
-            lambda r=r: ops.layer_norm_attention(num_heads=2, rotary=r, **tensors), [*tensors.values(), sin, cos]
-        )
-        for r in (None, ops.Rotary(sin, cos, 1))
-    ]
-    assert saved[0] == saved[1] > 0
 
 
 def test_rotation_is_relative(device):
