@@ -94,14 +94,14 @@ def gathered(op, eps=1e-6):
 
 
 def tensors_of(shapes, dtype, device, kind="normal"):
-    """Tensors by name, None for a shape of None. All but row_scale and what is fixed require a gradient, and are of
-    this kind of input; matrices are divided by the root of what they sum over, unless they are to stay integer."""
+    """Draw tensors by name, None for a shape of None. All of them, except row_scale and fixed ones, require a gradient.
+    Matrices are divided by the root of the size that they sum over, but not integers."""
     made: dict[str, Tensor | None] = {}
     for seed, (name, shape) in enumerate(shapes.items()):
         if shape is None:
             made[name] = None
         elif name == "row_scale":
-            made[name] = torch.arange(*shape, device=device).to(dtype) * 1.25  # of no two samples the same
+            made[name] = torch.arange(*shape, device=device).to(dtype) * 1.25  # no two samples have the same
         else:
             t = inputs(kind, *shape, dtype=torch.float64, device=device, seed=seed)
             if name.endswith("weight") and len(shape) > 1 and kind == "normal":
@@ -133,7 +133,7 @@ def outputs_of(result):
 
 
 def outputs_and_gradients(op, tensors):
-    """Outputs, and gradients by name; what is random is drawn anew, and the same."""
+    """Return outputs, and gradients by name. Every call draws the same random numbers."""
     torch.manual_seed(4)
     outputs, leaves = outputs_of(op(**tensors)), wanted(tensors)
     through = [o for o in outputs if o.requires_grad]
@@ -147,7 +147,7 @@ def results(op, tensors):
 
 
 def assert_freezing_changes_no_other_gradient(op, tensors, choices):
-    """choices: names of the tensors that are frozen together"""
+    """choices: groups of names of tensors, each frozen together."""
     _, everything = outputs_and_gradients(op, tensors)
     for frozen in choices:
         partly = {n: t.detach().requires_grad_(t.requires_grad and n not in frozen) for n, t in tensors.items()}
@@ -160,12 +160,12 @@ def assert_freezing_changes_no_other_gradient(op, tensors, choices):
 
 
 def saved_numel(op, tensors):
-    """Elements of float32 that a call keeps for backward, but for all tensors other than x."""
+    """Count the float32 elements that a call keeps for backward, without the tensors other than x."""
     return saved_bytes(lambda: op(**tensors), [t for name, t in tensors.items() if name != "x"]) / 4
 
 
 def assert_layout_does_not_matter(name, tensors, arrange_dout, bitwise):
-    """The results of contiguous tensors; ATen's matmuls may round otherwise."""
+    """Check that results are those of contiguous tensors; ATen's matmuls may round differently."""
     runs = []
     for arranged, arrange in (
         ({k: t.contiguous() for k, t in tensors.items()}, lambda t: arrange_dout(t).contiguous()),

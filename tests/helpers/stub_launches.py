@@ -124,12 +124,12 @@ NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp"
 
 
 def _wide(name, tokens, dtype=torch.bfloat16):
-    """Tensors for which MLPs run our kernels: hidden sizes are multiples of 16."""
+    """Draw tensors for which MLPs run our kernels: hidden sizes are multiples of 16."""
     return made(name, 2, tokens, torch.device("cpu"), dtype, hidden=64, gated=32)
 
 
 def _shifted(draw, tensors):
-    """The same, contiguous, at addresses of several alignments."""
+    """Return contiguous copies at addresses of several alignments."""
     found = {}
     for name, t in tensors.items():
         shift = draw.choice((0, 0, 0, 1, 2, 4, 8))
@@ -139,7 +139,7 @@ def _shifted(draw, tensors):
 
 
 def _launched(gpu, op, tensors):
-    """Binaries, grids and numbers of a training step."""
+    """Return binaries, grids and numbers of a training step."""
     gpu.launches.clear()
     out = op(**tensors)
     torch.autograd.backward(out, torch.ones_like(out))
@@ -152,7 +152,7 @@ def _launched(gpu, op, tensors):
 
 
 def planned_calls_launch_what_others_do():
-    """Their plans are those of aligned tensors, or of others."""
+    """Whether their plans were made for aligned tensors or for others."""
     draw = random.Random(0)
     seen = direct = 0
     with stub_gpu() as gpu:
@@ -175,7 +175,7 @@ def planned_calls_launch_what_others_do():
 
 
 def planned_calls_differ_by_which_tensors_are_there():
-    """A scale in the place of a bias, of the same looks."""
+    """A scale instead of a bias, with the same signature."""
     with stub_gpu() as gpu:
         op, tensors = function("layer_norm_mlp gelu"), _wide("layer_norm_mlp gelu", 16)
         without = [{**tensors, name: None} for name in ("fc2_bias", "layer_scale")]
@@ -228,7 +228,7 @@ def hooks_see_every_launch():
 
 
 def a_profiler_reads_names_flops_and_bytes():
-    """Of every kernel, as Proton asks for them."""
+    """Every kernel has them, where Proton looks."""
     found = {}
     hook = lambda metadata: found.update({metadata.get()["name"]: metadata.get()})  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(hook)
@@ -266,7 +266,7 @@ def a_profiler_reads_names_flops_and_bytes():
     assert found["patch_embed_fwd_kernel patches12 D16 K48 float32"]["flops32"] == 2 * 12 * 16 * 48
 
 
-def what_does_not_fit_runs_on_aten_and_is_not_tried_again():
+def a_kernel_that_does_not_fit_runs_on_aten_and_is_not_tried_again():
     attempts = []
 
     class Refusing:
@@ -306,7 +306,7 @@ def an_error_that_is_not_the_compiler_s_is_raised():
         _norm()()
 
 
-def versions_that_nobody_compared_and_amd_stay_with_triton():
+def unknown_versions_and_amd_stay_with_triton():
     for target, known in ((GPUTarget("cuda", 90, 32), False), (GPUTarget("hip", "gfx942", 64), True)):
         with stub_gpu(target) as gpu, mock.patch.object(runtime_launch, "_DIRECT", known), torch.no_grad():
             with mock.patch.object(runtime_launch, "_by_triton", side_effect=runtime_launch._by_triton) as by_triton:
@@ -318,7 +318,7 @@ def versions_that_nobody_compared_and_amd_stay_with_triton():
 
 
 def a_kernel_has_one_key_whichever_is_the_first():
-    """Of Triton's cache on disk: what one process compiles is what another one looks for."""
+    """The key in Triton's cache on disk: what one process compiles, another one finds."""
     names = [name for name in sys.modules if name.startswith("fastvit.kernels.")]
     functions = {f for name in names for f in vars(sys.modules[name]).values() if isinstance(f, triton.JITFunction)}
     ordered = sorted(functions, key=lambda f: f"{f.module}.{f.__name__}")
@@ -355,7 +355,7 @@ def threads_compile_once():
 
 
 def the_tuner_reaches_every_choice_of_a_gemm():
-    """Of few rows and of many, with every epilogue, forward and backward."""
+    """For few rows and many, with every epilogue, forward and backward."""
     asked = set()
     with recording("sm_90"):
         for work in works():
@@ -386,7 +386,7 @@ def a_measured_choice_replaces_a_plan():
 
 
 def a_kernel_that_is_called_is_held():
-    """Where Triton has forgotten it, too: what it has compiled is unloaded with it."""
+    """Also after Triton has forgotten it: a binary is unloaded with its last reference."""
     with stub_gpu(records=False) as gpu, torch.no_grad():
         _norm()()
         kernel = weakref.ref(gpu.compiled.pop())

@@ -88,7 +88,7 @@ def test_more_scores_than_are_held_at_once(device):
 
 
 def test_lse_and_output_of_the_registered_op(backend, device):
-    """The same layout and meaning on both paths: (B, H, N) float32, natural logarithm."""
+    """Layout and meaning are equal on both paths: (B, H, N) float32, natural logarithm."""
     for N in (9, 50):
         q, k, v = (t.detach() for t in separate(2, N, 3, 16, device=device).values())
         o, lse = registered.attention_fwd(q, k, v, None, None, 0.3, 0.0)

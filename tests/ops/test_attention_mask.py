@@ -159,7 +159,7 @@ def test_packed(backend, device):
 
 
 @pytest.mark.parametrize("of", ["plain", "qk_norm", "a frozen rest"])
-def test_behind_a_norm(of, backend, device):
+def test_after_a_norm(of, backend, device):
     """In layer_norm_attention; with norms of q and k the gradient is of what these made. Or nothing else wants one."""
     shapes = {"x": (2, 18, 16), "norm_weight": (16,), "norm_bias": (16,), "attn_mask": (2, 18, 18)}
     shapes |= {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
@@ -178,7 +178,7 @@ def test_behind_a_norm(of, backend, device):
 
 @pytest.mark.parametrize("hidden", ["first", "last", "all but two", "all"])
 @pytest.mark.parametrize("kind", ["bool", "minus infinity", "lowest"])
-def test_keys_that_nobody_sees(kind, hidden, backend, device):
+def test_hidden_keys(kind, hidden, backend, device):
     """Across tiles; where a query sees none, it and what it would have changed get zeros, unless the lowest number
     hides them: that is finite, and all keys weigh the same."""
     N = 70
@@ -201,7 +201,7 @@ def test_keys_that_nobody_sees(kind, hidden, backend, device):
 @pytest.mark.parametrize("N", [5, 17, 70])
 @pytest.mark.parametrize("fill", [-1e9, -65504.0, torch.finfo(torch.float32).min, 1e9])
 def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
-    """As of a padded sample, and of a query: the weights sum to one, and gradients are those of these weights.
+    """A padded sample and a padded query: the weights sum to one, and gradients are those of these weights.
     Integers, so that scores and mask have the same sum in any order."""
     tensors = tensors_of(dict.fromkeys("qkv", (2, N, 1, 16)), torch.float32, device, "integer")
     mask = torch.zeros(2, 1, N, N, device=device)
@@ -276,13 +276,13 @@ def test_a_mask_is_added_without_a_gradient(backend, device):
 
 
 def test_dropout(backend, device):
-    """The same weights are dropped with and without a mask."""
+    """With and without a mask, the same weights are dropped."""
     N, p = 40, 0.3
     tensors = made(2, N, 2, N, device=device)
     tensors["v"] = torch.eye(N, device=device)[None, :, None].expand(2, N, 2, N).detach().requires_grad_()
     mask = drawn(1, 2, N, N, kind=torch.float32, device=device)
     with torch.no_grad():
-        mask[:, :, 5] = torch.finfo(torch.float32).min  # of which all keys weigh the same
+        mask[:, :, 5] = torch.finfo(torch.float32).min  # all keys weigh the same
 
     def fused(**t):
         torch.manual_seed(7)
@@ -293,7 +293,7 @@ def test_dropout(backend, device):
 
 
 def test_lse(backend, device):
-    """Of the registered op: of scores and mask; where a query sees no key, exp(S - LSE) = 0 whatever it is."""
+    """The registered op's LSE is of scores and mask; if a query sees no key, exp(S - LSE) = 0 for any S."""
     q, k, v = (t.detach() for t in made(2, 45, 2, 16, device=device).values())
     mask = drawn(2, 2, 45, 45, kind="bool", device=device)
     mask[1, :, 4] = False

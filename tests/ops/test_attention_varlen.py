@@ -54,7 +54,7 @@ def test_heads_that_share_keys_and_tiles_in_a_loop(d, dtype, triton_backend, dev
 
 
 def test_one_sequence_after_the_other(backend, device):
-    """What ops.attention gives for each by itself; bitwise where both have the same tiles."""
+    """The results of ops.attention for each sequence alone, up to the rounding of other tiles."""
     lengths = PACKS["images"]
     tensors = made(lengths, 2, 16, device=device)
     ends = ends_of(lengths, device=device)
@@ -142,7 +142,7 @@ def test_wrong_ends_and_lengths(ascending, triton_backend, device, monkeypatch):
     if not ascending:  # sequences overlap: two programs store one element
         monkeypatch.setattr(traffic_counter._Counter, "_move", lambda *_: None)
     launch = importlib.import_module("fastvit.ops.attention.launch")
-    monkeypatch.setattr(launch, "empty_like", torch.zeros_like)  # where nobody writes is no NaN
+    monkeypatch.setattr(launch, "empty_like", torch.zeros_like)  # unwritten elements are not NaN
     draw, T = random.Random(1), 40
     for longest in (1, 1, 5, 17, 25, 40, 60):
         tensors = made((T,), 2, 16, device=device, kv_heads=draw.choice((1, 2)))

@@ -1,4 +1,4 @@
-"""What every op promises whatever it computes, on both backends. Values, layouts and errors: each op's own file."""
+"""Promises of every op, on both backends. Values, layouts and errors are in each op's own file."""
 
 import itertools
 
@@ -372,7 +372,7 @@ def test_an_empty_batch_runs_no_kernel(name, backend, device, monkeypatch):
 
 
 def registered_calls(device):
-    """The arguments of registered ops; behind the op's name stands what is particular."""
+    """Return the arguments of registered ops, by the op's name and what is special about the call."""
     x, image, weight = (
         inputs("normal", *shape, dtype=torch.float32, device=device).requires_grad_()
         for shape in ((24, 24), (2, 3, 8, 6), (24, 3, 4, 2))

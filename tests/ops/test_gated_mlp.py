@@ -23,7 +23,7 @@ LAYERS = ("gate_weight", "gate_bias", "value_weight", "value_bias")
 
 
 def run(module, activation="swiglu", itself=False, **options):
-    """mlp of it, or layer_norm_mlp, by the tensors that there are. itself: x is its own residual."""
+    """Return the module's mlp, or layer_norm_mlp if there is a norm. itself: x is its own residual."""
 
     def call(x, **tensors):
         op = gathered(module.layer_norm_mlp if "norm_weight" in tensors else module.mlp)
@@ -109,14 +109,14 @@ def test_without_options(norm, inner, backend, device):
 
 @pytest.mark.parametrize(("hidden", "pair"), [(1365, True), (2730, False)])
 def test_odd_widths(hidden, pair, triton_backend, device):
-    """Of EVA-02: rows of 2730 and 5460 bytes; also several column tiles, the last one short."""
+    """EVA-02's widths: rows of 2730 and 5460 bytes; also several column tiles, the last one short."""
     args = tensors(2, 3, 48, hidden=hidden, dtype=torch.bfloat16, device=device, pair=pair, inner=True)
     assert_op_as_accurate(run(ops), run(formulas), args, what=str(hidden))
 
 
 @packed_or_not
 def test_integers(pair, backend, device):
-    """Every element in its place, over several tiles: behind relu, small integers stay integers."""
+    """Every element is in its place, over several tiles: relu keeps small integers integers."""
     x, gate_weight, value_weight, gate_bias, value_bias = (
         inputs("integer", *shape, dtype=torch.float32, device=device, seed=i)
         for i, shape in enumerate(((3, 50, 16), (70, 16), (70, 16), (70,), (70,)))
@@ -158,7 +158,7 @@ def test_value_rows_first(backend, device):
 
 @both_norms
 def test_other_residual(norm, backend, device):
-    """A residual that is not x, in float32 behind bfloat16; more rows than hidden units."""
+    """A float32 residual that is not x, after bfloat16; more rows than hidden units."""
     args = tensors(5, 11, 16, dtype=torch.bfloat16, device=device, norm=norm, scales=True)
     args["residual"] = inputs("normal", 5, 11, 16, dtype=torch.float32, device=device, seed=77).requires_grad_()
     assert_op_as_accurate(run(ops), run(formulas), args, what="stream")

@@ -98,7 +98,8 @@ def test_add_layer_norm(layer_scale, row_scale, dtype, backend, device):
 )
 @pytest.mark.parametrize("row_scale", [False, True], ids=["", "row_scale"])
 def test_add_layer_norm_of_several_dtypes(row_scale, dtypes, backend, device):
-    """Of residual, branch, layer_scale and row_scale; products are not rounded to a dtype narrower than the sum's."""
+    """dtypes: of residual, branch, layer_scale and row_scale. Products are not rounded to a dtype narrower than the
+    sum's."""
     sum_dtype = torch.promote_types(*dtypes[:2])
     tensors = tensors_of(summed(5, 13, 72) | {"layer_scale": (72,), "row_scale": (5,)}, sum_dtype, device)
     for name, dtype in zip(("residual", "branch", "layer_scale", "row_scale"), dtypes, strict=True):
@@ -180,17 +181,17 @@ def test_rms_norm_has_neither_mean_nor_bias(backend, device):
     ids=str,
 )
 def test_total_of_the_residual_s_gradient(norm, scaled, shape, dtype, backend, device):
-    """Of bfloat16, in either dtype, beside gradients that it changes nothing of; and of a norm that recomputes y."""
+    """The total of bfloat16, in either dtype. It changes no gradient, also of a norm that recomputes y."""
     dy, x, dresidual = (inputs("normal", *shape, dtype=torch.bfloat16, device=device, seed=s) for s in (0, 1, 2))
     weight = inputs("normal", shape[-1], dtype=torch.bfloat16, device=device, seed=3)
     row_scale = inputs("normal", shape[0], dtype=torch.float32, device=device, seed=4) if scaled else None
     _, mean, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, norm == "rms")
     saved = x, mean if norm == "layer" else None, rstd, weight
     *gradients, none = registered.layer_norm_bwd(dy, *saved, dresidual)
-    *beside, total = registered.layer_norm_bwd(dy, *saved, dresidual, row_scale, dtype)
+    *others, total = registered.layer_norm_bwd(dy, *saved, dresidual, row_scale, dtype)
     *recomputed, _, again = registered.layer_norm_bwd_recompute(dy, *saved, None, dresidual, row_scale, dtype)
     assert (none.shape, total.shape, total.dtype) == ((0,), shape[-1:], dtype)
-    for a, b in zip((*gradients, *gradients, total), (*beside, *recomputed, again), strict=True):
+    for a, b in zip((*gradients, *gradients, total), (*others, *recomputed, again), strict=True):
         assert torch.equal(a, b)
     scale = torch.ones(shape[0], device=device) if row_scale is None else row_scale
     eager, exact = ((dresidual.to(t) * scale.to(t)[:, None, None]).sum((0, 1)) for t in (torch.float32, torch.float64))

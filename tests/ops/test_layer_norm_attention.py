@@ -79,7 +79,7 @@ def test_without_options(backend, device):
 
 @pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
 def test_other_residual(wide, backend, device):
-    """A residual that is not x; a float32 one behind bfloat16 matmuls makes a float32 output."""
+    """A residual that is not x; a float32 one after bfloat16 matmuls makes a float32 output."""
     dtype = torch.float32 if wide else torch.bfloat16
     for scale in ({"layer_scale": (8,)}, {"row_scale": (B,)}, {}):
         args = tensors(torch.bfloat16, device, out=8, **scale)
@@ -96,7 +96,7 @@ def test_inputs(kind, backend, device):
 
 
 def test_dropout(backend, device):
-    """As the ops one by one with the same seed, in outputs and gradients, and another mask for another seed."""
+    """Outputs and gradients are those of single ops with the same seed; another seed draws another mask."""
     args = tensors(torch.float32, device)
 
     def one_by_one(x, norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias):
@@ -127,7 +127,7 @@ NORMS = {"rms": ("rms", False), "layer": ("layer", True), "no bias": ("layer", F
     ids=str,
 )
 def test_norms(norm, scale_norm, dtype, backend, device):
-    """Of both kinds, with and without a bias, before the layers and before the projection."""
+    """Both kinds, with and without a bias, before the layers and before the projection."""
     args = tensors(dtype, device, B=3, layer_scale=(D,), row_scale=(3,))
     kind, bias = NORMS[norm]
     args["norm_bias"] = args["norm_bias"] if bias else None

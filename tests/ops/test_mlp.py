@@ -17,7 +17,7 @@ FC = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
 
 
 def either(module):
-    """layer_norm_mlp of it, where there are parameters of a norm, or mlp"""
+    """Return the module's layer_norm_mlp if there are parameters of a norm, else its mlp."""
 
     def run(**tensors):
         return (module.layer_norm_mlp if "norm_weight" in tensors else module.mlp)(**tensors)

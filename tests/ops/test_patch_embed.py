@@ -177,7 +177,7 @@ def test_expanded_and_arbitrary_strides(backend, device):
 
 
 def test_offsets_beyond_int32(triton_backend, device):
-    """The third image starts 2.2e9 bytes behind the first; memory that nobody touches is never committed. A wrapped
+    """The third image starts 2.2e9 bytes after the first; untouched memory is never committed. A wrapped
     offset would read in front of the first image, which the storage covers: the result would be wrong, not a crash."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     stride, front = 1_100_000_001, 2_100_000_000

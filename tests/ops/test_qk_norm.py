@@ -125,7 +125,7 @@ def test_eps(kind, backend, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, backend, device):
-    """Of q, of k, of both and of their gradients: the same bits, and the parameters' gradients too."""
+    """Layouts of q, of k, of both and of their gradients change no bit, of the parameters' gradients either."""
     q, k, dq, dk = (inputs("normal", 2, 12, 3, 24, dtype=torch.float32, device=device, seed=i) for i in range(4))
     weights = [inputs("normal", 24, dtype=torch.float32, device=device, seed=i).requires_grad_() for i in range(4)]
     rotary = ops.Rotary(*table(11, 24, device=device), 1)
@@ -148,7 +148,7 @@ def test_layouts(layout, backend, device):
 @SPELLINGS
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_a_nan_stays_in_its_head(interleaved, kind, backend, device):
-    """Of the outputs and of the gradients of q and k; and no token sees what the gradients of others are."""
+    """In outputs and in gradients of q and k; gradients of one token do not reach another."""
     q, k = (inputs("normal", 2, 20, 3, 16, dtype=torch.float32, device=device, seed=s).requires_grad_() for s in (1, 2))
     weights = [inputs("normal", 16, dtype=torch.float32, device=device, seed=s) for s in (3, 4)]
     rotary = ops.Rotary(*table(17, 16, device=device), 3, interleaved)
@@ -173,7 +173,7 @@ def test_a_nan_stays_in_its_head(interleaved, kind, backend, device):
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_in_place_is_the_same(kind, backend, device):
-    """What the registered op makes of the gradients, in their own memory, which is part of a packed one."""
+    """The registered op's results, written over its inputs, which are parts of a packed tensor."""
     dqkv, qkv = (inputs("normal", 2, 85, 3, 5, 24, dtype=torch.float32, device=device, seed=s) for s in (1, 2))
     weights = [inputs("normal", 24, dtype=torch.float32, device=device, seed=s) for s in (3, 4)]
     sin, cos = (t[None, None] for t in table(82, 24, device=device))
@@ -224,7 +224,7 @@ def half(call, kind, positions=None, **options):
     return run
 
 
-def behind_our_attention(**arguments):
+def with_our_attention(**arguments):
     """The formula with ops.attention in it, but for float64. The gradients of the norms are sums over all tokens, in
     which rounding of q's and k's gradients shows that test_attention, element by element, allows flash attention: the
     row sums of its scores' gradients are not as near zero as eager's."""
@@ -251,7 +251,7 @@ def test_layer_norm_attention(rotated, kind, dtype, backend, device):
     """k's bias with positions only: without them, its gradient is zero but for rounding."""
     tensors = tensors_of({**SHAPES, **parameters(24, kind)}, dtype, device)
     rotary = ops.Rotary(*table(2, 1, 18, 24, device=device), 5, rotated == "interleaved") if rotated else None
-    fused, eager = (half(call, kind, rotary) for call in (ops.layer_norm_attention, behind_our_attention))
+    fused, eager = (half(call, kind, rotary) for call in (ops.layer_norm_attention, with_our_attention))
     assert_op_as_accurate(fused, eager, tensors)
 
 
@@ -270,7 +270,7 @@ def test_with_other_options(kind, backend, device):
         return call
 
     rotary = ops.Rotary(*table(23, 24, device=device))
-    assert_op_as_accurate(run(ops.layer_norm_attention), run(behind_our_attention), tensors)
+    assert_op_as_accurate(run(ops.layer_norm_attention), run(with_our_attention), tensors)
 
 
 def test_directly_and_through_the_dispatcher(backend, device):

@@ -41,7 +41,7 @@ def test_accuracy(B, N, H, d, prefix, interleaved, dtype, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_are_rounded_once(dtype, backend, device):
-    """Of float32 arithmetic, as the libraries have it: nearly always to the nearest number."""
+    """Arithmetic is float32, as in the libraries: the result is nearly always the nearest number."""
     x = inputs("normal", 2, 50, 2, 32, dtype=dtype, device=device)
     sin, cos = table(50, 32, device=device)
     exact = formulas.rotary(x.double(), ops.Rotary(sin.double(), cos.double()))
@@ -70,7 +70,7 @@ def test_tables_of_a_sample_or_a_head(shape, interleaved, backend, device):
 
 @pytest.mark.parametrize("of_cos", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_tables_in_16_bits(of_cos, backend, device):
-    """Of both, or of one beside another of 32, whose gradient keeps its dtype."""
+    """Both tables, or one with a float32 one, whose gradient keeps its dtype."""
     sin, cos = table(64, 32, device=device, dtype=torch.bfloat16)
     sin, cos = sin.requires_grad_(), cos.to(of_cos).requires_grad_()
     x = inputs("normal", 4, 64, 2, 32, dtype=of_cos, device=device)
@@ -101,7 +101,7 @@ def test_prefix_tokens_and_values_are_copied(interleaved, backend, device):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, backend, device):
-    """Of q, of the tables and of the gradient."""
+    """Layouts of q, of the tables and of the gradient."""
     arrange = LAYOUTS[layout]
     x, sin, cos = (inputs("normal", 2, 12, 3, 24, dtype=torch.float32, device=device, seed=i) for i in range(3))
     sin, cos, dy = sin.transpose(1, 2), cos.transpose(1, 2), x.flip(-1)
@@ -121,7 +121,7 @@ def test_layouts(layout, backend, device):
 
 
 def test_in_place_is_the_same(backend, device):
-    """What the registered op makes of a copy, in x's own memory; and the op itself leaves x alone."""
+    """The registered op's result, written over x; without that option x stays unchanged."""
     x = inputs("normal", 2, 85, 9, 24, dtype=torch.float32, device=device)  # several blocks of tokens
     sin, cos = (t[None, None] for t in table(82, 24, device=device))
     for transposed in (False, True):

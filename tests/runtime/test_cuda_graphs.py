@@ -17,7 +17,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
-    """What runs step() again, and the tensors that it then writes."""
+    """Return a function that runs step() again, and the tensors that it writes."""
     if not torch.cuda.is_available():
         outputs = tuple(t.detach().clone() for t in step())
 
@@ -79,7 +79,8 @@ def model(device: torch.device) -> fastvit.VisionTransformer:
 
 @pytest.mark.slow
 def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
-    """Dropout and DropPath in a training step: each replay draws anew, and the same after the same seed."""
+    """Dropout and DropPath in a training step: each replay draws other numbers, and the same ones after the same
+    seed."""
     vit, image = model(device).train(), torch.randn(4, 3, 32, 32, device=device)
     parameters = list(vit.parameters())
 

@@ -100,7 +100,7 @@ def test_python_functions_per_call(name):
 
 
 def test_python_functions_of_a_block_in_training():
-    """Of the package, in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
+    """Count functions of the package in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
     still has its own forward."""
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
@@ -131,7 +131,7 @@ class Stacks:
 
 @pytest.fixture
 def stacks(triton_backend, monkeypatch):
-    """Of the launches to come."""
+    """Return the stacks of later launches."""
     found = []
     for module in map(importlib.import_module, LAUNCH_MODULES):
         for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
@@ -173,7 +173,8 @@ HALVES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", HALVES)
 def test_in_one_step(name, cast, triton_backend, device):
-    """As autograd has it where transforms or the compiler look on: in two steps, with casts outside."""
+    """The results and saved tensors are those of the variant for transforms and the compiler, in two steps with casts
+    outside."""
     op, tensors = function(name), made(name, 2, 18, device)
 
     def saved_and_results():
@@ -316,7 +317,7 @@ def test_transforms(linear_arguments, backend):
 
 
 def test_no_autocast_inside():
-    """An op chooses its dtypes before it is called: float64 stays so, and LayerNorm behind a bfloat16 layer as well."""
+    """An op chooses its dtypes before it is called: float64 stays so, and LayerNorm after a bfloat16 layer as well."""
     x, weight = torch.randn(5, 16, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
