@@ -1,120 +1,39 @@
-"""ops.mlp and ops.layer_norm_mlp with gated activations, against float64 and eager PyTorch, on both backends."""
+"""The registered ops of gated linear layers, and what a gated MLP makes of its layers, on both backends."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import (
-    gathered,
-    outputs_and_gradients,
-    saved_numel,
-    tensors_of,
-)
+from op_cases import gathered, outputs_and_gradients, tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
-from fastvit.ops.dropout.op import draw_seeds, dropout_op
 from fastvit.ops.linear import gated as registered
 from fastvit.study.accuracy import formulas
 from fastvit.study.accuracy.formulas import GATED
 
-LAYERS = ("gate_weight", "gate_bias", "value_weight", "value_bias")
 
-
-def run(module, activation="swiglu", itself=False, **options):
-    """Return the module's mlp, or layer_norm_mlp if there is a norm. itself: x is its own residual."""
-
-    def call(x, **tensors):
-        op = gathered(module.layer_norm_mlp if "norm_weight" in tensors else module.mlp)
-        residual = {"residual": x} if itself else {}
-        return op(x=x, activation=activation, **tensors, **residual, **options)
-
-    return call
-
-
-def tensors(
-    *shape, hidden=20, out=None, dtype, device, norm=False, inner=False, pair=False, scales=False, kind="normal"
-):
-    """x (*shape), the parameters, and what is asked for."""
-    D, out = shape[-1], out or shape[-1]
+def tensors(*shape, pair=False, norm=False, dtype=torch.float32, device):
+    """Draw x (*shape) and the parameters, with 20 hidden units. pair: gate and value are two layers."""
+    D = shape[-1]
     shapes = {"x": shape} | ({"norm_weight": (D,), "norm_bias": (D,)} if norm else {})
     if pair:
-        shapes |= {name: (hidden, D) if "weight" in name else (hidden,) for name in LAYERS}
+        shapes |= dict.fromkeys(("gate_weight", "value_weight"), (20, D)) | dict.fromkeys(
+            ("gate_bias", "value_bias"), (20,)
+        )
     else:
-        shapes |= {"fc1_weight": (2 * hidden, D), "fc1_bias": (2 * hidden,)}
-    shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)} if inner else {}
-    shapes |= {"fc2_weight": (out, hidden), "fc2_bias": (out,)}
-    return tensors_of(shapes | ({"layer_scale": (out,), "row_scale": shape[:1]} if scales else {}), dtype, device, kind)
+        shapes |= {"fc1_weight": (40, D), "fc1_bias": (40,)}
+    return tensors_of(shapes | {"fc2_weight": (D, 20), "fc2_bias": (D,)}, dtype, device)
 
 
-both_norms = pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-with_inner = pytest.mark.parametrize("inner", [False, True], ids=["", "inner_norm"])
-packed_or_not = pytest.mark.parametrize("pair", [False, True], ids=["packed", "pair"])
+def swiglu(**tensors):
+    return gathered(ops.mlp)(**tensors, activation="swiglu")
 
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.mark.parametrize(
-    ("norm", "inner", "pair", "dtype", "recompute"),
-    [
-        (False, False, False, F32, "none"),
-        (False, False, True, BF16, "activation"),
-        (False, True, True, F32, "activation"),
-        (False, True, False, BF16, "all"),
-        (True, False, False, F16, "activation"),
-        (True, False, True, F32, "all"),
-        (True, True, True, BF16, "none"),
-        (True, True, False, F32, "all"),
-    ],
-    ids=str,
-)
-def test_everything_at_once(norm, inner, pair, dtype, recompute, backend, device):
-    """Every two of the choices together; test_fuzz.py draws the others."""
-    args = tensors(3, 7, 24, hidden=40, dtype=dtype, device=device, norm=norm, inner=inner, pair=pair, scales=True)
-    calls = run(ops, itself=True, recompute=recompute), run(formulas, itself=True)
-    assert_op_as_accurate(*calls, args, what=recompute)
-
-
-@pytest.mark.parametrize(("recompute", "dtype"), [("none", F32), ("activation", BF16), ("all", F32)], ids=str)
-def test_rms_norms(recompute, dtype, backend, device):
-    """Before fc1 and before fc2, then each with a LayerNorm at the other place."""
-    args = tensors(3, 7, 24, hidden=40, dtype=dtype, device=device, norm=True, inner=True)
-    for norm, without in (("rms", ("norm_bias", "inner_bias")), ("rms", ("norm_bias",)), ("layer", ("inner_bias",))):
-        calls = run(ops, itself=True, recompute=recompute, norm=norm), run(formulas, itself=True, norm=norm)
-        assert_op_as_accurate(*calls, args | dict.fromkeys(without), what=f"{norm}, without {without}")
-
-
-@pytest.mark.parametrize("activation", GATED)
-def test_activations(activation, backend, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        args = tensors(2, 5, 16, dtype=dtype, device=device, out=8)
-        assert_op_as_accurate(run(ops, activation), run(formulas, activation), args, what=activation)
-
-
-@pytest.mark.parametrize("missing", [("gate_bias",), ("value_bias",), ("gate_bias", "value_bias", "fc2_bias")])
-def test_biases_of_a_pair(missing, backend, device):
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device, pair=True) | dict.fromkeys(missing)
-    assert_op_as_accurate(run(ops), run(formulas), args, what=str(missing))
-
-
-@with_inner
-@both_norms
-def test_without_options(norm, inner, backend, device):
-    """No biases, no scales, no residual; one token; odd sizes."""
-    args = tensors(1, 1, 13, hidden=27, out=5, dtype=torch.float32, device=device, norm=norm, inner=inner)
-    assert_op_as_accurate(run(ops), run(formulas), args | {"fc1_bias": None, "fc2_bias": None}, what="plain")
-
-
-@pytest.mark.parametrize(("hidden", "pair"), [(1365, True), (2730, False)])
-def test_odd_widths(hidden, pair, triton_backend, device):
-    """EVA-02's widths: rows of 2730 and 5460 bytes; also several column tiles, the last one short."""
-    args = tensors(2, 3, 48, hidden=hidden, dtype=torch.bfloat16, device=device, pair=pair, inner=True)
-    assert_op_as_accurate(run(ops), run(formulas), args, what=str(hidden))
-
-
-@packed_or_not
+@pytest.mark.parametrize("pair", [False, True], ids=["packed", "pair"])
 def test_integers(pair, backend, device):
     """Every element is in its place, over several tiles: relu keeps small integers integers."""
     x, gate_weight, value_weight, gate_bias, value_bias = (
@@ -133,16 +52,16 @@ def test_integers(pair, backend, device):
 
 def test_weights_of_other_strides(triton_backend, device):
     """Each is read by its own, without a copy."""
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device, pair=True)
-    want = run(ops)(**args)
+    args = tensors(2, 5, 16, device=device, pair=True)
+    want = swiglu(**args)
     wide = torch.cat([args["value_weight"], torch.full((20, 32), torch.nan, device=device)], 1)[:, :16]
-    assert torch.equal(run(ops)(**args | {"value_weight": wide}), want)
+    assert torch.equal(swiglu(**args | {"value_weight": wide}), want)
 
 
 def test_value_rows_first(backend, device):
     """The two halves as views, in the other order: of the same values the same, bit for bit."""
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
-    first = outputs_and_gradients(run(ops), args)
+    args = tensors(2, 5, 16, device=device)
+    first = outputs_and_gradients(swiglu, args)
     turned = {n: torch.cat(args[n].detach().chunk(2)[::-1]).requires_grad_() for n in ("fc1_weight", "fc1_bias")}
 
     def as_views(fc1_weight, fc1_bias, **rest):
@@ -154,46 +73,6 @@ def test_value_rows_first(backend, device):
     for name, gradient in first[1].items():
         got = gradients[name]
         torch.testing.assert_close(torch.cat(got.chunk(2)[::-1]) if name in turned else got, gradient)
-
-
-@both_norms
-def test_other_residual(norm, backend, device):
-    """A float32 residual that is not x, after bfloat16; more rows than hidden units."""
-    args = tensors(5, 11, 16, dtype=torch.bfloat16, device=device, norm=norm, scales=True)
-    args["residual"] = inputs("normal", 5, 11, 16, dtype=torch.float32, device=device, seed=77).requires_grad_()
-    assert_op_as_accurate(run(ops), run(formulas), args, what="stream")
-
-
-@pytest.mark.parametrize(
-    ("norm", "inner", "recompute"),
-    [(False, False, "none"), (False, True, "activation"), (True, False, "all"), (True, True, "none")],
-)
-def test_dropout(norm, inner, recompute, backend, device):
-    """Against eager with the masks that the op draws from the same seeds."""
-    args = tensors(3, 7, 24, dtype=torch.float32, device=device, norm=norm, inner=inner, scales=True)
-    torch.manual_seed(11)
-    seeds = draw_seeds(2, device)
-    masks = [
-        dropout_op(torch.ones(21, n, device=device), seed, 0.3).view(3, 7, n)
-        for seed, n in zip(seeds.split(1), (20, 24), strict=True)
-    ]
-    call = run(ops, itself=True, dropout_p=0.3, recompute=recompute)
-
-    def seeded(**kwargs):
-        torch.manual_seed(11)
-        return call(**kwargs)
-
-    assert_op_as_accurate(seeded, run(formulas, itself=True, factors=masks), args, what="dropout")
-
-
-@with_inner
-def test_saves_what_recompute_says(inner, backend, device):
-    args = tensors(2, 5, 16, hidden=32, dtype=torch.float32, device=device, norm=True, inner=inner)
-    x, hidden, statistics = 160, 320, 20 + 20 * inner
-    for recompute, want in (("none", x + 3 * hidden), ("activation", x + 2 * hidden), ("all", x)):
-        assert saved_numel(run(ops, itself=True, recompute=recompute), args) == want + statistics
-    args = {n: t.detach().requires_grad_(n == "fc2_bias") for n, t in args.items()}
-    assert saved_numel(run(ops, itself=True), args) == 20  # nothing that fc2's bias needs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -242,8 +121,9 @@ def test_vendor_matmuls(monkeypatch, triton_backend, device):
     monkeypatch.delattr(launch, "gemm")
     for pair in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
-            args = tensors(3, 7, 24, dtype=dtype, device=device, norm=True, pair=pair, scales=True)
-            assert_op_as_accurate(run(ops, itself=True), run(formulas, itself=True), args, what="vendor")
+            args = tensors(3, 7, 24, dtype=dtype, device=device, norm=True, pair=pair)
+            calls = (partial(gathered(module.layer_norm_mlp), activation="swiglu") for module in (ops, formulas))
+            assert_op_as_accurate(*calls, args, what="vendor")
 
 
 PAIR = torch.ones(20, 16), torch.ones(20, 16)
@@ -282,10 +162,10 @@ BAD = [
 ]  # fmt: skip
 
 
-@both_norms
+@pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
 @pytest.mark.parametrize(("error", "message", "wrong"), BAD)
 def test_bad_arguments(error, message, wrong, norm):
-    args = tensors(2, 4, 16, dtype=torch.float32, device="cpu", norm=norm)
+    args = tensors(2, 4, 16, device="cpu", norm=norm)
     with pytest.raises(error) as raised:
         (ops.layer_norm_mlp if norm else ops.mlp)(**{**args, "activation": "swiglu", **wrong})
     assert str(raised.value).startswith(message)
