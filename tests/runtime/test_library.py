@@ -109,7 +109,7 @@ def test_without_kernels(installed):
 
 
 def test_an_error_of_a_launcher_s_module_is_not_hidden(triton_backend, device, monkeypatch):
-    """Only `Unsupported` falls back."""
+    """Only `KernelUnsupported` falls back."""
     launch = importlib.import_module("fastvit.ops.layer_norm.launch")
     monkeypatch.setattr(launch, "_forward_plan", lambda *_: 1 / 0)
     with ops.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):

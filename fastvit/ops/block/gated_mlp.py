@@ -134,10 +134,10 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         else:
             dy = _product(parts, weights).view(x.shape)
             norm = x, mean, rstd, norm_weight, norm_bias
-            dx, dnorm_weight, dnorm_bias, y, of_dout = norm_backward(
+            dx, dnorm_weight, dnorm_bias, y, dout_total = norm_backward(
                 dy, *norm, (dresidual, row_scale, in_norm), y, want_y=any(wants[8 : 8 + n]), backend=backend
             )
-            total = total if in_norm is None else of_dout
+            total = total if in_norm is None else dout_total
             del dy
     elif any(wants[8 : 8 + n]) and y is None:
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
@@ -286,18 +286,18 @@ def _checked(
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     check_recompute(recompute)
-    ends = Epilogue(*epilogue)
-    ends.check(x, fc2_weight.shape[0], dtype=like)
+    branch = Epilogue(*epilogue)
+    branch.check(x, fc2_weight.shape[0], dtype=like)
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=like)
     weight, bias, eps, kind = norm or NO_NORM
     inner = NO_NORM if inner_norm is None else checked_norm("inner_norm", x, inner_norm, "hidden", hidden, dtype=like)
-    tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, ends.layer_scale, ends.residual, *layers
+    tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, branch.layer_scale, branch.residual, *layers
     autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, GATED[activation], dropout_p, autograd and recompute != "all", autograd and recompute == "none",
         cast, cast or fc2_weight.dtype, eps, kind == "rms", inner[2], inner[3] == "rms",
-        ends.residual is x and (cast in (None, x.dtype) or norm is not None),
+        branch.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
     return autograd, options
 

@@ -94,10 +94,10 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dx = dpre @ fc1_weight
         else:
             norm = x, mean, rstd, norm_weight, norm_bias
-            dx, dnorm_weight, dnorm_bias, y, of_dout = norm_backward(
+            dx, dnorm_weight, dnorm_bias, y, dout_total = norm_backward(
                 dpre @ fc1_weight, *norm, (dresidual, row_scale, in_norm), y, want_y=wants[3], backend=backend
             )
-            total = total if in_norm is None else of_dout
+            total = total if in_norm is None else dout_total
     elif wants[3] and y is None:
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
     if wants[3]:
@@ -199,17 +199,17 @@ def _checked(
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     check_recompute(recompute)
-    ends = Epilogue(*epilogue)
-    ends.check(x, fc2_weight.shape[0], dtype=cast is None)
+    branch = Epilogue(*epilogue)
+    branch.check(x, fc2_weight.shape[0], dtype=cast is None)
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
     weight, bias, eps, kind = norm or NO_NORM
-    tensors = x, weight, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, ends.layer_scale, ends.residual
+    tensors = x, weight, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, branch.layer_scale, branch.residual
     autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, activation, dropout_p, autograd and recompute != "all", autograd and recompute == "none",
         cast, cast or fc1_weight.dtype, eps, kind == "rms",
-        ends.residual is x and (cast in (None, x.dtype) or norm is not None),
+        branch.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
     return autograd, options
 

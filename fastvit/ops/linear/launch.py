@@ -29,10 +29,10 @@ def linear_fwd(
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
     rows, weight, residual = plans.readable(aligned_rows, x, weight, residual)
     bias, layer_scale, row_scale = plans.readable(contiguous, bias, layer_scale, row_scale)
-    ends = layer_scale, row_scale, residual
-    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *ends)
+    branch = layer_scale, row_scale, residual
+    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *branch)
     out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
-    launch(rows, weight, bias, *ends, out, None)
+    launch(rows, weight, bias, *branch, out, None)
     return out
 
 
@@ -107,13 +107,13 @@ def _forward_plan(
     shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None
 ) -> tuple[Launch, tuple[int, ...], torch.dtype]:
     """Configure linear_fwd_kernel. Also return the output's shape and dtype. shape: x before it was in rows."""
-    ends = Epilogue(*epilogue)
+    branch = Epilogue(*epilogue)
     N, K = weight.shape
     M = x.numel() // K
     programs, constants = gemm(M, N, K, x, activation)
-    strides = row_stride(x), row_stride(weight), row_stride(ends.residual)
-    numbers = M, N, K, rows_per_sample(x, ends.row_scale), *strides
-    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), ends.dtype(x)
+    strides = row_stride(x), row_stride(weight), row_stride(branch.residual)
+    numbers = M, N, K, rows_per_sample(x, branch.row_scale), *strides
+    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), branch.dtype(x)
 
 
 def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
