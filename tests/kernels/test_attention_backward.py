@@ -45,7 +45,7 @@ def dropout_mask(B, H, N, seed, dropout_p):
 
 def autograd(q, k, v, do, scale, mask, dtype):
     leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-    return torch.autograd.grad(attention(*leaves, scale, mask), leaves, do.to(dtype))
+    return torch.autograd.grad(attention(*leaves, scale=scale, factors=mask), leaves, do.to(dtype))
 
 
 def fused(q, k, v, do, scale, seed=None, dropout_p=0.0):
