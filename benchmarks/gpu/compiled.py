@@ -23,7 +23,8 @@ from benchmarks.gpu.runner import CUT
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.providers import compiled
 from benchmarks.harness.timing import measured, per_call
-from benchmarks.harness.workloads import Step, Workload, workloads
+from benchmarks.harness.workload import Step
+from benchmarks.harness.workloads import Workload, workloads
 from fastvit.tuning.clock import Clock, Quantiles
 
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224")

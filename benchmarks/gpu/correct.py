@@ -90,7 +90,7 @@ def _masked(case: Workload, runner: Runner, p: float) -> Callable[[], Tensor]:
     (x,) = runner.inputs
     if case.op == "attention":
         mask = _attention_mask(x.shape, p, x.device)
-        return lambda: eager.attention(x, mask)
+        return lambda: eager.attention_qkvpacked(x, factors=mask)
     torch.manual_seed(SEED)
     seeds = draw_seeds(1 if case.op == "dropout" else 2, x.device).split(1)
 
@@ -103,7 +103,7 @@ def _masked(case: Workload, runner: Runner, p: float) -> Callable[[], Tensor]:
         return lambda: x * mask
     w1, b1, w2, b2 = runner.parameters
     masks = draw(seeds[0], w1.shape[0]), draw(seeds[1], x.shape[2])
-    return lambda: eager.linear(eager.linear(x, w1, b1, "gelu") * masks[0], w2, b2) * masks[1]
+    return lambda: eager.mlp(x, w1, b1, w2, b2, factors=masks)
 
 
 def _attention_mask(shape: torch.Size, p: float, device: torch.device) -> Tensor:

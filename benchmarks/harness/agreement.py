@@ -1,5 +1,5 @@
-"""Numerical agreement, asserted before anything is timed: by the rule of `fastvit.study.accuracy.rule`. Its
-ratio is kept; 1.0 reads "as accurate as eager"."""
+"""Numerical agreement by the rule of `fastvit.study.accuracy.rule`, asserted before anything is timed. Its ratio is
+recorded; 1.0 is as accurate as eager."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
+from fastvit.study.accuracy import rule
 from fastvit.study.accuracy.rule import DRAWS, GRADIENT, OUTPUT, Compared, pooled_ratios
 
 FACTOR = {"inference": OUTPUT, "training": GRADIENT}
 
 
 def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
-    """The outputs, or for training the gradients; dropout off, since providers draw different masks."""
+    """Return the outputs, or the gradients for training. Dropout is off, since providers draw different masks."""
     runner = workload.runner(provider, draw, check=True).train(False)
     if mode == "inference":
         return runner.infer()
@@ -28,8 +29,12 @@ def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[T
 def agreement(
     workload: Workload, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Each provider's error ratio, over all outputs or all gradients, of one draw; of fused, where that one misses the
-    rule, of several together. AssertionError if they miss it, too."""
+    """Return each provider's error ratio over all outputs or all gradients of one draw. Where fused misses the rule on
+    that draw, its ratio is that of several draws together.
+
+    Raises:
+        AssertionError: fused misses the rule on several draws, too.
+    """
     kind = "output" if mode == "inference" else "d"
 
     def run(provider: str, number: int, compute: torch.dtype | None = None) -> tuple[Tensor, ...]:
@@ -39,9 +44,7 @@ def agreement(
 
     def compared(provider: str, number: int) -> Iterator[Compared]:
         eager, exact = measures(number)
-        three = eager if provider == "eager" else run(provider, number), eager, exact
-        for i, triple in enumerate(zip(*three, strict=True)):
-            yield Compared(f"{kind}{i}", *triple)
+        return rule.compared(kind, eager if provider == "eager" else run(provider, number), eager, exact)
 
     ratios = {}
     for provider in providers:

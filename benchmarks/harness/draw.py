@@ -1,4 +1,4 @@
-"""What a workload is built from, the same for every provider, and what it is once it is built."""
+"""`Draw`, the data of a workload, equal for every provider; and `Runner`, a workload as one provider runs it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.harness.photographs import photographs
 class Draw:
     """Deterministic data: the same calls give the same numbers for every provider and precision.
 
-    Numbers are rounded to `dtype`, the precision under test, and then held in `compute`, so that a float64 run is the
-    exact answer for the very inputs that the others get. On the "meta" device nothing is computed. number: of several
-    draws, each of other numbers.
+    Numbers are rounded to `dtype`, the precision under test, and then held in `compute`, so that a float64 run gives
+    the exact answer for the inputs that the others get. On the "meta" device nothing is computed. number: which of
+    several draws; each has other numbers.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Draw:
         return (x * std + mean).to(self.dtype).to(self.compute)
 
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-        """A leaf that wants a gradient."""
+        """Draw a leaf that requires a gradient."""
         return self._random(shape, std, mean).requires_grad_()
 
     def cotangents(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Random gradients of the outputs."""
+        """Draw gradients of the outputs."""
         return tuple(self.normal(*out.shape).detach() for out in outputs)
 
     def bytes(self, *shape: int) -> Tensor:
-        """uint8, as images are read from files."""
+        """Draw uint8, the dtype of images in files."""
         seed = next(self._seeds)
         if self.device.type == "meta":
             return torch.empty(shape, dtype=torch.uint8, device="meta")
@@ -53,13 +53,14 @@ class Draw:
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=self.device)
 
     def photographs(self, count: int, size: int) -> Tensor:
-        """(count, 3, size, size), normalised, in this draw's precision; without a gradient."""
+        """Return (count, 3, size, size), normalised, in this draw's precision, without a gradient."""
         if self.device.type == "meta":
             return self._random((count, 3, size, size), 1.0, 0.0)
         return photographs(count, size).to(self.device).to(self.dtype).to(self.compute)
 
     def module(self, factory: Callable[[], nn.Module]) -> nn.Module:
-        """A module whose parameters are random, by name, and away from the degenerate values of an initialisation."""
+        """Build a module and draw its parameters in the order of their names, so that none has the degenerate values of
+        an initialisation."""
         with torch.device(self.device):
             module = factory().to(self.compute)
         with torch.no_grad():
@@ -74,7 +75,7 @@ Output = Tensor | tuple[Tensor, ...]
 
 @dataclass
 class Runner:
-    """One provider, ready to run: `forward()` computes from tensors that it already holds."""
+    """A workload as one provider runs it. `forward()` computes from tensors that it already holds."""
 
     forward: Callable[[], Output]
     inputs: tuple[Tensor, ...]
@@ -90,7 +91,7 @@ class Runner:
         return out if isinstance(out, tuple) else (out,)
 
     def gradients(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Forward and backward: the leaves' gradients, fresh, added to nothing."""
+        """Run forward and backward; return the leaves' gradients, without accumulation."""
         return torch.autograd.grad(self.outputs(), self.leaves, gradients)
 
     def infer(self) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Measures one case in one mode: agreement, then memory, then time in interleaved rounds; the result is a Record."""
+"""Measure one case in one mode: agreement, then memory, then time in interleaved rounds. The result is a Record."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from benchmarks.harness.workloads import Workload
 from fastvit.study.memory.peak import peak_bytes, saved_bytes
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
-Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark is one call of
-ROUNDS = 7  # the least: the range of seven ratios holds their median with 98 %, of five with 94 %
+Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark calls
+ROUNDS = 7  # at least: the range of seven ratios holds the median with 98 % probability, that of five with 94 %
 
 
 def bench_op(measure: Measure, workload: Workload, mode: str) -> None:
-    """What every bench_*.py runs."""
+    """Measure one workload. Every bench_*.py has this test."""
     measure(workload, mode)
 
 
 @dataclass
 class Session:
-    """The choices of a run, and what it has measured so far."""
+    """The settings of a run, and what it has measured so far."""
 
     device: torch.device
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class Session:
 
     @functools.cached_property
     def conditions(self) -> Conditions:
-        """To be asked for at the end of the run: the limits are measured again."""
+        """The conditions of the run, to be read at its end: the limits are measured again."""
         again, after = measure_ceilings(self.clock, self.dtype), load()
         return Conditions(self.ceilings, again, self.load_before, after, os.cpu_count())
 
@@ -75,12 +75,12 @@ class Session:
         return self.costs[key]
 
     def work(self, workload: Workload, mode: str) -> float:
-        """Seconds of one step of eager at the machine's limits."""
+        """Return the seconds of one step of eager at the machine's limits."""
         return self.ceilings.least_seconds(*self.cost(workload, mode))
 
 
 def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
-    """FLOPs that eager needs, and the bytes that must move: both from shapes alone, on the meta device."""
+    """Return the FLOPs that eager needs and the bytes that must move, from shapes alone, on the meta device."""
     draw = Draw(dtype, "meta")
     runner = workload.runner("eager", draw)
     with FlopCounterMode(display=False) as counter:
@@ -96,7 +96,7 @@ def cost(workload: Workload, mode: str, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, mode: str) -> Record:
-    """Fills `benchmark` with fused's samples (or the last provider's, if fused was not asked for), records everybody's.
+    """Fill `benchmark` with fused's samples (the last provider's if fused was not requested) and record all providers'.
 
     Raises:
         AssertionError: before any timing, if fused is less accurate than the rule allows.
@@ -136,7 +136,7 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
             steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
 
-    if workload.max_rounds == 1:  # no study of time; one round is the least that pytest-benchmark wants
+    if workload.max_rounds == 1:  # time is not studied; pytest-benchmark wants at least one round
         steps = dict([*steps.items()][-1:])
     elif session.device.type == "cuda":
         called = per_call_in_turn(steps, session.device, seconds=0.05, rounds=ROUNDS)
@@ -179,9 +179,9 @@ def interleave(
     most: int,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Rounds in which every provider runs once, in random order, as many as the budget of seconds allows and at least
-    ROUNDS; the last provider is pytest-benchmark's, which owns the loop. seconds: an estimate for each; the result:
-    every sample of each, round by round."""
+    """Run rounds in which every provider runs once, in random order: as many as the budget of seconds allows, and at
+    least ROUNDS. pytest-benchmark owns the loop and times the last provider. seconds: an estimate for each provider.
+    Return every provider's samples, round by round."""
     subject = [*steps][-1]
     samples: dict[str, list[float]] = {name: [] for name in steps}
     rounds = plan_rounds(sum(seconds[name] for name in steps), budget, least=ROUNDS, most=most)
@@ -196,7 +196,7 @@ def interleave(
         results.append(steps[subject]())
 
     def run_others() -> None:
-        results.clear()  # in no one's time, as `Clock.time` has it
+        results.clear()  # outside the timed part, like in `Clock.time`
         for name in next(rest):
             check()
             samples[name].append(clock.time(steps[name]))

@@ -1,5 +1,5 @@
-"""Every op and model as each provider runs it: eager, SDPA, fastvit. A builder draws its tensors in one fixed order, so
-that all providers get the same numbers."""
+"""Build every op and model as each provider runs it: eager, SDPA, compiled, fastvit. A builder draws its tensors in one
+fixed order, so that all providers get the same numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_ATTENTION = ("eager", "sdpa", "compile", "fused")
 
 
 def compiled(provider: str, forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """forward under torch.compile; of the provider "graph" with fastvit's ops in its graph."""
+    """Return forward under torch.compile; for the provider "graph", with fastvit's ops in the graph."""
     compiler = fastvit.compile if provider == "graph" else torch.compile
     return compiler(forward, dynamic=False, **options)
 
@@ -40,43 +40,44 @@ def attention(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, separate: bool = False, dropout_p: float = 0.0,
     kv_heads: int = 0, mask: str = "",
 ) -> Runner:  # fmt: skip
-    """kv_heads: fewer than H, of k and v. mask: "padding", bool, of the last third of the keys of every other sample;
-    "positions", a bias of H x N x N that all samples share and that wants a gradient."""
+    """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
+    "positions" adds H x N x N numbers, which all samples share and which require a gradient."""
     if separate or kv_heads or mask:
         q, k, v = draw.normal(B, N, H, d), *(draw.normal(B, N, kv_heads or H, d) for _ in "kv")
         attn_mask = _mask(draw, B, N, H, mask) if mask else None
-        if provider == "fused":
-            run = lambda: ops.attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p)  # noqa: E731
-        else:
-            heads = eager.heads if provider == "eager" else eager.heads_sdpa
-            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            run = lambda: heads(*heads_first, attn_mask=attn_mask)  # noqa: E731
-        return Runner(run, (q, k, v), () if attn_mask is None else (attn_mask,))
+        run = _function(provider, "attention", attn_mask=attn_mask, **_of_attention(provider, dropout_p))
+        return Runner(lambda: run(q, k, v), (q, k, v), () if attn_mask is None else (attn_mask,))
     qkv = draw.normal(B, N, 3, H, d)
-    if provider == "fused":
-        return Runner(lambda: ops.attention_qkvpacked(qkv, dropout_p=dropout_p), (qkv,))
-    function = eager.attention if provider == "eager" else eager.attention_sdpa
-    return Runner(lambda: function(qkv), (qkv,))
+    run = _function(provider, "attention_qkvpacked", **_of_attention(provider, dropout_p))
+    return Runner(lambda: run(qkv), (qkv,))
+
+
+def _function(provider: str, op: str, **options: Any) -> Callable[..., Any]:
+    """Return the op, or its formula in plain PyTorch."""
+    return functools.partial(getattr(ops if provider == "fused" else eager, op), **options)
+
+
+def _of_attention(provider: str, dropout_p: float = 0.0) -> dict[str, Any]:
+    return {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
 
 
 def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0) -> Runner:
-    """B images, the longest of N tokens, the others of three quarters, a half and a quarter of that."""
+    """B images: the longest has N tokens, the others three quarters, a half and a quarter of that."""
     lengths = [max(N * (4 - i % 4) // 4, 1) for i in range(B)]
     ends = [0, *itertools.accumulate(lengths)]
     q, k, v = draw.normal(ends[-1], H, d), *(draw.normal(ends[-1], kv_heads or H, d) for _ in "kv")
-    if provider == "fused":
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=draw.device)
-        return Runner(lambda: ops.attention_varlen(q, k, v, cu_seqlens, N), (q, k, v))
-    heads = eager.heads if provider == "eager" else eager.heads_sdpa
-    return Runner(lambda: eager.attention_varlen(q, k, v, ends, heads), (q, k, v))
+    # numbers on the host for eager: reading them from a GPU would make it wait
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=draw.device) if provider == "fused" else ends
+    run = _function(provider, "attention_varlen", **({} if provider == "fused" else _of_attention(provider)))
+    return Runner(lambda: run(q, k, v, cu_seqlens, N), (q, k, v))
 
 
 def rotary(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves", tables: str = "shared"
 ) -> Runner:
-    """tables: "shared", or of each "sample" or "head"."""
+    """tables: "shared", or one for each "sample" or "head"."""
     x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
-    function = ops.rotary if provider == "fused" else eager.rotary
+    function = _function(provider, "rotary")
     return Runner(lambda: function(x, positions), (x,))
 
 
@@ -84,10 +85,10 @@ def qk_norm(
     provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str | None = None,
     tables: str = "shared",
 ) -> Runner:  # fmt: skip
-    """Of the q and k of a packed qkv. spelling: that of rotary positions, or None for none. tables: as in `rotary`."""
+    """Normalise q and k of a packed qkv. spelling: that of rotary positions, or None. tables: as in `rotary`."""
     qkv, norms = draw.normal(B, N, 3, H, d), (_norm_of_kind(draw, d, norm), _norm_of_kind(draw, d, norm))
     positions = None if spelling is None else _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
-    function = ops.qk_norm if provider == "fused" else eager.qk_norm
+    function = _function(provider, "qk_norm")
     q, k = qkv.detach().unbind(2)[:2]
     leaves = q.requires_grad_(), k.requires_grad_()
     return Runner(lambda: function(*leaves, *norms, positions), leaves, _parameters(norms))
@@ -101,8 +102,8 @@ def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
 def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "layer") -> Runner:
     """norm: as the op's."""
     x, parameters = draw.normal(B, N, D), _norm(draw, D)[: 1 if norm == "rms" else 2]
-    function: Callable[..., Any] = ops.layer_norm if provider == "fused" else eager.layer_norm
-    return Runner(lambda: function(x, *parameters, norm=norm), (x,), parameters)
+    function = _function(provider, "layer_norm", norm=norm)
+    return Runner(lambda: function(x, *parameters), (x,), parameters)
 
 
 def add_layer_norm(
@@ -111,9 +112,8 @@ def add_layer_norm(
     residual, branch, norm = draw.normal(B, N, D), draw.normal(B, N, D), _norm(draw, D)
     gamma, rows = draw.normal(D) if layer_scale else None, _row_scale(draw, B) if row_scale else None
     parameters = norm if gamma is None else (*norm, gamma)
-    function: Callable[..., Any] = ops.add_layer_norm if provider == "fused" else eager.add_layer_norm
-    scales = {"layer_scale": gamma, "row_scale": rows}
-    return Runner(lambda: function(residual, branch, *norm, **scales), (residual, branch), parameters)
+    function = _function(provider, "add_layer_norm", layer_scale=gamma, row_scale=rows)
+    return Runner(lambda: function(residual, branch, *norm), (residual, branch), parameters)
 
 
 def linear(
@@ -125,26 +125,24 @@ def linear(
     weight, bias = draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1)
     other = draw.normal(B, N, out) if residual or scales else None
     gamma, rows = _scales(draw, B, out, scales)
-    options: dict[str, Any] = {"activation": activation, "residual": other, "layer_scale": gamma, "row_scale": rows}
     optional = tuple(t for t in (gamma, other) if t is not None)
-    function: Callable[..., Any] = ops.linear if provider == "fused" else eager.linear
-    return Runner(lambda: function(x, weight, bias, **options), (x,), (weight, bias, *optional))
+    function = _function(provider, "linear", activation=activation, residual=other, layer_scale=gamma, row_scale=rows)
+    return Runner(lambda: function(x, weight, bias), (x,), (weight, bias, *optional))
 
 
 def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int) -> Runner:
     x, parameters = draw.normal(B, N, D), (*_norm(draw, D), draw.normal(out, D, std=D**-0.5), draw.normal(out))
-    function: Callable[..., Any] = ops.layer_norm_linear if provider == "fused" else eager.layer_norm_linear
+    function = _function(provider, "layer_norm_linear")
     return Runner(lambda: function(x, *parameters), (x,), parameters)
 
 
 def layer_norm_attention(
     provider: str, draw: Draw, B: int, N: int, D: int, H: int, rotary: str | None = None, qk_norm: str | None = None
 ) -> Runner:
-    """The residual is what the norm reads. rotary: "halves" or "interleaved"; qk_norm: "layer" or "rms"."""
+    """The residual is the norm's input. rotary: "halves" or "interleaved"; qk_norm: "layer" or "rms"."""
     x, parameters = draw.normal(B, N, D), _norm(draw, D)
     for out in (3 * D, D):
         parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
-    function: Callable[..., Any] = ops.layer_norm_attention if provider == "fused" else eager.layer_norm_attention
     options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
     if rotary is not None:
         options["rotary"] = _positions(draw, N, D // H, rotary)
@@ -152,7 +150,8 @@ def layer_norm_attention(
     if qk_norm is not None:
         options["qk_norm"] = norms = tuple(_norm_of_kind(draw, D // H, qk_norm) for _ in "qk")
         leaves = (*parameters, *_parameters(norms))
-    return Runner(lambda: function(x, *parameters, H, residual=x, **options), (x,), leaves)
+    function = _function(provider, "layer_norm_attention", residual=x, **options)
+    return Runner(lambda: function(x, *parameters, H), (x,), leaves)
 
 
 def mlp(
@@ -160,8 +159,8 @@ def mlp(
     activation: str = "gelu", recompute: str = "activation", dropout_p: float = 0.0, residual: bool = False,
     scales: bool = False, norm: bool = False, hidden: int = 0, inner: bool = False,
 ) -> Runner:  # fmt: skip
-    """D -> hidden, or else 4 D -> D. norm: behind a LayerNorm, where the residual is what the norm reads. inner: with a
-    LayerNorm of what a gate makes."""
+    """D -> hidden, by default 4 D, -> D. norm: after a LayerNorm; the residual is then the norm's input. inner: with a
+    LayerNorm of the gated product."""
     x, hidden = draw.normal(B, N, D), hidden or 4 * D
     rows = 2 * hidden if activation in eager.GATED else hidden
     parameters = _norm(draw, D) if norm else ()
@@ -170,15 +169,14 @@ def mlp(
     gamma, row_scale = _scales(draw, B, D, scales)
     options: dict[str, Any] = {"activation": activation, "layer_scale": gamma, "row_scale": row_scale}
     options["residual"] = x if residual or scales or norm else None
-    function: Callable[..., Any] = eager.layer_norm_mlp if norm else eager.mlp
     if provider == "fused":
-        function = ops.layer_norm_mlp if norm else ops.mlp
         options |= {"recompute": recompute, "dropout_p": dropout_p}
     leaves = parameters if gamma is None else (*parameters, gamma)
     if inner:
         inner_norm = _norm(draw, hidden)
         leaves, options["inner_norm"] = (*leaves, *inner_norm), (*inner_norm, 1e-6)
-    return Runner(lambda: function(x, *parameters, **options), (x,), leaves)
+    function = _function(provider, "layer_norm_mlp" if norm else "mlp", **options)
+    return Runner(lambda: function(x, *parameters), (x,), leaves)
 
 
 def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
@@ -192,8 +190,8 @@ def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, 
     parameters = (weight, bias, position, prefix)
     options: dict[str, Any] = {"mean": MEAN, "std": STD} if image == "uint8" else {}
     options |= {"pos_embed": position, "prefix": prefix}
-    function: Callable[..., Any] = ops.patch_embed if provider == "fused" else eager.patch_embed
-    return Runner(lambda: function(pixels, weight, bias, **options), (pixels,), parameters)
+    function = _function(provider, "patch_embed", **options)
+    return Runner(lambda: function(pixels, weight, bias), (pixels,), parameters)
 
 
 def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
@@ -205,7 +203,7 @@ def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
 
 
 def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int) -> Runner:
-    """A model of the zoo on photographs."""
+    """Build a model of the zoo, on photographs."""
     kinds = (Eva, ReferenceEva) if name in EVAS else (fastvit.VisionTransformer, reference.VisionTransformer)
     kind: Callable[..., Any] = kinds[provider != "fused"]
     config = zoo.config(name) if provider == "fused" else reference_arguments(name)
@@ -216,7 +214,7 @@ def model(provider: str, draw: Draw, name: str, B: int, px: int, **options: int)
 
 
 def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) -> Runner:
-    """ViT-B/16 of another library, untouched (as "sdpa", which is what they run, or compiled) or accelerated."""
+    """ViT-B/16 of another library: unchanged (as "sdpa", which the libraries use, or compiled), or accelerated."""
     vit = draw.module(lambda: VIT_B_16[library](**options))
     if provider == "fused":
         fastvit.accelerate(vit, strict=True)
@@ -243,7 +241,7 @@ _OF_TABLES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
 
 
 def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = ()) -> ops.Rotary:
-    """float32 tables of the patches behind one prefix token, so many, of no two the same angles."""
+    """Return float32 sin/cos tables for the patches after one prefix token; no two tables are equal."""
     count = math.prod(of)
     angles = torch.linspace(0, 100 * count, count * (N - 1) * d // 2, device=draw.device).view(*of, N - 1, d // 2)
     angles = angles.repeat_interleave(2, -1) if spelling == "interleaved" else torch.cat((angles, angles), -1)
@@ -251,7 +249,7 @@ def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = 
 
 
 def _mask(draw: Draw, B: int, N: int, H: int, kind: str) -> Tensor:
-    """As `attention` has it."""
+    """Return the mask of a kind that `attention` names."""
     if kind == "positions":
         return draw.normal(1, H, N, N)
     visible = torch.ones(B, 1, 1, N, dtype=torch.bool, device=draw.device)
@@ -260,16 +258,16 @@ def _mask(draw: Draw, B: int, N: int, H: int, kind: str) -> Tensor:
 
 
 def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """LayerScale's factors, and DropPath's, one a sample."""
+    """Return LayerScale's factors, and DropPath's, one a sample."""
     return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
 
 
 def _row_scale(draw: Draw, B: int) -> Tensor:
-    """DropPath's: every other sample is left out."""
+    """Return DropPath's factors, which drop every other sample."""
     return 1.25 * (torch.arange(B, device=draw.device) % 2)
 
 
-# ---- what agreement is checked on where eager in float64 would take too long or not fit ----
+# ---- smaller sizes for the check of agreement, where eager in float64 would take too long or not fit ----
 
 Sizes = dict[str, Any]
 
@@ -290,7 +288,7 @@ def _few_images(sizes: Sizes) -> Sizes:
 
 @dataclass(frozen=True)
 class Op:
-    """check: sizes that replace others where providers are compared with float64."""
+    """check: sizes to use instead where providers are compared with float64."""
 
     build: Callable[..., Runner]
     providers: tuple[str, ...] = ("eager", "compile", "fused")

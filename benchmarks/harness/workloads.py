@@ -1,11 +1,11 @@
-"""The one list of workloads: which op at which sizes, and what for. Benchmarks, tuning, the traffic count, the
-sanitizer and ahead-of-time compilation all take theirs from it; `Workload.runner` builds the same call for each.
+"""The list of workloads: which op at which sizes, and for which use. Benchmarks, tuning, the traffic count, the
+sanitizer and ahead-of-time compilation take theirs from it; `Workload.runner` builds the same call for each.
 
 Uses:
 
     quick, cpu, gpu     benchmarks: one tiny case an op; the CPU path in minutes; the full grid of a GPU
-    long                benchmarks: what the CPU path has beside cpu, and takes minutes itself
-    verify, headline    the first minutes of a GPU: what is compared with float64, and what is timed
+    long                benchmarks: further cases of the CPU path, which take minutes each
+    verify, headline    the first minutes of a GPU: cases compared with float64, and cases timed
     tune, rehearse      shapes for which launch tables are measured; tiny ones for the interpreter
     traffic             counted in the interpreter with real N, d and D: where the real case has too many rows, one of
                         `parts` equal parts of a GPU and of its rows
@@ -21,90 +21,21 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from benchmarks.harness.draw import Draw, Runner
 from benchmarks.harness.families import VIT_B_16
-from benchmarks.harness.providers import COMPILED, OPS, compiled
+from benchmarks.harness.providers import OPS
+from benchmarks.harness.workload import Workload
+from benchmarks.harness.workload import rows as _rows
 
-Step = Callable[[], tuple[Tensor, ...]]
 INSTALLED = [name for name in VIT_B_16 if importlib.util.find_spec(name) is not None]  # libraries
 BATCH = 256 * 197  # rows of the large batch whose parts are counted
 
 
-@dataclass(frozen=True)
-class Workload:
-    """One op at one shape, forward and backward. sizes: arguments of the op's builder in harness/providers.py."""
-
-    op: str
-    sizes: dict[str, Any]
-    uses: frozenset[str] = frozenset()
-    parts: int = 1
-    max_rounds: int = 200
-
-    def __str__(self) -> str:
-        return " ".join(_words(self.sizes))
-
-    @property
-    def id(self) -> str:
-        return f"{self.op} {self}".replace(",", "").replace(" ", "-")
-
-    @property
-    def check(self) -> dict[str, Any]:
-        return OPS[self.op].check(self.sizes)
-
-    @property
-    def providers(self) -> tuple[str, ...]:
-        return OPS[self.op].providers
-
-    def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
-        sizes = {**self.sizes, **self.check} if check else self.sizes
-        if provider not in COMPILED:
-            return OPS[self.op].build(provider, draw, **sizes)
-        # the best plain PyTorch that there is for this op
-        runner = OPS[self.op].build("sdpa" if "sdpa" in self.providers else "eager", draw, **sizes)
-        torch.compiler.reset()
-        runner.forward = compiled(provider, runner.forward)
-        return runner
-
-    def step(self, provider: str, mode: str, draw: Draw) -> tuple[Step, Runner]:
-        """What is timed: forward (mode "inference"), or forward and backward ("training") with random gradients of the
-        outputs."""
-        runner = self.runner(provider, draw).train(mode == "training")
-        if mode == "inference":
-            return runner.infer, runner
-        gradients = draw.cotangents(runner.outputs())
-        return (lambda: runner.gradients(gradients)), runner
-
-
-def _words(sizes: dict[str, Any]) -> Iterator[str]:
-    """{"B": 1, "d": 64, "activation": "gelu", "scales": True} -> B1 d64 gelu scales"""
-    for name, value in sizes.items():
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, bool):
-            if value:
-                yield name
-        else:
-            yield f"{name}{value}"
-
-
 def workloads(*uses: str, ops: tuple[str, ...] = ()) -> list[Workload]:
-    """Those of any of the uses and, if given, of these ops, in the order of the list."""
+    """Return the workloads of any of the uses and, if given, of these ops, in the order of the list."""
     if unknown := {*ops} - {*OPS}:
         raise ValueError(f"no op {sorted(unknown)}, the ops are {sorted(OPS)}")
     return [w for w in _all() if w.uses & {*uses} and (not ops or w.op in ops)]
-
-
-def _rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes: Any) -> Iterator[Workload]:
-    """Every combination of the sizes that are given as lists."""
-    choices = [value if isinstance(value, list) else [value] for value in sizes.values()]
-    for values in itertools.product(*choices):
-        yield Workload(op, dict(zip(sizes, values, strict=True)), frozenset(uses.split()), parts, max_rounds)
 
 
 @functools.cache
@@ -197,16 +128,16 @@ def _rotary() -> Iterator[Workload]:
         few = {64: "second kernels", 72: "second"}.get(d, "")
         yield from rows(f"compile {few}", B=64, N=197, H=8, d=d, spelling=spellings)
     yield from _of_tables(rows)
-    behind_norm = functools.partial(_rows, "layer_norm_attention", rotary=spellings)
-    yield from behind_norm("cpu", B=1, N=197, D=768, H=12)
-    yield from behind_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
+    after_norm = functools.partial(_rows, "layer_norm_attention", rotary=spellings)
+    yield from after_norm("cpu", B=1, N=197, D=768, H=12)
+    yield from after_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
     yield from _rows("layer_norm_attention", "headline", B=32, N=197, D=768, H=12, rotary="halves")
-    yield from behind_norm("verify", B=4, N=197, D=384, H=6)
-    yield from behind_norm("compile", B=64, N=197, D=768, H=12)
+    yield from after_norm("verify", B=4, N=197, D=384, H=6)
+    yield from after_norm("compile", B=64, N=197, D=768, H=12)
 
 
 def _of_tables(rows: Callable[..., Iterator[Workload]]) -> Iterator[Workload]:
-    """Of each sample or of each head."""
+    """Yield workloads with tables for each sample and for each head."""
     tables = ["sample", "head"]
     yield from rows("verify", B=2, N=197, H=3, d=64, spelling="halves", tables=tables)
     yield from rows("sanitize", B=2, N=70, H=3, d=32, spelling="halves", tables=tables)
@@ -242,12 +173,12 @@ def _qk_norm() -> Iterator[Workload]:
     yield from rms("compile", B=64, N=197, H=8, d=[64, 72, 256])
     yield from rows("compile second", B=64, N=197, H=8, d=72)
     yield from rows("compile", B=64, N=197, H=8, d=[64, 256])
-    behind_norm = functools.partial(_rows, "layer_norm_attention", qk_norm="layer")
-    yield from behind_norm("cpu", B=1, N=197, D=768, H=12)
-    yield from behind_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
-    behind_norm = functools.partial(_rows, "layer_norm_attention", rotary="halves", qk_norm="layer")
-    yield from behind_norm("gpu headline", B=32, N=197, D=768, H=12)
-    yield from behind_norm("verify", B=4, N=197, D=384, H=6)
+    after_norm = functools.partial(_rows, "layer_norm_attention", qk_norm="layer")
+    yield from after_norm("cpu", B=1, N=197, D=768, H=12)
+    yield from after_norm("gpu", B=[1, 32, 256], N=197, D=768, H=12)
+    after_norm = functools.partial(_rows, "layer_norm_attention", rotary="halves", qk_norm="layer")
+    yield from after_norm("gpu headline", B=32, N=197, D=768, H=12)
+    yield from after_norm("verify", B=4, N=197, D=384, H=6)
 
 
 _WIDTHS = [192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664]
@@ -345,7 +276,7 @@ def _gemms() -> Iterator[Workload]:
 
 
 def _gated() -> Iterator[Workload]:
-    """hidden: 8/3 of D, as EVA-02 and DINOv2 round it; of EVA-02 L 2730, whose rows no kernel of matmuls takes."""
+    """hidden: 8/3 of D, as EVA-02 and DINOv2 round it. EVA-02 L has 2730: no matmul kernel takes such rows."""
     rows = functools.partial(_rows, "mlp", activation="swiglu")
     yield from rows("quick", B=1, N=50, D=192, hidden=512)
     yield from rows("cpu", B=1, N=197, D=768, hidden=2048)
@@ -429,7 +360,7 @@ def _models() -> Iterator[Workload]:
 
 
 def _memory() -> Iterator[Workload]:
-    """The largest first: an exponent that small sizes alone were fitted to would be that of their linear part."""
+    """The largest come first: an exponent fitted to small sizes alone would be that of their linear part."""
     for N in (197, 50, 17):
         yield from _rows("memory, attention", "quick", B=1, N=N, H=3, d=64, max_rounds=1)
         yield from _rows("memory, block", "quick", B=1, N=N, D=192, H=3, max_rounds=1)

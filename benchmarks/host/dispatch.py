@@ -113,7 +113,7 @@ def cases() -> dict[str, Case]:
         ),
         "patch_embed": (
             lambda: ops.patch_embed(image, *patch[:2], pos_embed=patch[2], prefix=patch[3]),
-            lambda: eager.patch_embed(image, *patch),
+            lambda: eager.patch_embed(image, *patch[:2], pos_embed=patch[2], prefix=patch[3]),
         ),
     }
 

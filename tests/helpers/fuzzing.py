@@ -1,5 +1,4 @@
-"""What the cases of `test_fuzz.py` are drawn from: tensors of any dtype and layout, some of them left out, some without
-a gradient."""
+"""Strategies for `test_fuzz.py`: tensors of any dtype and layout, some left out, some without a gradient."""
 
 import math
 import os
@@ -28,24 +27,24 @@ fuzz = settings(
 
 
 def _gaps(t: Tensor) -> Tensor:
-    """With NaN between the elements of the last dimension."""
+    """Put NaN between the elements of the last dimension."""
     return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
 
 
 def _padded(t: Tensor, dim: int) -> Tensor:
-    """With NaN before and after along dim."""
+    """Put NaN before and after, along dim."""
     return torch.cat([torch.full_like(t, torch.nan), t, torch.full_like(t, torch.nan)], dim).narrow(
         dim, t.shape[dim], t.shape[dim]
     )
 
 
 def _swapped(t: Tensor, dim: int) -> Tensor:
-    """dim and the last one swapped in memory."""
+    """Swap dim and the last dimension in memory."""
     return t.transpose(dim, -1).contiguous().transpose(dim, -1)
 
 
 def _odd_ones(t: Tensor) -> Tensor:
-    """With strides of dimensions of one that lead nowhere."""
+    """Give dimensions of one element meaningless strides."""
     return t.as_strided(t.shape, [77777 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
 
 
@@ -60,7 +59,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda t: t[:1].expand(t.shape),
     "odd ones": _odd_ones,
 }
-# what an op's output goes through, so that the gradient arrives in another layout
+# applied to an op's output, so that the gradient arrives in another layout
 RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda y: y,
     "transposed": lambda y: y.transpose(0, -1),
@@ -116,8 +115,8 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 BATCH, TOKENS, WIDTH = st.integers(0, 4), st.integers(1, 40), st.integers(1, 80)
 BATCHED = st.one_of(st.tuples(BATCH, TOKENS), st.tuples(BATCH), st.tuples(BATCH, st.integers(1, 6), st.integers(1, 6)))
 LEADING = st.one_of(BATCHED, st.just(()))
-# In front of a LayerNorm neither rows of one element nor a vector that may be expanded: a row of equal elements is its
-# mean, and what is left of it is rounding.
+# Before a LayerNorm neither rows of one element nor an expanded vector: a row of equal elements minus its mean is
+# rounding alone.
 NORMED, NORMED_WIDTH = BATCHED, st.integers(2, 80)
 
 
@@ -129,7 +128,7 @@ def case(
     mixed: str = "residual row_scale",
     **options: st.SearchStrategy[Any],
 ) -> Case:
-    """Tensors of these shapes in one dtype, or in any where the name is among `mixed`. optional: names that may be left
+    """Draw tensors of these shapes in one dtype; those in `mixed` in any dtype. optional: names that may be left
     out."""
     dtype = draw(DTYPES)
     tensors: dict[str, Input | None] = {}
@@ -150,7 +149,7 @@ def fuzzed(
     eager: Callable[..., Any],
     **only: st.SearchStrategy[Any],
 ) -> Callable[..., None]:
-    """The test of an op. only: options of fused that change no result."""
+    """Return the test of an op. only: options of fused that change no result."""
 
     @fuzz
     @given(cases, st.fixed_dictionaries(only))
@@ -161,13 +160,13 @@ def fuzzed(
 
 
 def branch(leading: tuple[int, ...], out: int) -> dict[str, tuple[int, ...]]:
-    """What scales a branch of this size and what it is added to."""
+    """Return the shapes of a branch's scales and its residual."""
     shapes = {"layer_scale": (out,), "residual": (*leading, out)}
     return shapes | ({"row_scale": leading[:1]} if leading else {})
 
 
 def of_a_kind(draw: st.DrawFn, found: Case, bias: str = "norm_bias") -> Case:
-    """With a norm of either kind, a LayerNorm with or without its bias of that name."""
+    """Choose the kind of the norm, and whether a LayerNorm has its bias, which has that name."""
     norm = draw(st.sampled_from(["layer", "rms"]))
     without = {bias: None} if norm == "rms" or draw(st.booleans()) else {}
     return Case(found.tensors | without, found.result, found.options | {"norm": norm})

@@ -11,7 +11,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def table(*shape, device, dtype=torch.float32, seed=0):
-    """Of angles that are no two the same, so that an entry from the wrong place shows; (sin, cos)"""
+    """Return (sin, cos) of angles that all differ, so that an entry from the wrong place shows."""
     angles = inputs("normal", *shape, dtype=torch.float64, device=device, seed=30 + seed) * 3
     return angles.sin().to(dtype), angles.cos().to(dtype)
 

@@ -3,7 +3,6 @@
 import importlib.util
 import math
 
-import formulas
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fastvit.kernels._math import activate, activate_with_grad, mills_ratio, scaled_normal_tail
+from fastvit.study.accuracy import formulas
 
 # from numpy, in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")

@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 from attention_inputs import DTYPES, LAYOUTS
-from formulas import attention as eager
-from formulas import attention_qkvpacked
 from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _tuned
 from fastvit.ops.runtime import dispatch
+from fastvit.study.accuracy.formulas import attention as eager
+from fastvit.study.accuracy.formulas import attention_qkvpacked
 
 registered = torch.ops.fastvit
 
@@ -88,7 +88,7 @@ def test_more_scores_than_are_held_at_once(device):
 
 
 def test_lse_and_output_of_the_registered_op(backend, device):
-    """The same layout and meaning on both paths: (B, H, N) float32, natural logarithm."""
+    """Layout and meaning are equal on both paths: (B, H, N) float32, natural logarithm."""
     for N in (9, 50):
         q, k, v = (t.detach() for t in separate(2, N, 3, 16, device=device).values())
         o, lse = registered.attention_fwd(q, k, v, None, None, 0.3, 0.0)
@@ -142,7 +142,7 @@ def test_dropout(dtype, backend, device):
         torch.manual_seed(7)
         return ops.attention(q, k, v, dropout_p=p)
 
-    assert_op_as_accurate(fused, lambda q, k, v: eager(q, k, v, mask=mask), tensors)
+    assert_op_as_accurate(fused, lambda q, k, v: eager(q, k, v, factors=mask), tensors)
 
     n = keep.numel()
     for share, count in (

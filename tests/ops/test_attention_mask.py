@@ -1,14 +1,9 @@
 """ops.attention and ops.attention_qkvpacked with a mask, and with heads that share keys, on both backends."""
 
-import formulas
 import pytest
 import torch
 from attention_inputs import DTYPES
-from formulas import attention as eager
-from formulas import attention_qkvpacked
 from op_cases import (
-    HEADS,
-    NORM,
     assert_freezing_changes_no_other_gradient,
     assert_layout_does_not_matter,
     gathered,
@@ -19,6 +14,9 @@ from oracle import assert_as_accurate, assert_op_as_accurate, inputs
 from fastvit import ops
 from fastvit.ops.attention import aten
 from fastvit.ops.runtime import devices, dispatch
+from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.formulas import attention as eager
+from fastvit.study.accuracy.formulas import attention_qkvpacked
 
 registered = torch.ops.fastvit
 
@@ -54,7 +52,9 @@ def check(tensors, mask, **options):
     fixed = {} if mask.requires_grad else {"attn_mask": mask}
     tensors = tensors if fixed else {**tensors, "attn_mask": mask}
     assert_op_as_accurate(
-        lambda **t: ops.attention(**t, **fixed, **options), lambda **t: eager(**t, **fixed, **options), tensors
+        lambda **t: ops.attention(**t, **fixed, **options),
+        lambda **t: eager(**t, **fixed, **options, empty_rows=mask.dtype is torch.bool),
+        tensors,
     )
 
 
@@ -83,8 +83,7 @@ def test_long(shape, dtype, kind, backend, device):
     check(made(*shape, dtype=dtype, device=device), mask[:, :, :1])
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_heads", "dtype"), zip([1, 2, 3], DTYPES, strict=True), ids=str)
 def test_heads_that_share_keys(dtype, kv_heads, backend, device):
     for N in (5, 70):
         tensors = made(2, N, 6, 24, kv_heads, dtype, device=device)
@@ -160,9 +159,10 @@ def test_packed(backend, device):
 
 
 @pytest.mark.parametrize("of", ["plain", "qk_norm", "a frozen rest"])
-def test_behind_a_norm(of, backend, device):
+def test_after_a_norm(of, backend, device):
     """In layer_norm_attention; with norms of q and k the gradient is of what these made. Or nothing else wants one."""
-    shapes = {"x": (2, 18, 16), **NORM, **HEADS, "attn_mask": (2, 18, 18)}
+    shapes = {"x": (2, 18, 16), "norm_weight": (16,), "norm_bias": (16,), "attn_mask": (2, 18, 18)}
+    shapes |= {"qkv_weight": (96, 16), "qkv_bias": (96,), "proj_weight": (16, 32), "proj_bias": (16,)}
     tensors = tensors_of(
         shapes | ({"q_weight": (16,), "k_weight": (16,)} if of == "qk_norm" else {}), torch.float32, device
     )
@@ -178,7 +178,7 @@ def test_behind_a_norm(of, backend, device):
 
 @pytest.mark.parametrize("hidden", ["first", "last", "all but two", "all"])
 @pytest.mark.parametrize("kind", ["bool", "minus infinity", "lowest"])
-def test_keys_that_nobody_sees(kind, hidden, backend, device):
+def test_hidden_keys(kind, hidden, backend, device):
     """Across tiles; where a query sees none, it and what it would have changed get zeros, unless the lowest number
     hides them: that is finite, and all keys weigh the same."""
     N = 70
@@ -190,7 +190,9 @@ def test_keys_that_nobody_sees(kind, hidden, backend, device):
     mask = visible if kind == "bool" else torch.zeros(visible.shape, device=device).masked_fill(~visible, lowest)
     tensors = made(1, N, 2, 16, device=device)
     assert_op_as_accurate(
-        lambda **t: ops.attention(**t, attn_mask=mask), lambda **t: eager(**t, attn_mask=mask), tensors
+        lambda **t: ops.attention(**t, attn_mask=mask),
+        lambda **t: eager(**t, attn_mask=mask, empty_rows=True),
+        tensors,
     )
     if hidden == "all" and kind != "lowest":
         assert not ops.attention(**tensors, attn_mask=mask)[:, 4:].any()
@@ -199,7 +201,7 @@ def test_keys_that_nobody_sees(kind, hidden, backend, device):
 @pytest.mark.parametrize("N", [5, 17, 70])
 @pytest.mark.parametrize("fill", [-1e9, -65504.0, torch.finfo(torch.float32).min, 1e9])
 def test_rows_whose_keys_all_have_a_huge_number(fill, N, backend, device):
-    """As of a padded sample, and of a query: the weights sum to one, and gradients are those of these weights.
+    """A padded sample and a padded query: the weights sum to one, and gradients are those of these weights.
     Integers, so that scores and mask have the same sum in any order."""
     tensors = tensors_of(dict.fromkeys("qkv", (2, N, 1, 16)), torch.float32, device, "integer")
     mask = torch.zeros(2, 1, N, N, device=device)
@@ -274,24 +276,24 @@ def test_a_mask_is_added_without_a_gradient(backend, device):
 
 
 def test_dropout(backend, device):
-    """The same weights are dropped with and without a mask."""
+    """With and without a mask, the same weights are dropped."""
     N, p = 40, 0.3
     tensors = made(2, N, 2, N, device=device)
     tensors["v"] = torch.eye(N, device=device)[None, :, None].expand(2, N, 2, N).detach().requires_grad_()
     mask = drawn(1, 2, N, N, kind=torch.float32, device=device)
     with torch.no_grad():
-        mask[:, :, 5] = torch.finfo(torch.float32).min  # of which all keys weigh the same
+        mask[:, :, 5] = torch.finfo(torch.float32).min  # all keys weigh the same
 
     def fused(**t):
         torch.manual_seed(7)
         return ops.attention(**t, dropout_p=p)
 
     factors = (fused(**tensors).detach().transpose(1, 2) != 0) / (1 - p)
-    assert_op_as_accurate(fused, lambda **t: eager(**t, mask=factors), {**tensors, "attn_mask": mask})
+    assert_op_as_accurate(fused, lambda **t: eager(**t, factors=factors), {**tensors, "attn_mask": mask})
 
 
 def test_lse(backend, device):
-    """Of the registered op: of scores and mask; where a query sees no key, exp(S - LSE) = 0 whatever it is."""
+    """The registered op's LSE is of scores and mask; if a query sees no key, exp(S - LSE) = 0 for any S."""
     q, k, v = (t.detach() for t in made(2, 45, 2, 16, device=device).values())
     mask = drawn(2, 2, 45, 45, kind="bool", device=device)
     mask[1, :, 4] = False

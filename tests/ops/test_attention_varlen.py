@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 from attention_inputs import DTYPES, LAYOUTS
-from formulas import attention_varlen as eager
 from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
+from fastvit.study.accuracy.formulas import attention_varlen as eager
 
 # One token and none; fewer than a vector; tails of a tile; several tiles. Of images of several sizes, and of windows.
 PACKS = {"images": (5, 1, 0, 33, 70), "windows": (16, 16, 16, 9), "one": (37,), "short": (1, 1)}
@@ -54,7 +54,7 @@ def test_heads_that_share_keys_and_tiles_in_a_loop(d, dtype, triton_backend, dev
 
 
 def test_one_sequence_after_the_other(backend, device):
-    """What ops.attention gives for each by itself; bitwise where both have the same tiles."""
+    """The results of ops.attention for each sequence alone, up to the rounding of other tiles."""
     lengths = PACKS["images"]
     tensors = made(lengths, 2, 16, device=device)
     ends = ends_of(lengths, device=device)
@@ -102,7 +102,7 @@ def test_dropout(dtype, backend, device):
         torch.manual_seed(7)
         return ops.attention_varlen(**t, **more, dropout_p=p)
 
-    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, masks=factors), tensors)
+    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, factors=factors), tensors)
     planes = kept.unflatten(0, (3, N)).transpose(1, 2).flatten(0, 1)
     assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     share = kept.float().mean() - (1 - p)
@@ -142,7 +142,7 @@ def test_wrong_ends_and_lengths(ascending, triton_backend, device, monkeypatch):
     if not ascending:  # sequences overlap: two programs store one element
         monkeypatch.setattr(traffic_counter._Counter, "_move", lambda *_: None)
     launch = importlib.import_module("fastvit.ops.attention.launch")
-    monkeypatch.setattr(launch, "empty_like", torch.zeros_like)  # where nobody writes is no NaN
+    monkeypatch.setattr(launch, "empty_like", torch.zeros_like)  # unwritten elements are not NaN
     draw, T = random.Random(1), 40
     for longest in (1, 1, 5, 17, 25, 40, 60):
         tensors = made((T,), 2, 16, device=device, kv_heads=draw.choice((1, 2)))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import OPTIONS, gathered, made, positioned
+from op_cases import ROWS, made, more
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -52,7 +52,7 @@ MLP = [
     (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
     (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
 ]
-ROWS = "qkv_weight must have 3 * num_heads"
+WANTED = "qkv_weight must have 3 * num_heads"
 HEADS = "head_dim must be a multiple of 8 from 16 to 256, got "
 BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     "layer_norm": [
@@ -77,7 +77,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "row_scale must have shape", {"row_scale": ones(D)}),
         (ValueError, "row_scale must not require a gradient", {"row_scale": ones(B, requires_grad=True)}),
     ],
-    "linear": [
+    "linear residual": [
         *X,
         *BRANCH,
         (TypeError, "x must be a tensor", {"x": [1.0]}),
@@ -111,13 +111,13 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "qkv_bias must be one for each weight, or None, got 1 for 3 weights",
          {"qkv_weight": [ones(32, D)] * 3}),
         (ValueError, "qkv_weight[1] must be (out, in)", {"qkv_weight": [ones(32, D), ones(D)], "qkv_bias": None}),
-        (ValueError, ROWS + " * head_dim rows, or be three of num_heads * head_dim rows each, with num_heads = 5, got",
+        (ValueError, f"{WANTED} * head_dim rows, or be three of num_heads * head_dim rows each, with num_heads = 5",
          {"num_heads": 5}),
-        (ValueError, ROWS, {"num_heads": 0}),
-        (ValueError, ROWS, {"num_heads": 2.0}),
-        (ValueError, ROWS, {"qkv_weight": ones(98, D), "qkv_bias": None}),
-        (ValueError, ROWS, {"qkv_weight": [ones(48, D)] * 2, "qkv_bias": None}),
-        (ValueError, ROWS,
+        (ValueError, WANTED, {"num_heads": 0}),
+        (ValueError, WANTED, {"num_heads": 2.0}),
+        (ValueError, WANTED, {"qkv_weight": ones(98, D), "qkv_bias": None}),
+        (ValueError, WANTED, {"qkv_weight": [ones(48, D)] * 2, "qkv_bias": None}),
+        (ValueError, WANTED,
          {"qkv_weight": [ones(rows, D) for rows in (64, 16, 16)], "qkv_bias": None}),
         (ValueError, HEADS + "8", {"num_heads": 4}),
         (TypeError, "proj_weight must be a tensor", {"proj_weight": None}),
@@ -141,8 +141,8 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
          {"qk_norm": (ops.Norm(ones(D)), ops.Norm(ones(D), kind="rms"))}),
         (TypeError, "scale_norm.eps must be a number, got None", {"scale_norm": (ones(32), None, None)}),
     ],
-    "mlp": MLP,
-    "layer_norm_mlp": [*MLP, *NORM],
+    "mlp gelu": MLP,
+    "layer_norm_mlp gelu": [*MLP, *NORM],
     "attention": [
         (TypeError, "q must be a tensor", {"q": [1.0]}),
         (TypeError, "q must be float32", {"q": ones(B, N, 2, D, dtype=torch.long)}),
@@ -161,7 +161,7 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "qkv must have shape (B, N, 3, H, d)", {"qkv": ones(B, N, 2, D)}),
         (TypeError, "qkv must be float32", {"qkv": ones(B, N, 3, 2, D, dtype=torch.bool)}),
     ],
-    "rotary": [
+    "rotary halves": [
         (TypeError, "x must be float32", {"x": ones(B, N, 2, D, dtype=torch.long)}),
         (ValueError, "x must have shape (B, N, H, d)", {"x": ones(B, N, D)}),
         (ValueError, HEADS + "12", {"x": ones(B, N, 2, 12)}),
@@ -212,21 +212,21 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     "patch_embed": [
         (TypeError, "image must be a tensor", {"image": [1.0]}),
         (TypeError, "image must be uint8, float32", {"image": ones(B, 3, 8, 8, dtype=torch.long)}),
-        (TypeError, "weight must be float32", {"weight": ones(24, 3, 4, 4, dtype=torch.uint8)}),
+        (TypeError, "weight must be float32", {"weight": ones(16, 3, 4, 4, dtype=torch.uint8)}),
         (ValueError, "image must have shape (B, C, H, W) with C = 3, got (3, 8, 8)", {"image": ones(3, 8, 8)}),
-        (ValueError, "weight must have shape (D, C, ph, pw)", {"weight": ones(24, 48)}),
-        (TypeError, "weight must have image's dtype", {"weight": ones(24, 3, 4, 4).half()}),
-        (ValueError, "weight must be on image's device", {"weight": ones(24, 3, 4, 4, device="meta")}),
+        (ValueError, "weight must have shape (D, C, ph, pw)", {"weight": ones(16, 48)}),
+        (TypeError, "weight must have image's dtype", {"weight": ones(16, 3, 4, 4).half()}),
+        (ValueError, "weight must be on image's device", {"weight": ones(16, 3, 4, 4, device="meta")}),
         (ValueError, "image must have shape (B, C, H, W) with C = 3, got (2, 2, 8, 8)", {"image": ones(B, 2, 8, 8)}),
         (ValueError, "image size (H, W) must be a positive multiple of the patch (4, 4), got (8, 7)",
          {"image": ones(B, 3, 8, 7)}),
         (ValueError, "image size (H, W) must be a positive multiple of the patch (4, 4), got (0, 8)",
          {"image": ones(B, 3, 0, 8)}),
-        (ValueError, "bias must have shape (D,) = (24,)", {"bias": ones(23)}),
-        (TypeError, "bias must have weight's dtype", {"bias": ones(24).half()}),
-        (ValueError, "pos_embed must have shape (patches, D) = (4, 24)", {"pos_embed": ones(5, 24)}),
-        (TypeError, "pos_embed must have weight's dtype", {"pos_embed": ones(4, 24).double()}),
-        (ValueError, "prefix must have shape (P, D) with D = 24", {"prefix": ones(24)}),
+        (ValueError, "bias must have shape (D,) = (16,)", {"bias": ones(15)}),
+        (TypeError, "bias must have weight's dtype", {"bias": ones(16).half()}),
+        (ValueError, "pos_embed must have shape (patches, D) = (4, 16)", {"pos_embed": ones(5, 16)}),
+        (TypeError, "pos_embed must have weight's dtype", {"pos_embed": ones(4, 16).double()}),
+        (ValueError, "prefix must have shape (P, D) with D = 16", {"prefix": ones(16)}),
         (ValueError, "mean is for uint8 images", {"mean": (0.5, 0.5, 0.5)}),
         (ValueError, "std is for uint8 images", {"std": (0.5, 0.5, 0.5)}),
     ],
@@ -250,7 +250,8 @@ def test_bad_arguments(
     name: str, error: type[Exception], message: str, wrong: dict[str, Any], device: torch.device
 ) -> None:
     wrong = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(device), wrong)
-    arguments = gathered(dict)(**positioned(name, made(name, B, N, device)))
+    row = ROWS[name]
+    arguments = row.arguments(made(name, B, N, device), **more(name))
     with pytest.raises(error) as raised:
-        getattr(ops, name.split()[0])(**arguments | OPTIONS.get(name, {}) | wrong)
+        getattr(ops, row.op)(**arguments | wrong)
     assert str(raised.value).startswith(message)

@@ -1,4 +1,4 @@
-"""ops.dropout and the registered op behind it: mask statistics, reproducibility, gradients, fused end of a branch."""
+"""ops.dropout and its registered op: mask statistics, reproducibility, gradients, fused end of a branch."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_strided_vectors(backend, device):
 
 
 def test_nan_is_not_dropped(backend, device):
-    """As in eager, where 0 * NaN is NaN."""
+    """0 * NaN is NaN, in eager too."""
     x = torch.ones(4, 40, device=device)
     x[1] = torch.nan
     y = ops.dropout(x, 0.5)

@@ -1,12 +1,13 @@
-"""What every op promises whatever it computes, on both backends. Values, layouts and errors: each op's own file."""
+"""Promises of every op, on both backends. Values, layouts and errors are in each op's own file."""
 
-import formulas
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from op_cases import (
     FORMULAS,
-    SHAPES,
+    ROWS,
     assert_freezing_changes_no_other_gradient,
     assert_layout_does_not_matter,
     function,
@@ -22,18 +23,19 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
 from fastvit.ops.runtime import dispatch, registry
+from fastvit.study.accuracy import formulas
 
-every_op = pytest.mark.parametrize("name", SHAPES)
+every_op = pytest.mark.parametrize("name", ROWS)
 of_rows = pytest.mark.parametrize(
     "name",
     [
         "layer_norm",
-        "linear",
+        "linear residual",
         "linear gelu",
         "layer_norm_linear",
-        "mlp",
-        "layer_norm_mlp",
-        "mlp gated",
+        "mlp gelu",
+        "layer_norm_mlp gelu",
+        "mlp swiglu",
         "layer_norm_mlp gated",
     ],
 )
@@ -78,15 +80,14 @@ PARAMETER_LAYOUTS = {
 @pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
 def test_layouts_of_tokens(name, layout, backend, device):
-    """Of all of them and of the output's gradient, and of each alone."""
+    """The first tensor of tokens has the layout, then all others have it and the gradients of the outputs."""
     tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
     bitwise = not name.startswith(("linear", "patch_embed"))
-    tokens = [key for key, t in tensors.items() if t.dim() == 3]
-    assert_layout_does_not_matter(
-        name, {k: arrange(t) if k in tokens else t for k, t in tensors.items()}, arrange, bitwise
-    )
-    for key in tokens:
-        assert_layout_does_not_matter(name, tensors | {key: arrange(tensors[key])}, torch.clone, bitwise)
+    first, *others = [key for key, t in tensors.items() if t.dim() == 3] or [None]
+    if first is not None:
+        assert_layout_does_not_matter(name, tensors | {first: arrange(tensors[first])}, torch.clone, bitwise)
+    rest = {key: arrange(tensors[key]) for key in others}
+    assert_layout_does_not_matter(name, tensors | rest, arrange, bitwise)
 
 
 @pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
@@ -104,6 +105,19 @@ def test_every_gradient_alone(name, backend, device):
     leaves = wanted(tensors).keys()
     choices = [leaves - {leaf} for leaf in leaves]
     assert_freezing_changes_no_other_gradient(function(name), tensors, choices)
+
+
+@every_op
+def test_frozen_tensors(name, device):
+    """One, two neighbours, the first ones, or the last ones. What is computed and saved then is decided in Python, for
+    both backends alike."""
+    tensors = made(name, 2, 6, device)
+    leaves = list(wanted(tensors))
+    choices = [[leaf] for leaf in leaves] + [list(pair) for pair in itertools.pairwise(leaves)]
+    choices += [part for i in range(2, len(leaves)) for part in (leaves[:i], leaves[-i:])]
+    assert_freezing_changes_no_other_gradient(
+        function(name), tensors, [frozen for frozen in choices if len(frozen) < len(leaves)]
+    )
 
 
 @of_rows
@@ -128,7 +142,7 @@ def test_gradients_of_stride_0(name, backend, device):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @every_op
-def test_compile(name, dynamic, backend, device):
+def test_compile(name, dynamic, device):
     torch._dynamo.reset()
     compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for B in (2, 5) if dynamic else (3,):
@@ -208,7 +222,9 @@ def test_outputs_may_be_edited_in_place(name, autocast, backend, device):
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("name", ["add_layer_norm", "attention", "attention_qkvpacked", "attention_varlen", "linear"])
+@pytest.mark.parametrize(
+    "name", ["add_layer_norm", "attention", "attention_qkvpacked", "attention_varlen", "linear residual"]
+)
 def test_outputs_edited_in_place_in_a_compiled_graph(name, device):
     """Those that are saved, too, since no version of a tensor is compared there."""
     torch._dynamo.reset()
@@ -238,7 +254,7 @@ def test_batched_gradients(name, device):
 
 @pytest.mark.parametrize("forward", [False, True], ids=["forward_outside", "forward_inside"])
 @every_op
-def test_autocast_around_the_backward_pass(name, forward, backend, device):
+def test_autocast_around_the_backward_pass(name, forward, device):
     """It changes nothing: the gradients are those of the dtypes that the forward pass has chosen."""
     tensors, runs = made(name, 2, 4, device), []
     for backward in (False, True):
@@ -280,14 +296,14 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
         "layer_norm",
         "linear gelu",
         "layer_norm_linear",
-        "mlp",
-        "mlp gated",
+        "mlp gelu",
+        "mlp swiglu",
         "layer_norm_mlp gated",
         "attention_qkvpacked",
         "layer_norm_attention",
     ],
 )
-def test_vmap(name, backend, device):
+def test_vmap(name, device):
     """Every sample by itself; without what is drawn for each sample."""
     tensors = made(name, 2, 18, device)
     tensors.pop("row_scale", None)
@@ -326,7 +342,7 @@ def test_float64_falls_back_with_one_warning(name, triton_backend, device):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, shapes in SHAPES.items() if "row_scale" in shapes and "attention" not in name]
+    "name", [name for name, row in ROWS.items() if "row_scale" in row.tensors and "attention" not in name]
 )
 def test_scale_of_a_sample_of_rows_and_columns(name, backend, device):
     """A sample (h, w, D) is one of h * w tokens."""
@@ -356,7 +372,7 @@ def test_an_empty_batch_runs_no_kernel(name, backend, device, monkeypatch):
 
 
 def registered_calls(device):
-    """The arguments of registered ops; behind the op's name stands what is particular."""
+    """Return the arguments of registered ops, by the op's name and what is special about the call."""
     x, image, weight = (
         inputs("normal", *shape, dtype=torch.float32, device=device).requires_grad_()
         for shape in ((24, 24), (2, 3, 8, 6), (24, 3, 4, 2))

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import formulas
 import pytest
 import torch
 from models import randomised
@@ -43,6 +42,7 @@ from hypothesis import strategies as st
 
 from fastvit import VisionTransformer, ops, reference
 from fastvit.ops.runtime.activations import ACTIVATIONS, GATED
+from fastvit.study.accuracy import formulas
 
 
 @st.composite
@@ -65,7 +65,7 @@ def add_layer_norm_cases(draw: st.DrawFn) -> Case:
     return of_a_kind(draw, Case(found.tensors | wide, found.result, found.options), "bias")
 
 
-test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.rounded_add_layer_norm)
+test_add_layer_norm = fuzzed(add_layer_norm_cases(), ops.add_layer_norm, formulas.add_layer_norm)
 
 
 @st.composite
@@ -114,8 +114,8 @@ test_layer_norm_mlp = fuzzed(
 
 @st.composite
 def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
-    """Of one packed layer or of a pair; what an inner norm reads is, as in front of the other, no row of one element
-    and, by values of one row for all, none of equal ones."""
+    """One packed layer or a pair. The input of an inner norm has no rows of one element, and no rows of equal elements,
+    which a value's weight with equal rows would make."""
     leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
     pair, inner = draw(st.booleans()), draw(st.booleans())
     hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
@@ -139,7 +139,7 @@ def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
     return of_a_kind(draw, found) if norm else found
 
 
-# Large beside the variance of rows that are all near zero, as behind one gate for all of them
+# Large next to the variance of rows near zero, which one gate for all of them makes
 INNER_EPS = 0.1
 
 
@@ -181,7 +181,7 @@ SCALE = st.sampled_from([None, 0.3])
 
 @st.composite
 def layer_norm_attention_cases(draw: st.DrawFn) -> Case:
-    """Of one packed layer, or of three, none of one row for all: q and k of equal elements make scores so large that
+    """One packed layer or three, without equal rows: q and k of equal elements make scores so large that
     the softmax is one-hot, where dP - delta is rounding and eager's, of saved probabilities, exactly zero; and what
     comes before the projection may have a norm, too. A bias of k alone has no gradient but rounding."""
     (B, N, H, d), D, out = draw(SIZES), draw(NORMED_WIDTH), draw(WIDTH)
@@ -254,7 +254,7 @@ test_attention_with_masks = fuzzed(masked_attention_cases(), ops.attention, form
 
 @st.composite
 def varlen_cases(draw: st.DrawFn) -> Case:
-    """Of up to four sequences, none of one token, nor all of whose tokens are one: see above."""
+    """Up to four sequences, none of one token or of equal tokens, see `masked_attention_cases`."""
     lengths = draw(st.lists(st.one_of(st.just(0), st.integers(2, 40)), min_size=1, max_size=4))
     _, _, H, d = draw(SIZES)
     kv_heads = draw(st.sampled_from([h for h in range(1, H + 1) if H % h == 0]))
@@ -297,7 +297,7 @@ test_rotary_qkvpacked = fuzzed(rotary_cases(), of_tables(ops.rotary_qkvpacked), 
 
 @st.composite
 def qk_norm_cases(draw: st.DrawFn) -> Case:
-    """Of q and k that lie in any way, neither of one row for all; with tables as of `rotary_cases`, or none."""
+    """q and k of any strides, without equal rows; with tables like those of `rotary_cases`, or none."""
     B, N, H, d = draw(SIZES)
     prefix = draw(st.integers(0, min(3, N)))
     table = (*draw(st.sampled_from([(), (H,), (B, 1), (B, H)])), N - prefix, d)
@@ -371,7 +371,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def trained(draw: st.DrawFn) -> dict[str, Any]:
-    """What of a model is trained: as in fine-tuning of a few blocks, a probe of the head, a gradient of the image."""
+    """Draw what is trained: some parameters, as in fine-tuning or probing; the image."""
     return {
         "share": draw(st.sampled_from([0.0, 0.2, 0.8, 1.0])),
         "seed": draw(st.integers(0, 9)),
@@ -406,7 +406,7 @@ def test_model(backend, device, arguments, part, batch):
     image = inputs("normal", batch, arguments["in_chans"], *arguments["img_size"], dtype=torch.float32, device=device)
     same, exact = step(eager, image, part), step(copy.deepcopy(eager).double(), image.double(), part)
     for name, got in step(model, image, part).items():
-        if exact[name] is None:  # of no influence on the logits: a norm behind which nothing is read
+        if exact[name] is None:  # it does not influence the logits: a norm whose output is not read
             assert got is None or not got.any(), name
         else:
             assert_right(name, got, same[name], exact[name])

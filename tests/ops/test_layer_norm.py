@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import formulas
 import pytest
 import torch
 from op_cases import tensors_of
@@ -10,23 +9,31 @@ from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.layer_norm import aten as aten_layer_norm
+from fastvit.study.accuracy import formulas
 
 registered = torch.ops.fastvit
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 # one row; rows that fill no tile; D below, at and above a power of two; more row tiles than programs; D of two elements
-SHAPES = [(1, 1, 192), (2, 197, 48), (3, 7, 1000), (2, 17, 768), (37, 130, 16), (4, 3, 2)]
+SHAPES = [
+    ((1, 1, 192), F16),
+    ((2, 197, 48), F32),
+    ((2, 197, 48), BF16),
+    ((3, 7, 1000), F32),
+    ((3, 7, 1000), F16),
+    ((2, 17, 768), BF16),
+    ((37, 130, 16), F32),
+    ((4, 3, 2), BF16),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
 def test_layer_norm(shape, dtype, backend, device):
     tensors = tensors_of({"x": shape, "weight": shape[-1:], "bias": shape[-1:]}, dtype, device)
     assert_op_as_accurate(ops.layer_norm, formulas.layer_norm, tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES[::2], ids=str)
 def test_rms_norm(shape, dtype, backend, device):
     tensors = tensors_of({"x": shape, "weight": shape[-1:]}, dtype, device)
     assert_op_as_accurate(ops.rms_norm, formulas.rms_norm, tensors)
@@ -91,13 +98,14 @@ def test_add_layer_norm(layer_scale, row_scale, dtype, backend, device):
 )
 @pytest.mark.parametrize("row_scale", [False, True], ids=["", "row_scale"])
 def test_add_layer_norm_of_several_dtypes(row_scale, dtypes, backend, device):
-    """Of residual, branch, layer_scale and row_scale; products are not rounded to a dtype narrower than the sum's."""
+    """dtypes: of residual, branch, layer_scale and row_scale. Products are not rounded to a dtype narrower than the
+    sum's."""
     sum_dtype = torch.promote_types(*dtypes[:2])
     tensors = tensors_of(summed(5, 13, 72) | {"layer_scale": (72,), "row_scale": (5,)}, sum_dtype, device)
     for name, dtype in zip(("residual", "branch", "layer_scale", "row_scale"), dtypes, strict=True):
         tensors[name] = tensors[name].detach().to(dtype).requires_grad_(name != "row_scale")
     tensors["row_scale"] = tensors["row_scale"] * 1.1 if row_scale else None
-    assert_op_as_accurate(ops.add_layer_norm, formulas.rounded_add_layer_norm, tensors)
+    assert_op_as_accurate(ops.add_layer_norm, formulas.add_layer_norm, tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -160,22 +168,30 @@ def test_rms_norm_has_neither_mean_nor_bias(backend, device):
     assert (dweight.shape, dbias.shape) == ((40,), (0,))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(2, 197, 48), (3, 7, 1000), (37, 30, 16)], ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "row_scale"])
-@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize(
+    ("norm", "scaled", "shape", "dtype"),
+    [
+        ("layer", False, (2, 197, 48), F32),
+        ("rms", True, (2, 197, 48), BF16),
+        ("layer", True, (3, 7, 1000), BF16),
+        ("rms", False, (3, 7, 1000), F32),
+        ("layer", True, (37, 30, 16), F32),
+        ("rms", False, (37, 30, 16), BF16),
+    ],
+    ids=str,
+)
 def test_total_of_the_residual_s_gradient(norm, scaled, shape, dtype, backend, device):
-    """Of bfloat16, in either dtype, beside gradients that it changes nothing of; and of a norm that recomputes y."""
+    """The total of bfloat16, in either dtype. It changes no gradient, also of a norm that recomputes y."""
     dy, x, dresidual = (inputs("normal", *shape, dtype=torch.bfloat16, device=device, seed=s) for s in (0, 1, 2))
     weight = inputs("normal", shape[-1], dtype=torch.bfloat16, device=device, seed=3)
     row_scale = inputs("normal", shape[0], dtype=torch.float32, device=device, seed=4) if scaled else None
     _, mean, rstd = registered.layer_norm_fwd(x, weight, None, 1e-6, None, norm == "rms")
     saved = x, mean if norm == "layer" else None, rstd, weight
     *gradients, none = registered.layer_norm_bwd(dy, *saved, dresidual)
-    *beside, total = registered.layer_norm_bwd(dy, *saved, dresidual, row_scale, dtype)
+    *others, total = registered.layer_norm_bwd(dy, *saved, dresidual, row_scale, dtype)
     *recomputed, _, again = registered.layer_norm_bwd_recompute(dy, *saved, None, dresidual, row_scale, dtype)
     assert (none.shape, total.shape, total.dtype) == ((0,), shape[-1:], dtype)
-    for a, b in zip((*gradients, *gradients, total), (*beside, *recomputed, again), strict=True):
+    for a, b in zip((*gradients, *gradients, total), (*others, *recomputed, again), strict=True):
         assert torch.equal(a, b)
     scale = torch.ones(shape[0], device=device) if row_scale is None else row_scale
     eager, exact = ((dresidual.to(t) * scale.to(t)[:, None, None]).sum((0, 1)) for t in (torch.float32, torch.float64))

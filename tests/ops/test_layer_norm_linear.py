@@ -4,16 +4,21 @@ from functools import partial
 
 import pytest
 import torch
-from formulas import layer_norm_linear as eager
-from op_cases import assert_freezing_changes_no_other_gradient, outputs_of, saved_numel, tensors_of
+from op_cases import outputs_of, saved_numel, tensors_of
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.block.norm_linear import layer_norm_linears
+from fastvit.study.accuracy.formulas import layer_norm_linear as eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # one row; rows and columns that fill no tile; more tokens than features
-SHAPES = [(1, 1, 13, 27), (2, 17, 72, 40), (5, 33, 16, 48)]
+SHAPES = [
+    ((1, 1, 13, 27), torch.float32),
+    ((2, 17, 72, 40), torch.bfloat16),
+    ((5, 33, 16, 48), torch.float32),
+    ((5, 33, 16, 48), torch.float16),
+]
 
 
 def tensors(*shape, dtype, device, out=40):
@@ -22,8 +27,7 @@ def tensors(*shape, dtype, device, out=40):
     return tensors_of(shapes, dtype, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)
 def test_layer_norm_linear(shape, dtype, backend, device):
     args = tensors(*shape[:-1], dtype=dtype, device=device, out=shape[-1])
     assert_op_as_accurate(ops.layer_norm_linear, eager, args, what="out")
@@ -78,7 +82,7 @@ def tensors_of_three(*shape, dtype, device, outs=(24, 8, 40)):
 
 
 @pairs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_layers(dtype, pair, backend, device):
     args = tensors_of_three(2, 17, 72, dtype=dtype, device=device)
     assert_op_as_accurate(*pair, args, what="three layers")
@@ -162,14 +166,6 @@ def test_inputs(kind, backend, device):
     args = tensors(2, 5, 72, dtype=torch.float32, device=device)
     args["x"] = inputs(kind, 2, 5, 72, dtype=torch.float32, device=device).requires_grad_()
     assert_op_as_accurate(ops.layer_norm_linear, eager, args, what=kind)
-
-
-def test_frozen_parameters(backend, device):
-    """Whatever is frozen, the other gradients are the same."""
-    args = tensors(2, 5, 16, dtype=torch.float32, device=device)
-    norm = ("norm_weight", "norm_bias")
-    choices = [(n,) for n in args] + [("weight", "bias"), norm, ("x", *norm), ("x", *norm, "weight")]
-    assert_freezing_changes_no_other_gradient(ops.layer_norm_linear, args, choices)
 
 
 def test_saves_x_and_statistics_only(backend, device):

@@ -5,14 +5,14 @@ import importlib
 
 import pytest
 import torch
-from formulas import ACTIVATIONS
-from formulas import linear as eager
 from op_cases import tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.kernels import _configs
+from fastvit.study.accuracy.formulas import ACTIVATIONS
+from fastvit.study.accuracy.formulas import linear as eager
 
 registered = torch.ops.fastvit
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

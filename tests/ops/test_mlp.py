@@ -1,164 +1,192 @@
-"""ops.mlp and ops.layer_norm_mlp against float64 and eager PyTorch, on both backends."""
+"""ops.mlp and ops.layer_norm_mlp, plain and gated, against float64 and eager PyTorch, on both backends."""
 
-import functools
-
-import formulas
 import pytest
 import torch
-from formulas import ACTIVATIONS
-from op_cases import assert_freezing_changes_no_other_gradient, saved_numel, tensors_of
+from op_cases import gathered, saved_numel, tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 
 from fastvit import ops
 from fastvit.ops.dropout.op import draw_seeds, dropout_op
+from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.formulas import ACTIVATIONS, GATED
 
-NORM = ("norm_weight", "norm_bias")
-FC = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-
-
-def either(module):
-    """layer_norm_mlp of it, where there are parameters of a norm, or mlp"""
-
-    def run(**tensors):
-        return (module.layer_norm_mlp if "norm_weight" in tensors else module.mlp)(**tensors)
-
-    return run
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LAYERS = ("gate_weight", "gate_bias", "value_weight", "value_bias")
 
 
-fused, eager = either(ops), either(formulas)
+def run(module, activation="gelu", itself=False, **options):
+    """Return the module's mlp, or layer_norm_mlp if there is a norm. itself: x is its own residual."""
+
+    def call(x, **tensors):
+        op = gathered(module.layer_norm_mlp if "norm_weight" in tensors else module.mlp)
+        residual = {"residual": x} if itself else {}
+        return op(x=x, activation=activation, **tensors, **residual, **options)
+
+    return call
 
 
-def tensors(*shape, hidden=40, out=None, dtype, device, norm=False, layer_scale=False, drop_path=False):
-    """x (*shape), the parameters, and what is asked for."""
+def tensors(
+    *shape, activation="gelu", hidden=20, out=None, dtype, device,
+    norm=False, inner=False, pair=False, scales=("layer_scale", "row_scale"),
+):  # fmt: skip
+    """Draw x (*shape), the parameters, and what is asked for. pair: gate and value are two layers."""
     D, out = shape[-1], out or shape[-1]
+    rows = 2 * hidden if activation in GATED else hidden
     shapes = {"x": shape} | ({"norm_weight": (D,), "norm_bias": (D,)} if norm else {})
-    shapes |= {"fc1_weight": (hidden, D), "fc1_bias": (hidden,), "fc2_weight": (out, hidden), "fc2_bias": (out,)}
-    shapes |= ({"layer_scale": (out,)} if layer_scale else {}) | ({"row_scale": shape[:1]} if drop_path else {})
-    return tensors_of(shapes, dtype, device)
-
-
-def with_residual(function, **options):
-    """x is its own residual"""
-    return lambda x, **kwargs: function(x=x, residual=x, **kwargs, **options)
+    if pair:
+        shapes |= {name: (hidden, D) if "weight" in name else (hidden,) for name in LAYERS}
+    else:
+        shapes |= {"fc1_weight": (rows, D), "fc1_bias": (rows,)}
+    shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)} if inner else {}
+    shapes |= {"fc2_weight": (out, hidden), "fc2_bias": (out,)}
+    sizes = {"layer_scale": (out,), "row_scale": shape[:1]}
+    return tensors_of(shapes | {name: sizes[name] for name in scales}, dtype, device)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "recompute"),
+    ("activation", "norm", "inner", "pair", "dtype", "recompute"),
     [
-        (torch.float32, "none"),
-        (torch.float32, "activation"),
-        (torch.float32, "all"),
-        (torch.bfloat16, "none"),
-        (torch.bfloat16, "activation"),
-        (torch.bfloat16, "all"),
-        (torch.float16, "activation"),
+        ("gelu", False, False, False, F32, "none"),
+        ("gelu", False, False, False, BF16, "all"),
+        ("gelu", False, False, False, F16, "activation"),
+        ("gelu", True, False, False, F32, "all"),
+        ("gelu", True, False, False, BF16, "activation"),
+        ("gelu", True, False, False, F16, "none"),
+        ("swiglu", False, False, False, F32, "none"),
+        ("swiglu", False, False, True, BF16, "activation"),
+        ("swiglu", False, True, True, F32, "activation"),
+        ("swiglu", False, True, False, BF16, "all"),
+        ("swiglu", True, False, False, F16, "activation"),
+        ("swiglu", True, False, True, F32, "all"),
+        ("swiglu", True, True, True, BF16, "none"),
+        ("swiglu", True, True, False, F32, "all"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-def test_everything_at_once(norm, dtype, recompute, backend, device):
-    args = tensors(3, 7, 24, dtype=dtype, device=device, norm=norm, layer_scale=True, drop_path=True)
-    assert_op_as_accurate(with_residual(fused, recompute=recompute), with_residual(eager), args, what=recompute)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recompute", ["none", "activation", "all"])
-def test_rms_norm(recompute, dtype, backend, device):
-    args = tensors(3, 7, 24, dtype=dtype, device=device, norm=True, layer_scale=True) | {"norm_bias": None}
-    calls = with_residual(fused, recompute=recompute, norm="rms"), with_residual(eager, norm="rms")
+def test_everything_at_once(activation, norm, inner, pair, dtype, recompute, backend, device):
+    """Every two of the choices together; test_fuzz.py draws the others."""
+    parts = {"norm": norm, "inner": inner, "pair": pair}
+    args = tensors(3, 7, 24, activation=activation, hidden=40, dtype=dtype, device=device, **parts)
+    calls = run(ops, activation, True, recompute=recompute), run(formulas, activation, True)
     assert_op_as_accurate(*calls, args, what=recompute)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("recompute", "dtype"), [("none", F32), ("activation", BF16), ("all", F32)], ids=str)
+def test_rms_norms(recompute, dtype, activation, backend, device):
+    """Before fc1 and before fc2, then each with a LayerNorm at the other place."""
+    kinds = [("rms", ("norm_bias", "inner_bias")), ("rms", ("norm_bias",)), ("layer", ("inner_bias",))]
+    inner = activation in GATED
+    args = tensors(3, 7, 24, activation=activation, hidden=40, dtype=dtype, device=device, norm=True, inner=inner)
+    for norm, without in kinds if inner else [("rms", ("norm_bias",))]:
+        calls = run(ops, activation, True, recompute=recompute, norm=norm), run(formulas, activation, True, norm=norm)
+        assert_op_as_accurate(*calls, args | dict.fromkeys(without), what=f"{norm}, without {without}")
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_activations(activation, backend, device):
-    for dtype in (torch.float32, torch.bfloat16):
-        args = tensors(2, 5, 16, dtype=dtype, device=device, out=8)
-        run = functools.partial(fused, activation=activation)
-        assert_op_as_accurate(run, functools.partial(eager, activation=activation), args, what=activation)
+    for dtype in (F32, BF16):
+        args = tensors(2, 5, 16, activation=activation, dtype=dtype, device=device, out=8, scales=())
+        assert_op_as_accurate(run(ops, activation), run(formulas, activation), args, what=activation)
 
 
+@pytest.mark.parametrize("missing", [("gate_bias",), ("value_bias",), ("gate_bias", "value_bias", "fc2_bias")])
+def test_biases_of_a_pair(missing, backend, device):
+    args = tensors(2, 5, 16, activation="swiglu", dtype=F32, device=device, pair=True, scales=())
+    calls = run(ops, "swiglu"), run(formulas, "swiglu")
+    assert_op_as_accurate(*calls, args | dict.fromkeys(missing), what=str(missing))
+
+
+@pytest.mark.parametrize(("activation", "inner"), [("gelu", False), ("swiglu", False), ("swiglu", True)])
 @pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-def test_without_options(norm, backend, device):
+def test_without_options(norm, activation, inner, backend, device):
     """No biases, no scales, no residual; one token; odd sizes."""
-    args = tensors(1, 1, 13, hidden=27, out=5, dtype=torch.float32, device=device, norm=norm)
+    parts = {"hidden": 27, "out": 5, "norm": norm, "inner": inner, "scales": ()}
+    args = tensors(1, 1, 13, activation=activation, dtype=F32, device=device, **parts)
     args |= {"fc1_bias": None, "fc2_bias": None}
-    assert_op_as_accurate(fused, eager, args, what="plain")
+    assert_op_as_accurate(run(ops, activation), run(formulas, activation), args, what="plain")
 
 
+@pytest.mark.parametrize(("hidden", "pair"), [(1365, True), (2730, False)])
+def test_odd_widths(hidden, pair, triton_backend, device):
+    """EVA-02's widths: rows of 2730 and 5460 bytes; also several column tiles, the last one short."""
+    parts = {"hidden": hidden, "pair": pair, "inner": True, "scales": ()}
+    args = tensors(2, 3, 48, activation="swiglu", dtype=BF16, device=device, **parts)
+    assert_op_as_accurate(run(ops, "swiglu"), run(formulas, "swiglu"), args, what=str(hidden))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-def test_other_residual(norm, backend, device):
-    """A residual that is not x, with one scale at a time; more rows than hidden units."""
-    for scale in ({"layer_scale": True}, {"drop_path": True}, {}):
-        args = tensors(5, 11, 16, hidden=32, dtype=torch.bfloat16, device=device, norm=norm, **scale)
-        args["residual"] = inputs("normal", 5, 11, 16, dtype=torch.bfloat16, device=device, seed=77).requires_grad_()
-        assert_op_as_accurate(fused, eager, args, what=str(scale))
-
-
-def test_float32_residual_stream(backend, device):
-    """bfloat16 matmuls on a float32 stream: the output and the residual's gradient stay float32."""
-    args = tensors(2, 5, 16, dtype=torch.bfloat16, device=device, layer_scale=True)
-    args["residual"] = inputs("normal", 2, 5, 16, dtype=torch.float32, device=device, seed=77).requires_grad_()
-    assert_op_as_accurate(fused, eager, args, what="stream")
+def test_other_residual(norm, activation, backend, device):
+    """A residual that is not x, also a float32 one after bfloat16 matmuls; more rows than hidden units."""
+    for scales, wide in (
+        (("layer_scale",), F32),
+        (("row_scale",), BF16),
+        (("layer_scale", "row_scale"), F32),
+        ((), BF16),
+    ):
+        args = tensors(5, 11, 16, activation=activation, dtype=BF16, device=device, norm=norm, scales=scales)
+        args["residual"] = inputs("normal", 5, 11, 16, dtype=wide, device=device, seed=77).requires_grad_()
+        assert_op_as_accurate(run(ops, activation), run(formulas, activation), args, what=f"{scales} {wide}")
 
 
 @pytest.mark.parametrize("hidden", [16, 64], ids=["more_rows", "fewer_rows"])
 def test_small_layer_scale_in_float16(hidden, backend, device):
     """DINOv2's 1e-5 with the gradients that loss scaling makes of it: layer_scale * weight would underflow, and the
     weight's gradient before layer_scale would overflow."""
-    args = tensors(4, 8, 16, hidden=hidden, dtype=torch.float32, device=device, layer_scale=True)
+    args = tensors(4, 8, 16, hidden=hidden, dtype=F32, device=device, scales=("layer_scale",))
     args["layer_scale"] = torch.full((16,), 1e-5, device=device, requires_grad=True)
-    dout = inputs("offset", 4, 8, 16, dtype=torch.float32, device=device, seed=70) * 8
+    dout = inputs("offset", 4, 8, 16, dtype=F32, device=device, seed=70) * 8
 
-    def gradients(function, dtype):
+    def gradients(module, dtype):
         cast = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in args.items()}
         with torch.autocast(device.type, torch.float16, enabled=dtype is None):
-            out = with_residual(function)(**cast)
+            out = run(module, itself=True)(**cast)
         return torch.autograd.grad(out, list(cast.values()), dout.to(out.dtype))
 
-    runs = gradients(fused, None), gradients(eager, None), gradients(eager, torch.float64)
+    runs = gradients(ops, None), gradients(formulas, None), gradients(formulas, torch.float64)
     for name, got, same, exact in zip(args, *runs, strict=True):
         assert_as_accurate(got, same, exact, factor=GRADIENT, what=name)
 
 
-@pytest.mark.parametrize("recompute", ["none", "activation", "all"])
-@pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-def test_dropout(norm, recompute, backend, device):
-    """Against eager with the masks that the op draws from the same seeds."""
-    args = tensors(3, 7, 24, dtype=torch.float32, device=device, norm=norm, layer_scale=True, drop_path=True)
+@pytest.mark.parametrize(
+    ("activation", "norm", "inner", "recompute"),
+    [
+        ("gelu", False, False, "none"),
+        ("gelu", True, False, "activation"),
+        ("gelu", True, False, "all"),
+        ("swiglu", False, False, "none"),
+        ("swiglu", False, True, "activation"),
+        ("swiglu", True, False, "all"),
+        ("swiglu", True, True, "none"),
+    ],
+)
+def test_dropout(activation, norm, inner, recompute, backend, device):
+    """Against eager with the factors that the op draws from the same seeds."""
+    args = tensors(3, 7, 24, activation=activation, dtype=F32, device=device, norm=norm, inner=inner)
     torch.manual_seed(11)
     seeds = draw_seeds(2, device)
-    masks = [
+    factors = [
         dropout_op(torch.ones(21, n, device=device), seed, 0.3).view(3, 7, n)
-        for seed, n in zip(seeds.split(1), (40, 24), strict=True)
+        for seed, n in zip(seeds.split(1), (20, 24), strict=True)
     ]
-    assert not torch.equal(masks[0][..., :24], masks[1])
+    assert not torch.equal(factors[0], factors[1][..., :20])
+    call = run(ops, activation, True, dropout_p=0.3, recompute=recompute)
 
     def seeded(**kwargs):
         torch.manual_seed(11)
-        return fused(**kwargs, dropout_p=0.3, recompute=recompute)
+        return call(**kwargs)
 
-    assert_op_as_accurate(with_residual(seeded), with_residual(eager, masks=masks), args, what="dropout")
-
-
-@pytest.mark.parametrize("recompute", ["none", "activation", "all"])
-def test_frozen_parameters(recompute, backend, device):
-    """Whatever is frozen, the other gradients are bitwise the same, and nothing wider than needed is saved."""
-    args = tensors(2, 5, 16, hidden=32, dtype=torch.float32, device=device, norm=True, layer_scale=True)
-    call = with_residual(fused, recompute=recompute)
-    fc1 = ("fc1_weight", "fc1_bias")
-    choices = [
-        (), ("x",), ("fc1_weight",), ("fc2_weight", "layer_scale"), FC,
-        ("x", *NORM), ("x", *NORM, *fc1), ("x", *NORM, *FC),
-    ]  # fmt: skip
-    assert_freezing_changes_no_other_gradient(call, args, choices)
+    assert_op_as_accurate(seeded, run(formulas, activation, True, factors=factors), args, what="dropout")
 
 
-def test_saves_what_recompute_says(backend, device):
-    args = tensors(2, 5, 16, hidden=32, dtype=torch.float32, device=device, norm=True)
-    x, hidden, statistics = 160, 320, 20
-    for recompute, want in (("none", x + 2 * hidden), ("activation", x + hidden), ("all", x)):
-        numel = saved_numel(with_residual(fused, recompute=recompute), args)
-        assert numel == want + statistics
+@pytest.mark.parametrize(("activation", "inner"), [("gelu", False), ("swiglu", False), ("swiglu", True)])
+def test_saves_what_recompute_says(activation, inner, backend, device):
+    parts = {"hidden": 32, "norm": True, "inner": inner, "scales": ()}
+    args = tensors(2, 5, 16, activation=activation, dtype=F32, device=device, **parts)
+    x, hidden, statistics = 160, 320, 20 + 20 * inner
+    pre = 2 * hidden if activation in GATED else hidden
+    for recompute, want in (("none", x + pre + hidden), ("activation", x + pre), ("all", x)):
+        assert saved_numel(run(ops, activation, True, recompute=recompute), args) == want + statistics
     args = {n: t.detach().requires_grad_(n == "fc2_bias") for n, t in args.items()}
-    numel = saved_numel(with_residual(fused), args)
-    assert numel == statistics  # nothing that fc2's bias needs
+    assert saved_numel(run(ops, activation, True), args) == 20  # nothing that fc2's bias needs

@@ -2,17 +2,18 @@
 
 import functools
 import importlib
+from itertools import cycle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import patch_embed as eager
 from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_as_accurate, assert_op_as_accurate, assert_op_is_exact, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
 from fastvit.ops.runtime import dispatch
+from fastvit.study.accuracy.formulas import patch_embed as eager
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MEAN, STD = (0.485, 0.456, 0.406, 0.5), (0.229, 0.224, 0.225, 0.25)
@@ -50,8 +51,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), zip(SHAPES, cycle(DTYPES)), ids=str)
 def test_patch_embed(shape, dtype, backend, device):
     """Outputs and all gradients, the image's included."""
     assert_op_as_accurate(fused, eager, arguments(*shape, dtype, device), what="patch_embed")
@@ -103,8 +103,16 @@ def test_configs_fit_shared_memory(m, arch, itemsize, loaded):
             assert split or cfg.splits == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("C", "patch"), [(3, (14, 14)), (4, (4, 4)), (1, (2, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("C", "patch", "dtype"),
+    [
+        (3, (14, 14), torch.bfloat16),
+        (4, (4, 4), torch.float32),
+        (4, (4, 4), torch.float16),
+        (1, (2, 8), torch.float32),
+    ],
+    ids=str,
+)
 def test_uint8(C, patch, dtype, backend, device):
     tensors = arguments(2, C, (2, 3), patch, 24, 1, dtype, device)
     pixels = torch.randint(0, 256, tensors.pop("image").shape, dtype=torch.uint8, device=device)
@@ -169,7 +177,7 @@ def test_expanded_and_arbitrary_strides(backend, device):
 
 
 def test_offsets_beyond_int32(triton_backend, device):
-    """The third image starts 2.2e9 bytes behind the first; memory that nobody touches is never committed. A wrapped
+    """The third image starts 2.2e9 bytes after the first; untouched memory is never committed. A wrapped
     offset would read in front of the first image, which the storage covers: the result would be wrong, not a crash."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     stride, front = 1_100_000_001, 2_100_000_000

@@ -1,4 +1,4 @@
-"""What a pre-norm block of the public ops saves for its backward pass, counted in token tensors of B * N * D."""
+"""Count what a pre-norm block of the public ops saves for backward, in token tensors of B * N * D."""
 
 import sys
 import weakref
@@ -122,7 +122,7 @@ def test_a_retained_graph_keeps_what_it_saved(op):
 
 @pytest.mark.parametrize(("activation", "dact"), [("gelu", "linear_dact"), ("swiglu", "gated_dact")])
 def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation, dact, backend, device):
-    """What stochastic depth made of it is as large as x."""
+    """The gradient after stochastic depth is as large as x."""
     module = sys.modules[f"fastvit.ops.block.{'mlp' if activation == 'gelu' else 'gated_mlp'}"]
     seen, alive = [], []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from library_models import hugging_face
 from models import randomised
-from op_cases import SHAPES, function, made, outputs_of
+from op_cases import ROWS, function, made, outputs_of
 from torch import nn
 
 import fastvit
@@ -39,7 +39,7 @@ class Op(nn.Module):
         return outputs_of(self.function(**tensors))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ROWS)
 def test_decomposed(name, device):
     """Every public op becomes ATen ops with the same results, except that dropout draws other numbers."""
     tensors = {key: t.detach() for key, t in made(name, 3, 6, device).items()}
@@ -71,7 +71,7 @@ def gradients(outputs, inputs):
     return [*outputs, *torch.autograd.grad(sum(out.sin().sum() for out in outputs), inputs)]
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if "dropout" not in name and "uint8" not in name])
+@pytest.mark.parametrize("name", [name for name in ROWS if "dropout" not in name and "uint8" not in name])
 def test_jit_trace(name, device):
     """With gradients on, as TensorBoard traces models: the trace consists of PyTorch's own functions."""
     tensors = made(name, 2, 6, device)
@@ -91,7 +91,10 @@ def test_jit_trace(name, device):
 def test_activations_and_dtypes_decomposed(activation, device):
     """A bfloat16 branch with a float32 residual: dtypes of results and statistics are those of the ops."""
     linear, norm = (getattr(torch.ops.fastvit, n).default for n in ("linear_fwd", "layer_norm_fwd"))
-    x, weight = made("linear", 3, 6, device)["x"].detach(), torch.linspace(-0.2, 0.2, 256, device=device).view(16, 16)
+    x, weight = (
+        made("linear residual", 3, 6, device)["x"].detach(),
+        torch.linspace(-0.2, 0.2, 256, device=device).view(16, 16),
+    )
     half, scale = x.bfloat16(), torch.tensor([0.0, 1.25, 2.5], device=device)
     arguments = half, weight.bfloat16(), weight[0].bfloat16(), activation, None, scale.bfloat16(), x
     got, want = fastvit.export.decompositions()[linear](*arguments), linear(*arguments)

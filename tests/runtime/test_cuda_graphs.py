@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_cases import SHAPES, function, made, outputs_of, wanted
+from op_cases import ROWS, function, made, outputs_of, wanted
 
 import fastvit
 
@@ -17,7 +17,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors]:
-    """What runs step() again, and the tensors that it then writes."""
+    """Return a function that runs step() again, and the tensors that it writes."""
     if not torch.cuda.is_available():
         outputs = tuple(t.detach().clone() for t in step())
 
@@ -50,7 +50,7 @@ def assert_same(got: Tensors, expected: Tensors) -> None:
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ROWS)
 def test_every_op(name: str, triton_backend: None, device: torch.device) -> None:
     """Forward and all gradients: replays see what its tensors hold then, and draw as a call in their place would."""
     tensors = made(name, 2, 18, device)
@@ -79,7 +79,8 @@ def model(device: torch.device) -> fastvit.VisionTransformer:
 
 @pytest.mark.slow
 def test_seeds_move_on_from_replay_to_replay(triton_backend: None, device: torch.device) -> None:
-    """Dropout and DropPath in a training step: each replay draws anew, and the same after the same seed."""
+    """Dropout and DropPath in a training step: each replay draws other numbers, and the same ones after the same
+    seed."""
     vit, image = model(device).train(), torch.randn(4, 3, 32, 32, device=device)
     parameters = list(vit.parameters())
 

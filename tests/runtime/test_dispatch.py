@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from models import Calls
-from op_cases import SHAPES, function, made, results
+from op_cases import ROWS, function, made, results
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -100,7 +100,7 @@ def test_python_functions_per_call(name):
 
 
 def test_python_functions_of_a_block_in_training():
-    """Of the package, in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
+    """Count functions of the package in a forward pass: 11 of them, of 60 ns each, ask whether a submodule's class
     still has its own forward."""
     block, x = fastvit.Block(D, 2), torch.randn(1, N, D, requires_grad=True)
     block(x)
@@ -131,7 +131,7 @@ class Stacks:
 
 @pytest.fixture
 def stacks(triton_backend, monkeypatch):
-    """Of the launches to come."""
+    """Return the stacks of later launches."""
     found = []
     for module in map(importlib.import_module, LAUNCH_MODULES):
         for name in [name for name in vars(module) if name.endswith("_kernel") and name[0] != "_"]:
@@ -155,7 +155,7 @@ def test_frames_from_a_block_to_its_kernels(arguments, stacks, device):
 def test_frames_from_a_call_to_its_kernels(training, stacks, device):
     """public function, which for rms_norm is layer_norm's, Function.apply and forward, registered op, launcher; a half
     of a block, and a norm in training, enters `run` instead of apply, and its function in one step"""
-    for name in SHAPES:
+    for name in ROWS:
         tensors = made(name, 2, 18, device)
         stacks.clear()
         with torch.set_grad_enabled(training):
@@ -167,13 +167,14 @@ def test_frames_from_a_call_to_its_kernels(training, stacks, device):
             assert len(stack) <= (5 if training else 4) + longer, (name, stack)
 
 
-HALVES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+HALVES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("name", HALVES)
 def test_in_one_step(name, cast, triton_backend, device):
-    """As autograd has it where transforms or the compiler look on: in two steps, with casts outside."""
+    """The results and saved tensors are those of the variant for transforms and the compiler, in two steps with casts
+    outside."""
     op, tensors = function(name), made(name, 2, 18, device)
 
     def saved_and_results():
@@ -316,7 +317,7 @@ def test_transforms(linear_arguments, backend):
 
 
 def test_no_autocast_inside():
-    """An op chooses its dtypes before it is called: float64 stays so, and LayerNorm behind a bfloat16 layer as well."""
+    """An op chooses its dtypes before it is called: float64 stays so, and LayerNorm after a bfloat16 layer as well."""
     x, weight = torch.randn(5, 16, dtype=torch.float64), torch.randn(8, 16, dtype=torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)

@@ -1,5 +1,5 @@
-"""What Triton compiles a kernel by, types, alignments and constants of its arguments, recorded from its own binder
-without a GPU: a new batch size compiles nothing anew, which in the middle of an epoch would take seconds, and rows that
+"""Record what Triton compiles a kernel for, types, alignments and constants of its arguments, from its own binder
+without a GPU: a new batch size compiles nothing, which in the middle of an epoch would take seconds, and rows that
 Triton does not take for aligned are not moved element by element."""
 
 import json

@@ -1,4 +1,4 @@
-"""What every op owes to fastvit/ops/runtime: dispatch, fallback and tracing."""
+"""Dispatch, fallback and tracing by fastvit/ops/runtime."""
 
 import importlib
 import os
@@ -51,7 +51,7 @@ def test_strict_is_what_holds_outside_unless_it_is_given():
 
 
 def test_the_environment_counts_whenever_it_changes(monkeypatch):
-    """As in a notebook that sets it behind the import. A context goes before it."""
+    """A notebook may set it after the import. A context has priority."""
     monkeypatch.setattr(dispatch, "_chosen", None)
     monkeypatch.setattr(dispatch, "INTERPRET", False)
     for name in dispatch.VARIABLES:
@@ -109,7 +109,7 @@ def test_without_kernels(installed):
 
 
 def test_an_error_of_a_launcher_s_module_is_not_hidden(triton_backend, device, monkeypatch):
-    """Only `Unsupported` falls back."""
+    """Only `KernelUnsupported` falls back."""
     launch = importlib.import_module("fastvit.ops.layer_norm.launch")
     monkeypatch.setattr(launch, "_forward_plan", lambda *_: 1 / 0)
     with ops.use_backend("triton", strict=False), pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""What is worked out once for all calls that look alike: fastvit.ops.runtime.plans, in Triton's interpreter.
+"""fastvit.ops.runtime.plans, which caches what follows from a call's signature, in Triton's interpreter.
 
 That planned calls launch what others launch, on tensors of other alignments, is in stub_launches.py.
 """
@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from op_cases import SHAPES, function, made, results
+from op_cases import ROWS, function, made, results
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,13 +23,13 @@ from fastvit.ops.runtime import plans as runtime_plans
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 
 B, N, D = 2, 16, 16  # a mask's rows are then read in place
-NODES = [name for name in SHAPES if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
+NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
 MODULES = [sys.modules[f"fastvit.ops.block.{name}"] for name in ("attention", "mlp", "gated_mlp")]  # not the ops
 
 
 @contextlib.contextmanager
-def afresh():
-    """Within the context nothing is recalled."""
+def uncached():
+    """Recall nothing within the context."""
     with contextlib.ExitStack() as stack:
         for module in MODULES:
             stack.enter_context(mock.patch.object(module, "recall", return_value=runtime_plans.AFRESH))
@@ -51,7 +51,7 @@ def counted():
 
 
 def other(tensors):
-    """Of the same looks, with other values."""
+    """Return tensors with the same signature and other values."""
     with torch.no_grad():
         return {name: (t * 0.75 + 0.125).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
@@ -59,7 +59,7 @@ def other(tensors):
 @pytest.mark.parametrize("name", NODES)
 def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
     op, tensors = function(name), made(name, B, N, device)
-    with afresh():
+    with uncached():
         want = results(op, other(tensors))
     with counted() as count:
         first = results(op, tensors)
@@ -73,7 +73,7 @@ def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
 @pytest.mark.parametrize("name", NODES)
 def test_an_empty_batch_is_planned_as_any_other(name, triton_backend, device):
     op, tensors = function(name), made(name, 0, N, device)
-    with afresh():
+    with uncached():
         want = results(op, tensors)
     with counted() as count:
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_an_empty_batch_is_planned_as_any_other(name, triton_backend, device):
 
 
 def strided(t):
-    """The same in rows that are further apart, or of every other element."""
+    """Return a copy with rows further apart, or with a stride of 2."""
     room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
     view = room[..., : t.shape[-1]] if t.dim() > 1 else room[::2]
     return view.copy_(t.detach()).requires_grad_(t.requires_grad)
@@ -92,7 +92,7 @@ def strided(t):
 def test_strided_tensors(name, triton_backend, device):
     """Copied in every call or read in place, with the strides of the first one."""
     op, tensors = function(name), {k: strided(t) for k, t in made(name, B, N, device).items()}
-    with afresh():
+    with uncached():
         want = results(op, tensors)
     for _ in range(2):
         assert all(map(torch.equal, results(op, tensors), want))
@@ -129,7 +129,7 @@ def test_what_an_option_changes(change, weights, triton_backend, device):
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in CHANGES[change].items()}
     weights = [weights[0], None if change == "norm" else weights[1], *weights[2:]]
     x = x_of(device, B, N, D)
-    with afresh():
+    with uncached():
         want = [call(x, weights, **one) for one in ({}, options)]
     for order in ((0, 1, 0), (1, 0, 1)):
         _tuned.clear_caches()
@@ -151,7 +151,7 @@ def heads(device):
 def test_what_a_norm_among_the_arguments_changes(weights, heads, triton_backend, device):
     x = x_of(device, B, N, D)
     norms = [ops.Norm(*weights[:2]), ops.Norm(*weights[:2], eps=0.5), ops.Norm(weights[0], kind="rms")]
-    with afresh():
+    with uncached():
         want = [attended(x, weights, heads, scale_norm=norm) for norm in norms]
     with counted() as count:
         for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_mask_that_is_copied(weights, heads, triton_backend, device):
     x, mask = x_of(device, B, 17, D), torch.zeros(B, 1, 1, 17, device=device)
     mask[..., 3:] = -torch.inf
     other = mask.flip(-1)
-    with afresh():
+    with uncached():
         want = [attended(x, weights, heads, attn_mask=m) for m in (mask, other)]
     for m, out in zip((mask, other), want, strict=True):
         assert torch.equal(attended(x, weights, heads, attn_mask=m), out)
@@ -237,7 +237,7 @@ def test_what_looks_change(weights, triton_backend, device):
     with counted() as count:
         for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
             x = x_of(device, *shape)
-            with afresh():
+            with uncached():
                 want = call(x, weights)
             assert torch.equal(call(x, weights), want)
         half = [w.to(torch.bfloat16) for w in weights]
@@ -256,7 +256,7 @@ def test_what_looks_change(weights, triton_backend, device):
 
 
 def test_tensors_that_kernels_could_not_read(weights, triton_backend, device):
-    """Strided, negated, of a subclass: each is seen behind a call that looked the same but for this."""
+    """Strided, negated, of a subclass: each is seen after a call that differs in this only."""
     x = x_of(device, B, N, D)
     want = call(x, weights)
     with counted() as count:
@@ -327,7 +327,7 @@ def test_modes_see_calls_that_look_like_earlier_ones(weights, triton_backend, de
         torch.testing.assert_close(compiled(x), call(x, weights))
         with ops.use_backend("aten"):
             call(x, weights)
-    assert len(count) == 1  # the call beside the compiled one
+    assert len(count) == 1  # the call that is not compiled
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -340,7 +340,7 @@ def test_autocast(name, triton_backend, device):
             return results(op, tensors)
 
     dtypes = torch.bfloat16, torch.float16, None
-    with afresh():
+    with uncached():
         want = {dtype: run(dtype) for dtype in dtypes}
     with counted() as count:
         for dtype in dtypes:
@@ -375,7 +375,7 @@ def test_a_tensor_that_is_there_twice(weights, triton_backend, device):
     x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
     same = [vector, vector, *weights[2:]]
     apart = [vector, vector.flip(0), *weights[2:]]
-    with afresh():
+    with uncached():
         want = [call(x, w) for w in (same, apart)]
     for order in ((0, 1, 0, 1), (1, 0, 1, 0)):
         _tuned.clear_caches()
@@ -477,7 +477,7 @@ def test_a_model_in_training(triton_backend, device):
             optimizer.step()
         return [p.detach() for p in model.parameters()]
 
-    with afresh():
+    with uncached():
         want = train()
     with counted() as count:
         got = train()
@@ -486,8 +486,8 @@ def test_a_model_in_training(triton_backend, device):
 
 
 def test_python_functions_of_a_planned_block(triton_backend, device):
-    """Of the package, in inference: what queueing a block costs the host, without a clock. 11 of them, of 60 ns each,
-    ask whether a submodule's class still has its own forward."""
+    """Count functions of the package in inference: the host's cost of queueing a block, without a clock. 11 of them, of
+    60 ns each, ask whether a submodule's class still has its own forward."""
     block, x = fastvit.Block(32, 2, qkv_bias=True).to(device), torch.randn(1, N, 32, device=device)
     package, entered = f"{Path(fastvit.__file__).parent}/", []
 

@@ -19,19 +19,19 @@ from fastvit.ops.runtime.torch_private import (
 )
 
 _FLASH = flash_attention is not None and flash_attention_backward is not None
-_BYTES = 1 << 20  # of scores held at once where ATen materialises them, which stay in the cache
+_BYTES = 1 << 20  # size of a block of materialised scores, so that they stay in the cache
 
 # PyTorch's CPU kernel compares a row's scores in SIMD vectors of up to 16 floats, and the rest in a way that drops NaN:
-# of fewer keys than a vector a row of NaN would come out as zero.
+# with fewer keys than a vector has, a row of NaN would become zero.
 _VECTOR = 16
 
-# Its backward pass makes P of a float32 LSE, which loses the logarithm of the sum where a mask makes all scores of a
+# Its backward pass computes P from a float32 LSE, which loses the logarithm of the sum if a mask makes all scores of a
 # row huge: at this size P is off by 2^-16, at 1e9 by a factor of N.
 _LSE = 256.0
 
 
 def _takes_shared_keys() -> bool:
-    """Whether PyTorch's CPU kernel takes k and v with fewer heads than q; 1 stands for that kernel."""
+    """Return whether PyTorch's CPU kernel takes k and v with fewer heads than q; 1 means that kernel."""
     q = torch.empty(1, 2, _VECTOR, 16, device="cpu")
     return fused_sdp_choice is not None and fused_sdp_choice(q, q[:, :1], q[:, :1], enable_gqa=True) == 1
 
@@ -79,8 +79,8 @@ def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, *out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """out: where the three gradients are written instead of room of their own; they may be views of one packed
-    buffer."""
+    """Compute dq, dk and dv. out: three tensors to write them to, perhaps views of one packed buffer, instead of new
+    ones."""
     if q.shape[1] == 1 and seed is None and mask is None:
         # softmax over one key is constant: its gradient has no rounding errors
         dv = do.unflatten(2, (v.shape[2], do.shape[2] // max(v.shape[2], 1))).sum(3, dtype=stat_dtype(q)).to(v.dtype)
@@ -111,7 +111,7 @@ def attention_qkvpacked_bwd(
 ) -> Tensor:
     q, k, v = qkv.unbind(2)
     arguments: Any = (do, q, k, v, mask, o, lse, seed, *rest)
-    if _has_flash_backward(do, seed, q, k, v):  # which has gradients of its own: packed when its workspace is gone
+    if _has_flash_backward(do, seed, q, k, v):  # it allocates gradients; packed once its workspace is freed
         return torch.stack(attention_bwd(*arguments), 2)
     dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     attention_bwd(*arguments, *dqkv.unbind(2))
@@ -122,7 +122,7 @@ def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, *out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`attention_bwd`, and the gradient of a float mask: -> dq, dk, dv, dmask. The weights are computed once."""
+    """Compute dq, dk, dv and the gradient of a float mask. The weights are computed once."""
     gradients = out or _room(q, k, v)
     return *gradients, _backward(do, q, k, v, mask, seed, scale, dropout_p, gradients, True)
 
@@ -140,14 +140,15 @@ def _room(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _written(found: Sequence[Tensor], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the gradients contiguous, or copied into `out` where that is given."""
+    """Return the gradients contiguous, or copied into `out` if that is given."""
     for to, t in zip(out, found, strict=False):
         to.copy_(t)
     return out or tuple([t.contiguous().detach() for t in found])
 
 
 def _has_flash(seed: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch's CPU flash kernel takes these inputs; it reads by stride but wants unit stride within a head."""
+    """Return whether PyTorch's CPU flash kernel takes these inputs. It reads by stride but wants unit stride in a
+    head."""
     if seed is not None or not q.is_cpu or q.numel() == 0 or not _FLASH:
         return False
     return q.stride(3) == k.stride(3) == v.stride(3) == 1 and (_SHARED or k.shape == q.shape)
@@ -158,9 +159,10 @@ def _has_flash_backward(do: Tensor, seed: Tensor | None, q: Tensor, k: Tensor, v
 
 
 def _split(scale: float, q: Tensor) -> tuple[float, float]:
-    """A factor for q and the power of two that is left of the scale. PyTorch's kernel scales scores after their product
-    in its forward pass, and within it in its backward pass: but for powers of two these differ by roundings of the
-    score, in float32 up to 9 times the error of softmax and its gradient. Next to 16 bits that does not show."""
+    """Split the scale into a factor for q and a power of two. PyTorch's kernel applies the scale after the product in
+    its forward pass, and within it in its backward pass. Unless it is a power of two, the two differ by roundings of
+    the
+    score: in float32 up to 9 times the error of softmax and its gradient, negligible in 16 bits."""
     factor, exponent = math.frexp(scale)
     if abs(factor) in (0.0, 0.5) or q.dtype in (torch.bfloat16, torch.float16):
         return 1.0, scale
@@ -168,7 +170,7 @@ def _split(scale: float, q: Tensor) -> tuple[float, float]:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to the scores."""
+    """Return what a mask adds to the scores."""
     mask = unexpanded(mask)
     if mask.dtype is not torch.bool:
         return mask.to(dtype)
@@ -186,7 +188,7 @@ _At = tuple[slice, slice]  # samples and heads
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[_At, _At, list[slice]]]:
-    """Samples and heads of q, the same with k's heads, and parts of their queries that hold few enough scores."""
+    """Yield samples and heads of q, samples and heads of k, and parts of the queries with few enough scores."""
     if q.numel() == 0:
         return
     B, N, H, _ = q.shape
@@ -206,7 +208,7 @@ def _even(count: int, most: int) -> list[slice]:
 
 
 def _heads(x: Tensor, at: _At, q: Tensor) -> Tensor:
-    """(b, heads of q, N, d) of x (B, N, H, d)."""
+    """Return a block of x (B, N, H, d) as (b, heads of q, N, d)."""
     part = x[at[0], :, at[1]].transpose(1, 2).to(stat_dtype(q))
     return part if x.shape[2] == q.shape[2] else part.repeat_interleave(q.shape[2] // x.shape[2], 1)
 
@@ -226,8 +228,8 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, at: _At, rows: slice) -> 
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(scores), zeros in rows all of minus infinity, which only a mask makes; and of each row the largest score
-    and its weight, (b, H, rows)."""
+    """Return softmax(scores), with zeros in rows of minus infinity, which only a mask makes; and each row's largest
+    score and its weight, (b, H, rows)."""
     p = scores.softmax(-1)
     score, weight = scores.amax(-1), p.amax(-1)
     if mask is not None:
@@ -242,7 +244,7 @@ def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
     dropout_p: float, gradients: Sequence[Tensor], want_mask: bool = False,
 ) -> Any:  # fmt: skip
-    """Writes dq, dk and dv; -> the mask's gradient, if it is wanted."""
+    """Write dq, dk and dv; return the mask's gradient if it is wanted."""
     dmask = None
     if mask is not None and want_mask:
         alone = mask.shape[:3] == (q.shape[0], q.shape[2], q.shape[1])
@@ -276,18 +278,18 @@ def _backward(
 
 
 def _softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
-    """-> p * (dp - rowsum(p * dp)), in the place of dp"""
+    """Return p * (dp - rowsum(p * dp)), written over dp."""
     if softmax_backward is None:
         return dp.sub_((p * dp).sum(-1, keepdim=True)).mul_(p)
     softmax_backward(dp, p, -1, p.dtype, grad_input=dp)
     return dp
 
 
-# ---- dropout: a number for each weight, of its indices alone: both passes drop the same, in whatever blocks ----
+# ---- dropout: a number for each weight from its indices alone, so that it does not depend on the blocks ----
 
 
 def _dropout_words(q: Tensor, seed: Tensor) -> Tensor:
-    """Random int32 numbers (3, B, H, N): two of each query, one of each key."""
+    """Draw random int32 numbers (3, B, H, N): two for each query, one for each key."""
     B, N, H, _ = q.shape
     generator = torch.Generator(q.device).manual_seed(int(seed))
     words = torch.empty(3, B, H, N, dtype=torch.int32, device=q.device)
@@ -295,8 +297,8 @@ def _dropout_words(q: Tensor, seed: Tensor) -> Tensor:
 
 
 def _kept(words: Tensor, at: _At, rows: slice, dropout_p: float, dtype: torch.dtype) -> Tensor:
-    """1 where a weight is kept, else 0. As the kernels do it: two rounds of xor-shift and multiply, which take a CPU a
-    fifth of the time of bernoulli_, and of both its threads."""
+    """Return 1 where a weight is kept, else 0. Two rounds of xor-shift and multiply, as in the kernels, take a CPU a
+    fifth of bernoulli_'s time, and run in parallel."""
     query, again, key = words[(slice(None), *at)].unsqueeze(-1)
     x = query[:, :, rows] ^ key.transpose(2, 3)
     x.bitwise_xor_(x >> 16).mul_(0x7FEB352D)

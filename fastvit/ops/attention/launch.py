@@ -31,11 +31,12 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     *, plans: Plans = AFRESH,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32, bfloat16, float16, by stride;
-    mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed int64 [1], or None without dropout.
+    """Launch the forward kernel. q (B, N, H, d), k and v with as many heads or a divisor of that, one of float32,
+    bfloat16, float16, are read by stride; mask (B or 1, H or 1, N or 1, N), bool or float, by stride, or None; seed
+    int64 [1], or None without dropout.
 
-    -> o (B, N, H, d) contiguous, and LSE (B, H, N) float32, natural logarithm; with a float mask (B, H, 2, N), the
-    maximum of the scores and the sum of exp(scores - maximum). Raises `Unsupported`.
+    Return o (B, N, H, d), contiguous, and LSE (B, H, N) float32, natural logarithm; with a float mask (B, H, 2, N), the
+    maximum of the scores and the sum of exp(scores - maximum). Raise `KernelUnsupported` for what kernels cannot take.
     """
     o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
     launch(*tensors)
@@ -45,7 +46,7 @@ def attention_fwd(
 def attention_qkvpacked_fwd(
     qkv: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, *, plans: Plans = AFRESH
 ) -> tuple[Tensor, Tensor]:
-    """The same for qkv (B, N, 3, H, d)."""
+    """Run `attention_fwd` on qkv (B, N, 3, H, d)."""
     q, k, v = qkv.unbind(2)
     o, lse, launch, tensors = _forward(q, k, v, mask, seed, scale, dropout_p, plans=plans)
     launch(*tensors)
@@ -56,9 +57,10 @@ def attention_varlen_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same for sequences of q, k, v (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or int64.
+    """Run the forward kernel on sequences of q, k, v (T, H, d) that begin and end at cu_seqlens (B + 1,), int32 or
+    int64.
 
-    -> o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
+    Return o (T, H, d), and LSE (T * H,), sequence by sequence (H, N).
     """
     sequences = cu_seqlens.contiguous(), max_seqlen
     o, lse, launch, tensors = _forward(q[None], k[None], v[None], None, seed, scale, dropout_p, sequences)
@@ -66,7 +68,7 @@ def attention_varlen_fwd(
     return o[0].detach(), lse.view(-1)  # no view, as in aten.linear
 
 
-# Where sequences begin and end that lie one behind the other in a batch of one, and the longest one's length
+# Where the sequences of a batch of one begin and end, and the longest one's length
 Sequences = tuple[Tensor, int]
 
 
@@ -74,7 +76,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None = None, *, plans: Plans = AFRESH,
 ) -> tuple[Tensor, Tensor, Launch, tuple[Tensor | None, ...]]:  # fmt: skip
-    """Room for o and LSE, the launch that fills it, and its tensors."""
+    """Return o and LSE, still empty, the launch that fills them, and its tensors."""
     q, k, v = plans.readable(readable, q, k, v)
     if mask is not None:
         (mask,) = plans.readable(readable_mask, mask)
@@ -90,7 +92,7 @@ def attention_bwd(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, *out: Tensor, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """out: where the three gradients are written, by stride, instead of room of their own."""
+    """Launch the backward kernels. out: three tensors to write the gradients to, by stride, instead of new ones."""
     gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
     launch_backward(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients, plans=plans)
     return gradients
@@ -119,12 +121,12 @@ def launch_backward(
     scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, sequences: Sequences | None = None,
     *, plans: Plans = AFRESH,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Write the gradients of attention's inputs into dq, dk, dv; -> what a mask's gradient is computed from: do, q, k,
-    v and the mask as the kernels read them, and the statistics of `attention_bwd_dq_kernel`.
+    """Write the gradients of attention's inputs into dq, dk, dv. Return what a mask's gradient is computed from: do, q,
+    k, v and the mask as the kernels read them, and the statistics of `attention_bwd_dq_kernel`.
 
     do, q, k, v, o, dq, dk, dv: (B, N, H, d), k, v, dk and dv with as many heads or a divisor of that, one of float32,
     bfloat16, float16, read and written by stride; the last dimension of all but do must be contiguous. lse: (B, H, N)
-    float32, contiguous, or as the forward has it. mask, seed, lse: the forward's. Raises `Unsupported` for another
+    float32, contiguous, or as the forward has it. mask, seed, lse: the forward's. Raise `KernelUnsupported` for another
     dtype.
     """
     longest = q.shape[1] if sequences is None else sequences[1]
@@ -152,7 +154,7 @@ def launch_backward(
 
 
 def _check(q: Tensor, scale: float) -> None:
-    """Raises `Unsupported` for what neither the forward nor the backward kernels take."""
+    """Raise `KernelUnsupported` for what neither the forward nor the backward kernels take."""
     if q.dtype not in _DTYPES:
         raise KernelUnsupported(f"attention has no kernel for {q.dtype}")
     if not scale > 0.0:  # the kernels scale the maximum of the unscaled scores
@@ -160,14 +162,15 @@ def _check(q: Tensor, scale: float) -> None:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x (B, N, H, d) itself, or a copy if its head dimension is strided or its tokens are very far apart."""
+    """Return x (B, N, H, d), or a copy if its head dimension is strided or its tokens are very far apart."""
     _, token, _, element = x.stride()
     return x if element == 1 and token <= MAX_STRIDE else x.contiguous()
 
 
 def readable_mask(mask: Tensor) -> Tensor:
-    """mask (B or 1, H or 1, N or 1, N) as the kernels read it, with one element where it is broadcast. A copy with room
-    behind its rows where these are no multiple of 16 elements apart: 2 bytes would be loaded at a time."""
+    """Return mask (B or 1, H or 1, N or 1, N) as the kernels read it, with one element where it is broadcast. Copy it,
+    with padded rows, if its row stride is not a multiple of 16 elements: otherwise 2 bytes would be loaded at a
+    time."""
     N = mask.shape[3]
     found = unexpanded(mask).expand(-1, -1, -1, N)
     strides = _mask_strides(found)
@@ -183,8 +186,8 @@ def _mask_strides(mask: Tensor) -> list[int]:
 
 
 def _mask_in_units(mask: Tensor | None) -> tuple[bool, tuple[int, ...]]:
-    """Whether queries have a row each of what `readable_mask` made, and its strides of batch, token and head in units
-    of 16 elements; 0 where it is broadcast."""
+    """Return whether the mask of `readable_mask` has a row for each query, and its strides of batch, token and head in
+    units of 16 elements; 0 where it is broadcast."""
     if mask is None:
         return False, (0, 0, 0)
     return mask.shape[2] > 1, tuple([stride // 16 for stride in _mask_strides(mask)])
@@ -192,9 +195,9 @@ def _mask_in_units(mask: Tensor | None) -> tuple[bool, tuple[int, ...]]:
 
 @functools.lru_cache(4096)
 def in_units(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(unit, strides of batch, token and head of each (B, N, H, d) tensor, in units), for tensors of one shape. The
-    unit is 8 elements where all are multiples of that, so that the kernels see 16-byte alignment; dimensions of one
-    element have no stride."""
+    """Return the unit, and the strides of batch, token and head of each (B, N, H, d) tensor in units, for tensors of
+    one shape. The unit is 8 elements if all strides are multiples of 8, so that the kernels see 16-byte alignment. The
+    stride of a dimension of one element is 0."""
     elements = [tensor[i] if shape[i] > 1 else 0 for tensor in strides for i in range(3)]
     unit = 8 if all(s % 8 == 0 for s in elements) else 1
     return unit, tuple(s // unit for s in elements)
@@ -204,7 +207,7 @@ def _forward_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None,
 ) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
-    """Of the kernel for short sequences or the general one, and LSE's shape."""
+    """Configure the kernel for short sequences or the general one. Also return LSE's shape."""
     heads, strides, of_mask, workload = described((q, k, v), mask, seed, scale, sequences)
     short, rows, constants = _forward_config(workload)
     kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
@@ -217,8 +220,8 @@ def _backward_plans(
     strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None,
 ) -> tuple[Launch, Launch | None, tuple[int, ...]]:  # fmt: skip
-    """Of the kernel that takes a whole head, or of those of dq and of dk and dv, and the shape of what the first of
-    these leaves to the second. strided: q, k, v, o, do, dq, dk, dv."""
+    """Configure the kernel that takes a whole head, or those of dq and of dk and dv. Also return the shape of what the
+    dq kernel passes to the other. strided: q, k, v, o, do, dq, dk, dv."""
     heads, strides, of_mask, workload = described(strided, mask, seed, scale, sequences)
     B, tokens, H, _ = strided[0].shape
     N = workload[0]
@@ -238,7 +241,7 @@ def _backward_plans(
 def described(
     strided: tuple[Tensor, ...], mask: Tensor | None, seed: Tensor | None, scale: float, sequences: Sequences | None
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], Workload]:
-    """How many heads the grid has of all sequences together, 0 if nothing is to be done; the strides of q, k and the
+    """Return the number of heads of all sequences together, 0 if there is nothing to do; the strides of q, k and the
     rest, and of the mask, as the kernels take them; and what configurations are chosen by."""
     q, k = strided[:2]
     _check(q, scale)
@@ -248,7 +251,7 @@ def described(
     unit, strides = in_units(q.shape, *[t.stride() for t in strided])
     mask_rows, of_mask = _mask_in_units(mask)
     workload = _workload(max(N, 1), q, k, seed, (unit, mask_rows), _kind(q, k, mask, sequences))
-    planes = B * H if sequences is None else (B + 1) * H  # one more for tokens of no sequence
+    planes = B * H if sequences is None else (B + 1) * H  # one more for tokens outside all sequences
     return planes if q.numel() else 0, strides, of_mask, workload
 
 
@@ -274,7 +277,7 @@ def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[in
 
 @_tuned.cached
 def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
-    """Whether the kernel for short sequences is the one, the queries that a program owns, and the constants."""
+    """Return whether to use the kernel for short sequences, how many queries a program owns, and the constants."""
     config, constants = configured(_attention_configs.attention_fwd, workload)
     keys = config.chunks
     if config.algorithm == "short":
@@ -288,14 +291,14 @@ def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
 
 @_tuned.cached
 def _backward_short_config(workload: Workload) -> Constants | None:
-    """The constants of the kernel that takes a whole head, or None where that is not the one."""
+    """Return the constants of the kernel that takes a whole head, or None if it is not to be used."""
     config, constants = configured(_attention_configs.attention_bwd_short, workload)
     return None if config is None else constants | {"BLOCK_N": config.block_n}
 
 
 @_tuned.cached
 def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
-    """The queries that a program owns, for the kernel of "dq", or keys for that of "dkdv", and the constants."""
+    """Return how many queries ("dq") or keys ("dkdv") a program owns, and the constants."""
     choose = _attention_configs.attention_bwd_dq if of == "dq" else _attention_configs.attention_bwd_dkdv
     config, constants = configured(choose, workload)
     tail = config.tail
@@ -311,12 +314,12 @@ def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
 
 
 def general(workload: Workload) -> Constants:
-    """What kernels for short sequences do not have."""
+    """Return the constants that kernels for short sequences do not have."""
     return {"MASK_ROWS": workload[6][1], "GROUP": workload[7]}
 
 
 def configured(choose: Callable[..., Any], workload: Workload) -> tuple[Any, Constants]:
-    """A config, and the constants that all kernels have; of no config none."""
+    """Return a config and the constants that all kernels have; without a config, none."""
     n, d, itemsize, has_dropout, arch, precision, (unit, _), _, kind = workload
     config = choose(n, d, itemsize, has_dropout, arch, precision == "tf32", kind)
     if config is None:

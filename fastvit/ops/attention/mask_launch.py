@@ -1,4 +1,4 @@
-"""Launches the backward pass of attention with the gradient of a float mask."""
+"""Launch the backward pass of attention with the gradient of a float mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attention_bwd_with_mask(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, *out: Tensor, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """`attention_bwd`, and the gradient of a float mask, contiguous -> dq, dk, dv, dmask"""
+    """Return dq, dk, dv and the gradient of a float mask, contiguous."""
     gradients: Any = out or tuple([empty_like(t) for t in (q, k, v)])
     return *gradients, _launch(do, q, k, v, mask, o, lse, seed, scale, dropout_p, *gradients, plans=plans)
 
@@ -38,7 +38,7 @@ def _launch(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, o: Tensor, lse: Tensor, seed: Tensor | None,
     scale: float, dropout_p: float, dq: Tensor, dk: Tensor, dv: Tensor, *, plans: Plans,
 ) -> Tensor:  # fmt: skip
-    """Write dq, dk and dv; -> the mask's gradient."""
+    """Write dq, dk and dv; return the mask's gradient."""
     do, q, k, v, read_mask, statistics = launch_backward(
         do, q, k, v, mask, o, lse, seed, scale, dropout_p, dq, dk, dv, plans=plans
     )
@@ -57,7 +57,7 @@ def _launch(
 def _plan(
     strided: tuple[Tensor, ...], mask: Tensor, read_mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Launch, tuple[int, ...]]:
-    """The launch, and the shape of its partial sums. strided: q, k, v, do. read_mask: the mask as it is read."""
+    """Return the launch and the shape of its partial sums. strided: q, k, v, do. read_mask: the mask as it is read."""
     _, strides, of_mask, workload = described(strided, read_mask, seed, scale, None)
     q = strided[0]
     B, N, H, _ = q.shape
@@ -74,6 +74,6 @@ def _plan(
 
 @_tuned.cached
 def _config(workload: Workload) -> tuple[int, int, Constants]:
-    """The tile of the gradient that a program owns, and the constants."""
+    """Return the tile of the gradient that a program owns, and the constants."""
     config, constants = configured(_attention_configs.attention_bwd_mask, workload)
     return config.block_m, config.block_n, general(workload) | constants | {"BLOCK_N": config.block_n}

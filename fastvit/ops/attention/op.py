@@ -27,7 +27,7 @@ from fastvit.ops.runtime.registry import register
 #
 # Tokens come before heads, (B, N, H, d), as the QKV projection writes them; k and v may have fewer heads. `mask` is
 # (B or 1, H or 1, N or 1, N). `lse` is (B, H, N), natural logarithm, float32 (float64 for float64 input), on both
-# paths; where a query may look at no key, what makes exp(-inf - lse) zero. With a float mask it is (B, H, 2, N),
+# paths; for a query that sees no key, a number for which exp(-inf - lse) is 0. With a float mask it is (B, H, 2, N),
 # numbers a and b of P = exp(S - a) / b: at an LSE of -1e9, as padding has, one number would lose log(b).
 
 
@@ -73,7 +73,7 @@ attention_qkvpacked_bwd = register(
     aten=aten.attention_qkvpacked_bwd, launch="attention.launch", planned=True,
     fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape), flops=_bwd_flops,
 )  # fmt: skip
-# The same with the gradient of a float mask: one kernel computes the statistics that the others read, and ATen computes
+# Backward with the gradient of a float mask: one kernel computes the statistics that the others read, and ATen computes
 # the weights once for all four.
 attention_bwd_with_mask = register(
     "attention_bwd_with_mask(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
@@ -136,8 +136,8 @@ class _AttentionQkvPacked(_Attention):
 
 
 def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float:
-    """Checks the three; -> the scale."""
-    if head_dim % 8 or not 16 <= head_dim <= 256:  # not `takes_head_dim`, without its call
+    """Check the three; return the scale."""
+    if head_dim % 8 or not 16 <= head_dim <= 256:  # `takes_head_dim` inline, for speed
         check_head_dim("head_dim", head_dim)
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
@@ -149,7 +149,7 @@ def checked_scale(head_dim: int, scale: float | None, dropout_p: float) -> float
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Of k and v that are not of q's shape."""
+    """Check the shapes of k and v when they have fewer heads than q."""
     B, N, H, d = q.shape
     heads = k.shape[2] if k.dim() == 4 else 0
     if k.shape != (B, N, heads, d) or heads == 0 or H % heads:
@@ -159,7 +159,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def checked_mask(mask: Any, x_name: str, x: Tensor, batch: int, tokens: int, heads: int) -> Tensor:
-    """-> mask, broadcast to (B or 1, H or 1, N or 1, N)"""
+    """Check a mask; return it as (B or 1, H or 1, N or 1, N)."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(mask).__name__}")
     if mask.dtype is not torch.bool:
@@ -177,25 +177,26 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """dropout(softmax(scale * q k^T + attn_mask)) v per batch and head, non-causal, in O(N) memory but for the mask
-    (Dao et al. 2022).
+    """Compute dropout(softmax(scale * q k^T + attn_mask)) v for each sample and head, non-causal, in O(N) memory in
+    addition to the mask (Dao et al. 2022).
 
     Args:
         q: (B, N, H, d); float32, float16, bfloat16 or float64; any strides, read in place if the last dimension is
             contiguous. d is a multiple of 8 from 16 to 256.
-        k, v: (B, N, H, d), as q, or with fewer heads, of which each serves H / heads neighbouring heads of q (Ainslie
-            et al. 2023, arXiv:2305.13245).
-        attn_mask: broadcastable to (B, H, N, N), or None: bool, True where a query may look at a key, or what is added
-            to the scaled scores, of any floating dtype, which then may want a gradient. Read in place, and never
-            expanded. A query that may look at no key gives zeros. Only False and minus infinity hide a key: where all
-            keys have a finite number, however low, the weights are softmax's of the float32 sums.
-        scale: of the scores; d^-0.5 if None.
-        dropout_p: probability of dropping an attention weight, in [0, 1). The mask follows torch.manual_seed, is not
-            stored, and is drawn again in the backward pass; the Triton and the ATen path draw different ones.
+        k, v: (B, N, H, d), as q, or with fewer heads; each then serves H / heads neighbouring heads of q (Ainslie et
+            al. 2023, arXiv:2305.13245).
+        attn_mask: broadcastable to (B, H, N, N), or None. bool: True where a query sees a key. Any floating dtype:
+        added
+            to the scaled scores; it may require a gradient. The mask is read in place and never expanded. The output of
+            a query that sees no key is zero. Only False and minus infinity hide a key: if all keys of a row have finite
+            numbers, however low, the weights are the softmax of the float32 sums.
+        scale: factor of the scores; d^-0.5 if None.
+        dropout_p: probability of dropping an attention weight, in [0, 1). The dropout mask follows torch.manual_seed;
+            it is not stored but drawn again in the backward pass. The Triton and the ATen path draw different masks.
 
     Returns:
-        (B, N, H, d), contiguous, q's dtype; under autocast its dtype. A NaN in one row of q makes that row NaN and
-        no other.
+        (B, N, H, d), contiguous, q's dtype; under autocast autocast's. A NaN in one row of q makes that row NaN and no
+        other.
 
     Raises:
         TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit.
@@ -222,14 +223,14 @@ def attention(
 def attention_qkvpacked(
     qkv: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """`attention` of q, k, v = qkv.unbind(2), read in place; the gradient is one packed tensor.
+    """Compute `attention` of q, k, v = qkv.unbind(2), read in place. The gradient is one packed tensor.
 
     Args:
         qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `attention`.
         attn_mask, scale, dropout_p: as in `attention`.
 
     Returns:
-        (B, N, H, d), contiguous, as `attention`; view it as (B, N, H * d) for the output projection.
+        (B, N, H, d), contiguous, as from `attention`; view it as (B, N, H * d) for the output projection.
 
     Raises:
         TypeError, ValueError: as `attention`.

@@ -29,7 +29,7 @@ def _fwd_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fwd_flops(q: Any, k: Any, v: Any, cu_seqlens: Any, seed: Any, max_seqlen: int, *_: Any, **__: Any) -> int:
-    """As if all sequences had the longest one's length."""
+    """Count as if all sequences were as long as the longest."""
     T, H, d = q
     return 4 * T * H * max_seqlen * d
 
@@ -77,24 +77,26 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None,
     *, scale: float | None = None, dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """`attention` within each of several sequences, images of several sizes or windows, that lie one behind the other
-    without padding (Dehghani et al. 2023, arXiv:2307.06304): tokens of different sequences do not see each other.
+    """Compute `attention` within each of several sequences, such as images of several sizes, or windows. The sequences
+    follow each other without padding (Dehghani et al. 2023, arXiv:2307.06304); tokens of different sequences do not see
+    each other.
 
     Args:
         q: (T, H, d), the tokens of all sequences; dtypes, strides and d as in `attention`.
         k, v: as q, or with fewer heads, as in `attention`.
         cu_seqlens: (B + 1,) int32 or int64, on q's device: where sequences begin and end, ascending from 0 to T. On a
-            GPU the values are not checked, because that would wait for it: tokens of no sequence get NaN.
-        max_seqlen: at least the longest one's length; T if None. Programs for tokens that a shorter one does not have
-            end at once. A longer sequence gets NaN on a GPU, in its output and gradients.
+            GPU the values are not checked, because that would wait for the GPU: tokens outside all sequences get NaN.
+        max_seqlen: at least the length of the longest sequence; T if None. On a GPU a longer sequence gets NaN in its
+            output and gradients.
         scale, dropout_p: as in `attention`.
 
     Returns:
-        (T, H, d), contiguous, q's dtype; under autocast its dtype.
+        (T, H, d), contiguous, q's dtype; under autocast autocast's.
 
     Raises:
-        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; those of
-            cu_seqlens and of a max_seqlen that is too small on ATen only.
+        TypeError, ValueError: naming the argument, for dtypes, devices, shapes and values that do not fit; the values
+        of
+            cu_seqlens, and whether max_seqlen is too small, are checked on ATen only.
     """
     check_float("q", q)
     cast = autocast_dtype(q)
@@ -120,7 +122,7 @@ def attention_varlen(
 
 
 def _checked_lengths(q: Tensor, cu_seqlens: Any, max_seqlen: Any) -> int:
-    """-> max_seqlen"""
+    """Check both; return max_seqlen."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens must be a tensor of int32 or int64, got {found}")

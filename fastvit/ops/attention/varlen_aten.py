@@ -38,7 +38,7 @@ def attention_varlen_bwd(
 def _sequences(
     cu_seqlens: Tensor, max_seqlen: int, seed: Tensor | None, lse: Tensor, *tensors: Tensor
 ) -> Iterator[tuple[list[Tensor], Tensor, Tensor | None]]:
-    """Of every sequence the parts (1, N, H, d) of the tensors (T, H, d) and (1, H, N) of lse, and a seed."""
+    """Yield each sequence's parts (1, N, H, d) of the tensors (T, H, d) and (1, H, N) of lse, and a seed."""
     ends = cu_seqlens.tolist()
     T, H, _ = tensors[0].shape
     if ends[0] != 0 or ends[-1] != T or ends != sorted(ends):

@@ -1,4 +1,4 @@
-"""MLPs with a gate as one autograd node, with or without the norm before it: what `fastvit.ops.mlp` runs for them.
+"""MLPs with a gate as one autograd node, with or without the norm before it. `fastvit.ops.mlp` calls it.
 
 residual + row_scale * layer_scale * drop(fc2(norm(drop(act(gate(y)) * value(y)))))        y = x or norm(x)
 """
@@ -37,11 +37,11 @@ InnerNorm = Norm | tuple[Tensor, Tensor | None, float]
 
 class _Options(NamedTuple):
     name: str  # of the public function
-    activation: str  # of the gate
+    activation: str  # the gate's
     dropout_p: float
     keep_pre: bool  # gate and value
-    keep_h: bool  # their product, behind dropout
-    cast: torch.dtype | None  # to autocast's
+    keep_h: bool  # their product, after dropout
+    cast: torch.dtype | None  # autocast's dtype
     dtype: torch.dtype  # of the matmuls
     eps: float
     rms: bool  # whether the norm is RMSNorm
@@ -51,8 +51,7 @@ class _Options(NamedTuple):
 
 
 def _halves(layers: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Weight and bias of one packed layer, gate first, or of the two -> gate's and value's weight, gate's and value's
-    bias."""
+    """Return the gate's and the value's weight, and their biases, of one packed layer, gate first, or of two layers."""
     if len(layers) == 4:
         return layers
     weight, bias = layers
@@ -60,7 +59,7 @@ def _halves(layers: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _product(parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], add: Tensor | None = None) -> Tensor:
-    """add + the sum of parts @ weights, in rows"""
+    """Return add + the sum of parts @ weights, in rows."""
     out = parts[0] @ weights[0] if add is None else torch.addmm(as_rows(add), parts[0], weights[0])
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         out.addmm_(part, weight)
@@ -68,8 +67,8 @@ def _product(parts: tuple[Tensor, ...], weights: tuple[Tensor, ...], add: Tensor
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """wants: of x, the norm's weight and bias, the inner norm's, fc2's, layer_scale, then fc1's weights and its biases
-    -> their gradients; None if not wanted."""
+    """Return the gradients, or None. wants: for x, the norm's weight and bias, the inner norm's, fc2's, layer_scale,
+    then fc1's weights and its biases."""
     plans = recall("gated mlp backward", (dout, *saved), (*o, wants))
     backend = None if plans is AFRESH else plans
     x, norm_weight, norm_bias, inner_weight, inner_bias, fc2_weight, fc2_bias, layer_scale, row_scale, *rest = saved
@@ -118,7 +117,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     del pre
     of_fc2 = fc2_weight, fc2_bias, layer_scale, wants[5:8]
     G, dtype = product_over_rows(g, h, layer_scale, wants[5:8]), total_dtype(*of_fc2)
-    # what adds dout to the gradient of x sums it over rows on the way
+    # the pass that adds dout to the gradient of x also sums it over rows
     in_norm = dtype if o.residual_is_x and norm_weight is not None and any(wants[:3]) and seeds is None else None
     total = total_over_rows(g, dtype) if in_norm is None else None
     del h, g
@@ -135,10 +134,10 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
         else:
             dy = _product(parts, weights).view(x.shape)
             norm = x, mean, rstd, norm_weight, norm_bias
-            dx, dnorm_weight, dnorm_bias, y, of_dout = norm_backward(
+            dx, dnorm_weight, dnorm_bias, y, dout_total = norm_backward(
                 dy, *norm, (dresidual, row_scale, in_norm), y, want_y=any(wants[8 : 8 + n]), backend=backend
             )
-            total = total if in_norm is None else of_dout
+            total = total if in_norm is None else dout_total
             del dy
     elif any(wants[8 : 8 + n]) and y is None:
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
@@ -153,7 +152,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
 
 
 class GatedMlp(FusedHalf):
-    """residual + row_scale * layer_scale * mlp(norm(x)), both norms optional; the residual may be x"""
+    """residual + row_scale * layer_scale * mlp(norm(x)); both norms are optional, and the residual may be x."""
 
     @staticmethod
     def forward(
@@ -162,8 +161,8 @@ class GatedMlp(FusedHalf):
         layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None,
         seeds: Tensor | None, o: _Options, plans: Plans | None, *layers: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """-> the output, and what there is of mean and rstd, pre, the inner mean and rstd, and h: torch.compile takes
-        no None among them"""
+        """Return the output, then mean and rstd, pre, the inner mean and rstd, and h as far as they exist:
+        torch.compile takes no None among them."""
         y: Tensor = x
         extras: list[Tensor] = []
         backend: Any = plans
@@ -196,7 +195,7 @@ class GatedMlp(FusedHalf):
 
     @staticmethod
     def cast(*inputs: Any) -> tuple[Any, ...]:
-        """As in `mlp`."""
+        """Cast x too if no norm reads it."""
         cast = inputs[11].cast
         if cast is None:
             return inputs
@@ -244,7 +243,7 @@ class GatedMlp(FusedHalf):
 
 
 def _checked_layers(x: Tensor, weight: Weights, bias: Biases, *, dtype: bool) -> tuple[int, tuple[Any, ...]]:
-    """-> hidden, and weight and bias of fc1, or two weights and two biases."""
+    """Check fc1; return hidden, and its weight and bias, or two weights and two biases."""
     if isinstance(weight, Tensor):
         check_linear(x, weight, bias, dtype=dtype, names=("x", "fc1_weight", "fc1_bias"))  # type: ignore[arg-type]
         if weight.shape[0] % 2:
@@ -275,7 +274,7 @@ def _checked(
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
     epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
 ) -> tuple[bool, _Options]:  # fmt: skip
-    """Whether a call needs autograd."""
+    """Check a call; return whether it needs autograd."""
     check_float("x", x)
     cast = autocast_dtype(x)
     like = cast is None
@@ -287,18 +286,18 @@ def _checked(
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     check_recompute(recompute)
-    ends = Epilogue(*epilogue)
-    ends.check(x, fc2_weight.shape[0], dtype=like)
+    branch = Epilogue(*epilogue)
+    branch.check(x, fc2_weight.shape[0], dtype=like)
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=like)
     weight, bias, eps, kind = norm or NO_NORM
     inner = NO_NORM if inner_norm is None else checked_norm("inner_norm", x, inner_norm, "hidden", hidden, dtype=like)
-    tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, ends.layer_scale, ends.residual, *layers
+    tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, branch.layer_scale, branch.residual, *layers
     autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, GATED[activation], dropout_p, autograd and recompute != "all", autograd and recompute == "none",
         cast, cast or fc2_weight.dtype, eps, kind == "rms", inner[2], inner[3] == "rms",
-        ends.residual is x and (cast in (None, x.dtype) or norm is not None),
+        branch.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
     return autograd, options
 
@@ -308,8 +307,8 @@ def gated_arguments(
     fc1_weight: Weights, fc1_bias: Biases, fc2_weight: Tensor, fc2_bias: Tensor | None, inner_norm: InnerNorm | None,
     epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
 ) -> tuple[bool, tuple[Any, ...], Plans]:  # fmt: skip
-    """Checks a call of `fastvit.ops.<name>` with a gated activation, or with what only those take; -> whether it needs
-    autograd, the arguments of `GatedMlp`, and its plans."""
+    """Check a call of `fastvit.ops.<name>` with a gated activation, or with arguments that only those take. Return
+    whether it needs autograd, the arguments of `GatedMlp`, and its plans."""
     layer_scale, row_scale, residual = epilogue
     weight, bias, eps, kind = norm or NO_NORM
     given = fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, row_scale, None if residual is x else residual
@@ -323,7 +322,7 @@ def gated_arguments(
     layers = flat_layers(fc1_weight, fc1_bias)
     inner = NO_NORM if inner_norm is None else Norm(*inner_norm)
     seeds = draw_seeds(2, x.device) if dropout_p else None
-    residual = None if options.residual_is_x else residual  # torch.compile refuses to see a tensor twice among inputs
-    behind = seeds, options, None if plans is AFRESH else plans
+    residual = None if options.residual_is_x else residual  # torch.compile refuses one tensor as two inputs
+    after = seeds, options, None if plans is AFRESH else plans
     tensors = x, weight, bias, *inner[:2], fc2_weight, fc2_bias, layer_scale, row_scale, residual
-    return autograd, (*tensors, *behind, *layers), plans
+    return autograd, (*tensors, *after, *layers), plans

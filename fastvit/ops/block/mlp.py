@@ -36,7 +36,7 @@ class _Options(NamedTuple):
     dropout_p: float
     keep_pre: bool  # fc1's output
     keep_h: bool  # fc2's input
-    cast: torch.dtype | None  # to autocast's
+    cast: torch.dtype | None  # autocast's dtype
     dtype: torch.dtype  # of the matmuls
     eps: float
     rms: bool  # whether the norm is RMSNorm
@@ -44,7 +44,7 @@ class _Options(NamedTuple):
 
 
 def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """-> gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
+    """Return gradients of x, the norm's, fc1's and fc2's weight and bias, and layer_scale; None if not wanted."""
     plans = recall("mlp backward", (dout, *saved), (*o, wants))
     backend = None if plans is AFRESH else plans
     x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *rest = saved
@@ -79,7 +79,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
     del pre
     of_fc2 = fc2_weight, fc2_bias, layer_scale, wants[5:8]
     G, dtype = product_over_rows(g, h, layer_scale, wants[5:8]), total_dtype(*of_fc2)
-    # what adds dout to the gradient of x sums it over rows on the way
+    # the pass that adds dout to the gradient of x also sums it over rows
     in_norm = dtype if o.residual_is_x and norm_weight is not None and any(wants[:3]) and seeds is None else None
     total = total_over_rows(g, dtype) if in_norm is None else None
     del h, g
@@ -94,10 +94,10 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
             dx = dpre @ fc1_weight
         else:
             norm = x, mean, rstd, norm_weight, norm_bias
-            dx, dnorm_weight, dnorm_bias, y, of_dout = norm_backward(
+            dx, dnorm_weight, dnorm_bias, y, dout_total = norm_backward(
                 dpre @ fc1_weight, *norm, (dresidual, row_scale, in_norm), y, want_y=wants[3], backend=backend
             )
-            total = total if in_norm is None else of_dout
+            total = total if in_norm is None else dout_total
     elif wants[3] and y is None:
         y, *_ = layer_norm_fwd(x, norm_weight, norm_bias, o.eps, o.dtype, o.rms, backend=backend)
     if wants[3]:
@@ -108,7 +108,7 @@ def _backward(saved: list[Any], dout: Tensor, o: _Options, wants: tuple[bool, ..
 
 
 class _Mlp(FusedHalf):
-    """residual + row_scale * layer_scale * mlp(norm(x)), the norm optional; the residual may be x"""
+    """residual + row_scale * layer_scale * mlp(norm(x)); the norm is optional, and the residual may be x."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,8 @@ class _Mlp(FusedHalf):
         layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None,
         seeds: Tensor | None, o: _Options, plans: Plans | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """-> the output, and what there is of mean and rstd, pre and h: torch.compile takes no None among them"""
+        """Return the output, then mean and rstd, pre and h as far as they exist: torch.compile takes no None among
+        them."""
         y: Tensor = x
         extras: list[Tensor] = []
         backend: Any = plans
@@ -144,7 +145,7 @@ class _Mlp(FusedHalf):
 
     @staticmethod
     def cast(*inputs: Any) -> tuple[Any, ...]:
-        """x too, where no norm takes it as it is."""
+        """Cast x too if no norm reads it."""
         cast = inputs[11].cast
         if cast is None:
             return inputs
@@ -188,7 +189,7 @@ def _checked(
     fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
     epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
 ) -> tuple[bool, _Options]:  # fmt: skip
-    """Whether a call needs autograd."""
+    """Check a call; return whether it needs autograd."""
     check_float("x", x)
     check_activation(activation, *GATED)
     cast = autocast_dtype(x)
@@ -198,17 +199,17 @@ def _checked(
     if dropout_p != 0.0:
         check_dropout("dropout_p", dropout_p)
     check_recompute(recompute)
-    ends = Epilogue(*epilogue)
-    ends.check(x, fc2_weight.shape[0], dtype=cast is None)
+    branch = Epilogue(*epilogue)
+    branch.check(x, fc2_weight.shape[0], dtype=cast is None)
     if norm is not None:
         check_norm(NORM_NAMES, x, *norm, "(in,)", dtype=cast is None)
     weight, bias, eps, kind = norm or NO_NORM
-    tensors = x, weight, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, ends.layer_scale, ends.residual
+    tensors = x, weight, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, branch.layer_scale, branch.residual
     autograd = needs_autograd(name, *tensors)
     options = _Options(
         name, activation, dropout_p, autograd and recompute != "all", autograd and recompute == "none",
         cast, cast or fc1_weight.dtype, eps, kind == "rms",
-        ends.residual is x and (cast in (None, x.dtype) or norm is not None),
+        branch.residual is x and (cast in (None, x.dtype) or norm is not None),
     )  # fmt: skip
     return autograd, options
 
@@ -218,7 +219,7 @@ def _arguments(
     fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None,
     epilogue: EpilogueTuple, activation: str, dropout_p: float, recompute: str,
 ) -> tuple[bool, tuple[Any, ...], Plans]:  # fmt: skip
-    """Checks a call of the op of that name; -> whether it needs autograd, the arguments of `_Mlp`, and its plans."""
+    """Check a call of the op of that name; return whether it needs autograd, the arguments of `_Mlp`, and its plans."""
     layer_scale, row_scale, residual = epilogue
     weight, bias, eps, kind = norm or NO_NORM
     parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
@@ -227,7 +228,7 @@ def _arguments(
         (residual is x, eps, kind, activation, dropout_p, recompute),
     )  # fmt: skip
     autograd, options = plans.plan(_checked, name, x, norm, *parameters, epilogue, activation, dropout_p, recompute)
-    residual = None if options.residual_is_x else residual  # torch.compile refuses to see a tensor twice among inputs
+    residual = None if options.residual_is_x else residual  # torch.compile refuses one tensor as two inputs
     arguments = x, weight, bias, *parameters, layer_scale, row_scale, residual
     seeds = draw_seeds(2, x.device) if dropout_p else None
     return autograd, (*arguments, seeds, options, None if plans is AFRESH else plans), plans
@@ -240,10 +241,11 @@ def mlp(
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     recompute: str = "activation", inner_norm: InnerNorm | None = None,
 ) -> Tensor:  # fmt: skip
-    """residual + row_scale * layer_scale * drop(fc2(drop(act(fc1(x))))), the MLP of Vaswani et al. 2017, section 3.3.
+    """Compute residual + row_scale * layer_scale * drop(fc2(drop(act(fc1(x))))), the MLP of Vaswani et al. 2017,
+    section 3.3.
 
-    With a gated activation (Shazeer 2020, arXiv:2002.05202) act(fc1(x)) is act(gate) * value, gate and value each a
-    linear layer of x, and the hidden size that of one.
+    With a gated activation (Shazeer 2020, arXiv:2002.05202) act(fc1(x)) is act(gate) * value. Gate and value are linear
+    layers of x, each of the hidden size.
 
     Args:
         x: (..., in), or (B, ..., in) with row_scale; float32, float16, bfloat16 or float64, any strides.
@@ -257,11 +259,10 @@ def mlp(
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
         row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.
         residual: (..., out), or None. Its dtype may be wider than x's.
-        recompute: what the backward pass computes again instead of reading it from memory. "none": x, the hidden
-            pre-activation and activation are saved; "activation": x and the pre-activation; "all": x. If gated, the
-            pre-activation is gate and value.
-        inner_norm: a norm over hidden between activation and fc2, as EVA-02 has it (Fang et al. 2023,
-            arXiv:2303.11331), or None; weight and bias are (hidden,), x's dtype. Gated activations only.
+        recompute: what the backward pass computes again. "none" saves x, the pre-activation and the activation;
+            "activation" saves x and the pre-activation; "all" saves x. If gated, the pre-activation is gate and value.
+        inner_norm: a norm over hidden between activation and fc2, as in EVA-02 (Fang et al. 2023, arXiv:2303.11331), or
+            None; weight and bias are (hidden,), x's dtype. Gated activations only.
 
     Returns:
         (..., out), contiguous, in the dtype that x and residual promote to. Under autocast x, weights and biases are
@@ -294,8 +295,8 @@ def layer_norm_mlp(
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
     recompute: str = "activation", inner_norm: InnerNorm | None = None,
 ) -> Tensor:  # fmt: skip
-    """`mlp` of LayerNorm(x) as one autograd node, which saves x, the row statistics and what `recompute` leaves; the
-    normalised rows are computed again in the backward pass of the LayerNorm.
+    """Compute `mlp` of LayerNorm(x) as one autograd node. It saves x, the row statistics and what `recompute` says; the
+    backward pass computes the normalised rows again.
 
     Args:
         x: (..., in), as in `mlp`. Its dtype may differ from the other arguments' under autocast only.

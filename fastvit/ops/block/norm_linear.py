@@ -1,4 +1,4 @@
-"""A norm and the linear layers behind it as one autograd node, which does not store the normalised rows."""
+"""A norm and the linear layers after it as one autograd node, which does not store the normalised rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ NORM_NAMES = ("x", "norm_weight", "norm_bias")
 
 
 def side_by_side(y: Tensor, layers: Sequence[Any]) -> Tensor:
-    """[..., in] -> [..., out] of several layers, n weights and n biases, in one buffer."""
+    """Apply several layers, n weights and n biases, to y [..., in]; return their outputs next to each other, [...,
+    out]."""
     weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
     if torch.compiler.is_compiling() or transforming() or is_jit_tracing():
         # none of them takes out=; a compiler plans the buffer itself
@@ -46,9 +47,9 @@ def layer_norm_linear_backward(
     dout: Tensor | Sequence[Tensor | None], residual: Residual, eps: float, rms: bool, wants: Sequence[bool],
     x: Any, norm_weight: Tensor, norm_bias: Tensor | None, mean: Any, rstd: Any, *weights: Tensor, backend: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """dout: of n layers' outputs side by side, (..., out), or of each one's, and not all of these None; residual: for
-    an x that is also the residual. wants: of x, the norm's weight and bias, n weights, n biases -> their gradients, or
-    None, and the residual's total."""
+    """Return the wanted gradients, or None, and the residual's total. dout: the gradient of n layers' outputs next to
+    each other, (..., out), or of each output, not all of them None. residual: for an x that is also the residual.
+    wants: for x, the norm's weight and bias, n weights, n biases."""
     n = len(weights)
     douts: Any
     if isinstance(dout, Tensor):
@@ -113,7 +114,7 @@ class _LayerNormLinear(FusedFunction):
 
 
 class _LayerNormLinears(_LayerNormLinear):
-    """With an output for each layer."""
+    """`_LayerNormLinear` with an output for each layer."""
 
     @staticmethod
     def forward(
@@ -136,7 +137,8 @@ class _LayerNormLinears(_LayerNormLinear):
 
 
 def _layers_backward(n: int, eps: float, rms: bool, wants: Sequence[bool], *tensors: Any) -> tuple[Tensor | None, ...]:
-    """Of n outputs' gradients and what is saved, flat, since autograd looks for tensors among the arguments only."""
+    """Compute the gradients from those of n outputs and what is saved, passed flat: autograd looks for tensors among
+    the arguments only."""
     return layer_norm_linear_backward(tensors[:n], NO_RESIDUAL, eps, rms, wants, *tensors[n:])
 
 
@@ -145,13 +147,13 @@ Biases = Tensor | Sequence[Tensor | None] | None
 
 
 def norm_and_layers(x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]) -> list[Any]:
-    """Checks a norm and the layers behind it, under the caller's names for weight and bias; -> n weights and n biases,
-    in autocast's dtype if there is one."""
+    """Check a norm and the layers after it, under the caller's names for weight and bias. Return n weights and n
+    biases, in autocast's dtype if there is one."""
     return cast_to(check_norm_and_layers(x, norm, weight, bias, names), *flat_layers(weight, bias))
 
 
 def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
-    """n weights and n biases, of one layer or of several."""
+    """Return n weights and n biases, of one layer or of several."""
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
     biases: Sequence[Tensor | None] = (bias,) if isinstance(bias, Tensor) else bias or (None,) * len(weights)
     return *weights, *biases
@@ -160,7 +162,7 @@ def flat_layers(weight: Weights, bias: Biases) -> tuple[Any, ...]:
 def check_norm_and_layers(
     x: Tensor, norm: NormTuple, weight: Weights, bias: Biases, names: tuple[str, str]
 ) -> torch.dtype | None:
-    """-> autocast's dtype or None"""
+    """Check a norm and the layers after it; return autocast's dtype or None."""
     check_float("x", x)
     cast = autocast_dtype(x)
     weights: Sequence[Tensor] = (weight,) if isinstance(weight, Tensor) else weight
@@ -180,20 +182,21 @@ def layer_norm_linear(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weights, bias: Biases = None,
     *, eps: float = 1e-6, norm: str = "layer",
 ) -> Tensor:  # fmt: skip
-    """LayerNorm(x) @ weight.T + bias (Ba et al. 2016) as one autograd node, which saves x and the row statistics.
+    """Compute LayerNorm(x) @ weight.T + bias (Ba et al. 2016) as one autograd node, which saves x and the row
+    statistics.
 
-    The normalised rows are computed again in the LayerNorm's backward pass, for the weight's gradient.
+    The backward pass computes the normalised rows again, for the weight's gradient.
 
     Args:
         x: (..., in), float32, float16, bfloat16 or float64, any strides.
         norm_weight, norm_bias: (in,), x's dtype; the bias may be None.
-        weight: (out, in), x's dtype; or several such, of layers that stand side by side in the output, as q, k and v.
+        weight: (out, in), x's dtype; or several, whose outputs are next to each other in the result, such as q, k, v.
         bias: (out,), x's dtype, or None; for several weights as many, or None for none.
         eps: added to the variance; not negative.
         norm: "layer", or "rms" for RMSNorm as in `rms_norm`, without a bias.
 
     Returns:
-        (..., out), contiguous, x's dtype; of several layers the sum of their out. Under autocast x keeps its dtype, and
+        (..., out), contiguous, x's dtype; for several layers out is the sum. Under autocast x keeps its dtype, and
         weight, bias and output have autocast's, to which the LayerNorm's output is rounded.
 
     Raises:
@@ -210,7 +213,7 @@ def layer_norm_linears(
     x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weights: Sequence[Tensor],
     biases: Sequence[Tensor | None] | None = None, *, eps: float = 1e-6, norm: str = "layer",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """As `layer_norm_linear` of several layers, each output a tensor of its own: (..., out of that layer)."""
+    """Compute `layer_norm_linear` of several layers, with a tensor for each output: (..., out of that layer)."""
     layers = norm_and_layers(x, (norm_weight, norm_bias, eps, norm), weights, biases, ("weights", "biases"))
     arguments = x, norm_weight, norm_bias, eps, norm == "rms", *layers
     if needs_autograd("layer_norm_linears", x, norm_weight, norm_bias, *layers):

@@ -1,4 +1,4 @@
-"""Launches the kernel of dropout."""
+"""Launch the kernel of dropout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastvit.ops.runtime.launch import cdiv, launch
 def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor:
     if x.dtype is torch.float64:
         raise KernelUnsupported("float64")
-    ends = layer_scale, row_scale, residual = Epilogue(*epilogue)
-    out = empty_like(x, ends.dtype(x))
+    branch = layer_scale, row_scale, residual = Epilogue(*epilogue)
+    out = empty_like(x, branch.dtype(x))
     if size := x.numel():
         x, residual = by_rows(x), by_rows(residual)
         layer_scale, row_scale = contiguous(layer_scale), contiguous(row_scale)

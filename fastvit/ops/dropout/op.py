@@ -30,7 +30,7 @@ dropout_op = register(
 
 
 def draw_seeds(count: int, device: torch.device) -> Tensor:
-    """[count] int64 from the device's generator: follows torch.manual_seed and replays under checkpointing."""
+    """Draw [count] int64 from the device's generator. They follow torch.manual_seed and repeat under checkpointing."""
     return torch.randint(0, 2**31 - 1, (count,), device=device)
 
 
@@ -50,9 +50,9 @@ class _Dropout(FusedFunction):
 
 
 def dropout(x: Tensor, p: float, *, training: bool = True) -> Tensor:
-    """Zeroes each element with probability p and divides the rest by 1 - p (Srivastava et al. 2014).
+    """Zero each element with probability p and divide the rest by 1 - p (Srivastava et al. 2014).
 
-    Saves one seed for the backward pass, no mask. Reproducible under torch.manual_seed and activation checkpointing.
+    The backward pass needs one seed and no mask. Reproducible under torch.manual_seed and activation checkpointing.
     The masks of the Triton and the ATen path differ for equal seeds.
 
     Args:

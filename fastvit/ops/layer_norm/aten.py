@@ -38,7 +38,7 @@ def layer_norm_bwd(
 
 
 def _total(weight: Tensor, g: Any, row_scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """row_scale * g summed over all rows, or (0,) without a dtype for it."""
+    """Return row_scale * g summed over all rows, or (0,) without a dtype."""
     if dtype is None:
         return weight.new_empty(0)
     if row_scale is None:
@@ -121,7 +121,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | No
 def _rms_norm_bwd(
     dy: Tensor, x: Tensor, normalised: Tensor, rstd: Tensor, weight: Tensor, dresidual: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """normalised: x * rstd, which is used up."""
+    """Compute the gradients. normalised: x * rstd, which is overwritten."""
     dy = dy.to(rstd.dtype).contiguous()
     dweight = as_rows(dy * normalised).sum(0)
     dx = dy * weight
@@ -133,7 +133,8 @@ def _rms_norm_bwd(
 
 
 def _parameter_dtype(x: Tensor) -> torch.dtype:
-    """For which native_layer_norm keeps float32 statistics: on the CPU it stores them as the weight."""
+    """Return the parameters' dtype for which native_layer_norm keeps float32 statistics: on the CPU they get the
+    weight's."""
     dtype = x.dtype
     return dtype if dtype is torch.float32 or x.is_cuda else stat_dtype(x)
 
@@ -142,12 +143,12 @@ def _scale(layer_scale: Tensor | None, row_scale: Tensor | None, dtype: torch.dt
     """Return the factor of a branch: (D,), or with a row_scale shaped as in `by_sample`; None if both are None."""
     if row_scale is None:
         return layer_scale
-    row_scale = row_scale.to(torch.promote_types(row_scale.dtype, dtype))  # of two scales, both may be narrower
+    row_scale = row_scale.to(torch.promote_types(row_scale.dtype, dtype))  # both scales may be narrower
     return row_scale[:, None, None] if layer_scale is None else row_scale[:, None, None] * layer_scale
 
 
 def _scale_branch(branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None) -> Tensor:
-    """row_scale * layer_scale * branch in the promoted dtype; branch itself without them."""
+    """Return row_scale * layer_scale * branch in the promoted dtype; branch itself without them."""
     scale = _scale(layer_scale, row_scale, branch.dtype)
     if scale is None or row_scale is None:
         return branch if scale is None else scale * branch
@@ -155,8 +156,8 @@ def _scale_branch(branch: Tensor, layer_scale: Tensor | None, row_scale: Tensor 
 
 
 def _dlayer_scale(ds: Tensor, branch: Tensor, row_scale: Tensor | None) -> Tensor:
-    """row_scale * ds * branch summed over rows, in the dtype of statistics: a chunk of rows at a time, because all
-    products together would be as large as ds, or twice as large where ds has 16 bits."""
+    """Return row_scale * ds * branch summed over rows, in the dtype of statistics. Sum a chunk of rows at a time: all
+    products together would be as large as ds, or twice as large if ds has 16 bits."""
     dtype, rows = stat_dtype(ds), max(_CHUNK // ds.shape[-1], 1)
     chunks = zip(as_rows(ds).split(rows), as_rows(branch).split(rows), strict=True)
     products = (d * b if d.dtype is dtype else d.to(dtype).mul_(b) for d, b in chunks)

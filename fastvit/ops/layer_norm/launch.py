@@ -1,4 +1,4 @@
-"""Launches the kernels of the ops of LayerNorm and RMSNorm."""
+"""Launch the kernels of the ops of LayerNorm and RMSNorm."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def add_layer_norm_bwd(
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...], rms: bool) -> tuple[Tensor, Tensor]:
-    """Room for mean and rstd; RMSNorm's mean is (0,)."""
+    """Return empty tensors for mean and rstd; RMSNorm's mean is (0,)."""
     rstd = x.new_empty(shape, dtype=torch.float32)
     return rstd.new_empty(0) if rms else torch.empty_like(rstd), rstd
 
@@ -92,8 +92,8 @@ def _backward(
     bias: Tensor | None = None, y: Tensor | None = None, branch: Tensor | None = None, dbranch: Tensor | None = None,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, plans: Plans = AFRESH,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """-> ds like s; dweight and dbias (D,), and total or dlayer_scale of the dtype `third`; (0,) for dbias without mean
-    and where `third` is None. Writes y and dbranch."""
+    """Write y and dbranch. Return ds like s, dweight and dbias (D,), and total or dlayer_scale in the dtype `third`;
+    dbias is (0,) without mean, the last one if `third` is None."""
     ds = empty_like(s)
     rows = plans.readable(by_rows, dy, dsum, s, branch)
     vectors = plans.readable(contiguous, weight, bias, layer_scale, row_scale)
@@ -111,8 +111,8 @@ def _backward(
 def _forward_plan(
     x: Tensor, rows: Tensor, branch: Tensor | None, row_scale: Tensor | None, eps: float
 ) -> tuple[Launch, tuple[int, ...]]:
-    """The launch for x (..., D), which is read as these rows, or is the sum of these and the branch; and the shape of
-    the statistics."""
+    """Return the launch for x (..., D), which is read as these rows, or is the sum of these and the branch; and the
+    shape of the statistics."""
     M, D, programs, constants = _programs(x, row_scale, backward=False, alone=branch is None)
     numbers = M, D, rows_per_sample(x, row_scale), row_stride(rows), row_stride(branch), eps
     return Launch(layer_norm_fwd_kernel, programs, numbers, constants), (*x.shape[:-1], 1)
@@ -121,7 +121,7 @@ def _forward_plan(
 def _backward_plan(
     s: Tensor, rows: Sequence[Tensor | None], row_scale: Tensor | None, tables: int, wants_total: bool
 ) -> tuple[Launch, tuple[int, int, int]]:
-    """The launch, and the shape of the partial sums. rows: dy, dsum, s and the branch as they are read."""
+    """Return the launch and the shape of the partial sums. rows: dy, dsum, s and the branch as they are read."""
     M, D, programs, constants = _programs(s, row_scale, backward=True)
     numbers = M, D, rows_per_sample(s, row_scale), *map(row_stride, rows)
     constants = {"WANT_TOTAL": wants_total, **constants}
@@ -131,8 +131,8 @@ def _backward_plan(
 def _programs(
     x: Tensor, row_scale: Tensor | None, *, backward: bool, alone: bool = False
 ) -> tuple[int, int, int, Constants]:
-    """How many rows x (..., D) has, D, how many programs of a kernel take them, and its constants. alone: there is no
-    branch to add."""
+    """Return the number of rows of x (..., D), D, the number of programs, and the kernel's constants. alone: there is
+    no branch to add."""
     D = x.shape[-1]
     if x.dtype is torch.float64:
         raise KernelUnsupported("float64")
@@ -147,7 +147,7 @@ def _programs(
 @_tuned.cached
 def _plan(D: int, backward: bool, arch: str, has_row_scale: bool, alone: bool) -> tuple[int, Constants]:
     cfg = _configs.layer_norm(D, backward=backward, arch=arch)
-    # with a limit that every program of the grid leaves it, ptxas does not spill to fit one program more
+    # a limit on registers that the grid respects keeps ptxas from spilling to fit one more program
     limit = cfg.registers if alone and cfg.registers >= 64 and arch in _configs.FIRST_TIER else None
     return cfg.programs_per_sm, {
         "HAS_ROW_SCALE": has_row_scale, "BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim,

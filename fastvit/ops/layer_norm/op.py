@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, also of a residual sum: registration, gradients, checks, public functions."""
 
-# Without `annotations` from __future__, whose strings nobody can resolve in a NamedTuple that is documented elsewhere
+# No `annotations` from __future__: pdoc cannot resolve string annotations of a NamedTuple re-exported elsewhere
 
 from typing import Any, NamedTuple
 
@@ -39,14 +39,14 @@ class Norm(NamedTuple):
     kind: str = "layer"
 
 
-NormTuple = tuple[Tensor, Tensor | None, float, str]  # a Norm, without the time to make one
-NO_NORM: Any = None, None, 0.0, ""  # of an op without a norm there
+NormTuple = tuple[Tensor, Tensor | None, float, str]  # a Norm as a plain tuple, which is faster to make
+NO_NORM: Any = None, None, 0.0, ""  # no norm
 
 # ---- registered ops, on (..., D) of any strides with statistics (..., 1); results are contiguous ----
 #
-# Of RMSNorm there is no mean and no dbias: forward ops return (0,) for the one, backward ops take None and return (0,)
-# for the other. dresidual reaches x by another way; total is row_scale * dresidual summed over rows, of the dtype
-# total_dtype, or (0,) without one: what the gradient of a bias is made of that was added there (runtime/epilogue.py).
+# RMSNorm has no mean and no bias: forward ops return (0,) for the mean, backward ops take None for it and return (0,)
+# for dbias. dresidual is the gradient of the residual branch. total is row_scale * dresidual summed over rows in
+# total_dtype, or (0,) without one; it gives the gradient of a bias that was added there (runtime/epilogue.py).
 
 
 def _fwd_fake(
@@ -138,8 +138,8 @@ def norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None,
     residual: Residual = NO_RESIDUAL, y: Tensor | None = None, *, want_y: bool, backend: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of a norm between other steps of an op -> gradients of x, weight and bias; the norm's output, which is y, or
-    computed again if wanted, or None; and total."""
+    """Compute the backward pass of a norm within an op. Return gradients of x, weight and bias; the norm's output,
+    which is y, or computed again if wanted, or None; and total."""
     dresidual, row_scale, dtype = residual
     residual = dresidual, None if dtype is None else row_scale, dtype
     if want_y and y is None:
@@ -149,7 +149,7 @@ def norm_backward(
 
 
 class LayerNormFunction(FusedHalf):
-    """The autograd function of layer_norm and rms_norm for `run`. Its first input is the name of the public op."""
+    """The autograd function of layer_norm and rms_norm for `run`. The first input is the name of the public op."""
 
     @staticmethod
     def forward(name: str, *inputs: Any) -> Any:
@@ -185,7 +185,7 @@ class _AddLayerNorm(FusedFunction):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         residual, branch, weight, _, layer_scale, row_scale, _, rms = inputs
         s, _, mean, rstd = output
-        # without a scale the branch's gradient is the sum's: nothing of the branch is needed
+        # without a scale the branch's gradient is the sum's, so the branch is not needed
         ctx.scaled = layer_scale is not None or row_scale is not None
         ctx.dtypes = residual.dtype, branch.dtype
         ctx.save_for_backward(
@@ -218,8 +218,8 @@ class _AddLayerNorm(FusedFunction):
 def checked_norm(
     name: str, x: Tensor, norm: Any, width_name: str, width: int, *, dtype: bool, x_name: str = "x"
 ) -> Norm:
-    """A norm over something else than x's last dimension, in an argument of that name: checked, with its defaults.
-    x: whose device and, unless `dtype` is False, dtype its tensors have; its own name is x_name."""
+    """Check a norm, in an argument of that name, that is not over x's last dimension; return it with its defaults. Its
+    tensors must have the device of x, called x_name, and, unless `dtype` is False, x's dtype."""
     if not isinstance(norm, tuple) or not 1 <= len(norm) <= 4:
         raise TypeError(f"{name} must be an ops.Norm, got {type(norm).__name__}")
     norm = Norm(*norm)
@@ -239,7 +239,7 @@ def checked_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6, *, norm: str = "layer"
 ) -> Tensor:
-    """LayerNorm over the last dimension (Ba et al. 2016), statistics in float32.
+    """Compute LayerNorm over the last dimension (Ba et al. 2016), with statistics in float32.
 
     Args:
         x: (..., D), float32, float16, bfloat16 or float64, any strides.
@@ -266,8 +266,8 @@ def layer_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467), x * rsqrt(mean(x^2) + eps) * weight,
-    the mean in float32.
+    """Compute RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467),
+    x * rsqrt(mean(x^2) + eps) * weight, with the mean in float32.
 
     Args:
         x: (..., D), float32, float16, bfloat16 or float64, any strides.
@@ -287,7 +287,8 @@ def add_layer_norm(
     residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, eps: float = 1e-6, norm: str = "layer",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The residual sum and its norm in one pass: s = residual + row_scale * layer_scale * branch, and LayerNorm(s).
+    """Compute a residual sum and its norm in one pass: s = residual + row_scale * layer_scale * branch, and
+    LayerNorm(s).
 
     Args:
         residual, branch: (B, ..., D), any strides. Their dtypes may differ; the sum has the promoted one.

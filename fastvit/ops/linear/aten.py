@@ -11,8 +11,8 @@ from fastvit.ops.runtime.epilogue import add_residual_
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, *epilogue: Tensor | None) -> Tensor:
-    # fresh, so what follows works in place. F.linear returns a view of a matrix, and a view that an autograd.Function
-    # returns may not be edited in place in training: `detach` makes the same memory a tensor of its own
+    # new, so what follows works in place. F.linear returns a view of a matrix, and a view that an autograd.Function
+    # returns may not be edited in place in training: `detach` returns one that is no view
     y = F.linear(x, weight, bias).detach()
     if activation != "none":
         activate_(y, activation)

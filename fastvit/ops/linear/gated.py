@@ -1,6 +1,5 @@
-"""The registered ops of gated linear layers, which gated MLPs are made of. `activation` is the gate's. On [..., D]
-of any strides; results are contiguous. `pre` is gate and value, before the activation, side by side:
- (..., 2 * hidden)."""
+"""The registered ops of gated linear layers, for gated MLPs. They take [..., D] of any strides; results are contiguous.
+`activation` is the gate's. `pre` is gate and value before the activation, next to each other: (..., 2 * hidden)."""
 
 from __future__ import annotations
 

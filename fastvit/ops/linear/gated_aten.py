@@ -29,7 +29,7 @@ def gated_act_fwd(
 def both(
     x: Tensor, gate_weight: Tensor, value_weight: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None
 ) -> Tensor:
-    """Gate and value side by side: (..., 2 * hidden)."""
+    """Return gate and value next to each other: (..., 2 * hidden)."""
     hidden = gate_weight.shape[0]
     pre, rows = x.new_empty(*x.shape[:-1], 2 * hidden), as_rows(x)
     layers = (gate_weight, gate_bias), (value_weight, value_bias)
@@ -57,7 +57,7 @@ def gated_act_bwd(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Ten
 
 
 def _backward(dh: Tensor, pre: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dpre, dbias, h"""
+    """Return dpre, dbias and h."""
     gate, value = pre.chunk(2, dim=-1)
     dpre = torch.empty_like(pre, memory_format=torch.contiguous_format)
     dgate, dvalue = dpre.chunk(2, dim=-1)

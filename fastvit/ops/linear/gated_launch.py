@@ -1,4 +1,4 @@
-"""Launches the kernels of the gated linear ops. Where theirs add nothing, the matmuls are the vendor's."""
+"""Launch the kernels of the gated linear ops. Matmuls to which a kernel adds nothing are the vendor's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _forward(
     x: Tensor, gate: Tensor, value: Tensor, gate_bias: Tensor | None, value_bias: Tensor | None, activation: str,
     plans: Plans, *, keep_pre: bool,
 ) -> tuple[Launch, tuple[Any, ...], Tensor, Any]:  # fmt: skip
-    """The launch and its tensors, of which it fills h, and gate and value side by side if these are kept."""
+    """Return the launch and its tensors. It fills h, and gate and value if they are kept."""
     rows, gate, value = plans.readable(aligned_rows, x, gate, value)
     gate_bias, value_bias = plans.readable(contiguous, gate_bias, value_bias)
     launch = plans.plan(_forward_plan, rows, gate, value, activation)
@@ -98,7 +98,7 @@ def _forward_plan(x: Tensor, gate: Tensor, value: Tensor, activation: str) -> La
 
 
 def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
-    """Of gated_dact_kernel, and the shape of the partial sums."""
+    """Configure gated_dact_kernel. Also return the shape of the partial sums."""
     K, N = weight.shape
     M = pre.numel() // (2 * N)
     programs, constants = gemm(M, N, K, dy, activation)
@@ -117,7 +117,7 @@ def _gated_plan(
 def _elementwise(
     dh: Tensor | None, pre: Tensor, activation: str, dpre: Tensor | None, h: Tensor | None, plans: Plans
 ) -> Any:
-    """Writes dpre and h; -> dbias, or None without dh."""
+    """Write dpre and h; return dbias, or None without dh."""
     if pre.numel() == 0:
         return None if dh is None else pre.new_zeros(pre.shape[-1])
     dh, pre = plans.readable(by_rows, dh, pre)
@@ -129,7 +129,7 @@ def _elementwise(
 
 
 def _elementwise_plan(dh: Tensor | None, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
-    """Of gated_act_kernel, and the shape of the partial sums."""
+    """Configure gated_act_kernel. Also return the shape of the partial sums."""
     N = pre.shape[-1] // 2
     M = pre.numel() // (2 * N)
     cfg = _configs.activation_backward(N, pre.element_size(), devices.arch(pre))

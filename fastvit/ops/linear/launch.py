@@ -1,4 +1,4 @@
-"""Launches the kernels of the linear ops. What a kernel adds nothing to is the vendor's matmul."""
+"""Launch the kernels of the linear ops. A matmul to which a kernel adds nothing is the vendor's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def linear_fwd(
         return aten.linear_fwd(x, weight, bias, activation, *epilogue)
     rows, weight, residual = plans.readable(aligned_rows, x, weight, residual)
     bias, layer_scale, row_scale = plans.readable(contiguous, bias, layer_scale, row_scale)
-    ends = layer_scale, row_scale, residual
-    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *ends)
+    branch = layer_scale, row_scale, residual
+    launch, shape, dtype = plans.plan(_forward_plan, x.shape, rows, weight, activation, *branch)
     out = x.new_empty(shape) if dtype is x.dtype else x.new_empty(shape, dtype=dtype)
-    launch(rows, weight, bias, *ends, out, None)
+    launch(rows, weight, bias, *branch, out, None)
     return out
 
 
@@ -71,7 +71,8 @@ def act_bwd(dy: Tensor, pre: Tensor, activation: str, *, plans: Plans = AFRESH) 
 
 
 def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool = False) -> bool:
-    """Whether x [..., K] @ [K, n] is our kernel's. The interpreter runs all, so that tests reach every dtype."""
+    """Return whether our kernel multiplies x [..., K] @ [K, n]. In the interpreter it always does, so that tests reach
+    every dtype."""
     if x.dtype is torch.float64:
         raise KernelUnsupported("float64")
     if dispatch.INTERPRET:
@@ -81,7 +82,7 @@ def is_our_matmul(x: Tensor, n: int, has_epilogue: bool = True, backward: bool =
 
 
 def gemm(M: int, N: int, K: int, a: Tensor, activation: str) -> tuple[int, Constants]:
-    """How many programs of a kernel that multiplies a [M, K] with [K, N], and its constants."""
+    """Return the number of programs, and the constants, of a kernel that multiplies a [M, K] with [K, N]."""
     return _gemm_plan(M, N, K, a.element_size(), devices.arch(a), dot_precision(a), activation)
 
 
@@ -94,7 +95,7 @@ def _gemm_plan(
 
 
 def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation: str) -> Constants:
-    """Of a kernel that sums over K."""
+    """Return the constants of a kernel that sums over K."""
     return {
         "ACTIVATION": activation, "EVEN_K": K % cfg.block_k == 0, "PRECISION": precision,
         "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "BLOCK_K": cfg.block_k, "GROUP_M": cfg.group_m,
@@ -105,18 +106,18 @@ def gemm_constants(cfg: _configs.GemmConfig, K: int, precision: str, activation:
 def _forward_plan(
     shape: torch.Size, x: Tensor, weight: Tensor, activation: str, *epilogue: Tensor | None
 ) -> tuple[Launch, tuple[int, ...], torch.dtype]:
-    """Of linear_fwd_kernel for x, which had that shape before it was in rows, and the output's shape and dtype."""
-    ends = Epilogue(*epilogue)
+    """Configure linear_fwd_kernel. Also return the output's shape and dtype. shape: x before it was in rows."""
+    branch = Epilogue(*epilogue)
     N, K = weight.shape
     M = x.numel() // K
     programs, constants = gemm(M, N, K, x, activation)
-    strides = row_stride(x), row_stride(weight), row_stride(ends.residual)
-    numbers = M, N, K, rows_per_sample(x, ends.row_scale), *strides
-    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), ends.dtype(x)
+    strides = row_stride(x), row_stride(weight), row_stride(branch.residual)
+    numbers = M, N, K, rows_per_sample(x, branch.row_scale), *strides
+    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), branch.dtype(x)
 
 
 def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
-    """Of linear_dact_kernel, and the shape of the partial sums."""
+    """Configure linear_dact_kernel. Also return the shape of the partial sums."""
     K, N = weight.shape
     M = pre.numel() // N
     programs, constants = gemm(M, N, K, dy, activation)
@@ -127,7 +128,7 @@ def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tupl
 def _activation_backward(
     dy: Tensor, pre: Tensor, activation: str, dpre: Tensor, h: Tensor | None, plans: Plans
 ) -> Tensor:
-    """Writes dpre and h; -> dbias."""
+    """Write dpre and h; return dbias."""
     if pre.numel() == 0:
         return pre.new_zeros(pre.shape[-1])
     dy, pre = plans.readable(by_rows, dy, pre)
@@ -136,7 +137,7 @@ def _activation_backward(
 
 
 def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:
-    """Of act_bwd_kernel, and the shape of the partial sums."""
+    """Configure act_bwd_kernel. Also return the shape of the partial sums."""
     N = pre.shape[-1]
     M = pre.numel() // N
     cfg = _configs.activation_backward(N, pre.element_size(), devices.arch(pre))
@@ -147,7 +148,7 @@ def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, 
 
 
 def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str) -> Constants:
-    """Of a kernel that differentiates an activation."""
+    """Return the constants of a kernel that differentiates an activation."""
     return {
         "ACTIVATION": activation, "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "STEPS": cfg.steps,
         "num_warps": cfg.num_warps,
@@ -155,8 +156,8 @@ def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str
 
 
 def aligned_rows(x: Tensor | None) -> Any:
-    """`by_rows`, but a copy where rows are not a multiple of 16 elements apart, without which the compiler sees no
-    alignment, or so far that offsets within a tile of up to 256 rows would not fit 32 bits."""
+    """Return `by_rows` of x, or a copy if the row stride is not a multiple of 16 elements (the compiler would see no
+    alignment) or so large that offsets within a tile of up to 256 rows would not fit 32 bits."""
     x = by_rows(x)
     stride = row_stride(x)
     return x if x is None or (stride % 16 == 0 and stride <= 1 << 22) else x.contiguous()

@@ -87,7 +87,7 @@ def _backward(
     dy: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, layer_scale: Tensor | None,
     row_scale: Tensor | None, wants: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """-> gradients of x, weight, bias and layer_scale; None if not wanted."""
+    """Return gradients of x, weight, bias and layer_scale; None if not wanted."""
     g = scale_samples(dy.to(weight.dtype), row_scale)
     dx = torch.matmul(*input_gradient_operands(g, weight, layer_scale)) if wants[0] else None
     of_parameters = weight, bias, layer_scale, wants[1:]
@@ -121,7 +121,7 @@ class _Linear(FusedFunction):
 
 
 def _act_backward(saved: list[Any], dy: Tensor, activation: str, wants: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """-> gradients of x, weight and bias; None if not wanted."""
+    """Return gradients of x, weight and bias; None if not wanted."""
     x, weight = saved[:2]
     dpre, dbias = act_bwd(dy, saved.pop(), activation)  # frees pre
     dx = dpre @ weight if wants[0] else None
@@ -152,8 +152,8 @@ class _LinearAct(FusedFunction):
 
 
 def _scale_and_add(h: Tensor, epilogue: Epilogue) -> Tensor:
-    """residual + row_scale * layer_scale * h, differentiable. No ViT scales an activation, so that a fused gradient of
-    the combination is not worth its code."""
+    """Return residual + row_scale * layer_scale * h, differentiable. No ViT scales an activation, so a fused gradient
+    of the combination is not worth its code."""
     layer_scale, row_scale, residual = epilogue
     if layer_scale is not None:
         h = h * layer_scale
@@ -166,8 +166,8 @@ def check_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: bool, names: tuple[str, ...] = ("x", "weight", "bias"),
     hidden: tuple[str, int] | None = None,
 ) -> None:  # fmt: skip
-    """x (..., in), a float tensor, weight (out, in), bias (out,) or None, under the caller's names for them. hidden:
-    what a layer takes that does not read x itself, in words and number."""
+    """Check x (..., in), a float tensor, weight (out, in), and bias (out,) or None, under the caller's names for them.
+    hidden: the input's size, in words and as a number, for a layer that does not read x itself."""
     x_name, weight_name, bias_name = names
     shape = weight.shape if isinstance(weight, Tensor) else ()
     matrix = weight_name, weight, None, ""
@@ -193,7 +193,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """residual + row_scale * layer_scale * activation(x @ weight.T + bias), in one pass over the output.
+    """Compute residual + row_scale * layer_scale * activation(x @ weight.T + bias), in one pass over the output.
 
     Args:
         x: (..., in), or (B, ..., in) with row_scale; float32, float16, bfloat16 or float64, any strides.
@@ -203,7 +203,7 @@ def linear(
             "quick_gelu" (x * sigmoid(1.702 x)), "relu", "silu", or None.
         layer_scale: (out,) LayerScale's gamma (Touvron et al. 2021), x's dtype, or None.
         row_scale: (B,) one factor a sample, as DropPath draws them (Huang et al. 2016), or None. Not differentiated.
-        residual: (..., out), or None. Its dtype may be wider than x's: a float32 stream behind a bfloat16 matmul.
+        residual: (..., out), or None. Its dtype may be wider than x's: a float32 stream after a bfloat16 matmul.
 
     Returns:
         (..., out), contiguous, in the dtype that x and residual promote to. Under autocast x, weight and bias are

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastvit.ops.runtime.checks import promoted_dtype
 from fastvit.ops.runtime.devices import is_fake
 
-_CHUNK = 1 << 20  # pixels that exist as a matrix of patches at a time: 4 MB, which stays in the cache
+_CHUNK = 1 << 20  # pixels of a matrix of patches: 4 MB, which stays in the cache
 
 
 def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
@@ -22,20 +22,20 @@ def patch_grid(weight: Tensor, height: int, width: int) -> tuple[int, int]:
 def new_tokens(
     image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, *_: Any
 ) -> Tensor:
-    """Room for the result, as the op returns it: of the weight's dtype, as a convolution; a position or prefix of a
-    wider one promotes it."""
+    """Return an empty result of the op: in the weight's dtype, like a convolution, or in a wider one of position or
+    prefix."""
     N = math.prod(patch_grid(weight, *image.shape[2:])) + (0 if prefix is None else prefix.shape[0])
     dtype = promoted_dtype(weight, pos_embed, prefix)
     return torch.empty(image.shape[0], N, weight.shape[0], dtype=dtype, device=weight.device)
 
 
 def new_image(dout: Tensor, weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Room for the image's gradient."""
+    """Return an empty gradient of the image."""
     return torch.empty(dout.shape[0], weight.shape[1], height, width, dtype=dtype, device=dout.device)
 
 
 def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
-    """Split the batch: -> images whose patches fit into the cache, and their slice of the batch."""
+    """Split the batch into images whose patches fit into the cache, each with its slice of the batch."""
     images = max(_CHUNK // math.prod(image.shape[1:]), 1)
     if image.shape[0] <= images:
         return [(image, slice(None))]
@@ -45,19 +45,19 @@ def _chunks(image: Tensor) -> list[tuple[Tensor, slice]]:
 
 
 def _as_patches(image: Tensor, weight: Tensor) -> Tensor:
-    """[B, C, H, W] -> its view [B, h, w, C, ph, pw]."""
+    """View [B, C, H, W] as [B, h, w, C, ph, pw]."""
     (h, w), (_, C, ph, pw) = patch_grid(weight, *image.shape[2:]), weight.shape
     return image.view(image.shape[0], C, h, ph, w, pw).permute(0, 2, 4, 1, 3, 5)
 
 
 def normalized(image: Tensor, normalize: Tensor) -> Tensor:
-    """A uint8 image in normalize's dtype."""
+    """Normalise a uint8 image in the dtype of `normalize`."""
     scale, shift = normalize[:, None, :, None, None]
     return image.to(normalize.dtype).mul_(scale).add_(shift)
 
 
 def _gather(image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
-    """-> [B * n, K] in weight's dtype"""
+    """Return the matrix of patches [B * n, K] in the weight's dtype."""
     if normalize is not None:
         image = normalized(image, normalize)
     return _as_patches(image.to(weight.dtype), weight).reshape(-1, weight.numel() // weight.shape[0])
@@ -73,7 +73,7 @@ def patch_embed_fwd(
     out = None
     for pixels, part in _chunks(image):
         patches = F.linear(_gather(pixels, weight, normalize), matrix, bias)
-        if out is None:  # when the first matrix of patches is gone
+        if out is None:  # once the first matrix of patches is freed
             out = new_tokens(image, weight, bias, pos_embed, prefix)
             if prefix is not None:
                 out[:, :P] = prefix
@@ -97,7 +97,7 @@ def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normaliz
         elif dtype.itemsize > 2:
             total.addmm_(rows.t(), patches)
         else:
-            total = total.float()  # of several chunks' products the sum is float32
+            total = total.float()  # products of several chunks are added in float32
             total += rows.t() @ patches
     assert total is not None
     return total.to(dtype).view(weight.shape)

@@ -1,4 +1,4 @@
-"""Launches the kernels of patch embedding."""
+"""Launch the kernels of patch embedding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _check(weight: Tensor) -> None:
 def _config(
     m: int, n: int, k: int, weight: Tensor, image: Tensor | None = None, split: bool = False
 ) -> _configs.PatchEmbedConfig:
-    """image: where it is an operand."""
+    """Choose the configuration. image: if it is an operand."""
     itemsize, pixel = weight.dtype.itemsize, (weight if image is None else image).dtype
     return _configs.patch_embed(
         m, n, k,
@@ -37,7 +37,8 @@ def _config(
 
 
 def _rows_contiguous(image: Tensor) -> Tensor:
-    """The kernels read runs of pixels of a row; a layout without them, such as channels_last, is copied."""
+    """Return the image with contiguous rows of pixels, which the kernels read; copy a layout without, such as
+    channels_last."""
     return image if image.stride(3) == 1 or image.shape[3] == 1 else image.contiguous()
 
 
@@ -46,7 +47,7 @@ def _options(config: _configs.PatchEmbedConfig) -> dict[str, int]:
 
 
 def _image_arguments(image: Tensor, weight: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """grid_w and the strides in UNITs; the constants that describe the patch, and the matmul's precision."""
+    """Return grid_w and the strides in UNITs, and the constants: the patch's, and the matmul's precision."""
     # the stride of a dimension of one element is arbitrary and would only spoil the alignment
     strides = [s if size > 1 else 0 for s, size in zip(image.stride()[:3], image.shape[:3], strict=True)]
     _, C, ph, pw = weight.shape
@@ -84,9 +85,9 @@ def patch_embed_fwd(
 
 
 def patch_embed_bwd_weight(dout: Tensor, image: Tensor, weight: Tensor, normalize: Tensor | None) -> Tensor:
-    """An implicit GEMM, as the forward. The other way, a matrix of patches for cuBLAS, costs more traffic than
-    cuBLAS's head start is worth: a pass over the image and one over the patches (77 MB at ViT-B/16, batch 128), and a
-    copy of dout without its prefix rows (77 MB), against 2 x 16 MB of partials here."""
+    """Compute the weight's gradient by an implicit GEMM, like the forward. A matrix of patches for cuBLAS would cost
+    more traffic than cuBLAS gains: a pass over the image and one over the patches (77 MB at ViT-B/16, batch 128), and a
+    copy of dout without its prefix rows (77 MB), against 2 x 16 MB of partial sums here."""
     _check(weight)
     B, N, D = dout.shape
     K = weight[0].numel()

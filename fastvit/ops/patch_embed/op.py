@@ -19,7 +19,7 @@ from fastvit.ops.runtime.registry import register
 
 
 def _gemm_flops(image: Any, weight: Any) -> int:
-    """image [B, C, H, W], weight [D, C, ph, pw]: every pixel meets every feature once."""
+    """Count FLOPs for image [B, C, H, W], weight [D, C, ph, pw]: every pixel meets every feature once."""
     return 2 * math.prod(image) * weight[0]
 
 
@@ -50,7 +50,7 @@ def _gradients(
     wanted: Sequence[bool], dout: Tensor, image: Tensor | None, weight: Tensor, normalize: Tensor | None,
     height: int, width: int, dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Those `wanted` of the gradients of image, weight, bias, pos_embed, prefix, in their dtypes."""
+    """Return the `wanted` gradients of image, weight, bias, pos_embed, prefix, in their dtypes."""
     found = []
     if wanted[0]:
         found.append(patch_embed_bwd_image(dout, weight, height, width, dtypes[0]))
@@ -92,7 +92,7 @@ class _PatchEmbed(FusedFunction):
 def _check(
     image: Tensor, weight: Tensor, bias: Tensor | None, pos_embed: Tensor | None, prefix: Tensor | None, cast: bool
 ) -> None:
-    """cast: under autocast, where dtypes may differ."""
+    """Check the arguments. cast: under autocast, where dtypes may differ."""
     if weight.dim() != 4 or 0 in weight.shape:
         raise ValueError(f"weight must have shape (D, C, ph, pw), none of them 0, got {tuple(weight.shape)}")
     check_image(image, weight.shape[1])
@@ -115,7 +115,7 @@ _constants: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor | None:
-    """(x / 255 - mean) / std as scale and shift [2, C] for a uint8 image, None for a float one."""
+    """Return (x / 255 - mean) / std as scale and shift [2, C] for a uint8 image, None for a float one."""
     if image.dtype is not torch.uint8:
         for name, value in (("mean", mean), ("std", std)):
             if value is not None:
@@ -145,7 +145,8 @@ def _normalization(image: Tensor, mean: Statistics | None, std: Statistics | Non
 
 
 def normalized(image: Tensor, mean: Statistics | None, std: Statistics | None, dtype: torch.dtype) -> Tensor:
-    """A uint8 image (B, C, H, W) as (x / 255 - mean) / std in dtype, for whoever cannot hand it to the op as it is."""
+    """Return a uint8 image (B, C, H, W) as (x / 255 - mean) / std in dtype, for callers that cannot pass it to the
+    op."""
     constants = _normalization(image, mean, std, torch.promote_types(dtype, torch.float32))
     assert constants is not None
     return aten.normalized(image, constants).to(dtype)
@@ -155,8 +156,8 @@ def patch_embed(
     image: Tensor, weight: Tensor, bias: Tensor | None, *, pos_embed: Tensor | None = None,
     prefix: Tensor | None = None, mean: Statistics | None = None, std: Statistics | None = None,
 ) -> Tensor:  # fmt: skip
-    """The token buffer of a ViT from its image, in one pass (Dosovitskiy et al. 2021, equation 1):
-    the convolution with stride = kernel size, flattened row by row, plus position, behind the prefix tokens.
+    """Compute the tokens of a ViT from its image, in one pass (Dosovitskiy et al. 2021, equation 1): the prefix tokens,
+    then the convolution with stride = kernel size, flattened row by row, plus position.
 
     Args:
         image: (B, C, H, W), any strides; float32, float16, bfloat16 or float64, taken as it is, or uint8, taken as
@@ -166,8 +167,8 @@ def patch_embed(
         bias: (D,), weight's dtype, or None.
         pos_embed: (n, D), weight's dtype: added to the n = H/ph * W/pw patches; or None.
         prefix: (P, D), weight's dtype: CLS and register tokens, their position already added; or None.
-        mean, std: C values each, for uint8 images only: of the pixels divided by 255, so in [0, 1] and in (0, 1]; None
-            means 0 and 1. Sequences of floats, or tensors, whose values are not checked. Not differentiated.
+        mean, std: C values each, for uint8 images only. They are for pixels divided by 255, so in [0, 1] and in (0, 1];
+            None means 0 and 1. Sequences of floats, or tensors, whose values are not checked. Not differentiated.
 
     Returns:
         (B, P + n, D), contiguous, weight's dtype. Under autocast the convolution runs in autocast's dtype and the

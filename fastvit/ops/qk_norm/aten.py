@@ -22,7 +22,7 @@ def qk_norm_bwd(
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
     dq: Tensor | None = None, dk: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk: where the gradients are written, dq_out and dk_out themselves or others."""
+    """Compute the gradients. dq, dk: tensors to write them to, which may be dq_out and dk_out."""
     options = sin, cos, eps, rms, interleaved
     dq, dq_weight, dq_bias = _backward(dq_out, q, q_weight, *options, dq)
     dk, dk_weight, dk_bias = _backward(dk_out, k, k_weight, *options, dk)
@@ -37,7 +37,7 @@ def _forward(
 ) -> Tensor:  # fmt: skip
     if sin is None or cos is None:
         return layer_norm_fwd(x, weight, bias, eps, None, rms)[0]
-    wide = stat_dtype(x)  # in which both steps are, so that the result is rounded once
+    wide = stat_dtype(x)  # for both steps, so that the result is rounded once
     bias = None if bias is None else bias.to(wide)
     y, *_ = layer_norm_fwd(x.to(wide), weight.to(wide), bias, eps, None, rms)
     return rotary(y, sin, cos, x.shape[2], interleaved, False, y).to(x.dtype)

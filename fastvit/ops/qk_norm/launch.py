@@ -1,4 +1,4 @@
-"""Launches the kernels of the norms of q and k."""
+"""Launch the kernels of the norms of q and k."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def qk_norm_bwd(
     sin: Tensor | None, cos: Tensor | None, eps: float, rms: bool, has_bias: bool, interleaved: bool,
     dq: Tensor | None = None, dk: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """dq, dk: where the gradients are written, dq_out and dk_out themselves or others of equal strides."""
+    """Launch the backward kernel. dq, dk: tensors to write the gradients to, which may be dq_out and dk_out, or others
+    of equal strides."""
     _check(q, sin, cos)
     if dq is None or dk is None:
         dq, dk = empty_like(q), empty_like(k)
@@ -76,13 +77,14 @@ def _check(q: Tensor, sin: Tensor | None, cos: Tensor | None) -> None:
 
 
 def _alike(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, or copies of them that have the same strides."""
+    """Return both, or copies with the same strides."""
     q, k = readable(q), readable(k)
     return (q, k) if q.stride() == k.stride() else (q.contiguous(), k.contiguous())
 
 
 def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any, int, int, tuple[int, int, int]]:
-    """Tables as a kernel reads them, the number of prefix tokens, that of tables, and their strides."""
+    """Return the tables as a kernel reads them, the number of prefix tokens, the number of tables, and their
+    strides."""
     if sin is None or cos is None:
         return None, None, 0, 1, (0, 0, 0)
     sin, cos, strides = readable_tables(sin, cos)
@@ -90,14 +92,15 @@ def _positions(sin: Tensor | None, cos: Tensor | None, N: int) -> tuple[Any, Any
 
 
 def _pairs(sin: Tensor | None, d: int, interleaved: bool) -> Constants:
-    """Without positions partners may be any: neighbours where halves of a head do not begin at a multiple of 8."""
+    """Return the constants of the pairing. Without positions any pairing will do: neighbours, if the second half of a
+    head does not begin at a multiple of 8."""
     if sin is None:
         return {"TABLE_HEADS": 1, "INTERLEAVED": d % 16 != 0}
     return {"TABLE_HEADS": sin.shape[1], "INTERLEAVED": interleaved}
 
 
 def _shares(q: Tensor, cfg: _configs.HeadsConfig) -> tuple[int, int]:
-    """Steps and programs of q, and as many of k."""
+    """Return steps and programs for q; k has as many."""
     B, N, H, _ = q.shape
     steps = B * cdiv(N, cfg.block_n) * H
     return steps, cfg.programs(steps, devices.multiprocessors(q.device.index) / 2)
@@ -105,7 +108,7 @@ def _shares(q: Tensor, cfg: _configs.HeadsConfig) -> tuple[int, int]:
 
 @_tuned.cached
 def _plan(d: int, arch: str) -> tuple[_configs.HeadsConfig, Constants]:
-    """And the constants that both kernels have."""
+    """Return the config, and the constants of both kernels."""
     cfg = _configs.heads(d, arch)
     return cfg, {
         "HEAD_DIM": d, "HALF": cfg.half, "BLOCK_N": cfg.block_n, "STAGES": cfg.num_stages, "num_warps": cfg.num_warps,

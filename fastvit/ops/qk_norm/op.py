@@ -32,8 +32,8 @@ def _bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), *of_weights, *of_biases
 
 
-# q, k [B, N, H, d]; tables [B or 1, H or 1, T, d], or None, for all but the first N - T tokens. Where backward writes
-# dq and dk in the place of the outputs' gradients goes behind the arguments of the schema (see `rotary.in_place`).
+# q, k [B, N, H, d]; tables [B or 1, H or 1, T, d], or None, for all but the first N - T tokens. Backward takes further
+# arguments, after the schema's, to write dq and dk over the outputs' gradients (see `rotary.in_place`).
 qk_norm_fwd = register(
     "qk_norm_fwd(Tensor q, Tensor k, Tensor q_weight, Tensor? q_bias, Tensor k_weight, Tensor? k_bias, Tensor? sin,"
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
@@ -70,7 +70,7 @@ class _QkNorm(FusedFunction):
 def checked_norms(
     names: tuple[str, str], x: Tensor, norms: tuple[Any, Any], head_dim: int, *, dtype: bool, x_name: str = "x"
 ) -> tuple[Norm, Norm]:
-    """The norms of q and k, in arguments of these names, checked as by `checked_norm`."""
+    """Check the norms of q and k, in arguments of these names, as `checked_norm` does; return them."""
     q_norm = checked_norm(names[0], x, norms[0], "head_dim", head_dim, dtype=dtype, x_name=x_name)
     k_norm = checked_norm(names[1], x, norms[1], "head_dim", head_dim, dtype=dtype, x_name=x_name)
     of_q, of_k = (q_norm.kind, q_norm.eps, q_norm.bias is None), (k_norm.kind, k_norm.eps, k_norm.bias is None)
@@ -81,16 +81,17 @@ def checked_norms(
 
 
 def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None = None) -> tuple[Tensor, Tensor]:
-    """The norms of q and k over the head dimension, which bound attention's scores (Henry et al. 2020,
-    arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442), and behind them rotary positions: statistics and
-    arithmetic in float32, rounded once.
+    """Compute norms of q and k over the head dimension, which bound attention's scores (Henry et al. 2020,
+    arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442), and then rotary positions. Statistics and arithmetic are
+    float32, and the result is rounded once.
 
     Args:
-        q, k: (B, N, H, d) each, one dtype: float32, float16, bfloat16 or float64; any strides, read in place if they
-            are the same and the last dimension is contiguous, as of a packed qkv. d is a multiple of 8 from 16 to 256.
-        q_norm, k_norm: of one kind and eps, both with a bias or both without; (d,), q's dtype, or any under autocast.
+        q, k: (B, N, H, d) each, one dtype: float32, float16, bfloat16 or float64; any strides. Read in place if both
+            have the same strides and the last dimension is contiguous, as in a packed qkv. d is a multiple of 8 from 16
+            to 256.
+        q_norm, k_norm: both have one kind and eps, and both a bias or none; (d,), q's dtype, or any under autocast.
         rotary: rotary positions, as in `rotary`, or None. Prefix tokens are normalised too. The tables are not
-            differentiated: for learnt ones call `rotary` behind this.
+            differentiated: for learnt ones call `rotary` after this op.
 
     Returns:
         q and k, (B, N, H, d), contiguous, q's dtype, for `attention`.

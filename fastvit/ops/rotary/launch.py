@@ -1,4 +1,4 @@
-"""Launches the kernel of rotary positions."""
+"""Launch the kernel of rotary positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fastvit.ops.runtime.launch import cdiv, launch
 def rotary(
     x: Tensor, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, transposed: bool, out: Tensor | None = None
 ) -> Tensor:
-    """out: x itself, for a result in its place, where prefix tokens and heads that are not rotated are not touched."""
+    """Launch the kernel. out: x itself, to write over it; prefix tokens and heads that are not rotated are then
+    untouched."""
     if torch.float64 in (x.dtype, sin.dtype, cos.dtype):
         raise KernelUnsupported("float64")
     B, N, heads, d = x.shape
@@ -45,8 +46,8 @@ def rotary(
 
 
 def readable_tables(sin: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int]]:
-    """Both (B or 1, H or 1, T, d), or copies that have the same strides; these of batch, token and head. One where they
-    are expanded: a program then loads it once for all."""
+    """Return both tables (B or 1, H or 1, T, d), or copies with the same strides, and the strides of batch, token and
+    head. An expanded dimension becomes 1, so that a program loads it once."""
     for dim in (0, 1):
         if sin.stride(dim) == cos.stride(dim) == 0:
             sin, cos = sin.narrow(dim, 0, 1), cos.narrow(dim, 0, 1)

@@ -1,6 +1,6 @@
 """Rotary positions of q and k: the tables, registration, gradient, checks, public functions."""
 
-# Without `annotations` from __future__, whose strings nobody can resolve in a NamedTuple that is documented elsewhere
+# No `annotations` from __future__: pdoc cannot resolve string annotations of a NamedTuple re-exported elsewhere
 
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from fastvit.ops.runtime.registry import register
 class Rotary(NamedTuple):
     """Rotary positions (Su et al. 2021, arXiv:2104.09864): a head x of a patch becomes x * cos + turned(x) * sin.
 
-    sin, cos: (N - P, d), or as broadcasts of (B, H, N - P, d), for tables of a sample or a head; any float dtype.
+    sin, cos: (N - P, d), or broadcastable to (B, H, N - P, d), for tables of a sample or a head; any float dtype.
     num_prefix_tokens: P, the first tokens, which stay as they are.
-    interleaved: turned(x) is (-x1, x0, -x3, x2, ...) as in EVA and Perception Encoder, where False, as in DINOv3, swaps
-        halves: (-second, first).
+    interleaved: True as in EVA and Perception Encoder: turned(x) is (-x1, x0, -x3, x2, ...). False as in DINOv3:
+        turned(x) is (-second half, first half).
     """
 
     sin: Tensor
@@ -30,8 +30,8 @@ class Rotary(NamedTuple):
 
 
 # x [B, N, heads, d], of which the first `rotated` heads are, by tables [B or 1, H or 1, T, d] that repeat for every H
-# heads; the first N - T tokens and the other heads are copied. transposed: the gradient. What is written in the place
-# of x goes behind the arguments of the schema (see `in_place`).
+# heads; the first N - T tokens and the other heads are copied. transposed: the gradient. A further argument, after the
+# schema's, makes the op write over x (see `in_place`).
 rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
     aten=aten.rotary, launch="rotary.launch", fake=lambda x, *_: x.new_empty(x.shape),
@@ -40,15 +40,15 @@ rotary_op = register(
 
 
 def in_place(x: Tensor, backend: Any) -> tuple[Tensor, ...]:
-    """Return rotary_op's further argument, by which it writes into x: contiguous, and seen by the caller's node alone.
-    Empty where the dispatcher runs ops, which return new tensors."""
+    """Return rotary_op's further argument that lets it overwrite x, which must be contiguous and owned by the caller.
+    Empty if the dispatcher runs ops, which return new tensors."""
     return () if backend == "dispatcher" and registry.runner is None else (x,)
 
 
 def _backward(
     dy: Tensor, x: Tensor | None, sin: Tensor, cos: Tensor, rotated: int, interleaved: bool, wants: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """-> gradients of x, sin and cos; None if not wanted."""
+    """Return gradients of x, sin and cos; None if not wanted."""
     dx = rotary_op(dy, sin, cos, rotated, interleaved, True) if wants[0] else None
     if x is None:
         return dx, None, None
@@ -77,8 +77,8 @@ class _Rotary(FusedFunction):
 def tables(
     rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Checks `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name; -> its tables as
-    broadcasts of (B, H, N - P, d). instead: where tables are not differentiated, the op that does."""
+    """Check `rotary` for q and k of a shape (B, N, H, d), on the device of x, which has that name. Return its tables,
+    broadcastable to (B, H, N - P, d). instead: the op that differentiates tables, if the caller's does not."""
     check_tables(rotary, name, x, shape, instead)
     return broadcast_tables(rotary)
 
@@ -91,7 +91,7 @@ def broadcast_tables(rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 def check_tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], instead: str | None = None) -> None:
-    """As `tables`."""
+    """Check the tables as `tables` does."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary must be an ops.Rotary, got {type(rotary).__name__}")
     sin, cos, prefix, _ = rotary
@@ -113,11 +113,11 @@ def check_tables(rotary: Rotary, name: str, x: Tensor, shape: tuple[int, ...], i
 
 
 def rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """x * cos + turned(x) * sin for the tokens behind the prefix, rounded once: q or k of rotary attention.
+    """Compute x * cos + turned(x) * sin for the tokens after the prefix, rounded once, for q or k of rotary attention.
 
     Args:
         x: (B, N, H, d), float32, float16, bfloat16 or float64, any strides. d is a multiple of 8 from 16 to 256.
-        rotary: the tables, differentiated like x; they may have another dtype than x.
+        rotary: the tables, differentiated like x; their dtype may differ from x's.
 
     Returns:
         (B, N, H, d), contiguous, x's dtype.
@@ -136,7 +136,7 @@ def rotary(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
-    """qkv with q and k as `rotary` makes them, in one pass; v is copied.
+    """Apply `rotary` to q and k of a packed qkv, in one pass; copy v.
 
     Args:
         qkv: (B, N, 3, H, d), as a qkv projection leaves it; dtypes, strides and d as in `rotary`.

@@ -55,31 +55,31 @@ _ATEN: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], _
 }
 
 ACTIVATIONS = tuple(_ATEN)
-# Of an MLP whose hidden layer is act(gate) * value (Shazeer 2020, arXiv:2002.05202): by their names, the gate's act
+# MLPs whose hidden layer is act(gate) * value (Shazeer 2020, arXiv:2002.05202): name -> the gate's activation
 GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def check_activation(name: str, *others: str) -> None:
-    """others: what else may stand there."""
+    """Raise ValueError unless the name is an activation's or one of `others`."""
     if name not in _ATEN:
         raise ValueError(f"activation must be one of {', '.join((*ACTIVATIONS, *others))}, got {name!r}")
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """act(x), a fresh tensor."""
+    """Return act(x), a new tensor."""
     return _ATEN[name][0](x)
 
 
 def activate_(x: Tensor, name: str) -> Tensor:
-    """act(x), written over x."""
+    """Write act(x) over x."""
     return _ATEN[name][1](x)
 
 
 def activate_backward(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    """dy * act'(x), a fresh tensor."""
+    """Return dy * act'(x), a new tensor."""
     return _ATEN[name][2](dy, x, grad_input=torch.empty_like(x))
 
 
 def activate_backward_(dy: Tensor, x: Tensor, name: str) -> Tensor:
-    """dy * act'(x), written over dy."""
+    """Write dy * act'(x) over dy."""
     return _ATEN[name][2](dy, x, grad_input=dy)

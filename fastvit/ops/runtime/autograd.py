@@ -25,12 +25,12 @@ from fastvit.ops.runtime.torch_private import (
 
 
 def transforming() -> bool:
-    """Whether a functorch transform (vmap, grad, ...) is or may be active."""
+    """Return whether a functorch transform (vmap, grad, ...) is active, or may be."""
     return are_functorch_transforms_active is None or are_functorch_transforms_active()
 
 
 def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
-    """Whether a call of `fastvit.ops.<name>` must go through its `autograd.Function`. Raises where a tensor carries a
+    """Return whether a call of `fastvit.ops.<name>` must go through its `autograd.Function`. Raise if a tensor has a
     forward-mode tangent, which an opaque op would drop silently."""
     if not has_forward_level or forward_ad._current_level >= 0:
         for t in tensors:
@@ -44,8 +44,8 @@ def needs_autograd(name: str, *tensors: Tensor | None) -> bool:
 
 
 def repeats_as_views(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The arguments with repeats replaced by views while torch.compile traces, which refuses to see one tensor twice
-    among a Function's inputs, as in linear(x, weight, residual=x)."""
+    """Return the arguments, with views for repeated ones while torch.compile traces: it refuses a Function that gets
+    one tensor twice, as linear(x, weight, residual=x) does."""
     if not is_dynamo_compiling():
         return tensors
     seen: list[Tensor | None] = []
@@ -56,15 +56,15 @@ def repeats_as_views(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def unshared(output: Tensor) -> Tensor:
-    """An output that its Function also saves. Editing it in place raises in the backward pass, but not where
-    torch.compile traces the Function: there the edit would silently reach what is saved. So the caller gets a copy,
-    which Inductor removes where nothing edits it."""
+    """Protect an output that its Function also saves. If it is edited in place, the backward pass raises, but not where
+    torch.compile traces the Function: there the edit would silently change what is saved. So the caller gets a copy,
+    which Inductor removes if nothing edits it."""
     return output.clone() if is_dynamo_compiling() else output
 
 
 def unviewed(output: Tensor) -> Tensor:
-    """A fresh output that is a view of other dimensions, as a tensor of its own: a view that a Function returns, or
-    that was made under no_grad, may not be edited in place. A trace keeps its gradient."""
+    """Turn a new output that is a view into a tensor without a base: a view that a Function returns, or that was made
+    under no_grad, may not be edited in place. A trace keeps its gradient."""
     return output if is_jit_tracing() else output.detach()
 
 
@@ -76,8 +76,8 @@ class FusedFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As torch's own, which inspects the signature of `forward` on every call to fill in defaults: 20 us that no
-        op here needs, since all arguments are given."""
+        """Apply the Function without torch's look at the signature of `forward`, which fills in defaults and takes 20
+        us a call. Ops pass all arguments."""
         if unwrap_if_dead is None or are_functorch_transforms_active is None or are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*_unwrapped(args))  # type: ignore[misc]
@@ -88,12 +88,12 @@ def _unwrapped(args: tuple[Any, ...]) -> list[Any]:
 
 
 class FusedHalf(FusedFunction):
-    """Base of the gradients of a block's halves, for `run`: the first output is the result, the others are what the
+    """Base of the gradients of a block's halves, for `run`. The first output is the result, the others are what the
     backward pass reads, and `cast` is what autocast does to the inputs.
 
-    Each is there once more, in one step, for calls that no transform and no compiler takes apart: what the backward
-    pass reads need not leave it as an output that autograd tracks, nor what is cast come from a node of its own. 7 us
-    less for a call of five outputs, 4 for each cast."""
+    Every half also has a fast variant, used outside torch.compile and functorch: it saves tensors directly instead of
+    returning them as tracked outputs, and casts inside the node. It saves 7 us for a call of five outputs, and 4 us a
+    cast."""
 
     in_one_step: Callable[..., Any]
 
@@ -112,12 +112,12 @@ class FusedHalf(FusedFunction):
 
     @staticmethod
     def cast(*inputs: Any) -> tuple[Any, ...]:
-        """The inputs of `forward` from those of `run`. Gradients autograd casts back."""
+        """Return the inputs of `forward` for those of `run`. Autograd casts the gradients back."""
         raise NotImplementedError
 
 
 def run(half: type[FusedHalf], autograd: bool, *inputs: Any) -> Any:
-    """The half's result. autograd: whether it may need a gradient."""
+    """Return the half's result. autograd: whether it may need a gradient."""
     if not autograd:
         return half.forward(*half.cast(*inputs))[0]
     if unwrap_if_dead is None or transforming() or is_dynamo_compiling():
@@ -126,7 +126,7 @@ def run(half: type[FusedHalf], autograd: bool, *inputs: Any) -> Any:
 
 
 def cast_to(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
-    """The tensors in that dtype, or as they are."""
+    """Return the tensors in that dtype, or as they are for None."""
     return [*tensors] if dtype is None else [None if t is None else t.to(dtype) for t in tensors]
 
 
@@ -147,16 +147,16 @@ class _DifferentiableOnce(torch.autograd.Function):
 
 
 def differentiable_once(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), the backward pass of the op `name`: differentiating it again raises and names the op, where an
-    opaque op would give no gradient at all."""
+    """Run function(*args), the backward pass of the op `name`. Differentiating it again raises an error that names the
+    op; an opaque op alone would give no gradient."""
     if torch.is_grad_enabled():
         return _DifferentiableOnce.apply(name, function, *args)
     return _run_backward(function, args)
 
 
 def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(saved, *args) as in `differentiable_once`, saved being the list of the saved tensors. Unless the graph
-    is retained, the node gives them up: what `function` takes out of the list and drops is freed while it still runs.
+    """Run function(saved, *args) like `differentiable_once`; `saved` is the list of saved tensors. Unless the graph is
+    retained, the node releases them: what `function` takes out of the list and drops is freed while it still runs.
     """
     saved = list(ctx.saved_tensors)
     if torch.is_grad_enabled():
@@ -168,8 +168,7 @@ def consume_saved(ctx: Any, name: str, function: Callable[..., Any], *args: Any)
 
 
 def _run_backward(function: Callable[..., Any], args: tuple[Any, ...], saved: list[Any] | None = None) -> Any:
-    """function(*args), or function(saved, *args). An autocast region around `backward()` changes nothing: the forward
-    pass has chosen the dtypes."""
+    """Run function(*args), or function(saved, *args), without autocast: the forward pass has chosen the dtypes."""
     if is_any_autocast_enabled is None or is_any_autocast_enabled() or is_dynamo_compiling():
         kind = next(a.device.type for a in args if isinstance(a, Tensor))
         if kind != "meta":  # autocast refuses meta tensors
@@ -182,7 +181,7 @@ def _for_each_gradient(function: Callable[..., Any], args: tuple[Any, ...], save
     """Run `function` once for each gradient of a batch, and once where there is no batch.
 
     `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` map over gradients with a vmap that is
-    older than torch.func's. It has no rules for most of what a backward pass calls, and none for code that depends on a
+    older than torch.func's. It lacks rules for most functions of a backward pass, and for code that depends on a
     tensor's memory."""
     before = () if saved is None else (saved,)
     if is_batched_gradient is None or is_dynamo_compiling():
@@ -190,9 +189,9 @@ def _for_each_gradient(function: Callable[..., Any], args: tuple[Any, ...], save
     batched = [isinstance(a, Tensor) and is_batched_gradient(a) for a in args]
     if True not in batched:
         return function(*before, *args)
-    # level 1, for a second one would differentiate twice
+    # level 1: a second level would differentiate twice
     each = [remove_batch_dim(a, 1, 1, 0) if b else a for a, b in zip(args, batched, strict=True)]
-    set_dispatch_key_included("VmapMode", False)  # which refuses random numbers, as dropout draws again
+    set_dispatch_key_included("VmapMode", False)  # that mode refuses random numbers, which dropout draws again
     try:
         found = []
         for i in range(len(each[batched.index(True)])):
@@ -206,7 +205,7 @@ def _for_each_gradient(function: Callable[..., Any], args: tuple[Any, ...], save
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast wants on x's device, or None outside autocast and for float64 input."""
+    """Return autocast's dtype on x's device; None outside autocast and for float64."""
     if is_any_autocast_enabled is not None and not is_any_autocast_enabled():
         return None
     kind = x.device.type

@@ -13,8 +13,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., D] -> [M, D] with unit stride along D; a copy only where strides leave no other way, and of a row that was
-    expanded: a batch of one would not need it, but be the only one with a stride of 0."""
+    """Return x (..., D) as [M, D] with unit stride along D. Copy only where strides leave no other way, and copy an
+    expanded row: without the copy, a batch of one would be the only one with stride 0."""
     if x.is_contiguous():
         return x if x.dim() == 2 else x.view(-1, x.shape[-1])
     x = x.reshape(-1, x.shape[-1])
@@ -22,30 +22,30 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def by_rows(x: Tensor | None) -> Any:
-    """For a kernel that reads x [..., D] row by row: x itself, or `as_rows` of it; None of None. `as_rows` alone would
-    make a view, whose time shows in every launch."""
+    """Return x (..., D) for a kernel that reads it row by row: x itself, or `as_rows` of it; None for None. `as_rows`
+    alone would make a view in every launch, which takes time."""
     return x if x is None or x.is_contiguous() else as_rows(x)
 
 
 def row_stride(x: Tensor | None) -> int:
-    """Elements from one row of what `by_rows` made to the next; 0 of None."""
+    """Return the stride of the rows of `by_rows`, in elements; 0 for None."""
     if x is None:
         return 0
     return x.shape[-1] if x.is_contiguous() else x.stride(0)
 
 
 def contiguous(x: Tensor | None) -> Any:
-    """What a kernel reads without strides: vectors over columns or samples, as a caller may have sliced them."""
+    """Return x contiguous, for a vector that a kernel reads without a stride."""
     return None if x is None else x.contiguous()
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Contiguous room of x's shape: half the time of `torch.empty` with three arguments."""
+    """Return an empty contiguous tensor of x's shape, in half the time of `torch.empty` with three arguments."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def unexpanded(x: Tensor) -> Tensor:
-    """x with one element in the place of many that are the same in memory."""
+    """Return x with one element along every expanded dimension."""
     for i, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[i] > 1:
             x = x.narrow(i, 0, 1)
@@ -53,7 +53,7 @@ def unexpanded(x: Tensor) -> Tensor:
 
 
 def is_added(mask: Tensor | None) -> bool:
-    """Whether a mask of attention's scores is one of numbers."""
+    """Return whether a mask is added to the scores: it is not bool."""
     return mask is not None and mask.dtype is not torch.bool
 
 
@@ -64,7 +64,7 @@ def lse_shape(q: Tensor, mask: Tensor | None) -> tuple[int, ...]:
 
 
 def promoted_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
-    """By PyTorch's promotion, of those that are there."""
+    """Return the dtype that x and the others, unless None, promote to."""
     dtype = x.dtype
     for t in others:
         if t is not None and t.dtype is not dtype:
@@ -87,7 +87,7 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_image(image: Tensor, channels: int) -> None:
-    """Of any size."""
+    """Check that image is (B, C, H, W), of any size."""
     if not isinstance(image, Tensor):
         raise _no_tensor("image", image)
     if image.dtype is not torch.uint8 and image.dtype not in FLOATS:
@@ -101,7 +101,8 @@ Argument = tuple[str, Tensor | None, tuple[int, ...] | None, str]
 
 
 def check_like(like_name: str, like: Tensor, *arguments: Argument, dtype: bool = True) -> None:
-    """Each of the arguments is a tensor of its shape on like's device and, unless `dtype` is False, of its dtype."""
+    """Check that each argument is a tensor of its shape on like's device and, unless `dtype` is False, of like's
+    dtype."""
     device, its_dtype = like.device, like.dtype
     for name, x, shape, meaning in arguments:
         if not isinstance(x, Tensor):
@@ -128,8 +129,8 @@ def check_norm(
     names: tuple[str, str, str], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, norm: str, meaning: str,
     *, dtype: bool,
 ) -> None:  # fmt: skip
-    """The parameters of a norm over the last dimension of x, a shape that `meaning` puts into words; `names` are x's,
-    weight's and bias's."""
+    """Check the parameters of a norm over the last dimension of x. meaning: that shape in words; names: of x, weight
+    and bias."""
     x_name, weight_name, bias_name = names
     shape = x.shape[-1:]
     if not shape or shape[0] == 0:
@@ -142,7 +143,7 @@ def check_norm(
         raise ValueError(f"{bias_name} must be None for norm='rms': RMSNorm has no bias")
     else:
         check_like(x_name, x, (weight_name, weight, shape, meaning), (bias_name, bias, shape, meaning), dtype=dtype)
-    if eps is None or not 0.0 <= eps < math.inf:  # `check_eps`, without its call
+    if eps is None or not 0.0 <= eps < math.inf:  # `check_eps` inline, for speed
         check_eps("eps", eps)
 
 
@@ -160,7 +161,7 @@ def check_recompute(recompute: str) -> None:
 
 
 def takes_head_dim(head_dim: int) -> bool:
-    """Whether attention has kernels for it."""
+    """Return whether attention has kernels for this head dimension."""
     return head_dim % 8 == 0 and 16 <= head_dim <= 256
 
 
@@ -170,7 +171,7 @@ def check_head_dim(name: str, head_dim: int) -> None:
 
 
 def check_statistics(name: str, values: Any, channels: int) -> tuple[float, ...]:
-    """mean or std of uint8 images, which are divided by 255 first: one number for each channel."""
+    """Check mean or std of uint8 images divided by 255; return one number a channel."""
     allowed = "(0, 1]" if name == "std" else "[0, 1]"
     what = f"{name} must be one number in {allowed} for each of the {channels} channels"
     try:
@@ -183,7 +184,7 @@ def check_statistics(name: str, values: Any, channels: int) -> tuple[float, ...]
 
 
 def check_row_scale(name: str, x: Tensor, row_scale: Tensor | None) -> None:
-    """row_scale (B,) for x (B, ..., D), or None."""
+    """Check row_scale (B,), or None, for x (B, ..., D)."""
     if row_scale is None:
         return
     if x.dim() < 2:

@@ -1,4 +1,4 @@
-"""Launches the deterministic second stage of a sum over rows, which several ops share."""
+"""Launch the deterministic second stage of a sum over rows, which several ops share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastvit.ops.runtime.plans import AFRESH, Plans
 
 
 def column_sums(partial: Tensor, *dtypes: torch.dtype | None, plans: Plans = AFRESH) -> list[Tensor]:
-    """partial [tables, P, D] f32 -> for each dtype the next table's [D], summed over P in a fixed order, all by one
-    kernel, and [0] for None. At most four tables."""
+    """Sum the tables of partial [tables, P, D] float32 over P in a fixed order, by one kernel. Return a [D] for each
+    dtype, and [0] for None. At most four tables."""
     launch = plans.plan(_plan, *partial.shape, devices.arch(partial))
     D = partial.shape[2]
     out = [partial.new_empty(0 if dtype is None else D, dtype=dtype) for dtype in dtypes]
@@ -29,8 +29,8 @@ def column_sums(partial: Tensor, *dtypes: torch.dtype | None, plans: Plans = AFR
 def launch_with_sum(
     launch: Launch, shape: tuple[int, int, int], tensors: tuple[Any, ...], like: Tensor, plans: Plans
 ) -> Tensor:
-    """Launches a kernel whose last argument is room of this shape for one table of partial sums; -> their sum [D], in
-    like's dtype."""
+    """Launch a kernel whose last argument is a table of partial sums of this shape. Return their sum [D] in like's
+    dtype."""
     partial = like.new_empty(shape, dtype=torch.float32)
     launch(*tensors, partial)
     return column_sums(partial, like.dtype, plans=plans)[0]

@@ -1,5 +1,5 @@
-"""The forward ops in functions that exporters know, LayerNorm, GELU and attention among them: what `torch.onnx.export`
-traces in their place, and `fastvit.export.decompositions`. Nothing is computed in place, which torch refuses there."""
+"""The forward ops in functions that exporters know, such as LayerNorm, GELU and attention, for `torch.onnx.export` and
+`fastvit.export.decompositions`. Nothing is computed in place: torch refuses that there."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def attention_fwd(
 
 
 def _in_range(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores, in their dtype: a finite number stays one, and excludes no key."""
+    """Cast a mask to the scores' dtype. Finite numbers stay finite, so that they hide no key."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(mask.dtype).min < lowest:
         mask = torch.where(mask == -torch.inf, mask, mask.clamp(min=lowest))
@@ -111,7 +111,7 @@ def attention_varlen_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """With a mask that keeps sequences apart."""
+    """Mask the scores between different sequences."""
     T, H, _ = q.shape
     token = torch.arange(T, device=q.device)
     sequence = torch.searchsorted(cu_seqlens, token, right=True)

@@ -1,4 +1,4 @@
-"""Read from a tensor's device and dtype what launchers choose by: target, multiprocessors, precision."""
+"""Return what launchers choose by: target, multiprocessors, precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastvit.ops.runtime.torch_private import (
 
 @functools.cache
 def _cuda_arch(index: int) -> str:
-    """Also takes over what was tuned for this model of GPU: configs depend on it and on shapes only."""
+    """Return the target, and load the launch choices that were tuned for this model of GPU."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         arch = str(properties.gcnArchName).split(":")[0]
@@ -26,11 +26,11 @@ def _cuda_arch(index: int) -> str:
     return arch
 
 
-without_gpu = 4  # multiprocessors, where there is no GPU; in the interpreter few, so that persistent loops iterate
+without_gpu = 4  # multiprocessors without a GPU; few, so that persistent loops iterate in the interpreter
 
 
 def multiprocessors(index: int | None) -> int:
-    """Streaming multiprocessors of a GPU."""
+    """Return the number of streaming multiprocessors."""
     return without_gpu if index is None else _multiprocessors(index)
 
 
@@ -44,7 +44,7 @@ def _target(x: Tensor) -> str:
 
 
 def arch(x: Tensor) -> str:
-    """The target that launch configs are chosen for: "sm_90", "gfx942", ...; the interpreter takes Hopper's. Raises
+    """Return the target that launch configs are chosen for: "sm_90", "gfx942", ...; "sm_90" in the interpreter. Raise
     `KernelUnsupported` for NVIDIA GPUs without bfloat16 or asynchronous copies, for which no kernel is compiled."""
     found = _target(x)
     if found.startswith(("sm_5", "sm_6", "sm_7")):
@@ -53,18 +53,18 @@ def arch(x: Tensor) -> str:
 
 
 def stat_dtype(x: Tensor) -> torch.dtype:
-    """Of statistics, softmax and sums over x: float32, or float64 for float64."""
+    """Return the dtype of statistics, softmax and sums over x: float32, or float64 for float64."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether x has no data: a study of memory runs ops on it. Where an op works in parts that need the same memory,
-    one part is enough."""
+    """Return whether x has no data. Studies of memory run ops on such tensors; an op that works in equal parts then
+    runs one part."""
     return FakeTensor is not None and isinstance(x, FakeTensor)
 
 
 def float32_precision() -> str:
-    """PyTorch's setting for matmuls of float32, by either of its ways, which it refuses to see mixed."""
+    """Return PyTorch's precision of float32 matmuls. It has an older and a newer setting, and refuses a mix of both."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -72,7 +72,7 @@ def float32_precision() -> str:
 
 
 def dot_precision(x: Tensor) -> str:
-    """`tl.dot`'s input_precision for x: float32 follows PyTorch's setting, 16-bit operands are exact either way. Tensor
-    cores cut TF32 operands off where cuBLAS may round them: a product is up to 2^-9 too small (test_tf32.py)."""
+    """Return `tl.dot`'s input_precision for x: float32 follows PyTorch's setting, 16-bit operands are exact anyway.
+    Tensor cores truncate TF32 operands, cuBLAS may round them: a product is up to 2^-9 too small (test_tf32.py)."""
     tf32 = x.dtype is torch.float32 and float32_precision() != "highest"
     return "tf32" if tf32 else "ieee"

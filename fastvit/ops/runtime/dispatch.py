@@ -51,13 +51,13 @@ HAVE_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class KernelUnsupported(ValueError):
-    """Raised by a launcher for a shape, dtype or GPU that its kernels cannot take. What it launched before counts for
-    nothing: results are fresh, and ATen writes all of them."""
+    """Raised by a launcher for a shape, dtype or GPU that its kernels cannot take. Earlier launches of the call do no
+    harm: ATen then computes all results into new tensors."""
 
 
 Settings = tuple[str, bool]  # backend, strict
 
-# os.environ's own dict, where there is one: 20 ns for a variable that is not set, where os.environ takes 800
+# os.environ's own dict, if it has one: 20 ns for a variable that is not set; os.environ takes 800
 _environ: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _BACKEND, _STRICT = (os.environ.encodekey(name) if _environ is not os.environ else name for name in _SETTINGS)
 _chosen: Settings | None = None  # by use_backend
@@ -65,7 +65,7 @@ _chosen: Settings | None = None  # by use_backend
 
 @functools.lru_cache(maxsize=8)
 def _parsed(*_raw: Any) -> Settings:
-    """What the environment says, by its raw values."""
+    """Parse the variables. The arguments, their raw values, are the cache's key."""
     backend, strict = (os.environ.get(name) or VARIABLES[name] for name in _SETTINGS)
     if backend not in BACKENDS:
         raise ValueError(f"FASTVIT_BACKEND must be one of {BACKENDS}, got {backend!r}")
@@ -75,7 +75,7 @@ def _parsed(*_raw: Any) -> Settings:
 
 
 def settings() -> Settings:
-    """The backend, and whether what Triton cannot take raises, as they are now."""
+    """Return the current backend, and whether what Triton cannot take raises."""
     return _chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT))
 
 
@@ -84,7 +84,7 @@ settings()  # a wrong value is an error at import
 
 def cache_folder() -> Path | None:
     """Return the folder of the user's files: $FASTVIT_CACHE_DIR, else fastvit in $XDG_CACHE_HOME, else in ~/.cache. It
-    need not be there. None for a user without a home."""
+    need not exist. None for a user without a home."""
     chosen, cache = (os.environ.get(name) for name in ("FASTVIT_CACHE_DIR", "XDG_CACHE_HOME"))
     try:
         return Path(chosen).expanduser() if chosen else Path(cache or "~/.cache").expanduser() / "fastvit"
@@ -94,24 +94,24 @@ def cache_folder() -> Path | None:
 
 @contextlib.contextmanager
 def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
-    """Within the context every op runs on the backend of that name, whatever FASTVIT_BACKEND says.
+    """Run every op within the context on the backend of that name, whatever FASTVIT_BACKEND says.
 
         with fastvit.ops.use_backend("aten"):
             loss = model(images).sum()
 
-    The choice is the whole process's, since autograd runs backward passes in threads of its own, and an op asks for it
-    whenever it runs: a backward pass, and a compiled model, take what holds when they run. Contexts may be nested; of
-    several threads, one at a time may enter and leave them. A CUDA graph replays what it has captured.
+    The choice holds for the whole process, since autograd runs backward passes in threads of its own. An op reads it
+    when it runs; so do a backward pass and a compiled model. Contexts may be nested, but only one thread at a time may
+    enter and leave them. A CUDA graph replays what it has captured.
 
     Args:
         name: "triton", "aten", or "auto": Triton for tensors on a GPU (with TRITON_INTERPRET=1 for all), else ATen.
         strict: whether what Triton cannot take raises (True) or falls back to ATen with one warning (False); None for
-            what holds outside: the enclosing context's, or FASTVIT_STRICT's.
+            the setting outside: the enclosing context's, or FASTVIT_STRICT's.
 
     Raises:
         ValueError: another name.
         TypeError: another type of strict.
-        RuntimeError: from an op on "triton", where Triton cannot run on its tensors' device at all.
+        RuntimeError: from an op on "triton", if Triton cannot run on its tensors' device at all.
     """
     global _chosen
     if name not in BACKENDS:
@@ -127,8 +127,8 @@ def use_backend(name: str, *, strict: bool | None = None) -> Iterator[None]:
 
 
 def wants_triton(x: Tensor) -> bool:
-    """Whether ops on x's device run Triton kernels."""
-    backend = (_chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT)))[0]  # `settings`, without its call
+    """Return whether ops on x's device run Triton kernels."""
+    backend = (_chosen or _parsed(_environ.get(_BACKEND), _environ.get(_STRICT)))[0]  # `settings` inline, for speed
     if backend == "aten" or not (HAVE_TRITON and (x.is_cuda or INTERPRET)):
         if backend == "triton":
             raise RuntimeError(
@@ -140,14 +140,14 @@ def wants_triton(x: Tensor) -> bool:
 
 
 def is_jit_tracing() -> bool:
-    """Whether torch.jit.trace records the calls that are made now."""
+    """Return whether torch.jit.trace is recording."""
     return not is_dynamo_compiling() and is_tracing is not None and is_tracing()
 
 
-# Arguments that are what they seem: no subclass of Tensor such as a fake, a distributed or a tracer's
+# Types of plain arguments: no subclass of Tensor, such as a fake, distributed or traced one
 _PLAIN_TYPES = frozenset({Tensor, Parameter, type(None), bool, int, float, str, torch.dtype})
 
-# Without one of these nobody can say whether a call is observed
+# If torch lacks one of these, calls always count as observed
 _KNOWS_OBSERVERS = has_forward_level and None not in (
     len_torch_dispatch_stack,
     is_torch_function_mode_enabled,
@@ -161,8 +161,8 @@ _KNOWS_OBSERVERS = has_forward_level and None not in (
 
 
 def is_observed() -> bool:
-    """Whether modes (fake tensors, FLOP counters, checkpoint policies, tracers), functorch transforms, profilers or
-    forward-mode AD are to see the calls that are made now, or may be."""
+    """Return whether something has to see the calls made now, or may have to: modes (fake tensors, FLOP counters,
+    checkpoint policies, tracers), functorch transforms, profilers or forward-mode AD."""
     return bool(
         not _KNOWS_OBSERVERS
         or is_dynamo_compiling()
@@ -177,7 +177,7 @@ def is_observed() -> bool:
 
 @contextlib.contextmanager
 def hidden_from_profilers() -> Iterator[None]:
-    """Within the context a profiler does not count as an observer: calls run, and allocate, as they do without one. The
+    """Do not count profilers as observers within the context: calls run and allocate as they do without one. The
     profiler sees PyTorch's functions and their memory, and no fused op."""
     global profiler_enabled
     before, profiler_enabled = profiler_enabled, lambda: False
@@ -188,12 +188,11 @@ def hidden_from_profilers() -> Iterator[None]:
 
 
 def choose_backend(*args: Any) -> str:
-    """What runs an op on these arguments, and every other op on what comes of them: "dispatcher", "triton" or "aten".
+    """Return what runs an op on these arguments, and further ops on its results: "dispatcher", "triton" or "aten".
 
-    The dispatcher for whatever it would not lead straight to the implementation: calls that are observed or under
-    autocast, tensor subclasses and other devices; for Triton also a GPU that is not the current one, and lazy
-    negations, as gradients of conj() have, which ATen's functions carry out themselves. Autograd is the
-    FusedFunctions' part."""
+    The dispatcher runs calls that are observed or under autocast, and calls with tensor subclasses or other devices;
+    for Triton also those on a GPU that is not the current one, and those with lazy negations (as gradients of conj()
+    have), which ATen's functions resolve themselves. Autograd is left to the FusedFunctions."""
     x = args[0]
     if (
         is_observed()

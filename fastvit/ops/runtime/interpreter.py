@@ -1,5 +1,5 @@
-"""Whether Triton's interpreter can multiply bfloat16. By itself it multiplies the raw 16-bit patterns as integers; the
-tests replace its `tl.dot`."""
+"""Check whether Triton's interpreter multiplies bfloat16 rightly. On its own it multiplies the raw 16-bit patterns as
+integers; the tests replace its `tl.dot`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dot_kernel(x_ptr, out_ptr):  # type: ignore[no-untyped-def]
 
 @functools.cache
 def warn_of_bfloat16() -> None:
-    """Warn if its product of ones is wrong; once in a process."""
+    """Warn if the interpreter's product of ones is wrong, once a process."""
     ones, out = torch.ones(16, 16, dtype=torch.bfloat16), torch.empty(16, 16)
     dot_kernel[(1,)](ones, out)
     if not bool((out == 16.0).all()):

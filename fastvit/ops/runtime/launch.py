@@ -1,12 +1,12 @@
-"""How a kernel is called: the only module that knows.
+"""Launch kernels. No other module calls one.
 
-Triton's own `kernel[grid](...)` binds and classifies every argument and makes a text of them all, on every call:
-some 17 us of Python for a kernel of 40 arguments, more than a small one runs. Here Triton does so once for each set of
-values that it could tell apart; the kernel that it has compiled for them is kept, and called directly from then on, in
-3 to 4 us (`python -m benchmarks.host.launch`).
+Triton's own `kernel[grid](...)` binds and classifies every argument and builds a string of them all, on every call:
+some 17 us of Python for a kernel of 40 arguments, more than a small kernel runs. Here Triton does so once for each set
+of values that it distinguishes; the kernel that it compiled is kept and then called directly, in 3 to 4 us
+(`python -m benchmarks.host.launch`).
 
-Triton's public way it stays wherever somebody watches launches (profilers hook them), in the interpreter, on AMD GPUs
-(where kernels also depend on the size of tensors), and with versions of Triton that nobody has compared.
+Triton's public launch path is used when a profiler hooks launches, in the interpreter, on AMD GPUs (where kernels also
+depend on the size of tensors), and with versions of Triton whose internals have not been compared.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from fastvit.ops.runtime import devices, dispatch, plans
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
-# In these `Compiled` is called as below, and a CUDA kernel depends on nothing that the key of `launch` has not
+# Versions in which `Compiled` is called as below, and a CUDA kernel depends on nothing outside the key of `launch`
 _DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
-OPTIONS = {"enable_fp_fusion": True}  # of every launch. Triton 3.9 warns that 3.10 will not fuse by default
+OPTIONS = {"enable_fp_fusion": True}  # for every launch: Triton 3.9 warns that 3.10 will not fuse by default
 _runtime = triton.knobs.runtime
-_MOST = 50_000  # entries, some 500 bytes each: as many shapes in one process, and all begin anew
+_MOST = 50_000  # entries, some 500 bytes each; then the cache is cleared
 
 Key = tuple[Any, ...]
 Constants = dict[str, Any]
 
 
 class Compiled(NamedTuple):
-    """A kernel as Triton's launcher takes it, on one device. constexprs: a place for each, which the launcher skips."""
+    """A kernel as Triton's launcher takes it, on one device. constexprs: a placeholder for each; the launcher skips
+    them."""
 
     run: Callable[..., object]
     stream: Callable[[int], int]  # the current one of a device
@@ -47,7 +48,7 @@ class Compiled(NamedTuple):
     function: int
     metadata: object
     constexprs: tuple[Any, ...]
-    kernel: object  # whose code Triton 3.9 unloads once nobody holds it
+    kernel: object  # held, because Triton 3.9 unloads the code with the last reference
 
 
 def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, constants: Constants) -> None:
@@ -56,13 +57,13 @@ def _in_interpreter(kernel: Any, programs: int, tensors: Any, numbers: Any, cons
     kernel[(programs,)](*tensors, *numbers, **constants)
 
 
-# What launches kernels in place of a GPU
+# called instead of a launch, see `launching`
 _instead: Callable[..., object] | None = _in_interpreter if dispatch.INTERPRET else None
 
 
 @contextlib.contextmanager
 def launching(function: Callable[..., object]) -> Iterator[None]:
-    """Within the context launchers call this with the arguments of `launch`, in its place."""
+    """Call the function with the arguments of `launch`, instead of `launch`, within the context."""
     global _instead
     before = _instead
     with plans.forgotten():
@@ -75,8 +76,8 @@ def launching(function: Callable[..., object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_launched(multiprocessors: int) -> Iterator[None]:
-    """Within the context launchers allocate what they would on a GPU of so many multiprocessors, and launch nothing:
-    how memory is planned."""
+    """Launch nothing within the context, to plan memory: launchers allocate what they would on a GPU with so many
+    multiprocessors."""
     before = dispatch.INTERPRET, devices.without_gpu
     with launching(lambda *_: None):
         dispatch.INTERPRET, devices.without_gpu = False, multiprocessors
@@ -94,12 +95,13 @@ _triton = threading.RLock()
 def launch(
     kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...], constants: Constants
 ) -> Compiled | None:
-    """kernel[(programs,)](*tensors, *numbers, **constants), on the current device and stream; nothing for no programs.
+    """Run kernel[(programs,)](*tensors, *numbers, **constants) on the current device and stream; do nothing for no
+    programs.
 
-    A kernel's parameters are tensors, then numbers, of which some may be constexprs, then constexprs only; constants
-    are the latter and launch options, in one order for one kernel. Raises `Unsupported` where it does not compile or
-    fit: each time, but is compiled only once. -> what the same launch may call directly, on tensors of other addresses
-    that are multiples of 16, or None.
+    A kernel's parameters are tensors, then numbers, some of which may be constexprs, then constexprs only. constants
+    holds the latter and launch options, always in the same order for one kernel. Return what the same launch may call
+    directly on other tensors whose addresses are multiples of 16, or None. Raise `KernelUnsupported` if the kernel does
+    not compile or fit: in every call, but it is compiled only once.
     """
     if programs == 0:
         return None
@@ -127,14 +129,14 @@ def launch(
 
 
 class Launch:
-    """A launch but for its tensors, which look alike in every call, for `plans.Plans`: what two launches of one kernel
-    may differ in is then where tensors lie, and that is soon compared."""
+    """A launch without its tensors, for `plans.Plans`. Tensors of later calls have the same types, shapes and strides,
+    so that launches differ in addresses only."""
 
     __slots__ = ("_direct", "constants", "kernel", "numbers", "programs")
 
     def __init__(self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self._direct: Compiled | None = None  # of aligned tensors, the numbers before the constexprs
+        self._direct: Compiled | None = None  # for aligned tensors; the numbers before the constexprs
 
     def __call__(self, *tensors: Tensor | None) -> None:
         if self._direct is not None:
@@ -149,12 +151,12 @@ class Launch:
 
 
 def cdiv(a: int, b: int) -> int:
-    """ceil(a / b) on the host, where `triton.cdiv` takes 3 us."""
+    """Return ceil(a / b); `triton.cdiv` takes 3 us on the host."""
     return -(-a // b)
 
 
 def _watched() -> bool:
-    """Whether a profiler hooks launches."""
+    """Return whether a profiler hooks launches."""
     for hook in (_runtime.launch_enter_hook, _runtime.launch_exit_hook):
         if hook is not None and getattr(hook, "calls", True):  # a chain of hooks, in some versions a single one
             return True
@@ -167,14 +169,14 @@ plans.launches_are_watched = _watched
 def _by_triton(
     key: Key, kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants
 ) -> Compiled | None:
-    """Triton's own launch, which compiles where it has to; what it launched is kept."""
+    """Launch by Triton, which compiles if it has to, and keep what it launched."""
     with _triton:
         if (reason := _refused.get(key)) is not None:
             raise KernelUnsupported(reason)
         try:
             compiled = kernel[(programs,)](*arguments, **constants, **OPTIONS)
         except (TritonError, RuntimeError) as error:
-            if not isinstance(error, TritonError) and "PassManager" not in str(error):  # no error of the compiler
+            if not isinstance(error, TritonError) and "PassManager" not in str(error):  # not the compiler's error
                 raise
             _refused[key] = f"{kernel.__name__} does not compile or fit: {error}"
             raise KernelUnsupported(_refused[key]) from error

@@ -1,9 +1,9 @@
-"""What an op works out from the looks of its arguments, once for all calls that look alike.
+"""Cache what an op derives from the signature of a call: types, shapes, strides, dtypes, devices and options.
 
-At batch 1 the host takes longer to think about a call than a GPU to run it: checks, the choice of a path, launch
-configurations, strides, grids. All of that follows from types, shapes, dtypes, devices and options. An op that takes
-part asks `recall` for its plans before anything else and hands them to its launchers. What follows from looks alone
-goes through `plan`: worked out in the first call, read in all later ones, in the order in which it was asked for.
+At batch 1 the host takes longer to prepare a call than a GPU to run it: checks, the choice of a path, launch
+configurations, strides, grids. All of that follows from the signature. An op asks `recall` for its plans before
+anything else and passes them to its launchers. What follows from the signature alone goes through `plan`: computed in
+the first call, read in later calls, in the same order.
 
     plans = recall("linear", (x, weight, bias), (activation,))
     options = plans.plan(_checked, x, weight, bias, activation)
@@ -30,10 +30,10 @@ from fastvit.ops.runtime.torch_private import TensorGuards, is_any_autocast_enab
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
-Alike = Callable[..., bool]  # whether tensors look like those of a first call
+Alike = Callable[..., bool]  # whether tensors match those of the first call
 
-_MOST = 8192  # keys, some 3 KB each: beyond that, as many shapes in one process, all begin anew
-_MOST_ALIKE = 16  # calls of one key that look different
+_MOST = 8192  # keys, some 3 KB each; then the cache is cleared
+_MOST_ALIKE = 16  # signatures of one key
 Kept = dict[Key, tuple[tuple[Alike, list[Any]], ...]]
 _kept: Kept = {}
 launches_are_watched: Callable[[], bool] = bool  # False, until `launch.py` is imported and asks Triton's hooks
@@ -42,37 +42,37 @@ _TENSORS = frozenset({Tensor, Parameter, type(None)})  # no subclass such as a f
 
 
 class Plans:
-    """Of a call of which nothing is known or kept: everything is worked out."""
+    """No caching: compute everything."""
 
     __slots__ = ()
 
     def plan(self, function: Callable[..., T], *args: Any) -> T:
-        """function(*args), which depends on what `recall` compared and on nothing else, and holds no tensor."""
+        """Return function(*args). It depends on nothing but what `recall` compared, and its result holds no tensor."""
         return function(*args)
 
     def readable(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
-        """Each tensor as a kernel reads it: itself, or what `convert` makes of it."""
+        """Return each tensor as a kernel reads it: itself, or `convert` of it."""
         return [convert(t) for t in tensors]
 
     def keep(self) -> None:
-        """The call has succeeded."""
+        """Keep the plans: the call has succeeded."""
 
     def abandon(self) -> None:
-        """Another path than the planned one is taken from here on."""
+        """Compute everything from here on: the call has left the planned path."""
 
 
 AFRESH = Plans()
 
 
 class _First(Plans):
-    """Of the first call of its looks."""
+    """First call with this signature: record."""
 
     __slots__ = ("_alike", "_found", "_into", "_key")
 
     def __init__(self, key: Key, alike: Alike, into: Kept) -> None:
         self._key: Key | None = key
         self._alike = alike
-        self._into = into  # which may be forgotten by the time the call has succeeded
+        self._into = into  # may be cleared before the call has succeeded
         self._found: list[Any] = []
 
     def plan(self, function: Callable[..., T], *args: Any) -> T:
@@ -83,7 +83,7 @@ class _First(Plans):
     def readable(self, convert: Callable[[Any], Any], *tensors: Tensor | None) -> Any:
         converted = [convert(t) for t in tensors]
         if any(map(operator.is_not, converted, tensors)):
-            self.abandon()  # has to be converted every time
+            self.abandon()  # it has to be converted in every call
         return converted
 
     def keep(self) -> None:
@@ -98,7 +98,7 @@ class _First(Plans):
 
 
 class _Again(Plans):
-    """Of a call that looks like an earlier one."""
+    """Later call with this signature: replay."""
 
     __slots__ = ("_next",)
 
@@ -117,12 +117,12 @@ class _Again(Plans):
 
 
 def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
-    """The plans of a call of the op. AFRESH where nothing may be taken for granted: a call that somebody observes
-    (`is_observed`), that does not run Triton kernels on the current device, or has anything but plain tensors among
-    its arguments.
+    """Return the plans of a call of the op: AFRESH, which caches nothing, for a call that is observed (`is_observed`),
+    that does not run Triton kernels on the current device, or that has other than plain tensors among its arguments.
 
-    arguments: x, then other tensors, None, or tuples and lists of these and of plain values; options: plain values,
-    with the looks of the tensors all that the call depends on. What is neither leads to AFRESH, so that checks see it.
+    arguments: x, then other tensors, None, or tuples and lists of these and of plain values. options: plain values.
+    The call must depend on options and the tensors' signature only. Anything else leads to AFRESH, so that the op's
+    checks see it.
     """
     try:
         x, types = arguments[0], tuple(map(type, arguments))
@@ -145,12 +145,12 @@ def recall(op: str, arguments: tuple[Any, ...], options: Key) -> Plans:
         if not _TENSORS.issuperset(types) or not _plain(tensors):
             return AFRESH
         return _First(key, _guards(tensors), _kept)
-    except (AttributeError, TypeError, SystemError):  # the last of guards whose arguments are others
+    except (AttributeError, TypeError, SystemError):  # SystemError: from guards with other arguments
         return AFRESH
 
 
 def _plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels may read them as they lie or be given copies, and there are guards."""
+    """Return whether the tensors are plain, so that kernels may read them or copies, and torch has guards."""
     return bool(
         TensorGuards is not None
         and unwrap_if_dead is not None
@@ -161,8 +161,8 @@ def _plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def _guards(tensors: Sequence[Tensor]) -> Alike:
-    """Compares class, dtype, device, shape, strides, requires_grad, and the dispatcher's keys, as a lazy negation, a
-    functorch wrapper, autocast and inference mode have: 1.5 us for 17 tensors, of which it holds none."""
+    """Return a comparison of class, dtype, device, shape, strides, requires_grad and the dispatcher's keys, which show
+    lazy negations, functorch wrappers, autocast and inference mode. It takes 1.5 us for 17 tensors and holds none."""
     first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
     places = sorted(first.values())
     once = [tensors[i] for i in places]
@@ -170,7 +170,7 @@ def _guards(tensors: Sequence[Tensor]) -> Alike:
         "dynamic_dims_sizes": [list(t.shape) for t in once],
         "dynamic_dims_strides": [list(t.stride()) for t in once],
     }
-    alike: Alike = TensorGuards(*once, **layout).check  # of no tensor twice
+    alike: Alike = TensorGuards(*once, **layout).check  # takes no tensor twice
     if len(once) == len(tensors):
         return alike
     again = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
@@ -178,7 +178,7 @@ def _guards(tensors: Sequence[Tensor]) -> Alike:
 
 
 def _flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key]:
-    """The tensors among arguments and in tuples among them, and where these are, with all else."""
+    """Return the tensors in the arguments and in tuples among them, and their places with everything else."""
     tensors: list[Any] = []
     structure: list[Any] = []
     rest = list(reversed(arguments))
@@ -206,7 +206,7 @@ _tuned.on_change(_forget)
 
 @contextlib.contextmanager
 def forgotten() -> Iterator[None]:
-    """No call within the context looks like one outside: for contexts in which launches mean something else."""
+    """Clear the cache before and after the context, in which launches mean something else."""
     _forget()
     try:
         yield

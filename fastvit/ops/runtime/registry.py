@@ -1,5 +1,5 @@
-"""Register an op: one schema with two implementations of its name, one on PyTorch's own functions (`aten.py` of the
-op's folder) and one that launches Triton kernels (`launch.py`, imported at the first such call).
+"""Register an op: one schema with two implementations, one on PyTorch's own functions (`aten.py` of the op's folder)
+and one that launches Triton kernels (`launch.py`, imported by the first such call).
 
 Both are one op of the `fastvit::` namespace, with a fake implementation for `torch.compile` and `torch.export`.
 `dispatch.py` decides for each call which one runs."""
@@ -20,9 +20,9 @@ from torch import Tensor
 from fastvit.ops.runtime.dispatch import KernelUnsupported, choose_backend, is_jit_tracing, settings, wants_triton
 
 _LIB = torch.library.Library("fastvit", "DEF")
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> the same in functions that exporters know
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> what runs behind it: (*arguments, backend=)
-LAUNCH_MODULES: set[str] = set()  # names of modules, which are imported when a kernel is first wanted
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its decomposition
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}  # overload -> its implementation: (*arguments, backend=)
+LAUNCH_MODULES: set[str] = set()  # names of modules, imported when a kernel is first wanted
 _warned: set[tuple[str, str]] = set()
 
 
@@ -36,18 +36,18 @@ def register(
     decomposition: Callable[..., Any] | None = None,
     planned: bool = False,
 ) -> Callable[..., Any]:
-    """Defines `fastvit::<schema>` and returns the function that the rest of the package calls: the registered op, or,
-    where nothing could tell the difference, its implementation without the dispatcher's 3 us. From a caller that runs
-    several ops it takes `backend=`, what `choose_backend` said, or the `Plans` of the caller's call.
+    """Define `fastvit::<schema>` and return the function that the rest of the package calls. It runs the registered op,
+    or, where nothing observes the call, the implementation without the dispatcher's 3 us. backend=: what
+    `choose_backend` returned for a caller that runs several ops, or the `Plans` of the caller's call.
 
     schema: "name(Tensor x, ...) -> ..."; the first argument is a tensor on the op's device. No argument is mutated
         and no output aliases an input or another output.
     aten: positional arguments as in the schema.
-    launch: the module of `fastvit.ops`, such as "attention.launch", that has the function `name` with the same
-        arguments, for Triton. It may raise `KernelUnsupported`.
-    fake: the same on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
+    launch: the module of `fastvit.ops`, such as "attention.launch", with a function of the op's name and arguments
+        for Triton. It may raise `KernelUnsupported`.
+    fake: the op on fake tensors; shapes, dtypes and strides exactly as both implementations return them.
     flops: as `torch.utils.flop_counter.register_flop_formula` takes it, shapes for tensors, `out_shape` by keyword.
-    decomposition: the same in functions that exporters know, for a forward op.
+    decomposition: the op in functions that exporters know, for a forward op.
     planned: whether the launcher takes `plans=`.
     """
     name = schema[: schema.index("(")]
@@ -100,8 +100,8 @@ def register(
 
 
 def _wants_functions_of_torch() -> bool:
-    """Whether a call is written down for readers that know PyTorch's own functions only: ONNX, and torch.jit.trace,
-    which records no `autograd.Function`, so that an opaque op in its trace would have no gradient."""
+    """Return whether the call is recorded by a tracer that knows PyTorch's own functions only: ONNX, or
+    torch.jit.trace, which records no `autograd.Function`, so that an opaque op in its trace would have no gradient."""
     return is_jit_tracing() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export())
 
 
@@ -110,8 +110,8 @@ runner: Callable[[Any, tuple[Any, ...]], Any] | None = None  # see `run_by`
 
 @contextlib.contextmanager
 def run_by(function: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Within the context function(overload, arguments) runs what the dispatcher would. For studies of memory: ops write
-    in place, as they do where nothing observes them."""
+    """Let function(overload, arguments) run what the dispatcher would, within the context. For studies of memory: ops
+    write in place, as they do in calls that nothing observes."""
     global runner
     before, runner = runner, function
     try:
@@ -122,8 +122,8 @@ def run_by(function: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _isolated(x: Tensor) -> Iterator[None]:
-    """What the dispatcher hands over runs without autocast, because an op has chosen its dtypes; without autograd,
-    which is the FusedFunctions' and on where an exported program calls the op itself; and on x's device."""
+    """Run an implementation that the dispatcher calls. No autocast: the op has chosen its dtypes. No autograd: that is
+    the FusedFunctions' task, and on when an exported program calls the op itself. On x's device."""
     kind = x.device.type
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -135,7 +135,7 @@ def _isolated(x: Tensor) -> Iterator[None]:
 
 
 def _warn_or_raise(name: str, reason: str) -> None:
-    """That Triton cannot take a call: an error if strict, else one warning for each reason."""
+    """Say that Triton cannot take a call: raise if strict, else warn once for each reason."""
     if settings()[1]:
         raise KernelUnsupported(f"fastvit::{name}: {reason}")
     if (name, reason) not in _warned:

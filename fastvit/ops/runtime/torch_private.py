@@ -1,5 +1,5 @@
-"""Names of torch that are not public, each found once at import; None where this torch has no such name. Whoever uses
-one has a slower way without it."""
+"""Names of torch that are not public, each looked up once at import; None if this torch lacks it. Every user of one has
+a slower way without it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-PATHS: list[str] = []  # all that were asked for
+PATHS: list[str] = []  # all names looked up here
 
 
 def _find(path: str) -> Any:
@@ -18,7 +18,7 @@ def _find(path: str) -> Any:
     return found
 
 
-# who observes a call
+# what tells whether a call is observed
 len_torch_dispatch_stack = _find("_C._len_torch_dispatch_stack")
 is_torch_function_mode_enabled = _find("_C._is_torch_function_mode_enabled")
 are_functorch_transforms_active = _find("_C._are_functorch_transforms_active")
@@ -27,7 +27,7 @@ is_tracing = _find("_C._is_tracing")
 profiler_enabled = _find("autograd._profiler_enabled")
 is_zerotensor = _find("Tensor._is_zerotensor")
 
-TensorGuards = _find("_C._dynamo.guards.TensorGuards")  # whether tensors look like others, all compared in C++
+TensorGuards = _find("_C._dynamo.guards.TensorGuards")  # compares tensors with a signature in C++
 clear_saved_tensors = _find("autograd.function.BackwardCFunction.maybe_clear_saved_tensors")
 unwrap_if_dead = _find("_C._functorch.unwrap_if_dead")
 has_forward_level = _find("autograd.forward_ad._current_level") is not None
@@ -36,8 +36,8 @@ is_batched_gradient = _find("_C._functorch.is_legacy_batchedtensor")
 add_batch_dim = _find("_add_batch_dim")
 remove_batch_dim = _find("_remove_batch_dim")
 set_dispatch_key_included = _find("_C._dispatch_tls_set_dispatch_key_included")
-FakeTensor = _find("_subclasses.fake_tensor.FakeTensor")  # what a study plans with
-gelu_ = _find("_C._nn.gelu_")  # what F.gelu is made of; F has no form in place
+FakeTensor = _find("_subclasses.fake_tensor.FakeTensor")  # studies plan with it
+gelu_ = _find("_C._nn.gelu_")  # F.gelu has no in-place form
 flash_attention = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu.default")
 flash_attention_backward = _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default")
 fused_sdp_choice = _find("_fused_sdp_choice")

@@ -1,9 +1,13 @@
-"""Every public op with small random tensors, and eager PyTorch for the same."""
+"""The table of public ops with their tensors, by named dimensions, and their options.
+
+`verify` draws its tensors from it; tests, and checks of launches, take the same rows at other sizes and add theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,41 +19,188 @@ from fastvit.study.accuracy import formulas
 HEAD_DIMS = (32, 64, 72, 80, 96, 128)
 WIDTH, HEADS, TOKENS, LONG, PATCH, DROPPED = 192, 2, 197, 577, 16, 0.25
 _SEED = 7
-_MEAN, _STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, tuple[int | str, ...]]  # by tensor; names of dimensions are those of `sizes`
+
+# ---- tensors that several ops take ----
+
+X: Shapes = {"x": ("B", "N", "D")}
+SCALES: Shapes = {"layer_scale": ("D",), "row_scale": ("B",)}
+NORM: Shapes = {"norm_weight": ("D",), "norm_bias": ("D",)}
+QKV: Shapes = {"qkv_weight": ("3Hd", "D"), "qkv_bias": ("3Hd",), "proj_weight": ("D", "Hd"), "proj_bias": ("D",)}
+FC: Shapes = {
+    "fc1_weight": ("hidden", "D"), "fc1_bias": ("hidden",), "fc2_weight": ("D", "hidden"), "fc2_bias": ("D",),
+}  # fmt: skip
+GATED_FC: Shapes = {
+    "fc1_weight": ("2gated", "D"), "fc1_bias": ("2gated",), "fc2_weight": ("D", "gated"), "fc2_bias": ("D",),
+}  # fmt: skip
+HEAD = ("B", "N", "H", "d")
+MASK: Shapes = {"attn_mask": ("H", "N", "N")}
+TABLES: Shapes = {"sin": ("T", "d"), "cos": ("T", "d")}
+FIXED_TABLES: Shapes = {"fixed_sin": ("T", "d"), "fixed_cos": ("T", "d")}  # without a gradient
+QK_WEIGHTS: Shapes = {"q_weight": ("d",), "k_weight": ("d",)}
+PATCHES: Shapes = {"weight": ("D", 3, "patch", "patch"), "bias": ("D",), "pos_embed": ("P", "D"), "prefix": (1, "D")}
+_IMAGE = ("B", 3, "height", "width")
+
+
+def sizes(
+    B: int, N: int, D: int, H: int, d: int, *, hidden: int, gated: int, patch: int, height: int, width: int
+) -> dict[str, int]:
+    """Return every named dimension. T: the tokens after one prefix token; P: the patches of an image."""
+    given = {"B": B, "N": N, "D": D, "H": H, "d": d, "hidden": hidden, "gated": gated, "patch": patch}
+    given |= {"height": height, "width": width, "P": height * width // patch**2}
+    return given | {"BN": B * N, "T": N - 1, "Hd": H * d, "3Hd": 3 * H * d, "2gated": 2 * gated}
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """One op with a choice of tensors and options.
+
+    Attributes:
+        op: its name in `fastvit.ops`.
+        tensors: its tensors' shapes by name; `arguments` says which names make which argument.
+        options: its other keyword arguments.
+    """
+
+    op: str
+    tensors: Shapes
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def shapes(self, of: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return the tensors' shapes at these sizes."""
+        found = {}
+        for name, shape in self.tensors.items():
+            found[name] = tuple(n if isinstance(n, int) else of[n] for n in shape)
+        return found
+
+    def arguments(self, tensors: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        """Return the op's keyword arguments. The residual of an MLP and of attention is x, as in a block, unless there
+        is another. more: options that depend on the sizes."""
+        options = self.options | more
+        found = arguments(tensors, interleaved=options.pop("interleaved", False))
+        if "mlp" in self.op or self.op == "layer_norm_attention":
+            found.setdefault("residual", tensors["x"])
+        return found | options
+
+    def call(self, module: ModuleType = ops, **more: Any) -> Callable[..., Any]:
+        """Return the op, or its formula in the module, as a function of tensors by name."""
+        return lambda **tensors: getattr(module, self.op)(**self.arguments(tensors, **more))
+
+
+def arguments(
+    tensors: Mapping[str, Any], *, eps: float = 1e-6, prefix: int = 1, interleaved: bool = False
+) -> dict[str, Any]:
+    """Return an op's keyword arguments from tensors by name. Names that are no arguments themselves:
+
+    sin, cos; fixed_sin, fixed_cos      rotary, after `prefix` tokens
+    gate_weight, value_weight           fc1_weight, a pair; the same of biases
+    inner_weight, inner_bias            inner_norm, with this eps; the same of scale, q and k; no bias: RMSNorm
+    qkv, with q_weight                  q and k
+    pixels                              image
+    """
+    found = dict(tensors)
+    for before in ("", "fixed_"):
+        if f"{before}sin" in found:
+            sin, cos = found.pop(f"{before}sin"), found.pop(f"{before}cos")
+            found["rotary"] = None if sin is None else ops.Rotary(sin, cos, prefix, interleaved)
+    if "gate_weight" in found:
+        for kind in ("weight", "bias"):
+            found[f"fc1_{kind}"] = tuple(found.pop(f"{layer}_{kind}", None) for layer in ("gate", "value"))
+    for name in ("inner", "scale", "q", "k"):
+        weight, bias = (found.pop(f"{name}_{kind}", None) for kind in ("weight", "bias"))
+        if weight is not None:
+            found[f"{name}_norm"] = ops.Norm(weight, bias, eps, "rms" if bias is None else "layer")
+    if "norm_weight" in found:
+        found.setdefault("norm_bias", None)
+        if "q_norm" in found:
+            found["qk_norm"] = found.pop("q_norm"), found.pop("k_norm")
+    elif "q_norm" in found and "qkv" in found:
+        found["q"], found["k"], _ = found.pop("qkv").unbind(2)
+    if "pixels" in found:
+        found["image"] = found.pop("pixels")
+    return found
+
+
+_BYTES = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25)}  # options for an image of bytes
+OF_HEADS = {
+    "attention": OpCase("attention", dict.fromkeys("qkv", HEAD)),
+    "attention_qkvpacked": OpCase("attention_qkvpacked", {"qkv": ("B", "N", 3, "H", "d")}),
+    "attention mask": OpCase("attention", {"q": HEAD, **dict.fromkeys("kv", ("B", "N", 1, "d")), **MASK}),
+    "attention_varlen": OpCase("attention_varlen", {**dict.fromkeys("qkv", ("BN", "H", "d")), "cu_seqlens": (4,)}),
+    "rotary halves": OpCase("rotary", {"x": HEAD, **TABLES}),
+    "rotary interleaved": OpCase("rotary", {"x": HEAD, **TABLES}, {"interleaved": True}),
+    "rotary_qkvpacked": OpCase("rotary_qkvpacked", {"qkv": ("B", "N", 3, "H", "d"), **TABLES}),
+    "qk_norm rms": OpCase(
+        "qk_norm", {"q": HEAD, "k": HEAD, **QK_WEIGHTS, **FIXED_TABLES}, {"interleaved": True}
+    ),
+    "qk_norm layer": OpCase(
+        "qk_norm", {"q": HEAD, "k": HEAD, **QK_WEIGHTS, **FIXED_TABLES, "q_bias": ("d",), "k_bias": ("d",)}
+    ),
+    "layer_norm_attention": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **SCALES}),
+    "layer_norm_attention qk_norm": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **QK_WEIGHTS}),
+}  # fmt: skip
+OF_TOKENS = {
+    "dropout": OpCase("dropout", X, {"p": DROPPED}),
+    "layer_norm": OpCase("layer_norm", {**X, "weight": ("D",), "bias": ("D",)}),
+    "rms_norm": OpCase("rms_norm", {**X, "weight": ("D",)}),
+    "add_layer_norm": OpCase(
+        "add_layer_norm", {"residual": X["x"], "branch": X["x"], "weight": ("D",), "bias": ("D",), **SCALES}
+    ),
+    "linear gelu": OpCase(
+        "linear", {**X, "weight": ("hidden", "D"), "bias": ("hidden",)}, {"activation": "gelu"}
+    ),
+    "linear residual": OpCase("linear", {**X, "weight": ("D", "D"), "bias": ("D",), **SCALES, "residual": X["x"]}),
+    "layer_norm_linear": OpCase("layer_norm_linear", {**X, **NORM, "weight": ("3Hd", "D"), "bias": ("3Hd",)}),
+    "mlp gelu": OpCase("mlp", {**X, **FC, **SCALES}),
+    "layer_norm_mlp gelu": OpCase("layer_norm_mlp", {**X, **NORM, **FC, **SCALES}),
+    "mlp swiglu": OpCase("mlp", {**X, **GATED_FC, **SCALES}, {"activation": "swiglu"}),
+    "layer_norm_mlp swiglu": OpCase("layer_norm_mlp", {**X, **NORM, **GATED_FC, **SCALES}, {"activation": "swiglu"}),
+    "patch_embed": OpCase("patch_embed", {"image": _IMAGE, **PATCHES}),
+    "patch_embed uint8": OpCase("patch_embed", {"pixels": _IMAGE, **PATCHES}, _BYTES),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """
+    """A row of the table at the sizes that `verify` runs it with.
+
     Attributes:
-        op: of `fastvit.ops`.
-        variant: what is special about it, or "".
-        head_dim: or None, for an op without heads.
-        width: of the embedding; of an op on heads that of all of them.
-        tokens: of a sample.
-        fused, eager: functions of the tensors.
+        name: the op, and what is special about the case.
+        head_dim: None for an op without heads.
+        width: of the embedding; for an op on heads, of all heads.
+        tokens: in a sample.
+        row, shapes, options: the op's row, its tensors' shapes, and its options at these sizes.
     """
 
-    op: str
-    variant: str
+    name: str
     head_dim: int | None
     width: int
     tokens: int
-    fused: Callable[..., Any] = field(repr=False)
-    eager: Callable[..., Any] = field(repr=False)
-    shapes: Shapes = field(repr=False)
+    row: OpCase = field(repr=False)
+    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    options: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def name(self) -> str:
-        return f"{self.op} {self.variant}".strip()
+    def op(self) -> str:
+        return self.row.op
+
+    @property
+    def fused(self) -> Callable[..., Any]:
+        return _dropout if self.op == "dropout" else self.row.call(**self.options)
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        return _masked if self.op == "dropout" else self.row.call(formulas, **self.options)
 
     def tensors(self, dtype: torch.dtype, device: torch.device, draw: int = 0) -> dict[str, Tensor]:
-        """The same numbers on every device, rounded to the dtype; other ones in every draw. Tables of positions are
-        float32."""
-        drawn = {}
+        """Draw the tensors: the same numbers on every device, rounded to the dtype; others in every draw. Tables of
+        positions are float32."""
+        drawn: dict[str, Tensor] = {}
         for seed, (name, shape) in enumerate(self.shapes.items(), 100 * draw):
+            if name == "cu_seqlens":  # three sequences
+                T = drawn["q"].shape[0]
+                drawn[name] = torch.tensor([0, T // 7, T // 2, T], device=device)
+                continue
             t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
             fixed = name == "row_scale" or name.startswith("fixed")
             if name == "row_scale":
@@ -73,176 +224,27 @@ class Case:
 def cases(
     names: Sequence[str] | None = None, head_dims: Sequence[int] = HEAD_DIMS, width: int = WIDTH, heads: int = HEADS
 ) -> list[Case]:
-    """Every op, or those of `names`, at every head dimension where it has heads."""
+    """Return every op, or those of `names`, at every head dimension where it has heads."""
     return [case for case in _all(head_dims, width, heads) if names is None or case.op in names]
 
 
 def _all(head_dims: Sequence[int], D: int, H: int) -> Iterator[Case]:
-    B, N = 2, TOKENS
-    x: Shapes = {"x": (B, N, D)}
-    gammas: Shapes = {"layer_scale": (D,), "row_scale": (B,)}
-    norm: Shapes = {"norm_weight": (D,), "norm_bias": (D,)}
     for d in head_dims:
-        yield from _of_heads(B, N, H, d)
-    yield _case("dropout", "", D, _dropout, _masked, x)
-    yield _case("layer_norm", "", D, _of("layer_norm"), formulas.layer_norm, {**x, "weight": (D,), "bias": (D,)})
-    yield _case("rms_norm", "", D, _of("rms_norm"), _bound(formulas.layer_norm, norm="rms"), {**x, "weight": (D,)})
-    both = {"residual": (B, N, D), "branch": (B, N, D), "weight": (D,), "bias": (D,), **gammas}
-    yield _case("add_layer_norm", "", D, _of("add_layer_norm"), formulas.add_layer_norm, both)
-    layer: Shapes = {**x, "weight": (4 * D, D), "bias": (4 * D,)}
-    yield _case(
-        "linear", "gelu", D, _of("linear", activation="gelu"), _bound(formulas.linear, activation="gelu"), layer
-    )
-    layer = {**x, "weight": (D, D), "bias": (D,), **gammas, "residual": (B, N, D)}
-    yield _case("linear", "residual", D, _of("linear"), formulas.linear, layer)
-    layer = {**x, **norm, "weight": (3 * D, D), "bias": (3 * D,)}
-    yield _case("layer_norm_linear", "", D, _of("layer_norm_linear"), formulas.layer_norm_linear, layer)
-    mlp: Shapes = {"fc1_weight": (4 * D, D), "fc1_bias": (4 * D,), "fc2_weight": (D, 4 * D), "fc2_bias": (D,), **gammas}
-    yield _case("mlp", "gelu", D, _residual("mlp"), _with_residual(formulas.mlp), {**x, **mlp})
-    behind = {**x, **norm, **mlp}
-    yield _case(
-        "layer_norm_mlp", "gelu", D, _residual("layer_norm_mlp"), _with_residual(formulas.layer_norm_mlp), behind
-    )
-    h = D // 8 * 16  # 2 D, a multiple of 16
-    gated: Shapes = {"fc1_weight": (2 * h, D), "fc1_bias": (2 * h,), "fc2_weight": (D, h), "fc2_bias": (D,), **gammas}
-    for name, shapes in (("mlp", {**x, **gated}), ("layer_norm_mlp", {**x, **norm, **gated})):
-        eager = _with_residual(getattr(formulas, name), activation="swiglu")
-        yield _case(name, "swiglu", D, _residual(name, activation="swiglu"), eager, shapes)
+        for name, row in OF_HEADS.items():
+            if name == "layer_norm_attention qk_norm" and d != 64:
+                continue
+            options = {"num_heads": H} if row.op == "layer_norm_attention" else {}
+            several = d == 64 and name in ("attention", "attention_qkvpacked")
+            for tokens in (TOKENS, LONG) if several else (TOKENS,):  # one tile of keys, and several
+                yield Case(name, d, H * d, tokens, row, row.shapes(_sizes(tokens, H * d, H, d)), options)
+    for name, row in OF_TOKENS.items():
+        yield Case(name, None, D, TOKENS, row, row.shapes(_sizes(TOKENS, D, 1, D)))
+
+
+def _sizes(N: int, D: int, H: int, d: int) -> dict[str, int]:
     side = 14 * PATCH
-    embed: Shapes = {"weight": (D, 3, PATCH, PATCH), "bias": (D,), "pos_embed": (196, D), "prefix": (1, D)}
-    yield _case("patch_embed", "", D, _of("patch_embed"), formulas.patch_embed, {"image": (B, 3, side, side), **embed})
-    of_pixels = {"pixels": (B, 3, side, side), **embed}
-    yield _case("patch_embed", "uint8", D, _pixels(_of("patch_embed")), _pixels(formulas.patch_embed), of_pixels)
-
-
-def _of_heads(B: int, N: int, H: int, d: int) -> Iterator[Case]:
-    D, T = H * d, N - 1
-    for tokens in (N, LONG) if d == 64 else (N,):  # one tile of keys, and several
-        separate: Shapes = dict.fromkeys("qkv", (B, tokens, H, d))
-        yield Case("attention", "", d, D, tokens, _of("attention"), _separate, separate)
-        packed: Shapes = {"qkv": (B, tokens, 3, H, d)}
-        yield Case("attention_qkvpacked", "", d, D, tokens, _of("attention_qkvpacked"), formulas.attention, packed)
-    shared: Shapes = {"q": (B, N, H, d), "k": (B, N, 1, d), "v": (B, N, 1, d)}
-    yield Case("attention", "mask", d, D, N, _of("attention"), _separate, {**shared, "attn_mask": (H, N, N)})
-    yield Case(
-        "attention_varlen", "", d, D, N, _ended(_of("attention_varlen")), _ended(_one_by_one), _images(B * N, H, d)
-    )
-    tables: Shapes = {"sin": (T, d), "cos": (T, d)}
-    for name, interleaved in (("halves", False), ("interleaved", True)):
-        fused, eager = _positions("rotary", interleaved), _rotary(formulas.rotary, interleaved)
-        yield Case("rotary", name, d, D, N, fused, eager, {"x": (B, N, H, d), **tables})
-    fused, eager = _positions("rotary_qkvpacked"), _rotary(_qkv_rotary)
-    yield Case("rotary_qkvpacked", "", d, D, N, fused, eager, {"qkv": (B, N, 3, H, d), **tables})
-    of_norms: Shapes = {"q_weight": (d,), "k_weight": (d,)}
-    normed = {"q": (B, N, H, d), "k": (B, N, H, d), **of_norms, "fixed_sin": (T, d), "fixed_cos": (T, d)}
-    for name, interleaved in (("rms", True), ("layer", False)):
-        normed |= {"q_bias": (d,), "k_bias": (d,)} if name == "layer" else {}
-        fused, eager = (_normed(function, interleaved) for function in (_of("qk_norm"), formulas.qk_norm))
-        yield Case("qk_norm", name, d, D, N, fused, eager, normed.copy())
-    layers: Shapes = {
-        "x": (B, N, D), "norm_weight": (D,), "norm_bias": (D,), "qkv_weight": (3 * D, D), "qkv_bias": (3 * D,),
-        "proj_weight": (D, D), "proj_bias": (D,),
-    }  # fmt: skip
-    eager = _with_residual(formulas.layer_norm_attention, num_heads=H)
-    fused = _residual("layer_norm_attention", num_heads=H)
-    yield Case("layer_norm_attention", "", d, D, N, fused, eager, layers)
-    if d == 64:
-        behind, plain = (_of_layers(function) for function in (fused, eager))
-        yield Case("layer_norm_attention", "qk_norm", d, D, N, behind, plain, {**layers, **of_norms})
-
-
-def _case(op: str, variant: str, D: int, fused: Callable[..., Any], eager: Callable[..., Any], shapes: Shapes) -> Case:
-    return Case(op, variant, None, D, TOKENS, fused, eager, shapes)
-
-
-def _of(name: str, **options: Any) -> Callable[..., Any]:
-    """The op as it is when it is called."""
-    return lambda *arguments, **tensors: getattr(ops, name)(*arguments, **tensors, **options)
-
-
-def _bound(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return lambda **tensors: function(**tensors, **options)
-
-
-def _residual(name: str, **options: Any) -> Callable[..., Any]:
-    """The residual is x, as in a block."""
-    return lambda x, **tensors: getattr(ops, name)(x, **tensors, residual=x, **options)
-
-
-def _with_residual(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    def call(x: Tensor, **tensors: Any) -> Any:
-        names = [name for name in tensors if name not in ("layer_scale", "row_scale", "qk_norm")]  # eager's positional
-        ends = {name: t for name, t in tensors.items() if name not in names}
-        return function(x, *(tensors[name] for name in names), **ends, residual=x, **options)
-
-    return call
-
-
-def _separate(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    return formulas.heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=attn_mask)
-
-
-def _images(T: int, H: int, d: int) -> Shapes:
-    return dict.fromkeys("qkv", (T, H, d))
-
-
-def _ended(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of three images of other sizes."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        T = q.shape[0]
-        return function(q, k, v, torch.tensor([0, T // 7, T // 2, T], device=q.device))
-
-    return call
-
-
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    return formulas.attention_varlen(q, k, v, ends.tolist())
-
-
-def _positions(name: str, interleaved: bool = False) -> Callable[..., Any]:
-    def call(sin: Tensor, cos: Tensor, **tensors: Tensor) -> Any:
-        return getattr(ops, name)(**tensors, rotary=ops.Rotary(sin, cos, 1, interleaved))
-
-    return call
-
-
-def _rotary(function: Callable[..., Any], interleaved: bool = False) -> Callable[..., Any]:
-    def call(sin: Tensor, cos: Tensor, **tensors: Tensor) -> Any:
-        return function(*tensors.values(), ops.Rotary(sin, cos, 1, interleaved))
-
-    return call
-
-
-def _normed(function: Callable[..., Any], interleaved: bool) -> Callable[..., Any]:
-    def call(q: Tensor, k: Tensor, fixed_sin: Tensor, fixed_cos: Tensor, **of_norms: Tensor) -> Any:
-        return function(q, k, *_norms(**of_norms), ops.Rotary(fixed_sin, fixed_cos, 1, interleaved))
-
-    return call
-
-
-def _of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(q_weight: Tensor, k_weight: Tensor, **tensors: Tensor) -> Any:
-        return function(**tensors, qk_norm=_norms(q_weight, k_weight))
-
-    return call
-
-
-def _norms(
-    q_weight: Tensor, k_weight: Tensor, q_bias: Tensor | None = None, k_bias: Tensor | None = None
-) -> tuple[ops.Norm, ops.Norm]:
-    """RMSNorm without biases."""
-    kind = "rms" if q_bias is None else "layer"
-    return ops.Norm(q_weight, q_bias, kind=kind), ops.Norm(k_weight, k_bias, kind=kind)
-
-
-def _qkv_rotary(qkv: Tensor, positions: ops.Rotary) -> Tensor:
-    q, k, v = qkv.unbind(2)
-    return torch.stack((formulas.rotary(q, positions), formulas.rotary(k, positions), v), 2)
-
-
-def _pixels(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda pixels, **tensors: function(image=pixels, **tensors, mean=_MEAN, std=_STD)
+    gated = D // 8 * 16  # 2 D, a multiple of 16
+    return sizes(2, N, D, H, d, hidden=4 * D, gated=gated, patch=PATCH, height=side, width=side)
 
 
 def _dropout(x: Tensor) -> Tensor:
@@ -251,7 +253,8 @@ def _dropout(x: Tensor) -> Tensor:
 
 
 def _masked(x: Tensor) -> Tensor:
-    """x with the mask that the op draws for ones, which has to keep as many as it says."""
+    """Multiply x by the mask that the op draws for ones. Raise ArithmeticError if that keeps another share than it has
+    to."""
     torch.manual_seed(_SEED)
     kept = ops.dropout(torch.ones(x.shape, device=x.device), DROPPED) != 0
     share, spread = float(kept.double().mean()), (DROPPED * (1 - DROPPED) / kept.numel()) ** 0.5

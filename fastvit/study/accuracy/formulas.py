@@ -1,8 +1,9 @@
-"""The baselines in plain PyTorch: each op in the fastest plain spelling, and attention with SDPA. Benchmarks and
-`verify` compare with them.
+"""Every public op in plain PyTorch, under the op's name and argument names: the baseline of tests, benchmarks and
+`verify`.
 
 Of two spellings the one that was faster on a CPU was chosen: q is scaled and not the N x N scores, `addcmul` takes a
-product and a sum, and a linear layer of a matrix of patches embeds them instead of a convolution.
+product and a sum, and a linear layer of a matrix of patches embeds them instead of a convolution. Attention
+materialises the N x N scores, or calls SDPA with `sdpa=True`. Dropout is given as the factors that it multiplies by.
 """
 
 from __future__ import annotations
@@ -28,48 +29,54 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATED: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu}  # of the gate
 
 
-def heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, attn_mask: Tensor | None = None) -> Tensor:
-    """Materialises N x N. (B, H, N, d) each, k and v perhaps of fewer heads -> (B, N, H, d). mask: (B, H, N, N), what
-    dropout multiplies by; attn_mask: as `ops.attention` has it."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, scale: float | None = None,
+    factors: Tensor | None = None, empty_rows: bool = False, sdpa: bool = False,
+) -> Tensor:  # fmt: skip
+    """(B, N, H, d) each, k and v perhaps with fewer heads -> (B, N, H, d). factors: (B, H, N, N), what dropout
+    multiplies the weights by; not for SDPA. empty_rows: rows without a visible key are zero and not NaN, which takes
+    another pass over the scores."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if sdpa:
+        shared = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=shared)
+        return out.transpose(1, 2).contiguous()
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
     if attn_mask is not None:
         hides = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if hides else scores + attn_mask.to(scores.dtype)
-    weights = scores.softmax(dim=-1)
-    return ((weights if mask is None else weights * mask.to(weights.dtype)) @ v).transpose(1, 2).contiguous()
+    if empty_rows:
+        empty = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
+    else:
+        weights = scores.softmax(dim=-1)
+    weights = weights if factors is None else weights * factors.to(weights.dtype)
+    return (weights @ v).transpose(1, 2).contiguous()
 
 
-def heads_sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    shared = k.shape[1] != q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, enable_gqa=shared).transpose(1, 2).contiguous()
+def attention_qkvpacked(qkv: Tensor, **options: Any) -> Tensor:
+    """(B, N, 3, H, d) -> (B, N, H, d), with the options of `attention`."""
+    return attention(*qkv.unbind(2), **options)
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, ends: Sequence[int], heads: Callable[..., Tensor] = heads
-) -> Tensor:
-    """One sequence after the other, (T, H, d) each -> (T, H, d). ends: from 0 to T."""
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[int], max_seqlen: int | None = None, *,
+    factors: Sequence[Tensor] | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Run one sequence after the other, (T, H, d) each -> (T, H, d). factors: one tensor a sequence."""
+    ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     outputs = []
-    for first, end in pairwise(ends):
-        outputs.append(heads(*(t[None, first:end].transpose(1, 2) for t in (q, k, v)))[0])
+    for i, (first, end) in enumerate(pairwise(ends)):
+        one = (t[None, first:end] for t in (q, k, v))
+        outputs.append(attention(*one, factors=None if factors is None else factors[i], **options)[0])
     return torch.cat(outputs)
 
 
-def attention(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(B, N, 3, H, d) -> (B, N, H, d), as `heads`."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return heads(q, k, v, mask)
-
-
-def attention_sdpa(qkv: Tensor) -> Tensor:
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return heads_sdpa(q, k, v)
-
-
-def rotary(x: Tensor, positions: Rotary) -> Tensor:
+def rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """(B, N, H, d) -> the same. Prefix tokens are turned by no angle, which is faster than to take them out."""
-    sin, cos, P, interleaved = positions
+    sin, cos, P, interleaved = rotary
     sin, cos = (F.pad(t, (0, 0, P, 0), value=of_prefix) for t, of_prefix in ((sin, 0.0), (cos, 1.0)))
     sin, cos = (t.unsqueeze(-2) if t.dim() == 2 else t.transpose(-3, -2) for t in (sin, cos))  # next to (N, H, d)
     if interleaved:
@@ -80,75 +87,112 @@ def rotary(x: Tensor, positions: Rotary) -> Tensor:
     return torch.addcmul(x * cos, turned, sin).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: str = "layer") -> Tensor:
-    if norm == "rms":
-        return F.rms_norm(x, weight.shape, weight, 1e-6)
-    return F.layer_norm(x, weight.shape, weight, bias, 1e-6)
+def rotary_qkvpacked(qkv: Tensor, rotary: Rotary) -> Tensor:
+    q, k, v = qkv.unbind(2)
+    return torch.stack((_rotary(q, rotary), _rotary(k, rotary), v), 2)
 
 
-def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, positions: Rotary | None = None) -> tuple[Tensor, Tensor]:
-    """(B, N, H, d) each -> the same, as timm writes it; of eps 1e-6."""
-    q, k = (layer_norm(x, norm.weight, norm.bias, norm.kind) for x, norm in ((q, q_norm), (k, k_norm)))
-    return (q, k) if positions is None else (rotary(q, positions), rotary(k, positions))
-
-
-def add_layer_norm(
-    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, **scales: Any
-) -> tuple[Tensor, Tensor]:
-    total = end_of_branch(branch, residual=residual, **scales)
-    return total, layer_norm(total, weight, bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None, **ends: Any) -> Tensor:
-    y = F.linear(x, weight, bias)
-    return end_of_branch(y if activation is None else ACTIVATIONS[activation](y), **ends)
-
-
-def mlp(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor, *,
-    activation: str = "gelu", inner_norm: tuple[Tensor, Tensor, float] | None = None,
-    **ends: Any,
-) -> Tensor:  # fmt: skip
-    if activation in GATED:
-        gate, value = linear(x, fc1_weight, fc1_bias).chunk(2, dim=-1)
-        h = GATED[activation](gate) * value
-    else:
-        h = linear(x, fc1_weight, fc1_bias, activation)
-    if inner_norm is not None:
-        h = F.layer_norm(h, h.shape[-1:], *inner_norm)
-    return linear(h, fc2_weight, fc2_bias, **ends)
-
-
-def layer_norm_linear(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return linear(layer_norm(x, norm_weight, norm_bias), weight, bias)
-
-
-def layer_norm_attention(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor,
-    proj_bias: Tensor, num_heads: int, *, residual: Tensor, rotary: Rotary | None = None,
-    qk_norm: tuple[Norm, Norm] | None = None, sdpa: bool = False,
-) -> Tensor:  # fmt: skip
-    qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias)
-    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
-    if qk_norm is not None:
-        q, k = _qk_norm(q, k, *qk_norm, rotary)
-    elif rotary is not None:
-        q, k = _rotary(q, rotary), _rotary(k, rotary)
-    out = (heads_sdpa if sdpa else heads)(*(t.transpose(1, 2) for t in (q, k, v))).flatten(2)
-    return linear(out, proj_weight, proj_bias, residual=residual)
+def qk_norm(q: Tensor, k: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None = None) -> tuple[Tensor, Tensor]:
+    """(B, N, H, d) each -> the same, as timm writes it."""
+    q, k = (layer_norm(x, *norm).to(x.dtype) for x, norm in ((q, q_norm), (k, k_norm)))
+    return (q, k) if rotary is None else (_rotary(q, rotary), _rotary(k, rotary))
 
 
 _rotary, _qk_norm = rotary, qk_norm
 
 
-def layer_norm_mlp(x: Tensor, norm_weight: Tensor, norm_bias: Tensor, *fc: Tensor, **options: Any) -> Tensor:
-    return mlp(layer_norm(x, norm_weight, norm_bias), *fc, **options)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6, norm: str = "layer") -> Tensor:
+    if norm == "rms":
+        return rms_norm(x, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def end_of_branch(
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):  # as layer_norm; PyTorch 2.11 leaves it out of its list
+        x, weight = x.float(), weight.float()
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_layer_norm(
+    residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None = None, *, layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None, eps: float = 1e-6, norm: str = "layer",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sum has the dtype of residual and branch, whatever layer_scale has."""
+    total = add_branch(branch, layer_scale, row_scale, residual).to(torch.promote_types(residual.dtype, branch.dtype))
+    return total, layer_norm(total, weight, bias, eps, norm)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, **branch: Any
+) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return add_branch(y if activation is None else ACTIVATIONS[activation](y), **branch)
+
+
+def mlp(
+    x: Tensor, fc1_weight: Any, fc1_bias: Any, fc2_weight: Tensor, fc2_bias: Tensor | None, *,
+    activation: str = "gelu", inner_norm: Norm | tuple[Tensor, Tensor, float] | None = None,
+    factors: tuple[Any, Any] = (None, None), **branch: Any,
+) -> Tensor:  # fmt: skip
+    """fc1_weight and fc1_bias: one tensor each, or the gate's and the value's. factors: what dropout multiplies by,
+    after the activation and after fc2."""
+    if activation in GATED:
+        gate, value = _gate_and_value(x, fc1_weight, fc1_bias)
+        h = GATED[activation](gate) * value
+    else:
+        h = linear(x, fc1_weight, fc1_bias, activation=activation)
+    h = h if factors[0] is None else h * factors[0]
+    h = h if inner_norm is None else layer_norm(h, *inner_norm)
+    y = F.linear(h, fc2_weight, fc2_bias)
+    return add_branch(y if factors[1] is None else y * factors[1], **branch)
+
+
+def _gate_and_value(x: Tensor, weight: Any, bias: Any) -> Sequence[Tensor]:
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias).chunk(2, dim=-1)
+    return [F.linear(x, w, b) for w, b in zip(weight, bias or (None, None), strict=True)]
+
+
+def layer_norm_linear(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Any, bias: Any = None, *,
+    eps: float = 1e-6, norm: str = "layer",
+) -> Tensor:  # fmt: skip
+    """weight and bias: one tensor each, or one a layer; the layers' outputs are next to each other."""
+    y = layer_norm(x, norm_weight, norm_bias, eps, norm)
+    if isinstance(weight, Tensor):
+        return F.linear(y, weight, bias)
+    return torch.cat([F.linear(y, w, b) for w, b in zip(weight, bias, strict=True)], dim=-1)
+
+
+def layer_norm_attention(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, qkv_weight: Any, qkv_bias: Any, proj_weight: Tensor,
+    proj_bias: Tensor | None, num_heads: int, *, eps: float = 1e-6, norm: str = "layer",
+    rotary: Rotary | None = None, qk_norm: tuple[Norm, Norm] | None = None, scale_norm: Norm | None = None,
+    attn_mask: Tensor | None = None, scale: float | None = None, factors: Tensor | None = None, sdpa: bool = False,
+    **branch: Any,
+) -> Tensor:  # fmt: skip
+    qkv = layer_norm_linear(x, norm_weight, norm_bias, qkv_weight, qkv_bias, eps=eps, norm=norm)
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(2)
+    if qk_norm is not None:
+        q, k = _qk_norm(q, k, *qk_norm, rotary)
+    elif rotary is not None:
+        q, k = _rotary(q, rotary), _rotary(k, rotary)
+    out = attention(q, k, v, attn_mask=attn_mask, scale=scale, factors=factors, sdpa=sdpa).flatten(2)
+    out = out if scale_norm is None else layer_norm(out, *scale_norm)
+    return linear(out, proj_weight, proj_bias, **branch)
+
+
+def layer_norm_mlp(
+    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, *fc: Any, eps: float = 1e-6, norm: str = "layer",
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    return mlp(layer_norm(x, norm_weight, norm_bias, eps, norm), *fc, **options)
+
+
+def add_branch(
     y: Tensor, layer_scale: Tensor | None = None, row_scale: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """residual + row_scale * layer_scale * y, of what is given."""
+    """residual + row_scale * layer_scale * y, without what is None."""
     if row_scale is not None:
         y = y * row_scale.to(y.dtype).view(-1, *(1,) * (y.dim() - 1))
     if residual is None:
@@ -157,16 +201,18 @@ def end_of_branch(
 
 
 def patch_embed(
-    image: Tensor, weight: Tensor, bias: Tensor, pos_embed: Tensor, prefix: Tensor, *,
-    mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
+    image: Tensor, weight: Tensor, bias: Tensor | None = None, *, pos_embed: Tensor | None = None,
+    prefix: Tensor | None = None, mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """(B, C, H, W) -> (B, P + n, D), by a linear layer, which is faster than the convolution that models have. mean,
-    std: of an image of bytes."""
+    """(B, C, H, W) -> (B, P + n, D). mean, std: for an image of bytes, which is normalised in float32, as torchvision
+    does, and cast for the matmul."""
     if mean is not None and std is not None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         m, s = (torch.tensor(values, dtype=wide, device=image.device)[:, None, None] for values in (mean, std))
         image = ((image.to(wide) / 255 - m) / s).to(weight.dtype)
-    (B, C, height, width), (D, _, ph, pw) = image.shape, weight.shape
+    (B, C, height, width), (ph, pw) = image.shape, weight.shape[2:]
     grid = image.reshape(B, C, height // ph, ph, width // pw, pw).permute(0, 2, 4, 1, 3, 5)
-    patches = F.linear(grid.reshape(B, -1, C * ph * pw), weight.reshape(D, -1), bias)
-    return torch.cat([prefix.expand(B, -1, -1), patches + pos_embed], dim=1)
+    patches = F.linear(grid.flatten(3).flatten(1, 2), weight.flatten(1), bias)
+    if pos_embed is not None:
+        patches = patches + pos_embed
+    return patches if prefix is None else torch.cat([prefix.expand(B, -1, -1), patches], dim=1)

@@ -4,7 +4,7 @@
 
 `ulp` is the spacing of the output's dtype at the exact result, so that a case that eager happens to get exactly right
 does not fail on a rounding. A NaN or Inf where the exact result is finite breaks the rule, and so does the reverse. As
-one number it is `error_ratio <= factor`. Tests, benchmarks and `verify` have it from here.
+one number the rule is `error_ratio <= factor`. Tests, benchmarks and `verify` take it from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DRAWS = 4
 
 
 class Error(NamedTuple):
-    """Of a tensor, in one norm ("max" or "rms"): what was measured, eager's error, and an ulp."""
+    """A tensor's error in one norm ("max" or "rms"): the measured one, eager's, and an ulp."""
 
     norm: str
     measured: float
@@ -31,7 +31,7 @@ class Error(NamedTuple):
 
     @classmethod
     def pooled(cls, several: Sequence[Error]) -> Error:
-        """Of tensors of one size and norm, as if they were one."""
+        """Join the errors of tensors of one size and norm, as if they were one tensor."""
         columns = zip(*(error[1:] for error in several), strict=True)
         if several[0].norm == "max":
             return cls("max", *map(max, columns))
@@ -41,7 +41,7 @@ class Error(NamedTuple):
         return factor * self.eager + self.ulp
 
     def ratio(self, factor: float) -> float:
-        """measured / (eager + ulp / factor): at most `factor` where the rule holds, and 1.0 is as accurate as eager."""
+        """Return measured / (eager + ulp / factor): 1.0 is as accurate as eager, `factor` is the limit."""
         scale = self.eager + self.ulp / factor
         return self.measured / scale if scale else 0.0 if self.measured == 0 else float("inf")
 
@@ -53,8 +53,8 @@ _NORMS: dict[str, Callable[[Tensor], float]] = {
 
 
 def errors(got: Tensor, eager: Tensor, exact: Tensor) -> tuple[Error, ...]:
-    """In both norms, over the elements that are finite in the exact result and in eager's, whose own error is no
-    measure where it overflows; none where there is no such element.
+    """Return the errors in both norms, over the elements that are finite in the exact result and in eager's: where
+    eager overflows, its error measures nothing. Return () if there is no such element.
 
     got, eager: one dtype; exact: float64, of got's shape.
 
@@ -72,13 +72,13 @@ def errors(got: Tensor, eager: Tensor, exact: Tensor) -> tuple[Error, ...]:
 
 
 def misplaced(got: Tensor, exact: Tensor) -> int:
-    """How many elements are finite on one side only."""
+    """Count the elements that are finite on one side only."""
     return int((got.isfinite() != exact.isfinite()).sum())
 
 
 def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> float:
-    """err(got) / (err(eager) + ulp / factor), the worse of maximum and RMS; infinite where got is not finite and the
-    exact result is, or the reverse. Arguments as of `errors`."""
+    """Return err(got) / (err(eager) + ulp / factor), the worse of maximum and RMS; infinity if an element is finite in
+    got or in the exact result only. The arguments are those of `errors`."""
     found = errors(got, eager, exact)
     if misplaced(got, exact):
         return float("inf")
@@ -86,14 +86,14 @@ def error_ratio(got: Tensor, eager: Tensor, exact: Tensor, factor: float) -> flo
 
 
 def ulp(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The spacing of the dtype at these values; torch.nextafter knows no float16 on a GPU."""
+    """Return the spacing of the dtype at these values. torch.nextafter knows no float16 on a GPU."""
     limits = torch.finfo(dtype)
     _, exponent = torch.frexp(exact.to(dtype).double().abs().clamp(limits.tiny, limits.max))
     return limits.eps * torch.exp2(exponent.double() - 1)
 
 
 class Compared(NamedTuple):
-    """A result ("output 0") or a gradient ("dx"): of fused, of eager in the same dtypes, and of eager in float64."""
+    """One result ("output 0") or gradient ("dx"): fused's, eager's in the same dtypes, and eager's in float64."""
 
     name: str
     got: Tensor
@@ -105,11 +105,17 @@ class Compared(NamedTuple):
         return GRADIENT if self.name.startswith("d") else OUTPUT
 
 
-def pooled_ratios(compared: Callable[[int], Iterable[Compared]], draws: int = DRAWS) -> dict[str, float]:
-    """By name, the error ratios of the first draw; or of all draws together where that one misses the rule. Errors have
-    long tails: one element of a hundred thousand may be an unlucky one of fused's, as it may be of eager's.
+def compared(kind: str, *runs: Sequence[Tensor]) -> Iterator[Compared]:
+    """Pair the tensors of three runs, fused, eager and exact. kind: "output " or "d"; a number follows."""
+    for i, triple in enumerate(zip(*runs, strict=True)):
+        yield Compared(f"{kind}{i}", *triple)
 
-    compared: yields what is compared, told which draw it is, from 0.
+
+def pooled_ratios(compared: Callable[[int], Iterable[Compared]], draws: int = DRAWS) -> dict[str, float]:
+    """Return the error ratios by name, of the first draw, or of all draws together where the first one misses the rule.
+    Errors have long tails: one element of a hundred thousand may be unlucky, in fused and in eager.
+
+    compared: a function of the draw's number, from 0, that yields what is compared.
     """
     found: dict[str, list[tuple[Error, ...]]] = {}
     for draw in range(draws):
@@ -129,31 +135,37 @@ def compare(
     fused: Callable[..., Any], eager: Callable[..., Any], tensors: Mapping[str, Tensor | None],
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Compared]:  # fmt: skip
-    """Every output of function(**tensors), and the gradient of every tensor that requires one, in their layouts.
-    within: the context of fused, forward and backward."""
+    """Yield every output of function(**tensors), and the gradient of every tensor that requires one. Tensors keep their
+    layouts. within: the context of fused, forward and backward."""
     runs: list[tuple[tuple[Tensor, ...], dict[str, Tensor], list[Tensor]]] = []
     for function, dtype in ((fused, None), (eager, None), (eager, torch.float64)):
         arguments = {
             name: None if t is None else t.detach().to(_computed(t, dtype)).requires_grad_(t.requires_grad)
             for name, t in tensors.items()
         }
-        wanted = {name: t for name, t in arguments.items() if t is not None and t.requires_grad}
-        gradients: tuple[Tensor, ...] = ()
         with contextlib.nullcontext() if runs else within():
-            outputs = function(**arguments)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            dout = [gradient(o, seed=90 + i) for i, o in enumerate(outputs)]
-            if runs:  # the rounded gradients of the first run, exactly
-                dout = [g.to(o.dtype) for g, o in zip(runs[0][2], outputs, strict=True)]
-            through = [(o, g) for o, g in zip(outputs, dout, strict=True) if o.requires_grad]
-            if wanted:
-                gradients = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
-        runs.append((outputs, dict(zip(wanted, gradients, strict=True)), dout))
-    (got, got_gradients, _), (same, same_gradients, _), (exact, exact_gradients, _) = runs
-    for i, triple in enumerate(zip(got, same, exact, strict=True)):
-        yield Compared(f"output {i}", *triple)
-    for name in exact_gradients:
-        yield Compared(f"d{name}", got_gradients[name], same_gradients[name], exact_gradients[name])
+            # the first run draws the outputs' gradients; the others take the same numbers
+            runs.append(_run(function, arguments, runs[0][2] if runs else None))
+    outputs, gradients, _ = zip(*runs, strict=True)
+    yield from compared("output ", *outputs)
+    for name in gradients[0]:
+        yield Compared(f"d{name}", *(found[name] for found in gradients))
+
+
+def _run(
+    function: Callable[..., Any], arguments: Mapping[str, Tensor | None], dout: Sequence[Tensor] | None
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor], list[Tensor]]:
+    """Return outputs, gradients by name, and the gradients of the outputs."""
+    wanted = {name: t for name, t in arguments.items() if t is not None and t.requires_grad}
+    outputs = function(**arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    drawn = dout or [gradient(o, seed=90 + i) for i, o in enumerate(outputs)]
+    drawn = [g.to(o.dtype) for g, o in zip(drawn, outputs, strict=True)]
+    if not wanted:
+        return outputs, {}, drawn
+    through = [(o, g) for o, g in zip(outputs, drawn, strict=True) if o.requires_grad]
+    found = torch.autograd.grad([o for o, _ in through], list(wanted.values()), [g for _, g in through])
+    return outputs, dict(zip(wanted, found, strict=True)), drawn
 
 
 def _computed(t: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -161,14 +173,14 @@ def _computed(t: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def gradient(out: Tensor, seed: int) -> Tensor:
-    """Random normal, drawn on the CPU: the same numbers on every device."""
+    """Draw random normal numbers on the CPU, the same for every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype).to(out.device)
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """All fresh memory is full of NaN, so that an element that nobody wrote is seen."""
+    """Fill all fresh memory with NaN, so that an element that was never written shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

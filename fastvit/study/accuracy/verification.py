@@ -1,4 +1,4 @@
-"""The fused ops against float64 on the machine at hand, by the rule of `rule.py`: outputs and all gradients."""
+"""Compare the fused ops with float64 on this machine, by the rule of `rule.py`: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from fastvit.study.accuracy.cases import HEAD_DIMS
 from fastvit.study.sources import find, model_source
 
 OPS = tuple(name for name in ops.__all__ if name not in ("Norm", "Rotary", "use_backend"))
-_BATCH = 2  # images of a whole model
-_NOTHING = 1e-11  # of the weight's gradient: what float64 leaves of a bias's that is zero
+_BATCH = 2  # images for a whole model
+_NOTHING = 1e-11  # a bias's gradient below this share of the weight's is zero but for float64's rounding
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one op, or of a whole model, in one dtype.
+    """The result for one op, or for a whole model, in one dtype.
 
     Attributes:
-        name: the op with what is special about the case; or the model's name.
+        name: the op and what is special about the case; or the model's name.
         dtype: "float32", "bfloat16", "float16".
-        head_dim: or None for an op without heads.
-        width, tokens: of the case.
-        path: what ran it: "Triton", "interpreter" (of Triton) or "ATen".
-        output: the worst error ratio of the outputs, at most 2 where the rule holds: error over (eager's error plus
-            half an ulp), against float64; 1.0 is as accurate as eager. Of four draws of data together where the first
-            one has more. None where it did not run.
-        gradient: the same of the gradients, at most 3, with a third of an ulp.
-        worst: the tensor that has the worst of those gradients.
+        head_dim: None for an op without heads.
+        width, tokens: the case's.
+        path: what ran it: "Triton", "interpreter" (Triton's) or "ATen".
+        output: the worst error ratio of the outputs, error over (eager's error plus half an ulp), against float64. 1.0
+            is as accurate as eager, and the rule allows 2. If the first draw of data has more, the ratio is that of
+            four draws together. None if the op did not run.
+        gradient: the worst ratio of the gradients, with a third of an ulp; the rule allows 3.
+        worst: the tensor with that gradient.
         passed: whether the rule holds.
-        note: why it does not, or why it ran on ATen where Triton was wanted.
+        note: why the rule does not hold, or why the op ran on ATen although Triton was wanted.
     """
 
     name: str
@@ -62,21 +62,21 @@ def verify(
     head_dims: Sequence[int] | None = None, names: Sequence[str] | None = None, depth: int | None = None,
     step: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Verdict]:  # fmt: skip
-    """Runs every public op and compares outputs and gradients with eager PyTorch in the same dtype, both against eager
-    in float64. What fused computes into is full of NaN before. With a model, the ops have its sizes, and the model
-    itself, two images of random pixels with random parameters, is compared as well. Dropout is checked by itself; the
-    options of other ops that drop something are not.
+    """Run every public op and compare outputs and gradients with eager PyTorch in the same dtype, both against eager in
+    float64. New memory is filled with NaN for the fused op. With a model, the ops have its sizes, and the model itself,
+    with random parameters on two images of random pixels, is compared too. The op dropout is checked; the dropout
+    options of other ops are not.
 
         all(verdict.passed for verdict in fastvit.study.verify(device="cuda"))
 
     Args:
         model: a name that a study takes (`fastvit.list_models()`, timm's, a config.json, module:function).
-        dtypes: of "float32", "bfloat16", "float16"; None for those that the device has.
-        device: None for a GPU where there is one, else the CPU.
-        head_dims: None for the model's, or 32, 64, 72, 80, 96 and 128.
-        names: of `fastvit.ops`; None for all.
-        depth: how many blocks the model is cut to; None for all.
-        step: called with what is next.
+        dtypes: some of "float32", "bfloat16", "float16"; None for those that the device has.
+        device: None for a GPU if there is one, else the CPU.
+        head_dims: None for the model's; without a model 32, 64, 72, 80, 96 and 128.
+        names: of ops in `fastvit.ops`; None for all.
+        depth: cut the model to so many blocks; None for all.
+        step: called with the name of the next comparison.
 
     Yields:
         A verdict for each op, dtype and head dimension, then for the model in each dtype.
@@ -124,7 +124,7 @@ def _verdict(
     compared: Callable[[bool, int], Iterator[rule.Compared]], device: torch.device,
     name: str, dtype: str, head_dim: int | None, width: int, tokens: int,
 ) -> Verdict:  # fmt: skip
-    """compared: yields what is compared; told whether what Triton cannot take is to raise, and which draw it is."""
+    """compared: a function that yields what is compared, of whether what Triton cannot take raises, and of the draw."""
     path, note = _path(device), ""
     try:
         with _measured(device):
@@ -170,7 +170,7 @@ def _compared_model(
     torch.manual_seed(draw)
     of_images = model_source.channels(subject.on_meta("sdpa"))
     images = model_source.images(_BATCH, subject.image_size, dtype, of_images).to(device)
-    # SDPA for the exact one: the eager attention of transformers has a softmax in float32, whatever its inputs are in
+    # SDPA for the exact one: the eager attention of transformers computes its softmax in float32 for any input
     for provider, compute in (("fused", dtype), ("eager", dtype), ("sdpa", torch.float64)):
         module = _randomised(_built(subject, provider, depth), dtype).to(device, compute).eval()
         parameters = dict(module.named_parameters())
@@ -190,7 +190,7 @@ def _compared_model(
         together = [name]
         weight = f"{name.removesuffix('bias')}weight"
         if name.endswith(".bias") and expected.abs().max() <= _NOTHING * of_exact.get(weight, expected).abs().max():
-            together.append(weight)  # softmax does not see a bias of k: its gradient is nothing but roundings of others
+            together.append(weight)  # a bias of k does not change the softmax: its gradient is rounding of others
         parts = ([run[part].flatten() for part in together] for run in (of_got, of_same, of_exact))
         yield rule.Compared(f"d{name}", *map(torch.cat, parts))
 
@@ -204,14 +204,14 @@ def _of_depth(subject: model_source.ModelSource, depth: int | None) -> dict[str,
 
 def _built(subject: model_source.ModelSource, provider: str, depth: int | None) -> nn.Module:
     if provider == "eager" and subject.origin == "function":
-        provider = "sdpa"  # as its author wrote it, which is eager PyTorch for all that is known
+        provider = "sdpa"  # as its author wrote it
     return subject.build(provider, **_of_depth(subject, depth))
 
 
 @torch.no_grad()
 def _randomised(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Parameters away from the degenerate values of an initialisation, by name the same for every provider, and
-    representable in the dtype."""
+    """Draw parameters by name, equal for every provider, representable in the dtype, and without the degenerate values
+    of an initialisation."""
     layers = {
         id(p) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d) for p in m.parameters(recurse=False)
     }
@@ -219,7 +219,7 @@ def _randomised(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         t = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         if name.endswith("bias"):
             t = 0.1 * t
-        elif parameter.dim() == 1:  # of a norm, or LayerScale's
+        elif parameter.dim() == 1:  # a norm's or LayerScale's
             t = 1 + 0.1 * t
         elif id(parameter) in layers:
             t = t / parameter[0].numel() ** 0.5
@@ -235,8 +235,8 @@ def _fused(strict: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _measured(device: torch.device) -> Iterator[None]:
-    """Convolutions of float32 are float32's; random numbers outside stay what they were; no warnings about what is
-    measured here."""
+    """Within the context float32 convolutions do not use TF32, and warnings are off. The state of random numbers is
+    restored afterwards."""
     cudnn = torch.backends.cudnn
     before, cudnn.allow_tf32 = cudnn.allow_tf32, False
     devices = [device] if device.type == "cuda" else []
@@ -279,7 +279,7 @@ def _dtypes(names: Sequence[str] | None, device: torch.device) -> dict[str, torc
 
 
 def _sizes(subject: model_source.ModelSource, depth: int | None) -> tuple[int, int]:
-    """Width and heads of a model's attention."""
+    """Return width and number of heads of a model's attention."""
     model = subject.on_meta("sdpa", **_of_depth(subject, depth))
     for module in model.modules():
         heads = next(

@@ -1,0 +1,80 @@
+"""One op at one shape: its names, and how providers run it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.draw import Draw, Runner
+from benchmarks.harness.providers import COMPILED, OPS, compiled
+
+Step = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One op at one shape, forward and backward. sizes: arguments of the op's builder in harness/providers.py."""
+
+    op: str
+    sizes: dict[str, Any]
+    uses: frozenset[str] = frozenset()
+    parts: int = 1
+    max_rounds: int = 200
+
+    def __str__(self) -> str:
+        return " ".join(_words(self.sizes))
+
+    @property
+    def id(self) -> str:
+        return f"{self.op} {self}".replace(",", "").replace(" ", "-")
+
+    @property
+    def check(self) -> dict[str, Any]:
+        return OPS[self.op].check(self.sizes)
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        return OPS[self.op].providers
+
+    def runner(self, provider: str, draw: Draw, *, check: bool = False) -> Runner:
+        sizes = {**self.sizes, **self.check} if check else self.sizes
+        if provider not in COMPILED:
+            return OPS[self.op].build(provider, draw, **sizes)
+        # the best plain PyTorch for this op
+        runner = OPS[self.op].build("sdpa" if "sdpa" in self.providers else "eager", draw, **sizes)
+        torch.compiler.reset()
+        runner.forward = compiled(provider, runner.forward)
+        return runner
+
+    def step(self, provider: str, mode: str, draw: Draw) -> tuple[Step, Runner]:
+        """Return the function that is timed: forward (mode "inference"), or forward and backward ("training") with
+        random gradients of the outputs."""
+        runner = self.runner(provider, draw).train(mode == "training")
+        if mode == "inference":
+            return runner.infer, runner
+        gradients = draw.cotangents(runner.outputs())
+        return (lambda: runner.gradients(gradients)), runner
+
+
+def _words(sizes: dict[str, Any]) -> Iterator[str]:
+    """{"B": 1, "d": 64, "activation": "gelu", "scales": True} -> B1 d64 gelu scales"""
+    for name, value in sizes.items():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, bool):
+            if value:
+                yield name
+        else:
+            yield f"{name}{value}"
+
+
+def rows(op: str, uses: str, *, parts: int = 1, max_rounds: int = 200, **sizes: Any) -> Iterator[Workload]:
+    """Yield every combination of the sizes that are given as lists."""
+    choices = [value if isinstance(value, list) else [value] for value in sizes.values()]
+    for values in itertools.product(*choices):
+        yield Workload(op, dict(zip(sizes, values, strict=True)), frozenset(uses.split()), parts, max_rounds)
