@@ -88,7 +88,7 @@ def fresh_dynamo() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned() -> Iterator[None]:
-    """A fixed seed, and NaN in all fresh memory, so that an output element nobody wrote is seen."""
+    """A fixed seed, and NaN in all fresh memory, so that an output element that is not written is seen."""
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -63,7 +63,7 @@ LEFT = {
         lambda m, h: (lambda a: a[..., :HIDDEN] + a[..., HIDDEN:])(F.gelu(h)),
         "the output of its gelu is used 2 times",
     ),
-    "a sum after it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten behind its activation"),
+    "a sum after it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten after its activation"),
 }
 
 

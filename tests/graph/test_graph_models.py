@@ -119,7 +119,7 @@ def test_table(tmp_path: Path) -> None:
             "left": {"a bias is added": 1, "k and v of another length than q": 3, "float16": 1},
         },
         "MLP": {"fused": {"layer_norm_mlp": 2}, "left": {}},
-        "LayerNorm": {"fused": {"layer_norm_mlp": 1}, "left": {"add behind it": 1}},
+        "LayerNorm": {"fused": {"layer_norm_mlp": 1}, "left": {"add after it": 1}},
         "RMSNorm": {"fused": {"layer_norm_linear": 3}, "left": {}},
     }
     row = vars(graph_models.Row("timm", "vit_x", "vit", "right", graphs=1, sites=sites, share=0.5, eager_runs=5))

@@ -19,7 +19,7 @@ def test_layer_norm_before_one_layer(x):
     def scaled(m, x):
         return m.qkv(m.norm(x) * 1.0)
 
-    assert details(compile_and_check(half(scaled), x), "LayerNorm") == ["left: mul behind it"]
+    assert details(compile_and_check(half(scaled), x), "LayerNorm") == ["left: mul after it"]
 
 
 def three(forward):

@@ -64,7 +64,7 @@ def before_linear(norms) -> FunctionModule:
 def test_rms_norm_is_found(dtype, x):
     model = before_linear([lambda m, x, norm=norm: norm(x, m.weight) for norm in SPELLINGS.values()])
     found = details(compile_and_check(model.to(dtype), x.to(dtype)), "RMSNorm")
-    offset = "layer_norm_linear" if dtype == torch.float32 else "left: type_as behind it"  # 1 + weight is in float32
+    offset = "layer_norm_linear" if dtype == torch.float32 else "left: type_as after it"  # 1 + weight is in float32
     assert dict(zip(SPELLINGS, found, strict=True)) == dict.fromkeys(SPELLINGS, "layer_norm_linear") | {"gemma": offset}
 
 

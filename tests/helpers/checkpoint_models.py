@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: small models, and the comparison with the library's own."""
+"""Small models for the tests of checkpoints, and the comparison with the library's own."""
 
 from collections.abc import Callable
 from typing import Any

@@ -15,7 +15,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def python(*arguments: str) -> str:
-    """What a process prints that compiles: not the interpreter, and no kernel from an earlier run's cache."""
+    """Run Python outside of the interpreter, with an empty kernel cache, and return what it prints."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

@@ -1,5 +1,5 @@
 """Triton's interpreter keeps bfloat16 as raw 16-bit patterns. `tl.dot` multiplies those patterns as integers, and a
-cast from float32 truncates where the hardware rounds to nearest even, a bias that adds up in every sum behind it.
+cast from float32 truncates where the hardware rounds to nearest even, a bias that adds up in every later sum.
 Its `tl.dot` on float32 is numpy's, whose order of summation depends on the tile's shape, while hardware sums in that
 of k whatever the tile: scores recomputed in other tiles would differ. The shim widens the operands to float64, which
 holds every float exactly, cuts those of TF32 off as tensor cores do, and rounds the sum once; it casts as the hardware

@@ -1,4 +1,4 @@
-"""What tests of layers and whole models share: random parameters, a training step, the comparison of two modules."""
+"""Random parameters, a training step, and the comparison of two modules, for tests of layers and models."""
 
 import copy
 from collections.abc import Callable

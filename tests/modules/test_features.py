@@ -47,7 +47,7 @@ def with_timm(case: str) -> tuple[Any, Any, Tensor]:
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Of one structure, with close tensors; those with a grid are contiguous."""
+    """Check for one structure with close tensors; those with a grid are contiguous."""
     assert type(got) is type(want)
     if isinstance(want, Tensor):
         assert got.is_contiguous() or got.dim() < 4
@@ -93,7 +93,7 @@ def test_layers_are_timms(case: str) -> None:
 def dinov2_layers(
     model: Any, x: Tensor, n: Any = 1, reshape: bool = False, return_class_token: bool = False, norm: bool = True
 ) -> tuple[Any, ...]:
-    """What Meta's method returns, by hooks on the blocks."""
+    """Compute by hooks on the blocks what Meta's method returns."""
     outputs: list[Tensor] = []
     handles = [block.register_forward_hook(lambda _, __, y: outputs.append(y)) for block in model.blocks]
     model.forward_features(x)
@@ -111,7 +111,7 @@ def dinov2_layers(
 @pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"])
 @torch.no_grad()
 def test_layers_as_dinov2_calls_them(name: str) -> None:
-    """Meta's evaluations, and depth and segmentation heads: behind `norm`, with CLS alone whatever the registers."""
+    """Meta's evaluations, and depth and segmentation heads: after `norm`, with CLS alone whatever the registers."""
     model = randomised(fastvit.create_model(name, **SMALL, img_size=(28, 42), dynamic_img_size=True)).eval()
     image = torch.randn(2, 3, 42, 56)
     for positional, named in (

@@ -51,7 +51,7 @@ def test_as_timms(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["SwiGLU", "GluMlp of gelu"])
 def test_hooks_are_called(name: str, device: torch.device) -> None:
-    """What is inside runs by itself then."""
+    """Then its submodules run by themselves."""
     kind, arguments, _ = CASES[name]
     module, x = getattr(layers, kind)(24, **arguments).to(device), torch.randn(3, 24, device=device)
     want, seen = module(x), []

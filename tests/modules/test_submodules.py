@@ -79,7 +79,7 @@ def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pyt
 
 
 def test_a_quantised_weight_is_left_to_its_layer() -> None:
-    """As torchao leaves it in an nn.Linear: a tensor that knows PyTorch's own functions alone."""
+    """A weight such as torchao's in an nn.Linear: a tensor that knows PyTorch's own functions alone."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     class Quantised(TwoTensor):
@@ -145,7 +145,7 @@ def test_attention_maps_by_a_hook_on_attn_drop() -> None:
 
 
 def test_dropouts_may_be_replaced_by_identities() -> None:
-    """As people do to switch them off: such an MLP runs its submodules, in training too."""
+    """Dropouts replaced by nn.Identity, to switch them off: such an MLP runs its submodules, in training too."""
     mlp = layers.Mlp(16, 32).train()
     x = torch.randn(2, 3, 16)
     want = mlp(x)

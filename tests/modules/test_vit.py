@@ -194,7 +194,7 @@ def test_a_larger_patch_of_a_larger_image_is_the_same_token() -> None:
 @pytest.mark.parametrize("variant", ["cls", "registers", "rms_norm", "map", "vit_small_patch16_dinov3",
     "eva02_base_patch14_448", "vit_pe_core_tiny_patch16_384", "eva_giant_patch14_224"])  # fmt: skip
 def test_init_weights_initialises_everything(variant: str) -> None:
-    """As the constructor does, in memory that held something else."""
+    """init_weights gives what the constructor gives, in memory that held something else."""
     small = {"embed_dim": 64, "depth": 2, "num_heads": 2, "img_size": 28 if "patch14" in variant else 32}
 
     def make(**where: Any) -> VisionTransformer:

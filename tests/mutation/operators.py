@@ -144,7 +144,7 @@ class Source:
         self._starts = [0, *accumulate(map(len, self._lines))]
 
     def offset(self, line: int, column: int) -> int:
-        """Of a line from 1 and a column in characters."""
+        """Return the offset of a line (from 1) and a column in characters."""
         return self._starts[line - 1] + column
 
     def position(self, offset: int) -> Position:

@@ -1,4 +1,4 @@
-"""What became of the mutants of each file: a table, and those that no test noticed."""
+"""Summarise the mutants of each file: a table, and the survivors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = f"""\
 _PAGE = """\
 # Mutants
 
-Made by `make mutants`, from mutants.json beside this page: {about}.
+Made by `make mutants`, from mutants.json in this folder: {about}.
 Tests ran with one case each, so that a test with all its cases may notice some of the survivors.
 
 {table}

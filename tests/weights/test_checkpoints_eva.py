@@ -105,7 +105,7 @@ def test_meta(gated: bool) -> None:
 
 
 def as_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """timm's state_dict as facebookresearch/perception_models spells it, beside a text tower."""
+    """timm's state_dict as facebookresearch/perception_models spells it, next to a text tower."""
     names = {
         "patch_embed.proj": "conv1", "norm_pre": "ln_pre", "blocks.": "transformer.resblocks.", ".norm1": ".ln_1",
         ".norm2": ".ln_2", "gamma_1": "ls_1.gamma", "gamma_2": "ls_2.gamma", "attn.qkv.": "attn.in_proj_",
@@ -135,7 +135,7 @@ def as_meta(state: dict[str, Tensor]) -> dict[str, Tensor]:
 PE = ["vit_pe_core_small_patch16_384", "vit_pe_core_gigantic_patch14_448", "vit_pe_spatial_small_patch16_512"]
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["beside text", "vision alone"])
+@pytest.mark.parametrize("alone", [False, True], ids=["with text", "vision alone"])
 @pytest.mark.parametrize("name", PE)
 def test_perception_encoder(name: str, alone: bool) -> None:
     """timm's own reader of such files agrees on what they are."""

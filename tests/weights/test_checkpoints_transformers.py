@@ -111,7 +111,7 @@ def test_hugging_face_heads() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "vision_model."])
 def test_attention_pooling_of_siglip(prefix: str, tmp_path: Path) -> None:
-    """The pooled features, of a tower alone and of one beside its text; q, k and v are one layer there."""
+    """The pooled features, of a tower alone and of one with its text tower; q, k and v are one layer there."""
     hf = transformers()
     config = hf.SiglipConfig(vision_config=HF_SMALL, text_config=TEXT)
     both = randomised(hf.SiglipModel(config)).eval()

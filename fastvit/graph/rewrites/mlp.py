@@ -135,7 +135,7 @@ def _rewrite(rewriter: GraphRewriter, act: _Act, site: Node) -> None:
         matched.add(inner)
     end = _only_user(hidden)
     if not _is_linear(end) or first(end) is not hidden:
-        raise CannotFuse(f"{words(end)} behind its activation")
+        raise CannotFuse(f"{words(end)} after its activation")
     fc2 = linear_of(end)
     matched.add(end)
     if drop1:  # the ops drop after both layers, with one probability

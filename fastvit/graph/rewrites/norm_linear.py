@@ -113,7 +113,7 @@ def _rewrite(rewriter: GraphRewriter, node: Node) -> str:
     users = sorted(node.users)  # as they stand in the graph
     others = [words(user) for user in users if name_of(user) != "linear" or first(user) is not node]
     if others or not users:
-        raise CannotFuse(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} behind it")
+        raise CannotFuse(f"{', '.join(sorted(set(others))[:3]) or 'nothing'} after it")
     of_norm, options = (norm.x, norm.weight, norm.bias), {"eps": norm.eps, "norm": norm.kind}
     layers = [linear_of(user) for user in users]
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
