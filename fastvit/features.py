@@ -68,9 +68,12 @@ class Backbone(nn.Module):
             TypeError, ValueError: unknown indices or output_fmt.
         """
         check_flags(
-            return_prefix_tokens=return_prefix_tokens, norm=norm, stop_early=stop_early,
-            intermediates_only=intermediates_only, output_dict=output_dict,
-        )  # fmt: skip
+            return_prefix_tokens=return_prefix_tokens,
+            norm=norm,
+            stop_early=stop_early,
+            intermediates_only=intermediates_only,
+            output_dict=output_dict,
+        )
         check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         depth = len(self.blocks)
         taken = checked_indices("indices", depth if indices is None else indices, depth)

@@ -90,9 +90,12 @@ class VisionTransformer(Head):
         check_hidden("embed_dim", embed_dim, mlp_ratio)
         check_init_values(init_values)
         check_rates(
-            drop_rate=drop_rate, pos_drop_rate=pos_drop_rate, proj_drop_rate=proj_drop_rate,
-            attn_drop_rate=attn_drop_rate, drop_path_rate=drop_path_rate,
-        )  # fmt: skip
+            drop_rate=drop_rate,
+            pos_drop_rate=pos_drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate,
+        )
         check_flags(
             qkv_bias=qkv_bias, proj_bias=proj_bias, class_token=class_token, no_embed_class=no_embed_class,
             pre_norm=pre_norm, final_norm=final_norm, fc_norm=fc_norm or False, dynamic_img_size=dynamic_img_size,

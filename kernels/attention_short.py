@@ -86,5 +86,8 @@ def attention_short_fwd_kernel(
         place(N, H, N, None, BLOCK_M),
         Softmax(scale, Mask(None, 0, 0, 0, False), seed_ptr, dropout_p),
         Head(HEAD_DIM, D0, D1, PRECISION),
-        BLOCK_M, KEYS_0, KEYS_1, KEYS_2,
-    )  # fmt: skip
+        BLOCK_M,
+        KEYS_0,
+        KEYS_1,
+        KEYS_2,
+    )

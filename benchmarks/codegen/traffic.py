@@ -79,17 +79,20 @@ _TILE = {  # by kernel and argument: what is loaded once more for each ...
     "attention_bwd_dq_kernel": {**dict.fromkeys("kv", "query tile"), "mask": _OF_MASK},
     "attention_bwd_dkdv_kernel": {**dict.fromkeys(("q", "do", "statistics"), "key tile"), "mask": _OF_MASK},
     "attention_bwd_mask_kernel": {
-        **dict.fromkeys(("q", "do", "statistics"), "key tile"), **dict.fromkeys("kv", "query tile"),
-        "mask": _OF_MASK, "seed": "program",
+        **dict.fromkeys(("q", "do", "statistics"), "key tile"),
+        **dict.fromkeys("kv", "query tile"),
+        "mask": _OF_MASK,
+        "seed": "program",
     },
     "linear_fwd_kernel": {"x": "column tile", "w": "row tile", "bias": "row tile", "layer_scale": "row tile"},
     "linear_dact_kernel": {"dy": "column tile", "w": "row tile"},
-    "gated_fwd_kernel": {
-        "x": "column tile", **dict.fromkeys(("gate", "value", "gate_bias", "value_bias"), "row tile")
-    },
+    "gated_fwd_kernel": {"x": "column tile", **dict.fromkeys(("gate", "value", "gate_bias", "value_bias"), "row tile")},
     "gated_dact_kernel": {"dy": "column tile", "w": "row tile"},
     "patch_embed_fwd_kernel": {
-        "image": "feature tile", "weight": "token tile", "bias": "token tile", "pos": "token tile"
+        "image": "feature tile",
+        "weight": "token tile",
+        "bias": "token tile",
+        "pos": "token tile",
     },
     "patch_embed_bwd_weight_kernel": {"dout": "tile of pixels", "image": "feature tile"},
     "patch_embed_bwd_image_kernel": {"dout": "tile of pixels", "weight": "token tile"},
@@ -97,7 +100,7 @@ _TILE = {  # by kernel and argument: what is loaded once more for each ...
     "qk_norm_fwd_kernel": _OF_HEADS,
     "qk_norm_bwd_kernel": _OF_HEADS,
     "dropout_kernel": {"seed": "program", "layer_scale": "row tile"},
-}  # fmt: skip
+}
 _AGAIN = {  # by kernel and argument: why one program loads an element again
     ("patch_embed_fwd_kernel", "image"): "lanes without a patch load the first one, unmasked",
     ("patch_embed_bwd_weight_kernel", "image"): "lanes without a patch load the first one, unmasked",

@@ -45,7 +45,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "EomtForUniversalSegmentation": _EOMT,
     "EomtDinov3ForUniversalSegmentation": _EOMT,
     "Llama4VisionModel": {
-        "intermediate_size": 384, "projector_input_dim": 96, "projector_output_dim": 96, "vision_output_dim": 96,
+        "intermediate_size": 384,
+        "projector_input_dim": 96,
+        "projector_output_dim": 96,
+        "vision_output_dim": 96,
     },
     "SegGptModel": _SEGGPT,
     "SegGptForImageSegmentation": _SEGGPT,
@@ -54,9 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{f"Sapiens2For{task}": {"head_config": _HEAD} for task in _SAPIENS2},
     "LwDetrModel": _LW_DETR,
     "LwDetrForObjectDetection": _LW_DETR,
-    "VitMatteForImageMatting": {
-        "convstream_hidden_sizes": [48, 96, 192], "fusion_hidden_sizes": [256, 128, 64, 32],
-    },
+    "VitMatteForImageMatting": {"convstream_hidden_sizes": [48, 96, 192], "fusion_hidden_sizes": [256, 128, 64, 32]},
     "HieraForPreTraining": {"decoder_hidden_size": 64, "decoder_depth": 1, "decoder_num_heads": 4},
     "Kosmos2_5VisionModel": {"patch_embed_hidden_size": 768, "max_num_patches": 16},
     "SamModel": _SAM,
@@ -66,11 +67,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "PPDocLayoutV2ForObjectDetection": {"class_thresholds": [0.5] * 5, "class_order": [4, 3, 2, 1, 0]},
     "PeVideoEncoder": {
         "vision_config": {
-            "architecture": "vit_pe_core_tiny_patch16_384", "global_pool": "map", "num_classes": 96,
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "global_pool": "map",
+            "num_classes": 96,
             "model_args": {"img_size": 64, "depth": 2, "embed_dim": 96, "num_heads": 4},
-        },
+        }
     },
-}  # fmt: skip
+}
 
 
 def _pair(config: Any, normal: Normal) -> Inputs:
@@ -169,9 +172,12 @@ def _folded(config: Any, normal: Normal) -> Inputs:
 INPUTS: dict[str, Callable[[Any, Normal], Inputs]] = {
     **dict.fromkeys(
         (
-            "LightGlueForKeypointMatching", "SuperGlueForKeypointMatching", "EfficientLoFTRModel",
+            "LightGlueForKeypointMatching",
+            "SuperGlueForKeypointMatching",
+            "EfficientLoFTRModel",
             "EfficientLoFTRForKeypointMatching",
-        ), _pair,
+        ),
+        _pair,
     ),
     **dict.fromkeys(("TimesformerModel", "TimesformerForVideoClassification"), _video),
     **dict.fromkeys(("PPOCRV5MobileRecModel", "PPOCRV5MobileRecForTextRecognition"), _line_of_text),
@@ -192,4 +198,4 @@ INPUTS: dict[str, Callable[[Any, Normal], Inputs]] = {
     "Inkling2VisionModel": _tokens_of_patches,
     "PeVideoEncoder": _frames,
     **dict.fromkeys(("DepthProModel", "DepthProForDepthEstimation"), _windows),
-}  # fmt: skip
+}

@@ -47,11 +47,14 @@ def results(model: str, provider: str, rehearse: bool) -> dict[str, dict[str, st
     """Return the results that a process of `runs` has to find, by name, in the order in which it compiles them."""
     return {
         f"model {_workload(model, rehearse)} {provider}, {style}, {summary.MODES[mode]}": {
-            "model": model, "provider": provider, "style": style, "mode": mode,
+            "model": model,
+            "provider": provider,
+            "style": style,
+            "mode": mode,
         }
         for style in (_STYLES[-1:] if rehearse else _STYLES)
         for mode in _MODES
-    }  # fmt: skip
+    }
 
 
 def ready(go: Path, model: str, provider: str) -> Path:
@@ -137,8 +140,11 @@ def main(arguments: list[str] | None = None) -> int:
         about["timed"] = [start, time.time()]
         journal.add("compiled", name, "passed", called=asdict(called), graph=alone, **about)
         print(f"> {about['style']}, {about['mode']}: {1e6 * called.median:,.0f} us called", flush=True)
-    missing = [r["status"] for name in results(chosen.model, chosen.provider, chosen.rehearse)
-               if not journal.done("compiled", name) and (r := journal.get("compiled", name))]  # fmt: skip
+    missing = [
+        r["status"]
+        for name in results(chosen.model, chosen.provider, chosen.rehearse)
+        if not journal.done("compiled", name) and (r := journal.get("compiled", name))
+    ]
     assert not turn.closed
     return 0 if not missing else CUT if set(missing) == {"cut"} else 1
 

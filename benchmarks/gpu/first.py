@@ -55,9 +55,7 @@ class FirstMinutes:
     @property
     def steps(self) -> list[Step]:
         """Every step, in the order of the plan."""
-        return [
-            self.machine, self.kernels, *self.checks, *self.models.values(), self.tuning, *self.rows.values(),
-        ]  # fmt: skip
+        return [self.machine, self.kernels, *self.checks, *self.models.values(), self.tuning, *self.rows.values()]
 
     def expected(self) -> dict[str, list[str]]:
         """Return by kind the names of all results that a complete run has."""

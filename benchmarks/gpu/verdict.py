@@ -92,8 +92,11 @@ def _compiled(results: list[Record]) -> Iterator[str]:
     lines = []
     for provider, words in (("fused", "fused modules"), ("graph", "fastvit.compile")):
         for mode, title in PASSES.items():
-            pairs = [times[*of, mode, "sdpa"] / own for (*of, m, p), own in times.items()
-                     if (m, p) == (mode, provider) and (*of, mode, "sdpa") in times]  # fmt: skip
+            pairs = [
+                times[*of, mode, "sdpa"] / own
+                for (*of, m, p), own in times.items()
+                if (m, p) == (mode, provider) and (*of, mode, "sdpa") in times
+            ]
             if pairs:
                 lines.append(f"{words + ', ' + title:<28} {_spread(pairs):<44} {len(pairs)}")
     if lines:

@@ -236,8 +236,10 @@ def _parameters(norms: Sequence[ops.Norm]) -> tuple[Tensor, ...]:
 
 
 _OF_TABLES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
-    "shared": lambda B, H: (), "sample": lambda B, H: (B, 1), "head": lambda B, H: (H,),
-}  # fmt: skip
+    "shared": lambda B, H: (),
+    "sample": lambda B, H: (B, 1),
+    "head": lambda B, H: (H,),
+}
 
 
 def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = ()) -> ops.Rotary:

@@ -119,11 +119,13 @@ def selection(left_out: Sequence[Case], ran: Iterable[str]) -> str:
     whole = {workload.op for workload, _ in left_out} - {*ran}
     modes = Counter(workload.id for workload, _ in left_out)
     words = (
-        f"[{workload.op.replace(', ', '-')}-" if workload.op in whole
-        else f"[{workload.id}-" if modes[workload.id] > 1
+        f"[{workload.op.replace(', ', '-')}-"
+        if workload.op in whole
+        else f"[{workload.id}-"
+        if modes[workload.id] > 1
         else f"[{workload.id}-{mode}]"
         for workload, mode in left_out
-    )  # fmt: skip
+    )
     return " or ".join(dict.fromkeys(words))
 
 

@@ -134,8 +134,10 @@ def render(path: Path) -> list[str]:
     """Return the table of a result file."""
     results = json.loads(path.read_text())
     where = results["environment"]
-    rows = [(name, *(f"{us:.1f}" for us in (row["aten"], row["fused"], row["fused"] - row["aten"])))
-            for name, row in results["microseconds"].items()]  # fmt: skip
+    rows = [
+        (name, *(f"{us:.1f}" for us in (row["aten"], row["fused"], row["fused"] - row["aten"])))
+        for name, row in results["microseconds"].items()
+    ]
     return [
         *make(("op", "ATen calls\nus", "op\nus", "added\nus"), rows),
         "",

@@ -65,10 +65,13 @@ def run_tests(job: Job, options: argparse.Namespace) -> None:
     folder = download(job.suite)
     packages = FOLDER / "packages"
     environ = os.environ | {
-        VARIABLE: str(description), "FASTVIT_PEERS_TRANSFORMERS": str(folder / "tests"), "HF_HUB_OFFLINE": "1",
+        VARIABLE: str(description),
+        "FASTVIT_PEERS_TRANSFORMERS": str(folder / "tests"),
+        "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if job.suite == "timm":
         chosen = [str(path) for path in sorted(folder.glob("tests/test_*.py")) if "create_model" in path.read_text()]
         chosen += ["-c", str(folder / "pyproject.toml")]

@@ -46,9 +46,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def compare(
-    run: str, own: Sequence[Mapping[str, Any]], plain: Mapping[str, Mapping[str, Any]],
+    run: str,
+    own: Sequence[Mapping[str, Any]],
+    plain: Mapping[str, Mapping[str, Any]],
     meant: Sequence[Deliberate] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Compare one run. own: outcomes with fastvit; plain: without it, by id, of the tests that did not pass."""
     meant = [entry for entry in (read_deliberate() if meant is None else meant) if run in entry.runs]
     touched = [row for row in own if row["models"]]

@@ -33,18 +33,20 @@ LINEAR: Classes = {
 }
 DROPOUT: Classes = {nn.Dropout}
 LAYER_NORM: Classes = {nn.LayerNorm, "fastvit.layers.LayerNorm", "timm.layers.norm.LayerNorm"}
-RMS_NORM: Classes = {
-    nn.RMSNorm, "fastvit.layers.RMSNorm", "timm.layers.norm.RmsNorm", "timm.layers.norm.RmsNormFp32",
-}  # fmt: skip
+RMS_NORM: Classes = {nn.RMSNorm, "fastvit.layers.RMSNorm", "timm.layers.norm.RmsNorm", "timm.layers.norm.RmsNormFp32"}
 NORM: Classes = LAYER_NORM | RMS_NORM
 LAYER_SCALE: Classes = {
-    nn.Identity, "fastvit.layers.LayerScale", "timm.layers.layer_scale.LayerScale",
+    nn.Identity,
+    "fastvit.layers.LayerScale",
+    "timm.layers.layer_scale.LayerScale",
     "timm.models.vision_transformer.LayerScale",
-}  # fmt: skip
+}
 DROP_PATH: Classes = {nn.Identity, "fastvit.layers.DropPath", "timm.layers.drop.DropPath"}
 ATTENTION: Classes = {
-    "fastvit.layers.Attention", "timm.layers.attention.Attention", "timm.models.vision_transformer.Attention",
-}  # fmt: skip
+    "fastvit.layers.Attention",
+    "timm.layers.attention.Attention",
+    "timm.models.vision_transformer.Attention",
+}
 MLP: Classes = {
     f"{home}.{name}" for home in ("fastvit.layers", "timm.layers.mlp") for name in ("Mlp", "GluMlp", "SwiGLU")
 }

@@ -14,9 +14,11 @@ from fastvit.blocks.submodules import CannotFuse, Classes, submodules
 from fastvit.ops import Rotary
 
 ATTENTION: Classes = {
-    "fastvit.eva_layers.AttentionRope", "fastvit.eva_layers.EvaAttention", "timm.layers.attention.AttentionRope",
+    "fastvit.eva_layers.AttentionRope",
+    "fastvit.eva_layers.EvaAttention",
+    "timm.layers.attention.AttentionRope",
     "timm.models.eva.EvaAttention",
-}  # fmt: skip
+}
 
 
 def read_attention(attn: Any) -> AttentionSpec:

@@ -25,9 +25,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_weights(parser)
     options.add_image_size(parser)
     parser.add_argument(
-        "--layers", type=_layers, metavar="N,...",
+        "--layers",
+        type=_layers,
+        metavar="N,...",
         help="layers, from 0, whose heads come first if the page has no room for all",
-    )  # fmt: skip
+    )
     parser.add_argument("--out", default="explore.html", metavar="FILE", help="the page")
 
 

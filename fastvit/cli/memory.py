@@ -92,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
     from fastvit import study
 
     setting: dict[str, Any] = {
-        "mode": args.mode, "dtype": args.dtype, "optimizer": args.optimizer, "checkpointing": args.checkpointing,
-    }  # fmt: skip
+        "mode": args.mode,
+        "dtype": args.dtype,
+        "optimizer": args.optimizer,
+        "checkpointing": args.checkpointing,
+    }
     common: dict[str, Any] = {"patch_size": args.patch_size, "device": args.device, **setting}
     sizes = args.image_size or [study.image_size(args.model)]
     points = len(sizes) * len(args.batch) * len(args.providers)

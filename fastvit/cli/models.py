@@ -48,9 +48,12 @@ examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.add_argument(
-        "models", nargs="*", default=["*"], metavar="MODEL",
+        "models",
+        nargs="*",
+        default=["*"],
+        metavar="MODEL",
         help=f"pattern of names of `fastvit models`, or {options.MODEL} (default: the zoo)",
-    )  # fmt: skip
+    )
     options.add_image_size(parser, several=True, of="each model's")
     parser.add_argument("--patch-size", type=options.sizes, metavar="PX,...", help="14,16 (default: each model's)")
     options.add_batches(parser, "1")

@@ -171,8 +171,11 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         return
     bars, rich = wanted("rich.progress", "rich"), wanted("rich.console", "rich")
     columns = (
-        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TimeRemainingColumn(),
-    )  # fmt: skip
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+    )
     with bars.Progress(*columns, console=rich.Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         started = False

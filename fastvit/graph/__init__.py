@@ -26,9 +26,12 @@ Inner = str | Callable[..., Any]
 
 
 def compile(
-    model: nn.Module | Callable[..., Any], *, inner: Inner | None = None,
-    report: bool | Callable[[Report], None] = False, **options: Any,
-) -> Any:  # fmt: skip
+    model: nn.Module | Callable[..., Any],
+    *,
+    inner: Inner | None = None,
+    report: bool | Callable[[Report], None] = False,
+    **options: Any,
+) -> Any:
     """Return torch.compile(model) with fastvit's ops in its graphs. Nothing is compiled before the first call.
 
     Args:

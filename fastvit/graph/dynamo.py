@@ -130,9 +130,12 @@ def _has_compiler() -> bool:
 
 
 def _compile_rest(
-    inner: str | Callable[..., Any], gm: GraphModule, inputs: Sequence[Any], mode: str | None = None,
+    inner: str | Callable[..., Any],
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None = None,
     options: dict[str, Any] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     if inner == "inductor" and (mode or options):
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx

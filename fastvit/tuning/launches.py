@@ -34,9 +34,7 @@ T = TypeVar("T")
 L = TypeVar("L", bound="Launch")
 
 # target -> multiprocessors of a common GPU: A100, A40, L40S, H100, B200, RTX 5090, MI300X
-MULTIPROCESSORS = {
-    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304,
-}  # fmt: skip
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx942": 304}
 
 
 def gpu_target(arch: str) -> GPUTarget:

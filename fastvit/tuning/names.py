@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from fastvit.kernels import _tuned
 
 _HEADS = {
-    "attention_fwd": "attention forward", "attention_bwd_dq": "attention backward dq",
-    "attention_bwd_dkdv": "attention backward dk, dv", "attention_bwd_short": "attention backward",
-}  # fmt: skip
+    "attention_fwd": "attention forward",
+    "attention_bwd_dq": "attention backward dq",
+    "attention_bwd_dkdv": "attention backward dk, dv",
+    "attention_bwd_short": "attention backward",
+}
 
 
 def key_in_words(table: str, key: Sequence[int]) -> str:

@@ -51,8 +51,11 @@ _AIMV2_SIZES: dict[str, Config] = {  # heads of 128 channels
     "3b": {"embed_dim": 3072, "num_heads": 24, "mlp_ratio": 2.6667},
 }
 _SWIGLU: Config = {  # DINOv2 giant's
-    "num_heads": 24, "mlp_ratio": 2 * 4096 / 1536, "act_layer": "silu", "mlp_layer": "swiglupacked",
-}  # fmt: skip
+    "num_heads": 24,
+    "mlp_ratio": 2 * 4096 / 1536,
+    "act_layer": "silu",
+    "mlp_layer": "swiglupacked",
+}
 _TEST_GAP: Config = {"class_token": False, "reg_tokens": 1, "global_pool": "avg", "init_values": 1e-5}
 
 

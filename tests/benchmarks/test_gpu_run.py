@@ -294,8 +294,10 @@ def test_steps_are_complete() -> None:
     tests = {path.stem: path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     run = {name[1] for name in names if name[0] == "tests"}
     assert {name for name in tests.keys() - run if tests[name] not in ("benchmarks", "mutation")} == {
-        "test_targets", "test_traffic", "test_tune",
-    }  # fmt: skip
+        "test_targets",
+        "test_traffic",
+        "test_tune",
+    }
     assert sorted(op for some in rest.BENCHES.values() for op in some) == sorted({w.op for w in workloads("gpu")})
     tuned = [name[1] for name in names if name[0] == "tune"]
     assert set(tuned) == set(_tuned.FIELDS)
@@ -371,8 +373,10 @@ def test_the_last_line_names_what_is_not_done(tmp_path: Path) -> None:
         journal.add("step", name, status)
     steps = [Step(name, ()) for name in ("tune a", "tests b", "sanitize c", "bench d", "page")]
     assert rest.summary(steps, journal).splitlines() == [
-        "5 steps: 2 passed, 1 failed, 1 skipped, 1 to do", "    tests b: failed", "    page: to do",
-    ]  # fmt: skip
+        "5 steps: 2 passed, 1 failed, 1 skipped, 1 to do",
+        "    tests b: failed",
+        "    page: to do",
+    ]
 
 
 def sizes(op: str, *names: str) -> set[tuple[object, ...]]:

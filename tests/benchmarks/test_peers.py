@@ -124,9 +124,12 @@ def test_tests_are_chosen_by_the_models_that_they_make() -> None:
         return SimpleNamespace(function=function, **({"callspec": SimpleNamespace(params=params)} if params else {}))
 
     chosen = [
-        item(makes_by_another), item(makes_none), item(makes_none, model_name="vit.tag"), item(_makes, model_name="x"),
+        item(makes_by_another),
+        item(makes_none),
+        item(makes_none, model_name="vit.tag"),
+        item(_makes, model_name="x"),
         item(_makes, size=3),
-    ]  # fmt: skip
+    ]
     assert [plugin._creates_one_of({"vit"}, one) for one in chosen] == [True, False, True, False, True]
 
 

@@ -71,10 +71,13 @@ def test_printed_ratios_are_those_of_the_printed_figures() -> None:
 @pytest.mark.parametrize(
     ("eager", "interval", "apart"),
     [
-        (1.2, (1.1, 1.3), True), (0.8, (0.7, 0.9), True), (1.2, (0.9, 1.3), False), (1.2, None, False),
+        (1.2, (1.1, 1.3), True),
+        (0.8, (0.7, 0.9), True),
+        (1.2, (0.9, 1.3), False),
+        (1.2, None, False),
         (1.2, (0.8, 0.9), False),
     ],
-)  # fmt: skip
+)
 def test_what_the_rounds_do_not_tell_apart_is_marked(eager: float, interval: Any, apart: bool) -> None:
     """In the last case medians and pairs disagree."""
     record = a_record("attention", 197, 8, 2)
@@ -173,8 +176,9 @@ def test_a_busy_machine_marks_the_run() -> None:
     _, mark, *reasons = conditions.lines(slowed, [record], Ceilings(1e10, 2e11, 2e10))
     assert mark.startswith(conditions.MARK)
     assert [reason.split(", ")[0] for reason in map(str.strip, reasons)] == [
-        "matmul at the end -20% against the start", "layer_norm N197",
-    ]  # fmt: skip
+        "matmul at the end -20% against the start",
+        "layer_norm N197",
+    ]
     assert reasons[1].endswith("fused at 122% of the limits")
 
 

@@ -63,10 +63,13 @@ def test_report(x, capsys):
     assert capsys.readouterr().out == "nothing in this graph for fastvit\n"
 
 
-@pytest.mark.parametrize(("forward", "reason"), [
-    (lambda x: torch.vmap(torch.sin)(x), "a transform of functorch"),
-    (lambda x: (x + 1.0).unsqueeze_(0).sin(), "unsqueeze_ reshapes a tensor in place"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda x: torch.vmap(torch.sin)(x), "a transform of functorch"),
+        (lambda x: (x + 1.0).unsqueeze_(0).sin(), "unsqueeze_ reshapes a tensor in place"),
+    ],
+)
 def test_report_of_a_graph_that_is_left_as_a_whole(forward, reason, x):
     reports: list = []
     fastvit.compile(forward, inner="aot_eager", report=reports.append)(x)

@@ -203,9 +203,10 @@ def into_a_checkpoint(m, q):
 
 
 @pytest.mark.parametrize(
-    "forward", [strides_before_a_break, patches_before_a_break, out_of_a_checkpoint, into_a_checkpoint],
+    "forward",
+    [strides_before_a_break, patches_before_a_break, out_of_a_checkpoint, into_a_checkpoint],
     ids=lambda f: f.__name__,
-)  # fmt: skip
+)
 def test_strides_that_others_see_are_eagers(forward, device):
     model = FunctionModule(forward, **layers()).to(device)
     shape = (B, 3, 16, 16) if forward is patches_before_a_break else (B, H, N, 16)

@@ -71,9 +71,12 @@ SPELLINGS = {
     "where, of a constant": constant,
     "where, as a method": lambda m, q, k, v: scores(q, k).where(m.mask, torch.tensor(-torch.inf)).softmax(-1) @ v,
     "mask and bias": lambda m, q, k, v: (
-        (scores(q, k) + m.bias).masked_fill(~m.mask, LEAST).masked_fill(m.mask.roll(1, 1) & ~m.mask.mT, LEAST)
-    ).softmax(-1) @ v,
-}  # fmt: skip
+        (
+            (scores(q, k) + m.bias).masked_fill(~m.mask, LEAST).masked_fill(m.mask.roll(1, 1) & ~m.mask.mT, LEAST)
+        ).softmax(-1)
+        @ v
+    ),
+}
 
 
 FINITE_FILLS = (

@@ -42,16 +42,16 @@ def in_place(x, weight):
 
 SPELLINGS = {
     "torch": lambda x, weight: F.rms_norm(x, (D,), weight, EPS),
-    "llama": lambda x, weight: weight * (
-        x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
-    ).to(x.dtype),
+    "llama": lambda x, weight: (
+        weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    ),
     "rounded after the weight": rounded_after_the_weight,
     "t5": of_t5,
     "timm": lambda x, weight: x * torch.rsqrt(torch.mean(x.pow(2), dim=(-1,), keepdim=True) + EPS) * weight,
     "divided": lambda x, weight: x / torch.sqrt(EPS + (x**2).mean([-1], keepdim=True)) * weight,
     "gemma": of_gemma,
     "in place": in_place,
-}  # fmt: skip
+}
 
 
 def before_linear(norms) -> FunctionModule:
@@ -205,13 +205,15 @@ def test_norm_in_front_of_the_projection(kind, x):
 OTHER_SCALES = {
     "of each head": (lambda m, out: m.head(out.transpose(1, 2)).flatten(2), "a norm of single heads after attention"),
     "heads in another order": (
-        lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)), "a norm of single heads after attention",
+        lambda m, out: m.all(out.permute(0, 2, 3, 1).flatten(2)),
+        "a norm of single heads after attention",
     ),
     "two": (lambda m, out: m.all(m.all(joined(out))), "layer_norm after attention"),
     "used elsewhere": (
-        lambda m, out: (lambda y: m.all(y) + y)(joined(out)), "attention's output is used more than once",
+        lambda m, out: (lambda y: m.all(y) + y)(joined(out)),
+        "attention's output is used more than once",
     ),
-}  # fmt: skip
+}
 
 
 def test_other_norms_after_attention_are_left(x):

@@ -16,8 +16,11 @@ def write(folder: Path, fields: dict[str, int], key: str = "197,64,2,0,0", **cha
     """Write the table into a folder. fields: of attention_fwd at the key. changes: of the document."""
     folder.mkdir(exist_ok=True)
     document = {
-        "format": 1, "gpu": GPU, "arch": ARCH, "measured": {"sources": _tuned.sources(), "triton": "3.7.1"},
+        "format": 1,
+        "gpu": GPU,
+        "arch": ARCH,
+        "measured": {"sources": _tuned.sources(), "triton": "3.7.1"},
         "tables": {"attention_fwd": {key: fields}},
-    } | changes  # fmt: skip
+    } | changes
     (folder / FILE).write_text(json.dumps(document))
     return folder / FILE

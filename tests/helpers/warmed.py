@@ -22,9 +22,11 @@ CACHE = Path(os.environ["TRITON_CACHE_DIR"])
 BATCH = 3
 TABLES = ("use_triton_gemm", "column_sum", "attention_bwd_short")
 MODELS = [
-    ("vit_of_two_blocks", "bf16"), ("study_models:of_timm", "amp"), ("study_models:of_a_bias", "bf16"),
+    ("vit_of_two_blocks", "bf16"),
+    ("study_models:of_timm", "amp"),
+    ("study_models:of_a_bias", "bf16"),
     ("eva02_tiny_patch14_224", "bf16"),
-]  # fmt: skip
+]
 
 
 def entries() -> set[str]:

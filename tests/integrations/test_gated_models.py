@@ -33,15 +33,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "SwiGLU": (of_timm("SwiGLU"), "swiglu"),
     "SwiGLU of gelu, with a norm": (of_timm("SwiGLU", act_layer=nn.GELU, norm=True), "geglu"),
     "SwiGLU with RMSNorms": (of_timm("SwiGLU", norm=True, norms="rmsnorm"), "swiglu"),
-    "SwiGLUPacked": (
-        lambda: vit("vit_giant_patch14_reg4_dinov2", **GIANT, num_heads=2, num_classes=7), "swiglu",
-    ),
+    "SwiGLUPacked": (lambda: vit("vit_giant_patch14_reg4_dinov2", **GIANT, num_heads=2, num_classes=7), "swiglu"),
     "GluMlp, value first": (of_timm("GluMlp", act_layer=nn.GELU, norm=True), "geglu"),
     "GluMlp without biases": (of_timm("GluMlp", act_layer=nn.SiLU, bias=False), "swiglu"),
     "Dinov2": (lambda: hugging_face("Dinov2Model", use_swiglu_ffn=True), "swiglu"),
     "Dinov2WithRegisters": (lambda: hugging_face("Dinov2WithRegistersModel", use_swiglu_ffn=True), "swiglu"),
     "DINOv3": (lambda: hugging_face("DINOv3ViTModel", **DINOV3), "swiglu"),
-}  # fmt: skip
+}
 
 
 def made(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:

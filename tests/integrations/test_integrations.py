@@ -18,8 +18,11 @@ from fastvit.integrations import Report
 
 BATCH = 2
 UNKNOWN = {  # cross-attention
-    "AttentionPoolLatent", "SiglipMultiheadAttentionPoolingHead", "MultiheadAttention", "Aimv2AttentionPoolingHead",
-}  # fmt: skip
+    "AttentionPoolLatent",
+    "SiglipMultiheadAttentionPoolingHead",
+    "MultiheadAttention",
+    "Aimv2AttentionPoolingHead",
+}
 
 
 class Model(NamedTuple):

@@ -265,8 +265,9 @@ def test_an_adapted_patch_embedding(peft, image: Tensor, tuner: str, order: str)
         report = fastvit.accelerate(model)
         kind = type(model.patch_embed.proj)
         assert outcome(report, "patch_embed") == (
-            "skipped", f"its convolution is {kind.__module__}.{kind.__name__}, in timm.layers.patch_embed.PatchEmbed"
-        )  # fmt: skip
+            "skipped",
+            f"its convolution is {kind.__module__}.{kind.__name__}, in timm.layers.patch_embed.PatchEmbed",
+        )
     assert_same(step(model, image), step(adapt(plain), image))
 
 

@@ -98,11 +98,14 @@ def test_naflex(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "mask",
     [
-        torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 1, 17, 5), torch.zeros(17, 17, dtype=torch.int64), "blocks",
+        torch.ones(2, 17, dtype=torch.bool),
+        torch.ones(2, 1, 17, 5),
+        torch.zeros(17, 17, dtype=torch.int64),
+        "blocks",
         torch.ones(2, 17, 17),
     ],
     ids=["of tokens", "of other keys", "of integers", "no tensor", "of three dimensions"],
-)  # fmt: skip
+)
 def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
     """`fused_forward` then runs the module's own forward, which test_transformers.py tests."""
     x, taken = torch.randn(2, 17, 192), torch.ones(2, 1, 1, 17)
@@ -191,11 +194,13 @@ def test_widths_of_norms_and_keys_that_do_not_fit() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"qkv_bias": True, "fuse_out_proj": True}, {"qk_norm": True, "init_values": 0.5},
+        {},
+        {"qkv_bias": True, "fuse_out_proj": True},
+        {"qk_norm": True, "init_values": 0.5},
         {"qkv_bias": True, "proj_bias": False, "drop_path_rate": 0.5, "init_values": 0.5},
     ],
     ids=["plain", "one layer out", "qk_norm", "stochastic depth"],
-)  # fmt: skip
+)
 def test_parallel_blocks(options: dict[str, Any], device: torch.device) -> None:
     """The blocks of ViT-22B. A sample that stochastic depth drops is dropped from both branches."""
     timm = import_library("timm")
@@ -286,16 +291,19 @@ def test_towers_under_compile_and_with_other_arguments(device: torch.device) -> 
     torch._dynamo.reset()
     compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
     for got in (
-        attention(x, ends, positions), attention(x, ends, positions, max_seqlen=16),
-        attention(x, cu_seqlens=ends.long(), position_embeddings=positions), compiled(x, ends, positions),
-    ):  # fmt: skip
+        attention(x, ends, positions),
+        attention(x, ends, positions, max_seqlen=16),
+        attention(x, cu_seqlens=ends.long(), position_embeddings=positions),
+        compiled(x, ends, positions),
+    ):
         assert close(got, want)
     with pytest.warns(UserWarning, match="no cu_seqlens or no rotary positions"), pytest.raises(TypeError):
         attention(x, ends)
     attention.config._attn_implementation = "mine"
     assert outcome(fastvit.accelerate(nn.ModuleList([attention])), "0") == (
-        "skipped", "its attention implementation is 'mine'",
-    )  # fmt: skip
+        "skipped",
+        "its attention implementation is 'mine'",
+    )
 
 
 # ---- as an attention implementation ----

@@ -39,8 +39,9 @@ def test_fastvits_own_models_are_fused_already() -> None:
     assert [e.name for e in report.entries] == [name for name, _ in model.named_modules()]
     assert {(e.status, e.detail) for e in report.entries} == {("as it was", "fused already")}
     assert str(report).splitlines() == [
-        "fastvit's own modules are fused already", "fused: attention in 1 of 1, MLP in 1 of 1",
-    ]  # fmt: skip
+        "fastvit's own modules are fused already",
+        "fused: attention in 1 of 1, MLP in 1 of 1",
+    ]
     mixed = str(fastvit.accelerate(nn.Sequential(nn.LayerNorm(8), fastvit.Mlp(8)))).splitlines()
     assert mixed[2].split() == ["0", "LayerNorm", "accelerated", "layer_norm"]
     assert mixed[4:] == ["fastvit's own modules are fused already", "fused: MLP in 1 of 1"]

@@ -81,8 +81,11 @@ def compiled(target: str) -> list[Row]:
 @needs_triton
 @every_target
 def test_every_kernel_compiles_and_is_fit_for_its_tier(target: str) -> None:
-    broken = [f"{r['kernel']} [{r['workload']}, {r['dtype']}] {r['config']}: {r['problems']}" for r in report(target)
-              if r["problems"]]  # fmt: skip
+    broken = [
+        f"{r['kernel']} [{r['workload']}, {r['dtype']}] {r['config']}: {r['problems']}"
+        for r in report(target)
+        if r["problems"]
+    ]
     assert not broken, "\n".join(broken)
 
 

@@ -188,8 +188,10 @@ def test_qk_norm_moves_q_and_k_once(sizes: dict[str, str]) -> None:
     heads = 2 * 50 * 5 * 64 * 2
     forward, backward = passes("qk_norm", B=2, N=50, H=5, d=64, **sizes)
     assert [launch.kernel for launch in backward.launches] == ["qk_norm_bwd_kernel", "column_sum_kernel"]
-    for found, read, written in ((forward, ["q", "k"], ["q_out", "k_out"]),
-                                 (backward, ["q", "k", "dq_out", "dk_out"], ["dq", "dk"])):  # fmt: skip
+    for found, read, written in (
+        (forward, ["q", "k"], ["q_out", "k_out"]),
+        (backward, ["q", "k", "dq_out", "dk_out"], ["dq", "dk"]),
+    ):
         arguments = found.launches[0].arguments
         assert all(arguments[f"{x}_ptr"].loaded == heads for x in read)
         assert all(arguments[f"{x}_ptr"].stored == heads for x in written)
@@ -202,14 +204,20 @@ def test_qk_norm_within_attention_writes_one_gradient() -> None:
     """The gradient replaces attention's in the packed tensor, without a copy; forward has a tensor of its own."""
     forward, backward = passes("layer_norm_attention", B=2, N=20, D=128, H=2, rotary="halves", qk_norm="rms")
     assert [launch.kernel for launch in forward.launches] == [
-        "layer_norm_fwd_kernel", "qk_norm_fwd_kernel", "attention_short_fwd_kernel", "linear_fwd_kernel",
-    ]  # fmt: skip
+        "layer_norm_fwd_kernel",
+        "qk_norm_fwd_kernel",
+        "attention_short_fwd_kernel",
+        "linear_fwd_kernel",
+    ]
     of_heads = [
         launch.kernel for launch in backward.launches if "norm_bwd" not in launch.kernel or "qk" in launch.kernel
     ]
     assert of_heads[:4] == [
-        "qk_norm_fwd_kernel", "attention_bwd_short_kernel", "qk_norm_bwd_kernel", "column_sum_kernel",
-    ]  # fmt: skip
+        "qk_norm_fwd_kernel",
+        "attention_bwd_short_kernel",
+        "qk_norm_bwd_kernel",
+        "column_sum_kernel",
+    ]
     (launch,) = (launch for launch in backward.launches if launch.kernel == "qk_norm_bwd_kernel")
     moved = {name: a.loaded + a.stored for name, a in launch.arguments.items()}
     assert sum(moved[f"{x}_ptr"] for x in ("q", "k", "dq", "dk", "dq_out", "dk_out") if f"{x}_ptr" in moved) == (

@@ -53,10 +53,12 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, data: Any) -> None:
 
 
 TRIED: list[tuple[Any, Any]] = [
-    ({(1,): [0.981] * 3}, None), ({(1,): [0.979] * 3}, (1,)), ({}, None),
+    ({(1,): [0.981] * 3}, None),
+    ({(1,): [0.979] * 3}, (1,)),
+    ({}, None),
     ({(1,): [0.979] * 3, (2,): [0.9] * 3, (3,): [1.1] * 3}, (2,)),
     ({(1,): [0.1, 1.0, 1.0]}, None),  # one lucky round
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("tried", "chosen"), TRIED)

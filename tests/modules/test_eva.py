@@ -213,9 +213,11 @@ def test_other_image_sizes(device: torch.device) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_224", "vit_small_patch16_rope_224",
+        "vit_small_plus_patch16_dinov3",
+        "eva02_tiny_patch14_224",
+        "vit_small_patch16_rope_224",
     ],
-)  # fmt: skip
+)
 def test_initialised_as_timms(name: str) -> None:
     arguments = {"embed_dim": 96, "depth": 2, "num_heads": 2, "num_classes": 400}
     ours, theirs = (library.create_model(name, **arguments).state_dict() for library in (fastvit, import_timm()))
@@ -228,9 +230,11 @@ def test_initialised_as_timms(name: str) -> None:
 # ---- positions ----
 
 COORDINATES: dict[str, dict[str, Any]] = {
-    "cat": {}, "reference": {"ref_feat_shape": (16, 8)}, "xy": {"grid_indexing": "xy", "grid_offset": 1.0},
+    "cat": {},
+    "reference": {"ref_feat_shape": (16, 8)},
+    "xy": {"grid_indexing": "xy", "grid_offset": 1.0},
     "halves": {"rotate_half": True, "temperature": 100.0},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", COORDINATES)

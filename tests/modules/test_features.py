@@ -82,9 +82,12 @@ def test_layers_are_timms(case: str) -> None:
     for asked in ({}, {"n": [0, 2], "reshape": True}, {"n": 2, "return_prefix_tokens": True}):
         if isinstance(ours, Eva):  # timm's has forward_intermediates alone
             want = theirs.forward_intermediates(
-                image, asked.get("n", 1), asked.get("return_prefix_tokens", False), intermediates_only=True,
+                image,
+                asked.get("n", 1),
+                asked.get("return_prefix_tokens", False),
+                intermediates_only=True,
                 output_fmt="NCHW" if asked.get("reshape") else "NLC",
-            )  # fmt: skip
+            )
         else:
             want = theirs.get_intermediate_layers(image, **asked)
         assert_same(ours.get_intermediate_layers(image, **asked, norm=False), tuple(want))
@@ -121,8 +124,10 @@ def test_layers_as_dinov2_calls_them(name: str) -> None:
         ((2, True), {"norm": False}),
         ((), {"n": (1, 3), "reshape": True}),
     ):
-        assert_same(model.get_intermediate_layers(image, *positional, **named),
-                    dinov2_layers(model, image, *positional, **named))  # fmt: skip
+        assert_same(
+            model.get_intermediate_layers(image, *positional, **named),
+            dinov2_layers(model, image, *positional, **named),
+        )
 
 
 def test_an_accelerated_timm_model_has_its_own() -> None:

@@ -45,7 +45,7 @@ BLOCKS = {
     "torchs_layer_norm": {"norm_layer": nn.LayerNorm},
     "layer_norm_without_bias": {"norm_layer": functools.partial(nn.LayerNorm, bias=False)},
     "qk_norm": {"qk_norm": True, "norm_layer": nn.RMSNorm, "drop_path": 0.5},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

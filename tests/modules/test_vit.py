@@ -33,13 +33,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
     "map": {"global_pool": "map", "class_token": False, "act_layer": "gelu_tanh"},
     "map_of_its_own_size": {
-        "global_pool": "map", "reg_tokens": 2, "attn_pool_num_heads": 4, "attn_pool_mlp_ratio": 1.0,
+        "global_pool": "map",
+        "reg_tokens": 2,
+        "attn_pool_num_heads": 4,
+        "attn_pool_mlp_ratio": 1.0,
     },
     "no_position": {"pos_embed": "none"},
     "rms_norm": {"norm_layer": "rmsnorm", "embed_norm_layer": "rmsnorm"},
     "non_square": {"img_size": (8, 20), "patch_size": (4, 2), "in_chans": 1},
     "dynamic": {"dynamic_img_size": True, "img_size": 12},
-}  # fmt: skip
+}
 
 
 def image(model: VisionTransformer, batch: int = 2, **arguments: Any) -> Tensor:
@@ -108,7 +111,7 @@ WITH_TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "map_and_norm": (TINY_TIMM, {"global_pool": "map", "fc_norm": True}),
     "another_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.SwiGLU"}),
     "timms_mlp": (TINY_TIMM, {"mlp_layer": "timm.layers.Mlp"}),
-}  # fmt: skip
+}
 OTHER_SIZES = {"dynamic": (48, 96), "dynamic_reg4": (70, 42)}
 
 
@@ -259,10 +262,13 @@ def test_a_layer_that_initialises_itself_does_so_as_in_timm() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"reg_tokens": 2, "init_values": 0.1}, CLIP, {"global_pool": "avg"}, {"global_pool": "map"},
+        {"reg_tokens": 2, "init_values": 0.1},
+        CLIP,
+        {"global_pool": "avg"},
+        {"global_pool": "map"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_timm_groups_parameters_by_depth_as_its_own(arguments: dict[str, Any]) -> None:
     import_timm()
     from timm.models import group_parameters

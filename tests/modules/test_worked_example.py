@@ -60,9 +60,7 @@ def test_fused_ops(dtype, backend, device):
     tokens = ops.patch_embed(image, weight, None, pos_embed=position[1:], prefix=prefix)[0]
     N, D = tokens.shape
     attended = fused_attention(tokens, tokens, tokens)[:, :D]
-    mlp = ops.mlp(
-        attended, inputs["w1"].t(), inputs["b1"], inputs["w2"].t(), inputs["b2"], activation="relu"
-    )  # fmt: skip
+    mlp = ops.mlp(attended, inputs["w1"].t(), inputs["b1"], inputs["w2"].t(), inputs["b2"], activation="relu")
     ones, zeros = torch.ones_like(tokens[0]), torch.zeros_like(tokens[0])
     residual, branch = tokens, mlp
     if dtype is torch.float32:

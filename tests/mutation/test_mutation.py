@@ -35,7 +35,7 @@ def mutants(kind: str, text: str) -> list[str]:
         ("part", "x = {a, b}", ["x = {a}", "x = {b}"]),
         ("part", "a, b = f()", []),
     ],
-)  # fmt: skip
+)
 def test_operators(kind: str, text: str, becomes: list[str]) -> None:
     assert sorted(mutants(kind, text)) == sorted(becomes)
 

@@ -140,10 +140,7 @@ def test_the_scaled_gradient_is_gone_before_the_norm_s_backward_pass(activation,
     out = ops.layer_norm_mlp(x, norm, None, fc1, None, fc2, None, activation=activation, row_scale=scale, residual=x)
     with (
         mock.patch.object(module, dact, noted(getattr(module, dact), lambda g: seen.append(weakref.ref(g)))),
-        mock.patch.object(
-            module, "norm_backward",
-            noted(module.norm_backward, lambda _: alive.append(seen[0]())),
-        ),
-    ):  # fmt: skip
+        mock.patch.object(module, "norm_backward", noted(module.norm_backward, lambda _: alive.append(seen[0]()))),
+    ):
         out.backward(torch.ones_like(out))
     assert alive == [None]

@@ -132,16 +132,19 @@ def test_no_other_private_name_is_used():
         for name in private_names(f)
     }
     compiler = {
-        ("graph/dynamo.py", "torch._dynamo"), ("graph/match/rewriter.py", "torch._ops"),
+        ("graph/dynamo.py", "torch._dynamo"),
+        ("graph/match/rewriter.py", "torch._ops"),
         ("graph/match/values.py", "torch._ops"),
-    }  # fmt: skip
+    }
     compiler |= {("graph/dynamo.py", f"torch.{module}: _inductor") for module in ("_inductor", "_inductor.compile_fx")}
     instruments = {  # of studies, which run models under modes and on fake tensors
         f"{module}: {module.split('.')[i]}"
         for module, i in (
-            ("torch._subclasses.fake_tensor", 1), ("torch.utils._python_dispatch", 2), ("torch.utils._pytree", 2),
+            ("torch._subclasses.fake_tensor", 1),
+            ("torch.utils._python_dispatch", 2),
+            ("torch.utils._pytree", 2),
         )
-    }  # fmt: skip
+    }
     allowed = {n for f, n in used if f.startswith("study/") and (n in instruments or n.startswith("torch.ops.aten."))}
     used = {(f, n) for f, n in used if not (f.startswith("study/") and n in allowed)}
     tuning = {("tuning/launches.py", name) for name in ("torch.utils._python_dispatch: _python_dispatch", "torch._C")}

@@ -323,11 +323,14 @@ assert "torch._dynamo" not in sys.modules
 @pytest.mark.parametrize(
     ("layers", "heads", "queries"),
     [
-        (1, 2, (0, 3)), (-1, -1, "cls"), ([-1, 0, -3], [2, 0], [(3, 5), "cls"]), (range(3), None, None),
+        (1, 2, (0, 3)),
+        (-1, -1, "cls"),
+        ([-1, 0, -3], [2, 0], [(3, 5), "cls"]),
+        (range(3), None, None),
         ([2, -2], 1, [[1, 1]]),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_some_of_them_are_those_of_all(layers, heads, queries):
     model = vit()
     every = [(r, c) for r in range(4) for c in range(6)]
@@ -404,7 +407,7 @@ def test_a_layer_that_computes_its_weights_itself_is_named():
         (lambda q: (q[0] @ q[0].transpose(1, 2)).softmax(-1), "computes 24 x 24 weights"),
     ],
     ids=["causal", "windows", "fewer tokens", "several lengths", "eager", "eager 3D"],
-)  # fmt: skip
+)
 def test_attention_of_other_kinds_is_named(attend, message):
     with pytest.raises(ValueError, match=f"layer 0's attention is not seen: .*{message}"):
         study.attention_maps(Odd(attend), image())

@@ -28,9 +28,7 @@ def found(name, probe):
 
 def test_it_knows_this_machine():
     findings = doctor()
-    assert {finding.topic for finding in findings} == {
-        "versions", "devices", "compilers", "caches", "ops", "packages"
-    }  # fmt: skip
+    assert {finding.topic for finding in findings} == {"versions", "devices", "compilers", "caches", "ops", "packages"}
     assert {finding.status for finding in findings} <= {"ok", "note", "trouble"}
     by_name = {finding.name: finding.value for finding in findings}
     assert by_name["torch"].startswith(torch.__version__)

@@ -65,18 +65,21 @@ def test_patches_are_counted(opened):
 
 def test_embedding_calculator(opened):
     window = opened()
-    fields = {name: window.page.locator(f'#embedding input[data-name="{name}"]') for name in (
-        "Image size", "Patch size P", "Width D", "Prefix tokens",
-    )}  # fmt: skip
+    fields = {
+        name: window.page.locator(f'#embedding input[data-name="{name}"]')
+        for name in ("Image size", "Patch size P", "Width D", "Prefix tokens")
+    }
     assert [int(field.input_value()) for field in fields.values()] == [40, 8, 48, 2]
     for values in [(40, 8, 48, 2), (518, 14, 1536, 5), (1024, 16, 768, 0)]:
         for field, value in zip(fields.values(), values, strict=True):
             field.fill(str(value))
         right = study.patch_embedding(*values[:3], prefix_tokens=values[3])
         for name, value in [
-            ("Patches", right.patches), ("Tokens", right.tokens), ("Parameters", right.parameters),
+            ("Patches", right.patches),
+            ("Tokens", right.tokens),
+            ("Parameters", right.parameters),
             ("FLOPs", right.flops),
-        ]:  # fmt: skip
+        ]:
             assert window.number("#embedding-numbers", name) == value
     fields["Image size"].fill("1000")
     assert window.text("#embedding-note") == "A patch of 16 does not divide an image of 1000; 1008 would do."
@@ -193,9 +196,10 @@ def test_positions_by_keys(opened, written):
     others = np.delete(cosines[at], at)
     name = '#position-numbers [data-name="{}"] dd'.format
     assert window.text(name("Position"), first_line=True) == "2, 3"
-    shown = {what: float(window.text(name(what), first_line=True).replace("\u2212", "-")) for what in (
-        "Most alike", "Least alike", "Mean",
-    )}  # fmt: skip
+    shown = {
+        what: float(window.text(name(what), first_line=True).replace("\u2212", "-"))
+        for what in ("Most alike", "Least alike", "Mean")
+    }
     assert shown["Most alike"] == pytest.approx(others.max(), abs=0.0051)
     assert shown["Least alike"] == pytest.approx(others.min(), abs=0.0051)
     assert shown["Mean"] == pytest.approx(others.mean(), abs=0.0051)
@@ -297,9 +301,10 @@ def test_less_motion(opened):
 
 def test_a_page_without_attention_positions_and_memory(browser, written):
     found, path = written
-    nothing = {name: {"note": f"no {name}", "maps": None, "cosine": None, "plan": None} for name in (
-        "attention", "positions", "memory",
-    )}  # fmt: skip
+    nothing = {
+        name: {"note": f"no {name}", "maps": None, "cosine": None, "plan": None}
+        for name in ("attention", "positions", "memory")
+    }
     path = path.with_name("nothing.html")
     path.write_text(study.Exploration(NAME, found.data | nothing).html())
     window = Opened(browser, path)

@@ -202,9 +202,12 @@ def test_planning_leaves_no_trace():
 
 
 @given(
-    st.integers(0, 10**6), st.integers(1, 10**4), st.sampled_from([1.0, 2.0, 4.0]), st.integers(1, 10**9),
+    st.integers(0, 10**6),
+    st.integers(1, 10**4),
+    st.sampled_from([1.0, 2.0, 4.0]),
+    st.integers(1, 10**9),
     st.integers(1, 97),
-)  # fmt: skip
+)
 @settings(max_examples=200, deadline=None)
 def test_the_largest_that_fits(start, slope, power, budget, step):
     """It is found whether a peak grows linearly, faster, or in steps."""

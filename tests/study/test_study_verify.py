@@ -172,8 +172,11 @@ def test_a_model_is_verified_with_the_sizes_of_its_ops(capsys):
     assert main(["verify", "vit_cifar_small", "--depth", "1", "--ops", "attention", "--dtype", "fp32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["verdicts"]
     assert [(row["name"], row["head_dim"], row["width"]) for row in found] == [
-        ("attention", 64, 192), ("attention", 64, 192), ("attention mask", 64, 192), ("vit_cifar_small", 64, 192)
-    ]  # fmt: skip
+        ("attention", 64, 192),
+        ("attention", 64, 192),
+        ("attention mask", 64, 192),
+        ("vit_cifar_small", 64, 192),
+    ]
     assert found[-1]["worst"].startswith(("blocks.0.", "patch_embed.", "norm.", "head.", "pos_embed", "cls_token"))
 
 

@@ -127,8 +127,10 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_measured(gp
 def test_tables_are_shown_and_forgotten(gpu, tmp_path, monkeypatch, capsys):
     assert main(["tune", "--show"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{GPU}, sm_90", "shipped: none", "yours: none; `fastvit tune` measures one"
-    ]  # fmt: skip
+        f"{GPU}, sm_90",
+        "shipped: none",
+        "yours: none; `fastvit tune` measures one",
+    ]
     shipped = write(
         tmp_path / "shipped", {}, tables={"attention_fwd": dict.fromkeys(("5,16,2,0,0", "7,16,2,0,0"), ONLINE)}
     )

@@ -328,9 +328,11 @@ def test_the_digest_is_of_the_kernels(tmp_path, monkeypatch):
 
 
 FOLDERS: list[tuple[dict[str, str], str]] = [
-    ({"FASTVIT_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"), ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
-    ({}, "/a/home/.cache/fastvit"), ({"FASTVIT_CACHE_DIR": "~/x"}, "/a/home/x"),
-]  # fmt: skip
+    ({"FASTVIT_CACHE_DIR": "/a/b", "XDG_CACHE_HOME": "/c"}, "/a/b"),
+    ({"XDG_CACHE_HOME": "/c"}, "/c/fastvit"),
+    ({}, "/a/home/.cache/fastvit"),
+    ({"FASTVIT_CACHE_DIR": "~/x"}, "/a/home/x"),
+]
 
 
 @pytest.mark.parametrize(("environment", "folder"), FOLDERS)

@@ -128,8 +128,11 @@ def test_what_is_not_in_the_cache_is_downloaded(cache: Path, monkeypatch: pytest
     monkeypatch.setattr(hub, "hf_hub_download", download)
     assert_loaded(fastvit.create_model(NAME, "a/b"))
     assert [file for file, _, local in calls if not local] == [
-        "model.safetensors", "model.safetensors.index.json", "part-0.safetensors", "part-1.safetensors",
-    ]  # fmt: skip
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "part-0.safetensors",
+        "part-1.safetensors",
+    ]
     assert calls[0] == ("model.safetensors", None, True)
     assert calls[-1] == ("part-1.safetensors", folder.name, False)
 

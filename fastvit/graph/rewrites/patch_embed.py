@@ -71,9 +71,12 @@ def _is_patches(node: Node) -> bool:
         return False
     stride, padding, dilation = (tuple(t) if isinstance(t, tuple | list) else t for t in (stride, padding, dilation))
     return (
-        stride in (tuple(kernel), kernel[0]) and padding in (0, (0, 0), "valid") and dilation in (1, (1, 1))
-        and groups == 1 and kernel[0] > 1
-    )  # fmt: skip
+        stride in (tuple(kernel), kernel[0])
+        and padding in (0, (0, 0), "valid")
+        and dilation in (1, (1, 1))
+        and groups == 1
+        and kernel[0] > 1
+    )
 
 
 def _flattened(node: Node) -> _Tokens:

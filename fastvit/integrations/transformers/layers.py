@@ -161,9 +161,12 @@ def check_rotary_call(module: Any, hidden_states: Any, attention_mask: Any = Non
 
 
 def rotary(
-    module: Any, hidden_states: Tensor, attention_mask: Any = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None, **_: Any,
-) -> Rotary:  # fmt: skip
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **_: Any,
+) -> Rotary:
     """Return a call's rotary positions. position_embeddings: cos and sin, (N - P, d) each."""
     if position_embeddings is None:
         raise CannotFuse("no rotary positions")

@@ -62,31 +62,42 @@ attention_bwd = register(
 attention_qkvpacked_fwd = register(
     "attention_qkvpacked_fwd(Tensor qkv, Tensor? mask, Tensor? seed, float scale, float dropout_p)"
     " -> (Tensor o, Tensor lse)",
-    aten=aten.attention_qkvpacked_fwd, launch="attention.launch", planned=True,
+    aten=aten.attention_qkvpacked_fwd,
+    launch="attention.launch",
+    planned=True,
     fake=lambda qkv, *rest: _fwd_fake(*qkv.unbind(2), *rest),
     flops=lambda qkv, *_, **__: _fwd_flops((*qkv[:2], *qkv[3:])),
     decomposition=decompositions.attention_qkvpacked_fwd,
-)  # fmt: skip
+)
 attention_qkvpacked_bwd = register(
     "attention_qkvpacked_bwd(Tensor do, Tensor qkv, Tensor? mask, Tensor o, Tensor lse, Tensor? seed, float scale,"
     " float dropout_p) -> Tensor",
-    aten=aten.attention_qkvpacked_bwd, launch="attention.launch", planned=True,
-    fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape), flops=_bwd_flops,
-)  # fmt: skip
+    aten=aten.attention_qkvpacked_bwd,
+    launch="attention.launch",
+    planned=True,
+    fake=lambda do, qkv, *_: qkv.new_empty(qkv.shape),
+    flops=_bwd_flops,
+)
 # Backward with the gradient of a float mask: one kernel computes the statistics that the others read, and ATen computes
 # the weights once for all four.
 attention_bwd_with_mask = register(
     "attention_bwd_with_mask(Tensor do, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
     " float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dmask)",
-    aten=aten.attention_bwd_with_mask, launch="attention.mask_launch", planned=True,
-    fake=lambda do, q, k, v, mask, *_: (*_bwd_fake(do, q, k, v), mask.new_empty(mask.shape)), flops=_bwd_flops,
-)  # fmt: skip
+    aten=aten.attention_bwd_with_mask,
+    launch="attention.mask_launch",
+    planned=True,
+    fake=lambda do, q, k, v, mask, *_: (*_bwd_fake(do, q, k, v), mask.new_empty(mask.shape)),
+    flops=_bwd_flops,
+)
 attention_qkvpacked_bwd_with_mask = register(
     "attention_qkvpacked_bwd_with_mask(Tensor do, Tensor qkv, Tensor mask, Tensor o, Tensor lse, Tensor? seed,"
     " float scale, float dropout_p) -> (Tensor dqkv, Tensor dmask)",
-    aten=aten.attention_qkvpacked_bwd_with_mask, launch="attention.mask_launch", planned=True,
-    fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)), flops=_bwd_flops,
-)  # fmt: skip
+    aten=aten.attention_qkvpacked_bwd_with_mask,
+    launch="attention.mask_launch",
+    planned=True,
+    fake=lambda do, qkv, mask, *_: (qkv.new_empty(qkv.shape), mask.new_empty(mask.shape)),
+    flops=_bwd_flops,
+)
 
 
 # ---- gradients ----

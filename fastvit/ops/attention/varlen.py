@@ -42,15 +42,20 @@ def _bwd_flops(do: Any, q: Any, k: Any, v: Any, cu: Any, o: Any, lse: Any, seed:
 attention_varlen_fwd = register(
     "attention_varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seed, int max_seqlen, float scale,"
     " float dropout_p) -> (Tensor o, Tensor lse)",
-    aten=aten.attention_varlen_fwd, launch="attention.launch", fake=_fwd_fake, flops=_fwd_flops,
+    aten=aten.attention_varlen_fwd,
+    launch="attention.launch",
+    fake=_fwd_fake,
+    flops=_fwd_flops,
     decomposition=decompositions.attention_varlen_fwd,
-)  # fmt: skip
+)
 attention_varlen_bwd = register(
     "attention_varlen_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor o, Tensor lse,"
     " Tensor? seed, int max_seqlen, float scale, float dropout_p) -> (Tensor dq, Tensor dk, Tensor dv)",
-    aten=aten.attention_varlen_bwd, launch="attention.launch", flops=_bwd_flops,
+    aten=aten.attention_varlen_bwd,
+    launch="attention.launch",
+    flops=_bwd_flops,
     fake=lambda do, *inputs: tuple([t.new_empty(t.shape) for t in inputs[:3]]),
-)  # fmt: skip
+)
 
 
 class _AttentionVarlen(FusedFunction):

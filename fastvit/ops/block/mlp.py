@@ -224,9 +224,10 @@ def _arguments(
     weight, bias, eps, kind = norm or NO_NORM
     parameters: tuple[Tensor | None, ...] = fc1_weight, fc1_bias, fc2_weight, fc2_bias
     plans = recall(
-        name, (x, weight, bias, *parameters, layer_scale, row_scale, None if residual is x else residual),
+        name,
+        (x, weight, bias, *parameters, layer_scale, row_scale, None if residual is x else residual),
         (residual is x, eps, kind, activation, dropout_p, recompute),
-    )  # fmt: skip
+    )
     autograd, options = plans.plan(_checked, name, x, norm, *parameters, epilogue, activation, dropout_p, recompute)
     residual = None if options.residual_is_x else residual  # torch.compile refuses one tensor as two inputs
     arguments = x, weight, bias, *parameters, layer_scale, row_scale, residual

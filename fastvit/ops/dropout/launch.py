@@ -25,9 +25,10 @@ def dropout(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tens
         M = size // D
         cfg = _configs.dropout(D)
         launch(
-            dropout_kernel, cdiv(M, cfg.block_rows) * cdiv(D, 4 * cfg.block_dim),
+            dropout_kernel,
+            cdiv(M, cfg.block_rows) * cdiv(D, 4 * cfg.block_dim),
             (x, seed, layer_scale, row_scale, residual, out),
             (M, D, rows_per_sample(x, row_scale), row_stride(x), row_stride(residual), p),
             {"BLOCK_M": cfg.block_rows, "BLOCK_D": cfg.block_dim, "num_warps": cfg.num_warps},
-        )  # fmt: skip
+        )
     return out

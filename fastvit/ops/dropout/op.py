@@ -24,9 +24,11 @@ def _fake(x: Tensor, seed: Tensor, p: float, *epilogue: Tensor | None) -> Tensor
 dropout_op = register(
     "dropout(Tensor x, Tensor seed, float p, Tensor? layer_scale=None, Tensor? row_scale=None, Tensor? residual=None)"
     " -> Tensor",
-    aten=aten.dropout, launch="dropout.launch", fake=_fake,
+    aten=aten.dropout,
+    launch="dropout.launch",
+    fake=_fake,
     decomposition=decompositions.dropout,
-)  # fmt: skip
+)
 
 
 def draw_seeds(count: int, device: torch.device) -> Tensor:

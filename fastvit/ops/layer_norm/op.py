@@ -99,33 +99,46 @@ def _add_bwd_fake(
 layer_norm_fwd = register(
     "layer_norm_fwd(Tensor x, Tensor weight, Tensor? bias, float eps, ScalarType? out_dtype, bool rms=False)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
-    aten=aten.layer_norm_fwd, launch="layer_norm.launch", planned=True, fake=_fwd_fake,
+    aten=aten.layer_norm_fwd,
+    launch="layer_norm.launch",
+    planned=True,
+    fake=_fwd_fake,
     decomposition=decompositions.layer_norm_fwd,
-)  # fmt: skip
+)
 layer_norm_bwd = register(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? dresidual,"
     " Tensor? row_scale=None, ScalarType? total_dtype=None)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor total)",
-    aten=aten.layer_norm_bwd, launch="layer_norm.launch", planned=True, fake=_bwd_fake,
-)  # fmt: skip
+    aten=aten.layer_norm_bwd,
+    launch="layer_norm.launch",
+    planned=True,
+    fake=_bwd_fake,
+)
 layer_norm_bwd_recompute = register(
     "layer_norm_bwd_recompute(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor weight, Tensor? bias,"
     " Tensor? dresidual, Tensor? row_scale=None, ScalarType? total_dtype=None)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y, Tensor total)",
-    aten=aten.layer_norm_bwd_recompute, launch="layer_norm.launch", planned=True, fake=_bwd_recompute_fake,
-)  # fmt: skip
+    aten=aten.layer_norm_bwd_recompute,
+    launch="layer_norm.launch",
+    planned=True,
+    fake=_bwd_recompute_fake,
+)
 add_layer_norm_fwd = register(
     "add_layer_norm_fwd(Tensor residual, Tensor branch, Tensor weight, Tensor? bias, Tensor? layer_scale,"
     " Tensor? row_scale, float eps, bool rms=False) -> (Tensor sum, Tensor y, Tensor mean, Tensor rstd)",
-    aten=aten.add_layer_norm_fwd, launch="layer_norm.launch", fake=_add_fwd_fake,
+    aten=aten.add_layer_norm_fwd,
+    launch="layer_norm.launch",
+    fake=_add_fwd_fake,
     decomposition=decompositions.add_layer_norm_fwd,
-)  # fmt: skip
+)
 add_layer_norm_bwd = register(
     "add_layer_norm_bwd(Tensor dy, Tensor? dsum, Tensor sum, Tensor? mean, Tensor rstd, Tensor weight, Tensor branch,"
     " Tensor? layer_scale, Tensor? row_scale)"
     " -> (Tensor ds, Tensor dbranch, Tensor dweight, Tensor dbias, Tensor dlayer_scale)",
-    aten=aten.add_layer_norm_bwd, launch="layer_norm.launch", fake=_add_bwd_fake,
-)  # fmt: skip
+    aten=aten.add_layer_norm_bwd,
+    launch="layer_norm.launch",
+    fake=_add_bwd_fake,
+)
 
 
 # ---- gradients ----

@@ -56,12 +56,18 @@ gated_act_fwd = register(
 )  # fmt: skip
 gated_act = register(
     "gated_act(Tensor pre, str activation) -> Tensor",
-    aten=aten.gated_act, launch="linear.gated_launch", planned=True, fake=_act_fake,
-)  # fmt: skip
+    aten=aten.gated_act,
+    launch="linear.gated_launch",
+    planned=True,
+    fake=_act_fake,
+)
 gated_act_bwd = register(
     "gated_act_bwd(Tensor dh, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
-    aten=aten.gated_act_bwd, launch="linear.gated_launch", planned=True, fake=_act_bwd_fake,
-)  # fmt: skip
+    aten=aten.gated_act_bwd,
+    launch="linear.gated_launch",
+    planned=True,
+    fake=_act_bwd_fake,
+)
 gated_dact = register(
     "gated_dact(Tensor dy, Tensor weight, Tensor pre, str activation) -> (Tensor dpre, Tensor h, Tensor dbias)",
     aten=aten.gated_dact, launch="linear.gated_launch", planned=True, fake=_dact_fake, flops=_dact_flops,

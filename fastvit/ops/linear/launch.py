@@ -150,9 +150,12 @@ def _activation_plan(dy: Tensor, pre: Tensor, activation: str) -> tuple[Launch, 
 def activation_constants(cfg: _configs.ActivationBackwardConfig, activation: str) -> Constants:
     """Return the constants of a kernel that differentiates an activation."""
     return {
-        "ACTIVATION": activation, "BLOCK_M": cfg.block_m, "BLOCK_N": cfg.block_n, "STEPS": cfg.steps,
+        "ACTIVATION": activation,
+        "BLOCK_M": cfg.block_m,
+        "BLOCK_N": cfg.block_n,
+        "STEPS": cfg.steps,
         "num_warps": cfg.num_warps,
-    }  # fmt: skip
+    }
 
 
 def aligned_rows(x: Tensor | None) -> Any:

@@ -76,8 +76,11 @@ linear_dact = register(
 )  # fmt: skip
 act_bwd = register(
     "act_bwd(Tensor dy, Tensor pre, str activation) -> (Tensor dpre, Tensor dbias)",
-    aten=aten.act_bwd, launch="linear.launch", planned=True, fake=_act_bwd_fake,
-)  # fmt: skip
+    aten=aten.act_bwd,
+    launch="linear.launch",
+    planned=True,
+    fake=_act_bwd_fake,
+)
 
 
 # ---- gradients ----

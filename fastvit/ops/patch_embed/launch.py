@@ -77,10 +77,12 @@ def patch_embed_fwd(
     cfg = _config(B * N, D, weight[0].numel(), weight, image)
     (grid_w, *strides), constants = _image_arguments(image, weight)
     launch(
-        patch_embed_fwd_kernel, cdiv(B * N, cfg.block_m) * cdiv(D, cfg.block_n),
-        (image, weight, bias, pos_embed, prefix, normalize, out), (B * N, N, P, D, grid_w, *strides),
+        patch_embed_fwd_kernel,
+        cdiv(B * N, cfg.block_m) * cdiv(D, cfg.block_n),
+        (image, weight, bias, pos_embed, prefix, normalize, out),
+        (B * N, N, P, D, grid_w, *strides),
         {**constants, "BLOCK_M": cfg.block_m, "BLOCK_D": cfg.block_n, "BLOCK_K": cfg.block_k, **_options(cfg)},
-    )  # fmt: skip
+    )
     return out
 
 
@@ -125,9 +127,10 @@ def patch_embed_bwd_image(dout: Tensor, weight: Tensor, height: int, width: int,
     cfg = _config(B * N, K, D, weight)
     (grid_w, *strides), constants = _image_arguments(dimage, weight)
     launch(
-        patch_embed_bwd_image_kernel, cdiv(B * N, cfg.block_m) * cdiv(K, cfg.block_n),
+        patch_embed_bwd_image_kernel,
+        cdiv(B * N, cfg.block_m) * cdiv(K, cfg.block_n),
         (rows, weight, dimage),
         (B * N, N, N - math.prod(patch_grid(weight, height, width)), D, grid_w, rows.stride(0), *strides),
         {**constants, "BLOCK_M": cfg.block_m, "BLOCK_K": cfg.block_n, "BLOCK_D": cfg.block_k, **_options(cfg)},
-    )  # fmt: skip
+    )
     return dimage

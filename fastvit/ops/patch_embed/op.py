@@ -26,21 +26,26 @@ def _gemm_flops(image: Any, weight: Any) -> int:
 patch_embed_fwd = register(
     "patch_embed_fwd(Tensor image, Tensor weight, Tensor? bias, Tensor? pos_embed, Tensor? prefix, Tensor? normalize)"
     " -> Tensor",
-    aten=aten.patch_embed_fwd, launch="patch_embed.launch", fake=aten.new_tokens,
+    aten=aten.patch_embed_fwd,
+    launch="patch_embed.launch",
+    fake=aten.new_tokens,
     flops=lambda image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
     decomposition=decompositions.patch_embed_fwd,
-)  # fmt: skip
+)
 patch_embed_bwd_weight = register(
     "patch_embed_bwd_weight(Tensor dout, Tensor image, Tensor weight, Tensor? normalize) -> Tensor",
-    aten=aten.patch_embed_bwd_weight, launch="patch_embed.launch",
+    aten=aten.patch_embed_bwd_weight,
+    launch="patch_embed.launch",
     fake=lambda dout, image, weight, *_: weight.new_empty(weight.shape),
     flops=lambda dout, image, weight, *_, out_shape=None, **__: _gemm_flops(image, weight),
-)  # fmt: skip
+)
 patch_embed_bwd_image = register(
     "patch_embed_bwd_image(Tensor dout, Tensor weight, SymInt height, SymInt width, ScalarType dtype) -> Tensor",
-    aten=aten.patch_embed_bwd_image, launch="patch_embed.launch", fake=aten.new_image,
+    aten=aten.patch_embed_bwd_image,
+    launch="patch_embed.launch",
+    fake=aten.new_image,
     flops=lambda dout, weight, *_, out_shape=None, **__: _gemm_flops(out_shape, weight),
-)  # fmt: skip
+)
 
 
 Statistics = Sequence[float] | Tensor

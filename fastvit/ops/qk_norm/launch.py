@@ -33,11 +33,12 @@ def qk_norm_fwd(
     cfg, constants = _plan(d, devices.arch(q))
     steps, programs = _shares(q, cfg)
     launch(
-        qk_norm_fwd_kernel, 2 * programs,
+        qk_norm_fwd_kernel,
+        2 * programs,
         (q, k, *map(contiguous, (q_weight, k_weight, q_bias, k_bias)), sin, cos, *out),
         (N, P, H, steps, tables, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, **constants},
-    )  # fmt: skip
+    )
     return out
 
 
@@ -63,11 +64,12 @@ def qk_norm_bwd(
     steps, programs = _shares(q, cfg)
     partial = q.new_empty((4 if has_bias else 2, programs, d), dtype=torch.float32)
     launch(
-        qk_norm_bwd_kernel, 2 * programs,
+        qk_norm_bwd_kernel,
+        2 * programs,
         (dq_out, dk_out, q, k, *map(contiguous, (q_weight, k_weight)), sin, cos, dq, dk, partial),
         (N, P, H, steps, tables, *strides, eps),
         {"UNIT": unit, **_pairs(sin, d, interleaved), "RMS": rms, "HAS_BIAS": has_bias, **constants},
-    )  # fmt: skip
+    )
     return dq, dk, *column_sums(partial, *dtypes)
 
 

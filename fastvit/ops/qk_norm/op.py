@@ -37,15 +37,19 @@ def _bwd_fake(
 qk_norm_fwd = register(
     "qk_norm_fwd(Tensor q, Tensor k, Tensor q_weight, Tensor? q_bias, Tensor k_weight, Tensor? k_bias, Tensor? sin,"
     " Tensor? cos, float eps, bool rms, bool interleaved) -> (Tensor q_out, Tensor k_out)",
-    aten=aten.qk_norm_fwd, launch="qk_norm.launch", fake=lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    aten=aten.qk_norm_fwd,
+    launch="qk_norm.launch",
+    fake=lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
     decomposition=decompositions.qk_norm_fwd,
-)  # fmt: skip
+)
 qk_norm_bwd = register(
     "qk_norm_bwd(Tensor dq_out, Tensor dk_out, Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? sin,"
     " Tensor? cos, float eps, bool rms, bool has_bias, bool interleaved)"
     " -> (Tensor dq, Tensor dk, Tensor dq_weight, Tensor dk_weight, Tensor dq_bias, Tensor dk_bias)",
-    aten=aten.qk_norm_bwd, launch="qk_norm.launch", fake=_bwd_fake,
-)  # fmt: skip
+    aten=aten.qk_norm_bwd,
+    launch="qk_norm.launch",
+    fake=_bwd_fake,
+)
 
 
 class _QkNorm(FusedFunction):

@@ -34,9 +34,11 @@ class Rotary(NamedTuple):
 # schema's, makes the op write over x (see `in_place`).
 rotary_op = register(
     "rotary(Tensor x, Tensor sin, Tensor cos, int rotated, bool interleaved, bool transposed) -> Tensor",
-    aten=aten.rotary, launch="rotary.launch", fake=lambda x, *_: x.new_empty(x.shape),
+    aten=aten.rotary,
+    launch="rotary.launch",
+    fake=lambda x, *_: x.new_empty(x.shape),
     decomposition=decompositions.rotary,
-)  # fmt: skip
+)
 
 
 def in_place(x: Tensor, backend: Any) -> tuple[Tensor, ...]:

@@ -42,9 +42,10 @@ from fastvit.ops.runtime.torch_private import (
 
 BACKENDS = ("auto", "triton", "aten")
 VARIABLES = {  # and what stands for a variable that is not set
-    "FASTVIT_BACKEND": "auto", "FASTVIT_STRICT": "0",
+    "FASTVIT_BACKEND": "auto",
+    "FASTVIT_STRICT": "0",
     "FASTVIT_CACHE_DIR": "fastvit in $XDG_CACHE_HOME or ~/.cache",
-}  # fmt: skip
+}
 _SETTINGS = ("FASTVIT_BACKEND", "FASTVIT_STRICT")
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAVE_TRITON = importlib.util.find_spec("triton") is not None

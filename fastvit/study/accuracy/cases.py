@@ -28,12 +28,13 @@ X: Shapes = {"x": ("B", "N", "D")}
 SCALES: Shapes = {"layer_scale": ("D",), "row_scale": ("B",)}
 NORM: Shapes = {"norm_weight": ("D",), "norm_bias": ("D",)}
 QKV: Shapes = {"qkv_weight": ("3Hd", "D"), "qkv_bias": ("3Hd",), "proj_weight": ("D", "Hd"), "proj_bias": ("D",)}
-FC: Shapes = {
-    "fc1_weight": ("hidden", "D"), "fc1_bias": ("hidden",), "fc2_weight": ("D", "hidden"), "fc2_bias": ("D",),
-}  # fmt: skip
+FC: Shapes = {"fc1_weight": ("hidden", "D"), "fc1_bias": ("hidden",), "fc2_weight": ("D", "hidden"), "fc2_bias": ("D",)}
 GATED_FC: Shapes = {
-    "fc1_weight": ("2gated", "D"), "fc1_bias": ("2gated",), "fc2_weight": ("D", "gated"), "fc2_bias": ("D",),
-}  # fmt: skip
+    "fc1_weight": ("2gated", "D"),
+    "fc1_bias": ("2gated",),
+    "fc2_weight": ("D", "gated"),
+    "fc2_bias": ("D",),
+}
 HEAD = ("B", "N", "H", "d")
 MASK: Shapes = {"attn_mask": ("H", "N", "N")}
 TABLES: Shapes = {"sin": ("T", "d"), "cos": ("T", "d")}
@@ -130,15 +131,13 @@ OF_HEADS = {
     "rotary halves": OpCase("rotary", {"x": HEAD, **TABLES}),
     "rotary interleaved": OpCase("rotary", {"x": HEAD, **TABLES}, {"interleaved": True}),
     "rotary_qkvpacked": OpCase("rotary_qkvpacked", {"qkv": ("B", "N", 3, "H", "d"), **TABLES}),
-    "qk_norm rms": OpCase(
-        "qk_norm", {"q": HEAD, "k": HEAD, **QK_WEIGHTS, **FIXED_TABLES}, {"interleaved": True}
-    ),
+    "qk_norm rms": OpCase("qk_norm", {"q": HEAD, "k": HEAD, **QK_WEIGHTS, **FIXED_TABLES}, {"interleaved": True}),
     "qk_norm layer": OpCase(
         "qk_norm", {"q": HEAD, "k": HEAD, **QK_WEIGHTS, **FIXED_TABLES, "q_bias": ("d",), "k_bias": ("d",)}
     ),
     "layer_norm_attention": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **SCALES}),
     "layer_norm_attention qk_norm": OpCase("layer_norm_attention", {**X, **NORM, **QKV, **QK_WEIGHTS}),
-}  # fmt: skip
+}
 OF_TOKENS = {
     "dropout": OpCase("dropout", X, {"p": DROPPED}),
     "layer_norm": OpCase("layer_norm", {**X, "weight": ("D",), "bias": ("D",)}),
@@ -146,9 +145,7 @@ OF_TOKENS = {
     "add_layer_norm": OpCase(
         "add_layer_norm", {"residual": X["x"], "branch": X["x"], "weight": ("D",), "bias": ("D",), **SCALES}
     ),
-    "linear gelu": OpCase(
-        "linear", {**X, "weight": ("hidden", "D"), "bias": ("hidden",)}, {"activation": "gelu"}
-    ),
+    "linear gelu": OpCase("linear", {**X, "weight": ("hidden", "D"), "bias": ("hidden",)}, {"activation": "gelu"}),
     "linear residual": OpCase("linear", {**X, "weight": ("D", "D"), "bias": ("D",), **SCALES, "residual": X["x"]}),
     "layer_norm_linear": OpCase("layer_norm_linear", {**X, **NORM, "weight": ("3Hd", "D"), "bias": ("3Hd",)}),
     "mlp gelu": OpCase("mlp", {**X, **FC, **SCALES}),
@@ -157,7 +154,7 @@ OF_TOKENS = {
     "layer_norm_mlp swiglu": OpCase("layer_norm_mlp", {**X, **NORM, **GATED_FC, **SCALES}, {"activation": "swiglu"}),
     "patch_embed": OpCase("patch_embed", {"image": _IMAGE, **PATCHES}),
     "patch_embed uint8": OpCase("patch_embed", {"pixels": _IMAGE, **PATCHES}, _BYTES),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

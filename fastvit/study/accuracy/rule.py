@@ -132,9 +132,11 @@ def pooled_ratios(compared: Callable[[int], Iterable[Compared]], draws: int = DR
 
 
 def compare(
-    fused: Callable[..., Any], eager: Callable[..., Any], tensors: Mapping[str, Tensor | None],
+    fused: Callable[..., Any],
+    eager: Callable[..., Any],
+    tensors: Mapping[str, Tensor | None],
     within: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Iterator[Compared]:  # fmt: skip
+) -> Iterator[Compared]:
     """Yield every output of function(**tensors), and the gradient of every tensor that requires one. Tensors keep their
     layouts. within: the context of fused, forward and backward."""
     runs: list[tuple[tuple[Tensor, ...], dict[str, Tensor], list[Tensor]]] = []

@@ -54,9 +54,12 @@ class AttentionMaps(TokenWeights):
 
 
 def attention_maps(
-    model: nn.Module, image: Tensor, layers: int | Sequence[int] | None = None,
-    heads: int | Sequence[int] | None = None, queries: Queries = None,
-) -> AttentionMaps:  # fmt: skip
+    model: nn.Module,
+    image: Tensor,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    queries: Queries = None,
+) -> AttentionMaps:
     """Compute rows of softmax(scale * q k^T + bias) of a model's attention, with q and k after projection, norms and
     rotation, and with the model's own bias, such as relative positions.
 

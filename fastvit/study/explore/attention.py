@@ -16,9 +16,11 @@ _CHUNK = 1 << 26  # weights computed in one run of the model: 256 MiB
 
 
 def collect(
-    model: nn.Module, pixels: Tensor, layers: Sequence[int] | None,
+    model: nn.Module,
+    pixels: Tensor,
+    layers: Sequence[int] | None,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Collect the rollout, the mean of the heads of every layer, and then all heads, layer by layer, until the room is
     full. If the means alone are too much, only every second (third, ...) row and column of queries is kept.
 

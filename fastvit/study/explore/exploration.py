@@ -119,13 +119,16 @@ def explore(
         "version": fastvit.__version__,
         "provenance": _provenance(source, image, weights),
         "picture": {
-            "uri": document.as_uri(shown), "height": size[0], "width": size[1], "patch_stops": patch_stops(size, patch),
+            "uri": document.as_uri(shown),
+            "height": size[0],
+            "width": size[1],
+            "patch_stops": patch_stops(size, patch),
         },
         "attention": attention.collect(built, pixels, layers, progress),
         "positions": _positions(built, facts["grid"]),
         "memory": memory.collect(source, size, patch, facts["prefix"], progress),
         "models": _model_rows(progress),
-    }  # fmt: skip
+    }
     if weights is None and source.origin != "function":
         for part, values in (("attention", "maps"), ("positions", "cosine")):
             if data[part][values] is not None:

@@ -24,9 +24,12 @@ NAMES = {"eager": "eager attention", "sdpa": "SDPA", "fused": "the fused ops"}
 
 
 def collect(
-    source: ModelSource, size: tuple[int, int], patch: tuple[int, int], prefix: int,
+    source: ModelSource,
+    size: tuple[int, int],
+    patch: tuple[int, int],
+    prefix: int,
     progress: Callable[[int, str], AbstractContextManager[Callable[[str], None]]],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return {"plan": {provider: {mode: {dtype: {"IMAGExPATCH": {batch: bytes of parts}}}}}} and the sliders' stops. If
     nothing can be planned, "plan" is None, and "note" says why.
 

@@ -39,8 +39,10 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
-            ("mode", self.mode, MODES), ("dtype", self.dtype, tuple(DTYPES)), ("optimizer", self.optimizer, OPTIMIZERS),
-        ):  # fmt: skip
+            ("mode", self.mode, MODES),
+            ("dtype", self.dtype, tuple(DTYPES)),
+            ("optimizer", self.optimizer, OPTIMIZERS),
+        ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 

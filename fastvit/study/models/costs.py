@@ -180,9 +180,8 @@ def _several(sizes: Sizes | None) -> Sequence[Pair | None]:
 
 
 def _cost(
-    source: ModelSource, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int,
-    gpu: hardware.Gpu | None,
-) -> ModelCost:  # fmt: skip
+    source: ModelSource, image_size: tuple[int, int], patch_size: tuple[int, int], batch: int, gpu: hardware.Gpu | None
+) -> ModelCost:
     patch: tuple[int, int] | None = patch_size if source.has_patches else None  # None: the default of build()
     try:
         model, fused = source.on_meta("fused", image_size, patch), True

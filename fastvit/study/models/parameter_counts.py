@@ -45,7 +45,7 @@ _NAMES = (
     ("positions", r"pos_|position|token|class_embedding|rope|freqs"),
     ("attention", r"attn|attention"),
     ("mlp", r"mlp|fc\d|intermediate|output\.dense|ffn|\bw\d"),
-)  # fmt: skip
+)
 
 
 _JOINT_LAYER = re.compile(r"\b(in|out)_proj\.(weight|bias)$")  # one layer for attention and a parallel MLP
