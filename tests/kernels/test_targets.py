@@ -57,9 +57,35 @@ def selection(target: str) -> dict[str, tuple[str, ...]]:
     return {"second": ("bf16", "fp32", "tf32")}
 
 
+_shared: Path | None = None  # the folder of all processes of this run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _share(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global _shared
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _shared = tmp_path_factory.getbasetemp().parent
+
+
 @functools.cache
 def report(target: str) -> list[Row]:
-    """Return the rows of benchmarks.codegen.report, computed once a session."""
+    """Return the rows of benchmarks.codegen.report, computed once by all processes together: it takes most of a
+    minute."""
+    if _shared is None:
+        return _report(target)
+    import fcntl  # which Windows does not have
+
+    with (_shared / f"report of {target}.json").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if text := file.read():
+            return json.loads(text)
+        rows = _report(target)
+        file.write(json.dumps(rows))
+    return rows
+
+
+def _report(target: str) -> list[Row]:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for use, dtypes in selection(target).items():

@@ -42,9 +42,10 @@ of_rows = pytest.mark.parametrize(
 with_formula = pytest.mark.parametrize("name", FORMULAS)
 
 
+@pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
 @every_op
 def test_deterministic(name, backend, device):
-    """Over several tiles, partial sums and splits."""
+    """Over several tiles, partial sums and splits. Not in the interpreter, which runs programs in order."""
     tensors = made(name, 2, 146, device, torch.bfloat16)
     first, again = (results(function(name), tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -140,12 +141,12 @@ def test_gradients_of_stride_0(name, backend, device):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @every_op
-def test_compile(name, dynamic, device):
+def test_compile(name, device):
+    """With static shapes at first, and dynamic ones from the second batch size on."""
     torch._dynamo.reset()
-    compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for B in (2, 5) if dynamic else (3,):
+    compiled = torch.compile(function(name), backend="aot_eager", fullgraph=True)
+    for B in (2, 5):
         tensors = made(name, B, 6, device)
         torch.testing.assert_close(results(compiled, tensors), results(function(name), tensors))
 
@@ -172,10 +173,9 @@ def test_func_and_checkpoint(name, backend, device):
     torch.testing.assert_close(functional, want)
 
 
-@pytest.mark.parametrize(("N", "fast_mode"), [(4, False), (20, True)])
 @every_op
-def test_gradcheck(name, N, fast_mode, device):
-    tensors = made(name, 2, N, device, torch.float64)
+def test_gradcheck(name, device):
+    tensors = made(name, 2, 20, device, torch.float64)
     leaves = wanted(tensors)
 
     def run(*values):
@@ -183,7 +183,7 @@ def test_gradcheck(name, N, fast_mode, device):
         return function(name)(**tensors | dict(zip(leaves, values, strict=True)))
 
     with ops.use_backend("aten"):
-        assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=fast_mode)
+        assert torch.autograd.gradcheck(run, tuple(leaves.values()), fast_mode=True)
 
 
 def edited(y):

@@ -50,7 +50,8 @@ def assert_same(got: Tensors, expected: Tensors) -> None:
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ROWS)
+# without a GPU only the test itself is tried
+@pytest.mark.parametrize("name", list(ROWS)[: None if torch.cuda.is_available() else 1])
 def test_every_op(name: str, triton_backend: None, device: torch.device) -> None:
     """Forward and all gradients: replays see what its tensors hold then, and draw as a call in their place would."""
     tensors = made(name, 2, 18, device)
