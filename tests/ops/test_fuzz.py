@@ -395,7 +395,8 @@ def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Ten
     return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
 
 
-@pytest.mark.slow
+# in the interpreter the ops are tried above, each by itself
+@pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
 @fuzz
 @given(models(), trained(), st.integers(0, 3))
 def test_model(backend, device, arguments, part, batch):
