@@ -14,10 +14,6 @@ def sdpa(m: FunctionModule, x: Tensor, **options) -> Tensor:
     return joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))), **options))
 
 
-def plain_half(m: FunctionModule, x: Tensor) -> Tensor:
-    return x + m.proj(sdpa(m, x))
-
-
 # ---- spellings of attention ----
 
 

@@ -5,7 +5,7 @@
     python -m tests.mutation.run --since main               only lines that changed since `main`
 
 A room is some files of code and the tests that have to notice a change there (rooms.toml). Results are kept in out/: a
-second call runs only what is missing or has changed.
+second call runs only mutants without a result for this file, these tests and their helpers. Other code may change.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def mutants_of(path: str) -> Iterator[Mutant]:
 def draw(path: str, room: Room, per_file: int, seed: int, command: str, lines: set[int] | None) -> list[Job]:
     """Draw mutants that compile and differ from the code and from each other."""
     text = (ROOT / path).read_text()
-    key = sha256("".join([command, *((ROOT / test).read_text() for test in room.tests)]).encode()).hexdigest()
+    tests = [*map(ROOT.joinpath, room.tests), ROOT / "tests/conftest.py", *sorted(ROOT.glob("tests/helpers/*.py"))]
+    key = sha256("".join([command, *(test.read_text() for test in tests)]).encode()).hexdigest()
     found = [m for m in mutants_of(path) if lines is None or not lines.isdisjoint(range(m.lines[0], m.lines[1] + 1))]
     jobs: list[Job] = []
     seen = {ast.dump(ast.parse(text))}
