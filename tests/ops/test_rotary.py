@@ -156,7 +156,7 @@ SHAPES = {
 @DTYPES
 def test_layer_norm_attention(interleaved, dtype, backend, device):
     tensors = tensors_of(SHAPES, dtype, device)
-    # With the tables of seed 0, one element in float32 is 13 % over the limit; of 11 other draws none exceeds 0.69 of it
+    # With the tables of seed 0, one element in float32 is 13 % over the limit; 11 other draws reach 0.69 of it at most
     sin, cos = table(2, 1, 18, 24, device=device, seed=1)
 
     def run(module):
