@@ -80,12 +80,6 @@ def x(device: torch.device) -> torch.Tensor:
     return torch.randn(B, N, D, device=device)
 
 
-@pytest.fixture
-def fresh_dynamo() -> None:
-    """Nothing compiled by earlier tests."""
-    torch._dynamo.reset()
-
-
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned() -> Iterator[None]:
     """A fixed seed, and NaN in all fresh memory, so that an output element that is not written is seen."""

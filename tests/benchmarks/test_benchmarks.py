@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from library_imports import import_library
@@ -52,7 +51,7 @@ class _Plugin:
             self.stats.stats.data.append(1.0)
 
 
-def test_rounds_are_interleaved_and_all_recorded() -> None:
+def test_rounds_are_interleaved_and_all_recorded():
     calls: list[str] = []
     steps = {name: lambda name=name: calls.append(name) for name in ("eager", "sdpa", "fused")}
     seconds = dict.fromkeys(steps, 0.1)
@@ -63,7 +62,7 @@ def test_rounds_are_interleaved_and_all_recorded() -> None:
     assert len(interleave(_Plugin(), Clock(CPU), steps, seconds, budget=0.1, most=200)["eager"]) == measure.ROUNDS
 
 
-def test_no_provider_has_a_place_of_its_own_in_the_rounds() -> None:
+def test_no_provider_has_a_place_of_its_own_in_the_rounds():
     drawn = timing.orders("abc", 600)
     assert drawn == timing.orders("abc", 600)
     counts = Counter(map(tuple, drawn))
@@ -72,57 +71,20 @@ def test_no_provider_has_a_place_of_its_own_in_the_rounds() -> None:
     assert all(sorted(names) == ["a", "b", "c"] for names in drawn)
 
 
-def _phases(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """The machine changes its speed every four measurements."""
-    runs, count = shape[0], math.prod(shape[1:])
-    speeds = np.repeat(1 + draw.random((runs, count)), 4, axis=1)[:, :count]
-    return speeds.reshape(shape) + 0.01 * draw.standard_normal(shape)
-
-
-NOISE: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
-    "normal": lambda draw, shape: 1 + 0.05 * draw.standard_normal(shape),
-    "log-normal": lambda draw, shape: np.exp(0.5 * draw.standard_normal(shape)),
-    "bimodal": lambda draw, shape: np.where(draw.random(shape) < 0.5, 1.0, 1.4) + 0.01 * draw.standard_normal(shape),
-    "drift": lambda draw, shape: (
-        1 + 0.05 * np.arange(math.prod(shape[1:])).reshape(shape[1:]) + 0.01 * draw.standard_normal(shape)
-    ),
-    "phases": _phases,
-}
-
-
-@pytest.mark.parametrize("rounds", [7, 20])
-@pytest.mark.parametrize("noise", NOISE)
-def test_equal_providers_are_told_apart_in_at_most_5_percent_of_runs(noise: str, rounds: int) -> None:
-    """Simulated: two of three providers are the same, and their time depends on when they run."""
-    runs, names = 4000, ("a", "b", "c")
-    times = NOISE[noise](np.random.default_rng(0), (runs, rounds, len(names)))
-    place = np.array([[order.index(name) for name in names] for order in timing.orders(names, rounds)])
-    found = np.take_along_axis(times, np.broadcast_to(place, times.shape), 2)
-    apart = 0
-    for run in found:
-        interval = timing.paired_interval(run[:, 0], run[:, 1])
-        assert interval is not None
-        apart += not interval[0] <= 1 <= interval[1]
-    assert apart / runs < 0.05
-    if noise == "normal":
-        slower = [timing.paired_interval(1.5 * run[:, 0], run[:, 1]) for run in found[:100]]
-        assert all(interval is not None and interval[0] > 1 for interval in slower)
-
-
-def test_the_interval_of_paired_ratios() -> None:
+def test_the_interval_of_paired_ratios():
     assert timing.paired_interval([3.0, 2.0, 4.0, 5.0, 6.0, 7.0], [1.0] * 6) == (2.0, 7.0)
     assert timing.paired_interval([3.0, 2.0, math.nan, 5.0, 6.0, 7.0], [1.0] * 6) is None, "five have 94 %"
     nine = timing.paired_interval([2.0 * n for n in range(1, 10)], [2.0] * 9)
     assert nine == (2.0, 8.0), "of nine, the second and the last but one have 96 %"
 
 
-def test_quantiles() -> None:
+def test_quantiles():
     q = Quantiles.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0])
     assert (q.median, q.least, q.rounds) == (3.5, 1.0, 6)
     assert 1.0 < q.q20 < q.median < q.q80 < 100.0
 
 
-def test_rounds_fit_the_budget() -> None:
+def test_rounds_fit_the_budget():
     assert plan_rounds(0.1, 2.0) == 20
     assert plan_rounds(5.0, 2.0) == 3
     assert plan_rounds(1e-6, 2.0) == 200
@@ -130,7 +92,7 @@ def test_rounds_fit_the_budget() -> None:
     assert plan_rounds(1.0, 0.0) == 3
 
 
-def test_clock_measures_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_measures_seconds(monkeypatch):
     now = iter([1.0, 1.25])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     assert Clock(CPU).time(lambda: None) == 0.25
@@ -142,9 +104,7 @@ def _workload(monkeypatch: pytest.MonkeyPatch, build: Callable[..., Runner], **s
 
 
 @pytest.mark.parametrize("error", [0.0, 1e-3])
-def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(
-    error: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(error, monkeypatch):
     def build(provider: str, draw: Draw, M: int) -> Runner:
         x = draw.normal(M, 8)
         return Runner(lambda: x * x + (error if provider == "fused" else 0.0), (x,))
@@ -158,7 +118,7 @@ def test_agreement_lets_through_what_is_right_and_stops_what_is_wrong(
         assert ratios["fused"] == ratios["eager"] < 1.0
 
 
-def test_agreement_judges_one_unlucky_element_by_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agreement_judges_one_unlucky_element_by_other_draws(monkeypatch):
     """Fused has one in the first draw, where eager has one in the others."""
     seen: list[torch.Tensor] = []
 
@@ -177,7 +137,7 @@ def test_agreement_judges_one_unlucky_element_by_other_draws(monkeypatch: pytest
     assert not torch.equal(seen[0], seen[1])
 
 
-def test_cost_of_a_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_a_matmul(monkeypatch):
     def build(provider: str, draw: Draw, M: int, K: int, N: int) -> Runner:
         a, b = draw.normal(M, K), draw.normal(K, N)
         return Runner(lambda: a @ b, (a,), (b,))
@@ -188,14 +148,14 @@ def test_cost_of_a_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost(matmul, "training", torch.float32) == (3 * 2 * 8 * 16 * 32, 3 * read + 2 * written)
 
 
-def test_draw_gives_every_precision_the_same_numbers() -> None:
+def test_draw_gives_every_precision_the_same_numbers():
     low, exact = (Draw(torch.bfloat16, CPU, compute).normal(64) for compute in (torch.bfloat16, torch.float64))
     assert exact.dtype == torch.float64
     assert torch.equal(low.double(), exact)
     assert low.std() > 0.5
 
 
-def test_draw_fills_modules_alike() -> None:
+def test_draw_fills_modules_alike():
     first, second = (Draw(torch.float32, CPU).module(lambda: reference.Block(32, 2)) for _ in range(2))
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -203,7 +163,7 @@ def test_draw_fills_modules_alike() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}], ids=str)
-def test_sdpa_baseline_is_the_reference(options: dict[str, Any]) -> None:
+def test_sdpa_baseline_is_the_reference(options):
     plain, sdpa = (Draw(torch.float64, CPU).module(lambda: reference.Block(32, 2, **options)) for _ in range(2))
     x = Draw(torch.float64, CPU).normal(2, 17, 32)
     expected = plain(x)
@@ -217,7 +177,7 @@ def test_sdpa_baseline_is_the_reference(options: dict[str, Any]) -> None:
     assert none.name == "math"
 
 
-def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch):
     samples = {"eager": [math.nan, math.nan, 1.0], "fused": [1.0, math.nan, 2.0]}
     monkeypatch.setattr(measure, "interleave", lambda *_, **__: samples)
     schedule = Schedule(deadline=1e18, case_seconds=0.1)
@@ -231,7 +191,7 @@ def test_a_provider_that_waited_for_its_host_has_no_time(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-def test_agreement_is_that_of_the_worst_image(tokens: bool) -> None:
+def test_agreement_is_that_of_the_worst_image(tokens):
     """The nearest patch is searched in other images only."""
     exact = torch.eye(4, dtype=torch.float64)[[0, 1, 2]]  # logits of three images
     if tokens:  # a CLS and two patches each: those of an image are more similar than those of two
@@ -252,32 +212,32 @@ def test_agreement_is_that_of_the_worst_image(tokens: bool) -> None:
 # ---- the list of workloads ----
 
 
-def test_every_benchmark_has_one_id() -> None:
+def test_every_benchmark_has_one_id():
     for grid in (("quick",), ("cpu", "long"), ("gpu",)):
         found = [w.id for w in workloads(*grid)]
         assert len(found) == len(set(found))
     assert {w.op for w in workloads("quick")} == {w.op for w in workloads("cpu")} == {w.op for w in workloads("gpu")}
 
 
-def test_an_unknown_op_is_named() -> None:
+def test_an_unknown_op_is_named():
     with pytest.raises(ValueError, match=r"no op \['softmax'\], the ops are"):
         workloads("quick", ops=("softmax",))
 
 
-def test_labels_name_every_size() -> None:
+def test_labels_name_every_size():
     sizes = {"name": "vit", "B": 1, "scales": True, "residual": False, "dropout_p": 0.1}
     assert str(Workload("model", sizes)) == "vit B1 scales dropout_p0.1"
     for w in workloads("quick", ops=("model", "accelerate")):
         assert f"depth{w.sizes['depth']}" in str(w).split(), "no whole model, and none by name"
 
 
-def test_the_ops_of_the_readme_are_benchmarks() -> None:
+def test_the_ops_of_the_readme_are_benchmarks():
     labels = {(w.op, str(w)) for w in workloads("cpu", "long")}
     assert {cases[0] for _, cases, *_ in results._OPS} <= labels
 
 
 @pytest.mark.parametrize("workload", workloads("sanitize", "kernels"), ids=lambda w: w.id)
-def test_every_option_builds_on_a_device_without_memory(workload: Workload) -> None:
+def test_every_option_builds_on_a_device_without_memory(workload):
     """The workloads of the sanitizer and the compilers, on meta tensors: shapes and leaves fit together."""
     runner = workload.runner("fused", Draw(torch.bfloat16, "meta"))
     outputs = runner.outputs()
@@ -286,7 +246,7 @@ def test_every_option_builds_on_a_device_without_memory(workload: Workload) -> N
 
 
 @pytest.mark.slow
-def test_the_graph_provider_is_the_library_s_model_with_fused_ops() -> None:
+def test_the_graph_provider_is_the_library_s_model_with_fused_ops():
     import_library("timm")
     (workload,) = workloads("quick", ops=("accelerate",))
     plain, graph = (workload.runner(name, Draw(torch.float32, "cpu")).train(True) for name in ("sdpa", "graph"))
@@ -299,7 +259,7 @@ def test_the_graph_provider_is_the_library_s_model_with_fused_ops() -> None:
 
 
 @pytest.mark.parametrize("grid", [("quick",), ("cpu",), ("cpu", "long"), ("gpu",)], ids=" ".join)
-def test_every_op_has_its_turn_before_any_has_its_second(grid: tuple[str, ...]) -> None:
+def test_every_op_has_its_turn_before_any_has_its_second(grid):
     found = workloads(*grid)
     turn = turns(found)
     order = sorted(found, key=lambda w: turn[w.id])
@@ -315,7 +275,7 @@ def test_every_op_has_its_turn_before_any_has_its_second(grid: tuple[str, ...]) 
     assert others == sorted(others)
 
 
-def test_a_case_that_would_end_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_would_end_late_is_left_out(monkeypatch):
     now = 0.0
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
     small, large = workloads("cpu", ops=("attention",))[:2]
@@ -342,7 +302,7 @@ def test_a_case_that_would_end_late_is_left_out(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_command_names_what_was_left_out_and_nothing_else(seed: int) -> None:
+def test_the_command_names_what_was_left_out_and_nothing_else(seed):
     cases = [(w, mode) for w in workloads("cpu", "long") for mode in table.MODE]
     draw = random.Random(seed)
     left_out = [case for case in cases if draw.random() < 0.4 or case[0].op in ("mlp", "memory, block")]
@@ -353,7 +313,7 @@ def test_the_command_names_what_was_left_out_and_nothing_else(seed: int) -> None
     assert "[mlp-" in terms
 
 
-def test_a_run_without_time_prints_the_command_for_the_rest() -> None:
+def test_a_run_without_time_prints_the_command_for_the_rest():
     chosen = "[layer_norm- or [add_layer_norm-"
     run = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "--quick", "-k", chosen]
     ours = "TRITON_INTERPRET", "PYTEST_XDIST"
@@ -370,7 +330,7 @@ def test_a_run_without_time_prints_the_command_for_the_rest() -> None:
     assert words == [*run[1:6], "--bench-minutes", "1", "-k", chosen]
 
 
-def test_the_benchmarks_are_collected_without_the_libraries_that_they_compare_with() -> None:
+def test_the_benchmarks_are_collected_without_the_libraries_that_they_compare_with():
     program = (
         "import sys, pytest; sys.modules |= dict.fromkeys(['timm', 'torchvision', 'transformers']); "
         "sys.exit(pytest.main(['benchmarks', '--benchmark-only', '--quick', '--collect-only', '-q']))"
@@ -387,7 +347,7 @@ def test_the_benchmarks_are_collected_without_the_libraries_that_they_compare_wi
 # ---- dispatch ----
 
 
-def test_dispatch_measures_every_op(tmp_path) -> None:
+def test_dispatch_measures_every_op(tmp_path):
     found = dispatch.measure(rounds=1, calls=1)  # asserts that op and ATen calls agree
     none = {"Norm", "Rotary", "dropout", "use_backend"}  # no work in inference
     assert {name.split(",")[0] for name in found} == {*ops.__all__} - none

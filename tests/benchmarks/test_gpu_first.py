@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,15 +27,7 @@ from fastvit.ops.runtime import dispatch
 CPU = torch.device("cpu")
 
 
-@needs_triton
-@pytest.mark.slow
-def test_what_was_compiled_beforehand_is_what_is_launched() -> None:
-    recorded, in_cache, launched, added = map(int, python("tests/helpers/precompiled.py").split()[-4:])
-    assert recorded == in_cache == launched > 8
-    assert added == 0
-
-
-def test_nothing_is_imported_that_a_bare_machine_lacks() -> None:
+def test_nothing_is_imported_that_a_bare_machine_lacks():
     missing = "rich", "networkx", "matplotlib", "pytest", "pytest_benchmark"
     modules = ["__main__", "probe", "correct", "headline", "compiled", "sanitize"]
     modules += ["precompile"] * dispatch.HAVE_TRITON
@@ -47,7 +38,7 @@ def test_nothing_is_imported_that_a_bare_machine_lacks() -> None:
     assert python("-c", f"{code}; print('imported')") == "imported\n"
 
 
-def test_the_first_minutes_are_complete() -> None:
+def test_the_first_minutes_are_complete():
     wanted = workloads("verify")
     attention = [w.sizes for w in wanted if w.op == "attention"]
     assert {s["N"] for s in attention} >= {197, 257, 1025, 4097}
@@ -62,7 +53,7 @@ def test_the_first_minutes_are_complete() -> None:
 
 
 @pytest.mark.parametrize("case", correct.cases(True), ids=lambda case: case.id)
-def test_what_is_right_passes(case: Workload) -> None:
+def test_what_is_right_passes(case):
     ratios, reason = correct.check(case, torch.float32, CPU)
     assert not reason
     assert 0 < max(ratios) < 2
@@ -88,7 +79,7 @@ class Wrong:
     ("how", "reason"),
     [("unwritten", "inaccurate"), ("inaccurate", "inaccurate"), ("unsteady", "another result the second time")],
 )
-def test_what_is_wrong_fails(how: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_fails(how, reason, monkeypatch):
     (case,) = workloads("quick", ops=("layer_norm",))
     plain, wrong = Workload.runner, Wrong(how)
 
@@ -106,7 +97,7 @@ def test_what_is_wrong_fails(how: str, reason: str, monkeypatch: pytest.MonkeyPa
         assert wrong.calls == {"unwritten": 5, "inaccurate": 20}[how]
 
 
-def test_memory_is_poisoned() -> None:
+def test_memory_is_poisoned():
     torch.use_deterministic_algorithms(False)
     torch.ones(4321)  # what fresh memory would be, if it were left as it is
     with correct.poisoned():
@@ -123,9 +114,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("seconds", "modes"), [(95.0, ["training", "inference"]), (80.0, [])])
-def test_no_compilation_begins_that_would_run_into_the_timing(
-    seconds: float, modes: list[str], tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_compilation_begins_that_would_run_into_the_timing(seconds, modes, tmp_path, clock, monkeypatch):
     took = iter([40.0, 20.0])
 
     def warm(*_: Any) -> Callable[[], None]:
@@ -143,13 +132,13 @@ def test_no_compilation_begins_that_would_run_into_the_timing(
     assert {r["reason"] for r in cut} == {f"not begun: {needed} s were left"}
 
 
-def test_it_is_imported_where_there_is_no_fcntl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_imported_where_there_is_no_fcntl(monkeypatch):
     """Windows has no fcntl, and runs the other tests of this module."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     runpy.run_path(compiled.__file__, run_name="a copy")
 
 
-def test_a_process_that_dies_gives_its_turn_away(tmp_path: Path) -> None:
+def test_a_process_that_dies_gives_its_turn_away(tmp_path):
     take = (
         "import pathlib, sys, time; from benchmarks.gpu.compiled import take_turn\n"
         "file = take_turn(pathlib.Path(sys.argv[1])); print('mine', flush=True); time.sleep(60)"
@@ -173,7 +162,7 @@ def test_a_process_that_dies_gives_its_turn_away(tmp_path: Path) -> None:
             one.communicate()
 
 
-def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path, monkeypatch):
     """One of two processes is ready; it is timed after the other has been ended."""
     code = (
         "import pathlib, sys, time; go = pathlib.Path(sys.argv[3])\n"  # after NAME --go
@@ -196,7 +185,7 @@ def test_what_still_compiles_when_the_timing_begins_is_ended(tmp_path: Path, mon
     assert "still compiling" in cut["reason"]
 
 
-def test_the_plan_leaves_out_what_is_done() -> None:
+def test_the_plan_leaves_out_what_is_done():
     plan = Plan(SECONDS, {*PARTS})
     assert plan.left(0.0) == SECONDS
     assert plan.begin("checks", 100.0) == PARTS["checks"]
@@ -210,7 +199,7 @@ def test_the_plan_leaves_out_what_is_done() -> None:
 
 @needs_triton
 @pytest.mark.slow
-def test_what_is_compiled_beforehand_is_in_order_and_complete() -> None:
+def test_what_is_compiled_beforehand_is_in_order_and_complete():
     found = json.loads(python("tests/helpers/first_minutes.py").splitlines()[-1])
     assert found["first"] == "rows"
     assert found["dtypes"] == ["bf16", "fp16", "fp32"]

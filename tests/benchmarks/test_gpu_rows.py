@@ -3,10 +3,8 @@
 import time
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks.gpu import headline, summary, verdict
@@ -27,7 +25,7 @@ def time_of(seconds: float) -> dict[str, float]:
     return {"median": seconds}
 
 
-def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_wrong_results_says_so(tmp_path, monkeypatch):
     (workload,) = workloads("quick", ops=("layer_norm",))
     journal = Journal(tmp_path, "a GPU", code="code")
 
@@ -44,7 +42,7 @@ def test_a_row_of_wrong_results_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert "ZeroDivisionError" in row()["reason"]
 
 
-def test_a_row_is_begun_once_in_a_call(tmp_path: Path) -> None:
+def test_a_row_is_begun_once_in_a_call(tmp_path):
     """A row that ends its process is left out by the next process, and begun again in a later call."""
     journal = Journal(tmp_path, "a GPU", code="code")
     (_, _, first_row), (_, _, second_row) = headline.left(journal, True, "first", 0.0)
@@ -56,7 +54,13 @@ def test_a_row_is_begun_once_in_a_call(tmp_path: Path) -> None:
     assert [name for *_, name in headline.left(journal, True, "first", time.time())] == [first_row]
 
 
-def test_providers_take_turns_in_random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_in_turns(order: list[str]) -> None:
+    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_providers_take_turns_in_random_order(monkeypatch):
     order: list[str] = []
 
     def step(name: str) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -71,27 +75,23 @@ def test_providers_take_turns_in_random_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(headline, "CALLED_ROUNDS", 8)
     row.seconds = 1e-9  # one call a loop
     row._time_calls({name: step(name) for name in "abc"})
-    rounds = [tuple(order[i : i + 3]) for i in range(len(order) - 24, len(order), 3)]
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len(set(rounds)) > 1
+    assert_in_turns(order[-24:])
     row.seconds = 0.001
     order.clear()
     monkeypatch.setattr(headline, "warm", lambda work, clock: 1e-4)
     row._time({name: step(name) for name in "abc"})
-    rounds = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
-    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
-    assert len(set(rounds)) > 1
+    assert_in_turns(order)
     assert row.figures["a"]["graph"]["rounds"] == 3, "0.001 s for rounds of three times 0.1 ms"
 
 
-def test_a_row_gets_its_share_of_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_gets_its_share_of_the_time_left(monkeypatch):
     monkeypatch.setattr(headline, "time", types.SimpleNamespace(time=lambda: 1000.0))
     assert headline.seconds_for(32, 1000.0 + 32 * headline.SHARE) == 1.0
     assert headline.seconds_for(1, 2000.0) == headline.MOST
     assert headline.seconds_for(3, 900.0) == headline.LEAST, "too late, but a row that is begun has rounds"
 
 
-def test_a_row_says_which_measured_choices_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_says_which_measured_choices_it_took(monkeypatch):
     key = (_tuned.bucket(788), 1536, 384, 2, 0)
 
     def use() -> bool:
@@ -107,7 +107,7 @@ def test_a_row_says_which_measured_choices_it_took(monkeypatch: pytest.MonkeyPat
     _tuned.clear_caches()
 
 
-def test_the_table_says_what_is_wrong_and_what_is_missing() -> None:
+def test_the_table_says_what_is_wrong_and_what_is_missing():
     figures = {
         "eager": {"called": time_of(3e-4), "graph": time_of(1.5e-4)},
         "cudnn": {"skipped": "RuntimeError: No available kernel"},
@@ -137,7 +137,7 @@ def test_the_table_says_what_is_wrong_and_what_is_missing() -> None:
     assert "attention forward: 50.0 us, eager 3.00x; as called eager 3.00x" in lines
 
 
-def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed() -> None:
+def test_the_verdict_has_what_is_wrong_first_and_compares_what_was_timed():
     def row(name: str, op: str, mode: str, **times: float) -> Record:
         return record("row", name, op=op, mode=mode, providers={k: {"graph": time_of(v)} for k, v in times.items()})
 

@@ -62,7 +62,7 @@ def overlaps(records: list[Record]) -> None:
 
 @needs_triton
 @pytest.mark.slow
-def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path: Path) -> None:
+def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path):
     folder = tmp_path / "results"
     path = dying(tmp_path, "benchmarks.gpu.correct", "mlp")
 
@@ -120,7 +120,7 @@ def test_rehearsal_with_a_process_that_dies_killed_and_taken_up_again(tmp_path: 
 
 
 @needs_triton
-def test_the_deadline_is_kept(tmp_path: Path) -> None:
+def test_the_deadline_is_kept(tmp_path):
     run = rehearse(tmp_path, "--first", "--minutes", "0.033")
     out, _ = run.communicate()
     assert run.returncode == 1
@@ -130,7 +130,7 @@ def test_the_deadline_is_kept(tmp_path: Path) -> None:
     assert "0 results: 0 wrong, 0 failed, 26 missing" in out
 
 
-def test_a_torn_line_and_other_runs_do_not_count(tmp_path: Path) -> None:
+def test_a_torn_line_and_other_runs_do_not_count(tmp_path):
     journal = Journal(tmp_path, "a GPU", code="code")
     journal.add("row", "first", "passed", ratio=float("inf"))
     with journal.path.open("a") as file:
@@ -147,7 +147,7 @@ def test_a_torn_line_and_other_runs_do_not_count(tmp_path: Path) -> None:
             json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_unpacking_is_where_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacking_is_where_a_run_goes_on(tmp_path, monkeypatch):
     bundle, root, kernels = (tmp_path / name for name in ("bundle", "root", "kernels"))
     kernels.mkdir()
     monkeypatch.setattr(journal_module, "ROOT", root)
@@ -175,8 +175,8 @@ def runs(folder: Path, name: str) -> int:
     return len(path.read_text()) if path.exists() else 0
 
 
-def start(folder: Path, device: str = "gpu", code: str = "code", seconds: float = 1e9) -> StepRunner:
-    return StepRunner(Journal(folder / "results", device, code=code), seconds)
+def start(folder: Path, seconds: float = 1e9) -> StepRunner:
+    return StepRunner(Journal(folder / "results", "gpu", code="code"), seconds)
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -184,7 +184,7 @@ def statuses(folder: Path) -> dict[str, str]:
     return {r["name"]: r["status"] for r in records if r["kind"] == "step"}
 
 
-def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_call_goes_on_with_what_has_not_passed(tmp_path, capsys):
     steps = [counting(tmp_path, "first"), counting(tmp_path, "no tool", 77)]
     steps += [counting(tmp_path, "broken", 3), counting(tmp_path, "third")]
     assert execute(steps, start(tmp_path)) == 1
@@ -211,9 +211,7 @@ def begetting(pid: Path) -> str:
     )
 
 
-def test_a_step_over_its_limit_is_ended_with_what_it_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_over_its_limit_is_ended_with_what_it_started(tmp_path, capsys):
     pid = tmp_path / "pid"
     steps = [Step("slow", ("-c", begetting(pid)), limit=4.0), counting(tmp_path, "after")]
     assert execute(steps, start(tmp_path)) == 1
@@ -224,7 +222,7 @@ def test_a_step_over_its_limit_is_ended_with_what_it_started(
     assert ends(int(pid.read_text()))
 
 
-def test_a_step_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:
+def test_a_step_ends_with_the_process_that_holds_it(tmp_path):
     """A killed process closes its pipes."""
     pid = tmp_path / "pid"
     holder = subprocess.Popen(
@@ -241,14 +239,14 @@ def test_a_step_ends_with_the_process_that_holds_it(tmp_path: Path) -> None:
     assert ends(int(pid.read_text()))
 
 
-def test_the_deadline_of_a_run_cuts_its_later_steps(tmp_path: Path) -> None:
+def test_the_deadline_of_a_run_cuts_its_later_steps(tmp_path):
     steps = [Step("long", ("-c", "import time; time.sleep(60)")), counting(tmp_path, "late")]
     assert execute(steps, start(tmp_path, seconds=2.5)) == 1
     assert statuses(tmp_path) == {"long": "timed out", "late": "cut"}
     assert runs(tmp_path, "late") == 0
 
 
-def test_what_a_person_stops_has_not_failed(tmp_path: Path) -> None:
+def test_what_a_person_stops_has_not_failed(tmp_path):
     held = start(tmp_path)
     future = held.begin([Step("slow", ("-c", "print('> here', flush=True); import time; time.sleep(60)"))])["slow"]
     while "here" not in (tmp_path / "results" / "log.txt").read_text():
@@ -258,7 +256,7 @@ def test_what_a_person_stops_has_not_failed(tmp_path: Path) -> None:
     assert statuses(tmp_path) == {"slow": "cut"}
 
 
-def test_steps_may_run_side_by_side(tmp_path: Path) -> None:
+def test_steps_may_run_side_by_side(tmp_path):
     """Each of two steps waits for the other."""
     code = (
         "import pathlib, sys, time; own, other = map(pathlib.Path, sys.argv[1:]); own.touch()\n"
@@ -289,7 +287,7 @@ def alive(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_steps_are_complete() -> None:
+def test_steps_are_complete():
     names = [tuple(step.name.split()) for step in rest.gpu_steps(Path("results"))]
     tests = {path.stem: path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     run = {name[1] for name in names if name[0] == "tests"}
@@ -309,9 +307,7 @@ def test_steps_are_complete() -> None:
     assert [*dict.fromkeys(name[0] for name in names)] == ["compile", "tune", "tests", "sanitize", "bench", "page"]
 
 
-def test_a_run_that_cannot_begin_says_why(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_that_cannot_begin_says_why(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(needs, "why_no_gpu", lambda: "the driver is too old")
     assert program.main(["--first"]) == 2
     said = capsys.readouterr().err.splitlines()
@@ -323,7 +319,7 @@ def test_a_run_that_cannot_begin_says_why(
     assert "folder cannot be written: Not a directory; --out chooses another" in capsys.readouterr().err
 
 
-def test_all_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_is_missing_is_said_at_once(monkeypatch):
     monkeypatch.setattr(needs, "why_no_gpu", lambda: "")
     monkeypatch.setattr(needs, "missing_for_triton", lambda: "no C compiler")
     said = needs.complaint("gpu", ("torch", "no_such_module", "nor_this"), rehearse=False).splitlines()
@@ -333,7 +329,7 @@ def test_all_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert needs.complaint("gpu", ("torch",), rehearse=True) == "", "a rehearsal launches nothing"
 
 
-def test_the_time_left_is_that_of_similar_steps(tmp_path: Path) -> None:
+def test_the_time_left_is_that_of_similar_steps(tmp_path):
     steps = [Step(f"{kind} {i}", (), 3600.0) for kind in ("tune", "bench") for i in range(3)]
     journal = Journal(tmp_path, "gpu", code="code")
     assert rest.left(steps, journal, set()) == "at most 6 hours left"
@@ -348,7 +344,7 @@ def test_the_time_left_is_that_of_similar_steps(tmp_path: Path) -> None:
     assert rest.left(steps[:3], journal, {"tune 1"}, before=500.0) == "about 10 minutes left"
 
 
-def test_the_list_has_every_step_and_its_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_list_has_every_step_and_its_status(capsys, tmp_path):
     Journal(tmp_path, "rehearsal").add("step", "page", "passed")
     assert program.main(["--rehearse", "--list", "--out", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -361,13 +357,13 @@ def test_the_list_has_every_step_and_its_status(capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unknown_step_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         program.main(["--rehearse", "--steps", "nonsense", "--out", str(tmp_path)])
     assert "no step begins with 'nonsense'" in capsys.readouterr().err
 
 
-def test_the_last_line_names_what_is_not_done(tmp_path: Path) -> None:
+def test_the_last_line_names_what_is_not_done(tmp_path):
     journal = Journal(tmp_path, "gpu", code="code")
     for name, status in (("tune a", "passed"), ("tests b", "failed"), ("sanitize c", "skipped"), ("bench d", "passed")):
         journal.add("step", name, status)
@@ -383,7 +379,7 @@ def sizes(op: str, *names: str) -> set[tuple[object, ...]]:
     return {tuple(w.sizes[name] for name in names) for w in workloads("gpu", ops=(op,))}
 
 
-def test_the_gpu_grid_is_complete() -> None:
+def test_the_gpu_grid_is_complete():
     assert sizes("attention", "N", "d") >= {(N, 64) for N in (197, 257, 577, 1025, 1370, 4097, 16385)}
     assert sizes("attention", "N", "d") >= {(N, d) for d in (72, 80, 88, 96, 128) for N in (257, 1025)}
     assert sizes("attention", "B") >= {(1,), (256,)}

@@ -1,7 +1,6 @@
 """The sanitizer: its cases launch every kernel, and its findings, refusals and absence are told apart."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ needs_interpreter = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_interpreter
-def test_sanitizer_cases_launch_every_kernel() -> None:
+def test_sanitizer_cases_launch_every_kernel():
     kernels = {
         line.split("(")[0].removeprefix("def ")
         for path in (provenance.ROOT / "kernels").glob("*.py")
@@ -26,7 +25,7 @@ def test_sanitizer_cases_launch_every_kernel() -> None:
     assert {kernel for op in sanitize.ops() for kernel in sanitize.rehearse(op)} == kernels
 
 
-def test_a_missing_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_sanitizer_is_said(monkeypatch, capsys):
     monkeypatch.setattr(sanitize.shutil, "which", lambda name, path=None: None)
     assert sanitize.main(["--tool", "racecheck"]) == runner.SKIPPED
     assert "SKIPPED: no compute-sanitizer" in capsys.readouterr().out
@@ -42,10 +41,7 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("ended", "said", "status", "words"), OUTCOMES)
-def test_what_the_sanitizer_says(
-    ended: int, said: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+def test_what_the_sanitizer_says(ended, said, status, words, monkeypatch, tmp_path, capsys):
     seen = tmp_path / "arguments"
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING" "$@" > {seen}\necho "{said}"\nexit {ended}\n')

@@ -1,7 +1,6 @@
 """`make peers`: which differences count, and what its plugin puts into other libraries' tests."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ def compared(own: list[dict[str, Any]], plain: list[dict[str, Any]], *meant: com
     return compare.compare("timm accelerate", own, {one["id"]: one for one in plain}, meant)
 
 
-def test_what_ends_in_another_way_without_fastvit_is_a_difference() -> None:
+def test_what_ends_in_another_way_without_fastvit_is_a_difference():
     own = [row("a", "failed", "E1"), row("b", "failed"), row("c", "skipped"), row("d", "skipped"), row("e", "passed")]
     own.append(row("f", "failed", models=0))  # nothing of fastvit in it
     plain = [row("a", "passed"), row("b", "failed"), row("c", "passed"), row("d", "skipped")]
@@ -33,7 +32,7 @@ def test_what_ends_in_another_way_without_fastvit_is_a_difference() -> None:
     assert "  differs: a: failed: E1" in compare.lines(result)
 
 
-def test_a_deliberate_difference_is_met_by_its_error_and_run_alone() -> None:
+def test_a_deliberate_difference_is_met_by_its_error_and_run_alone():
     meant = compare.Deliberate(("timm accelerate",), "script*", "ScriptModule", "is documented")
     other = compare.Deliberate(("timm create_model",), "*", ".", "another run")
     own = [
@@ -51,7 +50,7 @@ def test_a_deliberate_difference_is_met_by_its_error_and_run_alone() -> None:
 
 
 @pytest.mark.parametrize("missing", ["runs", "tests", "error", "reason"])
-def test_a_deliberate_difference_needs_all_of_it(missing: str, tmp_path: Path) -> None:
+def test_a_deliberate_difference_needs_all_of_it(missing, tmp_path):
     fields = {"runs": ["timm accelerate"], "tests": "*", "error": "E", "reason": "R"}
     del fields[missing]
     path = tmp_path / "deliberate.toml"
@@ -60,11 +59,11 @@ def test_a_deliberate_difference_needs_all_of_it(missing: str, tmp_path: Path) -
         compare.read_deliberate(path)
 
 
-def test_the_list_names_runs_that_there_are() -> None:
+def test_the_list_names_runs_that_there_are():
     assert {run for entry in compare.read_deliberate() for run in entry.runs} <= RUNS
 
 
-def test_unknown_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models_are_refused(tmp_path, monkeypatch):
     import_timm()
     monkeypatch.setattr(command, "FOLDER", tmp_path)
     monkeypatch.setattr(models, "find", lambda limit: pytest.fail("looks for others first"))
@@ -72,7 +71,7 @@ def test_unknown_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         command.main(["--models", "test_vit", "vit_tiny_patch16_244"])
 
 
-def test_fastvit_takes_the_place_of_timm_where_both_have_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fastvit_takes_the_place_of_timm_where_both_have_the_model(monkeypatch):
     timm = import_timm()
     monkeypatch.setattr(plugin.Touched, "count", 0)
     tag = timm.get_pretrained_cfg("test_vit").tag
@@ -91,7 +90,7 @@ def test_fastvit_takes_the_place_of_timm_where_both_have_the_model(monkeypatch: 
     assert plugin.Touched.count == 2
 
 
-def test_models_count_that_something_was_put_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_count_that_something_was_put_into(monkeypatch):
     timm = import_timm()
     monkeypatch.setattr(plugin.Touched, "count", 0)
     plugin.accelerate(timm.create_model("test_resnet"))
@@ -119,7 +118,7 @@ def makes_none() -> None:
     row("a", "passed")
 
 
-def test_tests_are_chosen_by_the_models_that_they_make() -> None:
+def test_tests_are_chosen_by_the_models_that_they_make():
     def item(function: Any, **params: Any) -> Any:
         return SimpleNamespace(function=function, **({"callspec": SimpleNamespace(params=params)} if params else {}))
 
@@ -133,7 +132,7 @@ def test_tests_are_chosen_by_the_models_that_they_make() -> None:
     assert [plugin._creates_one_of({"vit"}, one) for one in chosen] == [True, False, True, False, True]
 
 
-def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
+def test_outcomes_are_written_as_they_come(tmp_path):
     recorder = plugin.Recorder(tmp_path / "lines")
 
     def report(when: str, outcome: str, text: str = "", **properties: int) -> None:
@@ -152,7 +151,7 @@ def test_outcomes_are_written_as_they_come(tmp_path: Path) -> None:
     assert json.loads(recorder.path.read_text().splitlines()[1]) == row("id", "failed", "Error: first", models=3)
 
 
-def test_table(tmp_path: Path) -> None:
+def test_table(tmp_path):
     result = compared([row("a", "failed", "E1"), row("b", "passed")], [row("a", "passed")])
     found = vars(models.Found(["test_vit"], ["vit_giant"], ["test_vit"], {"ViTConfig": ["ViTModel"]}, 5))
     where = {"suites": ["timm==1.0"], "torch": "2"}

@@ -26,7 +26,7 @@ def result(path: Path, lengths: tuple[int, ...], copy: float, device: str = "a G
     return path
 
 
-def test_one_table_of_several_files(tmp_path: Path) -> None:
+def test_one_table_of_several_files(tmp_path):
     second = result(tmp_path / "b.json", (577, 1025), 3e12)
     first = result(tmp_path / "a.json", (17, 50), 1e12)
     text = results.render([first, second])
@@ -43,7 +43,7 @@ def test_one_table_of_several_files(tmp_path: Path) -> None:
         results.render([])
 
 
-def test_the_page_is_that_of_the_result_files() -> None:
+def test_the_page_is_that_of_the_result_files():
     """`python -m benchmarks.report.results` makes it."""
     text = (results.RESULTS / "README.md").read_text()
     assert text == results.page()
@@ -54,7 +54,7 @@ def test_the_page_is_that_of_the_result_files() -> None:
         assert (results.RESULTS / "cpu" / file).exists()
 
 
-def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
+def test_the_ops_of_the_readme_are_those_of_the_result_file():
     readme = (provenance.ROOT / "README.md").read_text()
     assert readme == results.with_ops(readme)
     assert "| `attention_qkvpacked`, B1 N1025 H12 d64 |" in readme
@@ -63,7 +63,7 @@ def test_the_ops_of_the_readme_are_those_of_the_result_file() -> None:
         results.with_ops("a page without marks")
 
 
-def test_the_low_precision_of_the_readme_is_that_of_the_result_file() -> None:
+def test_the_low_precision_of_the_readme_is_that_of_the_result_file():
     rows = json.loads((provenance.ROOT / "benchmarks/results/cpu/low_precision.json").read_text())["models"]
     ms, found = (
         {(r["provider"], r["precision"]): r for r in next(rows[name] for name in rows if name.startswith(model))}
@@ -77,7 +77,7 @@ def test_the_low_precision_of_the_readme_is_that_of_the_result_file() -> None:
     assert "finds {}, {} and {} % of nearest patches again".format(*shares) in readme
 
 
-def test_the_compile_time_of_the_readme_is_that_of_the_result_file() -> None:
+def test_the_compile_time_of_the_readme_is_that_of_the_result_file():
     found = json.loads((provenance.ROOT / "benchmarks/results/cpu/compile_time.json").read_text())["results"]
     cases = [case for of in found.values() for case in of["cases"] if case["mode"] == "train"]
     (kernels,) = {len(case["kernels"]) for case in cases}

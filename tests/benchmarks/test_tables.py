@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +38,7 @@ def row(lines: list[str], column: str) -> list[str]:
     return lines[start + 2].split()
 
 
-def test_table_shows_times_ratios_and_gaps() -> None:
+def test_table_shows_times_ratios_and_gaps():
     ceilings = Ceilings(bytes_per_second=1e10, flops_per_second=1e12)
     lines = lines_of(a_record("attention", 197, 8_000_000, 2_000_000), ceilings)
     assert row(lines, "ms") == ["N197", "fwd+bwd", "12.3", "skipped", "4.10", "3.00x", "-", "24%", "0.50"]
@@ -49,7 +47,7 @@ def test_table_shows_times_ratios_and_gaps() -> None:
     assert "skipped: N197 fwd+bwd, sdpa: does not fit" in lines
 
 
-def test_the_table_has_calls_and_the_gpu_alone() -> None:
+def test_the_table_has_calls_and_the_gpu_alone():
     record = a_record("attention", 197, 8, 2)
     record.providers["eager"].called, record.providers["eager"].called_over_fused = Quantiles.of([0.03] * 3), (1.4, 1.6)
     record.providers["fused"].called = Quantiles.of([0.02] * 3)
@@ -60,7 +58,7 @@ def test_the_table_has_calls_and_the_gpu_alone() -> None:
     assert "N197 fwd+bwd, fused: no graph: refused" in lines
 
 
-def test_printed_ratios_are_those_of_the_printed_figures() -> None:
+def test_printed_ratios_are_those_of_the_printed_figures():
     """The median of the rounds' own ratios is another one: 1.5 here."""
     record = a_record("attention", 197, 8, 2)
     fused, eager = [1.0, 2.0, 4.0], [1.5, 1.9, 6.0]
@@ -78,7 +76,7 @@ def test_printed_ratios_are_those_of_the_printed_figures() -> None:
         (1.2, (0.8, 0.9), False),
     ],
 )
-def test_what_the_rounds_do_not_tell_apart_is_marked(eager: float, interval: Any, apart: bool) -> None:
+def test_what_the_rounds_do_not_tell_apart_is_marked(eager, interval, apart):
     """In the last case medians and pairs disagree."""
     record = a_record("attention", 197, 8, 2)
     record.providers = {name: Provider(Quantiles.of([value])) for name, value in (("eager", eager), ("fused", 1.0))}
@@ -87,14 +85,14 @@ def test_what_the_rounds_do_not_tell_apart_is_marked(eager: float, interval: Any
     assert row(lines_of(record), "ms")[4].startswith("~") is not apart
 
 
-def test_table_without_fused_has_no_ratios() -> None:
+def test_table_without_fused_has_no_ratios():
     record = a_record("attention", 197, 8, 2)
     del record.providers["fused"]
     assert record.memory_ratios() == record.time_ratios() == {}
     assert row(lines_of(record), "ms")[-4:] == ["-", "-", "-", "-"]
 
 
-def test_tables_fit_a_hundred_columns() -> None:
+def test_tables_fit_a_hundred_columns():
     record = a_record("model", 197, 8, 2)
     record.case = "vit_small_patch16_224 B16 px518 patch_size14"
     record.providers["compile"] = Provider(Quantiles.of([1234.5] * 3), 10**11, 1, 1.0)
@@ -108,7 +106,7 @@ def test_tables_fit_a_hundred_columns() -> None:
     assert row(narrow, "ms")[-3:] == ["-", "24%", "0.50"]
 
 
-def test_growth_is_fitted_to_the_largest_sizes_and_says_which() -> None:
+def test_growth_is_fitted_to_the_largest_sizes_and_says_which():
     """The sizes may run in any order."""
     records = [a_record("memory, attention", n, 4 * n * n, 64 * n) for n in (4097, 2305, 1025, 577, 197)]
     assert table.growth_lines(records) == [
@@ -120,7 +118,7 @@ def test_growth_is_fitted_to_the_largest_sizes_and_says_which() -> None:
         assert line.startswith("eager, fused: no exponent of growth")
 
 
-def test_rows_are_in_order_of_work_and_notes_stand_once() -> None:
+def test_rows_are_in_order_of_work_and_notes_stand_once():
     records = [a_record(op, N, 8, 2) for op in ("block", "attention") for N in (577, 197)]
     for r in records:
         r.flops, r.note, r.sdpa_backend = r.shape["N"], "on images", "flash"
@@ -130,7 +128,7 @@ def test_rows_are_in_order_of_work_and_notes_stand_once() -> None:
     assert sections["notes"] == ["block; attention: on images", "block; attention: sdpa runs flash"]
 
 
-def test_every_column_is_explained() -> None:
+def test_every_column_is_explained():
     record = a_record("attention", 197, 8, 2)
     record.providers["compile"] = record.providers["eager"]
     lines = lines_of(record, Ceilings(1e10, 1e12))
@@ -139,7 +137,7 @@ def test_every_column_is_explained() -> None:
     assert max(map(len, table.LEGEND.splitlines())) <= 80
 
 
-def test_the_picture_names_every_line_and_its_slope(tmp_path: Path) -> None:
+def test_the_picture_names_every_line_and_its_slope(tmp_path):
     pytest.importorskip("matplotlib")
     records = [a_record("memory, attention", n, 4000 * n * n, 64000 * n) for n in (197, 577, 1025)]
     for r, peak in zip(records, (n * 64100 for n in (197, 577, 1025)), strict=True):
@@ -158,14 +156,14 @@ def test_the_picture_names_every_line_and_its_slope(tmp_path: Path) -> None:
         plot.save([], "a CPU", tmp_path)
 
 
-def test_header_says_plainly_that_no_gpu_was_measured() -> None:
+def test_header_says_plainly_that_no_gpu_was_measured():
     text = "\n".join(table.header(environment(CPU, torch.bfloat16), None))
     assert "CPU path (ATen), no GPU measured" in text
     assert "bfloat16" in text
     assert torch.__version__ in text
 
 
-def test_a_busy_machine_marks_the_run() -> None:
+def test_a_busy_machine_marks_the_run():
     record, limits = a_record("layer_norm", 197, 8, 2), Ceilings(1e10, 1e12, 2e10)
     calm = conditions.Conditions(limits, Ceilings(1.05e10, 1e12, 2e10), 0.1, 2.0, 2)
     assert calm.best == Ceilings(1.05e10, 1e12, 2e10)
@@ -182,13 +180,13 @@ def test_a_busy_machine_marks_the_run() -> None:
     assert reasons[1].endswith("fused at 122% of the limits")
 
 
-def test_what_fits_into_a_cache_is_held_against_a_copy_in_the_cache() -> None:
+def test_what_fits_into_a_cache_is_held_against_a_copy_in_the_cache():
     limits = Ceilings(1e10, 1e12, 4e10)
     assert (limits.least_seconds(0, 1e8), limits.least_seconds(0, 1e9)) == (1e8 / 4e10, 1e9 / 1e10)
     assert Ceilings(1e10, 1e12).least_seconds(0, 1e8) == 1e8 / 1e10
 
 
-def test_record_survives_json() -> None:
+def test_record_survives_json():
     record = a_record("attention", 197, 8, 2)
     ceilings = Ceilings(1e10, 1e12)
     data = json.loads(json.dumps(record.as_dict(environment(CPU, torch.float32), ceilings)))

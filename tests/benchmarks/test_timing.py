@@ -80,7 +80,7 @@ HIDDEN = [(1, 3e-6, 2e-6), (20, 5e-6, 20e-6), (100, 2e-6, 50e-6), (300, 30e-6, 5
 
 
 @pytest.mark.parametrize(("count", "seconds", "host"), HIDDEN)
-def test_the_clock_sees_the_gpu_and_not_the_host(count: int, seconds: float, host: float, gpu: Gpu) -> None:
+def test_the_clock_sees_the_gpu_and_not_the_host(count, seconds, host, gpu):
     clock, work = Clock(CUDA), launches(gpu, count, seconds, host)
     clock.time(work)  # the first calls of a work tell how long the host takes
     for _ in range(5):
@@ -88,7 +88,7 @@ def test_the_clock_sees_the_gpu_and_not_the_host(count: int, seconds: float, hos
         assert gpu.host >= gpu.free - 1e-9, "the next measurement begins on an idle GPU"
 
 
-def test_a_gpu_that_waits_for_its_host_is_not_timed(gpu: Gpu) -> None:
+def test_a_gpu_that_waits_for_its_host_is_not_timed(gpu):
     """0.2 s of the host cannot be hidden: there is no figure, because it would be the host's."""
     assert math.isnan(Clock(CUDA).time(launches(gpu, 1000, 1e-6, 2e-4)))
     clock = Clock(CUDA)
@@ -98,7 +98,7 @@ def test_a_gpu_that_waits_for_its_host_is_not_timed(gpu: Gpu) -> None:
     assert samples[2] == pytest.approx(5e-6)
 
 
-def test_another_try_waits_longer(gpu: Gpu) -> None:
+def test_another_try_waits_longer(gpu):
     """The GPU's clock is faster by now, and a spin shorter."""
     clock = Clock(CUDA)
     gpu.cycles *= 6
@@ -106,7 +106,7 @@ def test_another_try_waits_longer(gpu: Gpu) -> None:
     assert clock.time(launches(gpu, 30, 5e-6, 1e-4)) == pytest.approx(30 * 5e-6)
 
 
-def test_one_slow_call_does_not_slow_all_later_ones(gpu: Gpu) -> None:
+def test_one_slow_call_does_not_slow_all_later_ones(gpu):
     clock, work = Clock(CUDA), launches(gpu, 1, 5e-6, 4e-6)
     clock.time(launches(gpu, 1, 5e-6, 2.0))  # a compilation
     for _ in range(120):
@@ -116,7 +116,7 @@ def test_one_slow_call_does_not_slow_all_later_ones(gpu: Gpu) -> None:
     assert gpu.host - before < 1e-3
 
 
-def test_a_plugin_may_call_the_clock(gpu: Gpu) -> None:
+def test_a_plugin_may_call_the_clock(gpu):
     """pytest-benchmark calls it, also after a measurement that was broken off."""
     clock, work = Clock(CUDA), launches(gpu, 1, 5e-6, 4e-6)
     clock.prepare()
@@ -128,13 +128,13 @@ def test_a_plugin_may_call_the_clock(gpu: Gpu) -> None:
         assert clock() - start == pytest.approx(5e-6)
 
 
-def test_most_samples_must_be_measurements() -> None:
+def test_most_samples_must_be_measurements():
     assert measured([1.0, math.nan, 2.0]) == [1.0, 2.0]
     assert measured([1.0, math.nan]) == measured([]) == []
 
 
 @pytest.mark.parametrize(("seconds", "host", "expected"), [(5e-6, 50e-6, 50e-6), (5e-4, 50e-6, 5e-4)])
-def test_a_call_takes_what_its_slower_side_takes(seconds: float, host: float, expected: float, gpu: Gpu) -> None:
+def test_a_call_takes_what_its_slower_side_takes(seconds, host, expected, gpu):
     samples = per_call(launches(gpu, 1, seconds, host), CUDA)
     assert samples == pytest.approx([expected] * 3, rel=0.05)
 
@@ -199,7 +199,7 @@ def named(cuda: Cuda, name: str, fails: bool = False) -> Callable[[], None]:
     return work
 
 
-def test_works_run_before_they_are_captured(cuda: Cuda) -> None:
+def test_works_run_before_they_are_captured(cuda):
     found = capture_all({"a": named(cuda, "a"), "b": named(cuda, "b")})
     warm = [("a", "side")] * 3 + [("b", "side")] * 3
     assert cuda.seen[:6] == warm, "all of them, before the memory of a graph is held"
@@ -207,14 +207,14 @@ def test_works_run_before_they_are_captured(cuda: Cuda) -> None:
     assert all(callable(replay) for replay in found.values())
 
 
-def test_a_refused_capture_is_named_and_the_next_one_tried(cuda: Cuda) -> None:
+def test_a_refused_capture_is_named_and_the_next_one_tried(cuda):
     found = capture_all({"a": named(cuda, "a", fails=True), "b": named(cuda, "b")})
     assert found["a"] == "RuntimeError: operation not permitted when stream is capturing"
     assert callable(found["b"])
     assert cuda.on == "default"
 
 
-def test_a_lost_context_is_no_refusal(cuda: Cuda) -> None:
+def test_a_lost_context_is_no_refusal(cuda):
     def work() -> None:
         if cuda.on == "capture":
             cuda.lost = True

@@ -6,15 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, FunctionModule, H, N, compile_and_check, details, half, heads, joined, together
+from compiled_graphs import compile_and_check, compiled, details
+from graph_models import B, D, FunctionModule, H, N, half, heads, joined, together
 from torch import Tensor, nn
 
 
 def sdpa(m: FunctionModule, x: Tensor, **options) -> Tensor:
     return joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x))), **options))
-
-
-# ---- spellings of attention ----
 
 
 def manual(m, x, attend):
@@ -104,7 +102,15 @@ def heads_in_the_batch(m, x):
     return x + m.proj(out.view(x.shape[0], H, x.shape[1], d).transpose(1, 2).reshape(x.shape))
 
 
-ARRANGEMENTS = [three, three_chunks, split_and_indexed, sequence_first, rows, native, heads_in_the_batch]
+def factors_of_q_and_k(m, x):
+    q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
+    q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q * 0.5, k / 0.2, v))
+    return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
+
+
+ARRANGEMENTS = [
+    three, three_chunks, split_and_indexed, sequence_first, rows, native, heads_in_the_batch, factors_of_q_and_k,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("forwards", "dynamic"), [(ARRANGEMENTS, False), ([rows, heads_in_the_batch], True)])
@@ -133,68 +139,81 @@ def test_multihead_attention_of_different_tensors(options, dynamic, x):
     assert details(report, "attention") == ["attention (q, k and v are of different tensors)"]
 
 
-def test_multihead_attention_of_few_queries(x):
-    def forward(m, x):
-        y = m.norm(x)
-        return m.attn(y[:, :3], y, y, need_weights=False)[0]
-
-    report = compile_and_check(half(forward, attn=nn.MultiheadAttention(D, H, batch_first=True)), x)
-    assert details(report, "attention") == ["left: k and v of another length than q"]
+def interleaved(m, x):
+    """(H, 3, d)"""
+    q, k, v = m.qkv(m.norm(x)).view(*x.shape[:2], H, 3, d).permute(3, 0, 2, 1, 4)
+    return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
 
 
-def test_heads_in_another_order(x):
-    """(H, 3, d) and q, k and v in another order: attention reads them where they lie, the projection stays."""
-
-    def interleaved(m, x):
-        q, k, v = m.qkv(m.norm(x)).view(*x.shape[:2], H, 3, d).permute(3, 0, 2, 1, 4)
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
-
-    def turned(m, x):
-        k, v, q = heads(m.qkv(m.norm(x)))
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
-
-    def mixed(m, x):  # the projection reads (d, H)
-        return x + m.proj(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)))).permute(0, 2, 3, 1).flatten(2))
-
-    *others, last = details(compile_and_check(half(together([interleaved, turned, mixed])), x), "attention")
-    assert others == ["attention (heads in another order than (3, H, d))"] * 2
-    assert last.startswith("attention_qkvpacked (the projection reads heads in another order")
+def turned(m, x):
+    k, v, q = heads(m.qkv(m.norm(x)))
+    return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
 
 
-def test_heads_that_alternate_are_not_those_of_the_op(x):
+def mixed(m, x):
+    """The projection reads (d, H)."""
+    return x + m.proj(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)))).permute(0, 2, 3, 1).flatten(2))
+
+
+def alternating(m, x):
     """(d, H) instead of (H, d): the same tensor of the same size at the same place."""
-
-    def forward(m, x):
-        y = m.norm(x)
-        q, k, v = (layer(y).view(*x.shape[:2], d, H).permute(0, 3, 1, 2) for layer in (m.q, m.k, m.v))
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
-
-    (detail,) = details(compile_and_check(half(forward, **{name: nn.Linear(D, D) for name in "qkv"}), x), "attention")
-    assert detail == "attention (heads in another order)"
+    y = m.norm(x)
+    q, k, v = (layer(y).view(*x.shape[:2], d, H).permute(0, 3, 1, 2) for layer in (m.q, m.k, m.v))
+    return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
 
 
-def test_a_factor_of_q_and_k_is_the_scores_and_one_of_v_is_not(x):
-    def forward(factors):
-        def forward(m, x):
-            q, k, v = (t * c for t, c in zip(m.qkv(m.norm(x)).chunk(3, -1), factors, strict=True))
-            q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q, k, v))
-            return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
-
-        return forward
-
-    def of_all(m, x):
-        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)) * 1.5))))
-
-    def of_two(m, x):
-        q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
-        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (q * 0.5, k / 0.2, v))
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v)))
-
-    found = details(compile_and_check(half(together([forward((0.5, 3.0, 1)), of_all, of_two])), x), "attention")
-    assert found == ["attention (mul between projection and attention)"] * 2 + ["layer_norm_attention"]
+def factor_of_all(m, x):
+    return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(m.norm(x)) * 1.5))))
 
 
-# ---- attention that is left, or fused in part ----
+def rows_used_elsewhere(m, x):
+    y = m.norm(x)
+    return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(y))))), y.square()
+
+
+def projection_used_elsewhere(m, x):
+    qkv = m.qkv(m.norm(x))
+    return x + m.proj(joined(F.scaled_dot_product_attention(*heads(qkv)))), qkv
+
+
+PARTLY = {
+    interleaved: "attention (heads in another order than (3, H, d))",
+    turned: "attention (heads in another order than (3, H, d))",
+    mixed: "attention_qkvpacked (the projection reads heads in another order",
+    alternating: "attention (heads in another order)",
+    factor_of_all: "attention (mul between projection and attention)",
+    rows_used_elsewhere: "attention_qkvpacked (the output of its layer_norm is used elsewhere, too)",
+    projection_used_elsewhere: "attention_qkvpacked (the output of its linear is used elsewhere, too)",
+}
+
+
+def test_attention_is_fused_in_part(x):
+    report = compile_and_check(half(together(PARTLY), **{name: nn.Linear(D, D) for name in "qkv"}), x)
+    for detail, (forward, expected) in zip(details(report, "attention"), PARTLY.items(), strict=True):
+        assert detail.startswith(expected), forward
+    assert details(report, "linear") == ["linear"] * len(PARTLY)  # the last projections
+
+
+DROPPED = {
+    "products": (lambda q, v, mask: F.dropout((q @ q.mT).softmax(-1), 0.25, training=True) @ v, 32),
+    "sdpa, masked": (lambda q, v, mask: F.scaled_dot_product_attention(q, q, v, attn_mask=mask, dropout_p=0.25), 16),
+}
+
+
+@pytest.mark.parametrize(("attend", "keys"), DROPPED.values(), ids=DROPPED)
+def test_dropout(attend, keys, device):
+    """Values are the identity, so the output is the probabilities, dropped."""
+    q = torch.zeros(4, 8, 32, 32, device=device)
+    v, mask = torch.eye(32, device=device).expand(4, 8, 32, 32), torch.arange(32, device=device) < keys
+    function, reports = compiled(attend)
+    out = function(q, v, mask[None])
+    assert reports[0].fused("attention") == (1, 1)
+    assert out[..., keys:].count_nonzero() == 0
+    torch.testing.assert_close(out.unique(), torch.tensor([0.0, 1 / keys / 0.75], device=device))
+    assert abs((out[..., :keys] == 0).double().mean().item() - 0.25) < 0.01
+
+
+# ---- attention that is left ----
 
 
 def with_probabilities(m, x):
@@ -206,6 +225,11 @@ def with_probabilities(m, x):
 def cross(m, x):
     q, k, v = heads(m.qkv(m.norm(x)))
     return m.proj(joined(F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:])))
+
+
+def few_queries(m, x):
+    y = m.norm(x)
+    return m.attn(y[:, :3], y, y, need_weights=False)[0]
 
 
 def wide_values(m, x):
@@ -246,6 +270,7 @@ def small_heads(m, x):
 LEFT = {
     with_probabilities: "the output of its softmax is used elsewhere, too",
     cross: "k and v of another length than q",
+    few_queries: "k and v of another length than q",
     wide_values: "values that are wider or narrower than keys",
     causal: "a mask: causal",
     scaled_by_a_tensor: "mul between scores and softmax",
@@ -257,31 +282,10 @@ LEFT = {
 
 
 def test_attention_is_left(x):
-    report = compile_and_check(half(together(LEFT), scale=nn.Parameter(torch.tensor(0.3))), x)
+    layers = {"scale": nn.Parameter(torch.tensor(0.3)), "attn": nn.MultiheadAttention(D, H, batch_first=True)}
+    report = compile_and_check(half(together(LEFT), **layers), x)
     for detail, (forward, reason) in zip(details(report, "attention"), LEFT.items(), strict=True):
         assert detail.startswith(f"left: {reason}"), forward
-
-
-def test_normalised_rows_that_are_used_elsewhere_are_kept(x):
-    def forward(m, x):
-        y = m.norm(x)
-        q, k, v = heads(m.qkv(y))
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, k, v))), y.square()
-
-    report = compile_and_check(half(forward), x)
-    assert details(report, "attention") == ["attention_qkvpacked (the output of its layer_norm is used elsewhere, too)"]
-    assert details(report, "linear") == ["linear"]
-
-
-def test_what_is_used_twice_within_attention_is_kept(x):
-    """The projection's output is returned, too."""
-
-    def forward(m, x):
-        qkv = m.qkv(m.norm(x))
-        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(qkv)))), qkv
-
-    report = compile_and_check(half(forward), x)
-    assert details(report, "attention") == ["attention_qkvpacked (the output of its linear is used elsewhere, too)"]
 
 
 @torch.no_grad()

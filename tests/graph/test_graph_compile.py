@@ -9,7 +9,8 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, FunctionModule, H, compile_and_check, details, half, heads, joined, run
+from compiled_graphs import check_under_autocast, compile_and_check, compiled, details, graph_for_inner, run
+from graph_models import D, FunctionModule, H, half, mlp
 from library_imports import import_library
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 import fastvit
 from fastvit.graph import dynamo
 from fastvit.study.memory.peak import saved_bytes
-
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):
@@ -43,6 +42,7 @@ class Block(nn.Module):
 def test_report(x, capsys):
     """By module and line of the source, what is alike in one row; printed, or handed to a function."""
     model = nn.Sequential(Block(D, H), Block(D, H)).to(x.device)
+    torch._dynamo.reset()
     fastvit.compile(model, inner="aot_eager", report=True)(x)
     printed = capsys.readouterr().out
     line = Block.attention.__code__.co_firstlineno + 1
@@ -50,14 +50,14 @@ def test_report(x, capsys):
     assert f"* (2)        test_graph_compile.py:{line + 1}  attention  layer_norm_attention\n" in printed
     assert f"* (2)        test_graph_compile.py:{line + 5}  MLP        layer_norm_mlp\n" in printed
     assert "\nfused: attention 2 of 2, MLP 2 of 2, LayerNorm 4 of 4; " in printed
-    reports: list = []
-    torch._dynamo.reset()
-    fastvit.compile(model, inner="aot_eager", report=reports.append)(x)
-    assert str(reports[0]).splitlines()[:-1] == printed.splitlines()[:-1]
-    assert reports[0].fused("attention") == (2, 2)
-    assert reports[0].entries[0].module == reports[0].entries[0].name == "0.norm1"
+    function, reports = compiled(model)
+    function(x)
+    (report,) = reports
+    assert str(report).splitlines()[:-1] == printed.splitlines()[:-1]
+    assert report.fused("attention") == (2, 2)
+    assert report.entries[0].module == report.entries[0].name == "0.norm1"
     with pytest.raises(AttributeError, match=r"^a report has no attribute 'eval'$"):  # no advice for `accelerate`
-        reports[0].eval()
+        report.eval()
     torch._dynamo.reset()
     fastvit.compile(lambda x: x.sin(), inner="aot_eager", report=True)(x)
     assert capsys.readouterr().out == "nothing in this graph for fastvit\n"
@@ -67,12 +67,13 @@ def test_report(x, capsys):
     ("forward", "reason"),
     [
         (lambda x: torch.vmap(torch.sin)(x), "a transform of functorch"),
+        (lambda x: torch.func.grad(lambda x: x.sin().sum())(x), "a transform of functorch"),
         (lambda x: (x + 1.0).unsqueeze_(0).sin(), "unsqueeze_ reshapes a tensor in place"),
     ],
 )
 def test_report_of_a_graph_that_is_left_as_a_whole(forward, reason, x):
-    reports: list = []
-    fastvit.compile(forward, inner="aot_eager", report=reports.append)(x)
+    function, reports = compiled(forward)
+    function(x)
     assert reports[0].left == (reason,)
     assert str(reports[0]) == f"left as it was: {reason}"
 
@@ -107,75 +108,48 @@ def test_inner_backend_is_inductor_where_that_can_compile(monkeypatch):
 
 
 def test_options_reach_the_inner_backend(x):
-    seen = {}
+    model, seen = Block(D, H, device=x.device), []
 
     def inner(gm, inputs, **options):
-        seen.update(options, graph=gm)
+        seen.append(options)
         return gm.forward
 
-    fastvit.compile(Block(D, H, device=x.device), inner=inner, mode="reduce-overhead", fullgraph=True)(x)
-    targets = [node.target for node in seen["graph"].graph.nodes if node.op == "call_function"]
-    assert targets == [fastvit.ops.layer_norm_attention, fastvit.ops.layer_norm_mlp]
-    assert seen["mode"] == "reduce-overhead"
-    torch._dynamo.reset()
-    fastvit.compile(Block(D, H, device=x.device), inner=inner, options={"a": 1})(x)
-    assert seen["options"] == {"a": 1}
+    for options in ({"mode": "reduce-overhead"}, {"options": {"a": 1}}):
+        torch._dynamo.reset()
+        fastvit.compile(model, inner=inner, fullgraph=True, **options)(x)
+        assert seen.pop() == options
     with pytest.raises(Exception, match="nonsense"):
         fastvit.compile(Block(D, H, device=x.device), inner="nonsense")(x)
 
 
+def test_a_block_becomes_two_calls(x):
+    calls = [
+        node.target for node in graph_for_inner(Block(D, H, device=x.device), x).nodes if node.op == "call_function"
+    ]
+    assert calls == [fastvit.ops.layer_norm_attention, fastvit.ops.layer_norm_mlp]
+
+
 @pytest.mark.slow
 def test_inductor(x):
-    """The whole way, with an option of inductor's."""
     model = Block(D, H, device=x.device)
-    compiled = fastvit.compile(model, inner="inductor", options={"max_autotune": False})
-    got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
+    torch._dynamo.reset()
+    function = fastvit.compile(model, inner="inductor", options={"max_autotune": False})
+    got, want = (run(f, list(model.parameters()), [x]) for f in (function, model))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, atol=1e-4 * w.abs().max().item(), rtol=0)
 
 
-@pytest.mark.parametrize("where", ["around", "within"])
+@pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(where, dtype, x):
-    """Dtypes as eager has them, values up to the rounding of the operands."""
-    model = Block(D, H, device=x.device)
-
-    def call(x):
-        with torch.autocast(x.device.type, dtype):
-            return model(x)
-
-    reports: list = []
-    compiled = fastvit.compile(call if where == "within" else model, inner="aot_eager", report=reports.append)
-    with torch.autocast(x.device.type, dtype, enabled=where == "around"):
-        got = run(compiled, list(model.parameters()), [x])
-        want = run(call if where == "within" else model, list(model.parameters()), [x])
-    assert reports[0].fused("attention") == reports[0].fused("MLP") == (1, 1)
-    largest = max(w.abs().max().item() for w in want[1:])
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert g.dtype == w.dtype
-        torch.testing.assert_close(g, w, atol=0.02 * (largest if i else w.abs().max().item()), rtol=0)
+def test_autocast(within, dtype, x):
+    report = check_under_autocast(Block(D, H, device=x.device), x, dtype, within=within)
+    assert report.fused("attention") == report.fused("MLP") == (1, 1)
 
 
 def test_autocast_within_the_graph_gives_its_dtype(x):
-    model, reports = Block(D, H, device=x.device), []
-
-    def call(x):
-        with torch.autocast(x.device.type, torch.bfloat16):
-            return model.fc2(F.gelu(model.fc1(x)))
-
-    out = fastvit.compile(call, inner="aot_eager", report=reports.append)(x)
-    assert out.dtype is torch.bfloat16
-    assert details(reports[0], "MLP") == ["mlp (no norm before it but an input)"]
-
-
-def test_a_pattern_across_a_change_of_grad_mode_is_left(x):
-    def forward(m, x):
-        with torch.no_grad():
-            y = m.norm(x)
-        return x + m.proj(joined(F.scaled_dot_product_attention(*heads(m.qkv(y)))))
-
-    (detail,) = details(compile_and_check(half(forward), x), "attention")
-    assert detail == "attention_qkvpacked (autocast or grad mode changes within it)"
+    model = mlp(lambda m, x: m.fc2(F.gelu(m.fc1(x)))).to(x.device)
+    report = check_under_autocast(model, x, torch.bfloat16, within=True)
+    assert details(report, "MLP") == ["mlp (no norm before it but an input)"]
 
 
 def test_checkpointed_blocks(x):
@@ -195,13 +169,11 @@ def test_compiled_within_compiled(x):
 
 
 def test_fused_modules_stay_as_they_are(x):
-    """Ours in a graph: nothing to rewrite, nothing broken."""
     report = compile_and_check(fastvit.Block(D, H, qkv_bias=True), x)
     assert report.entries == ()
 
 
 def test_shapes_compile_no_oftener_than_without(device):
-    """New batch and image sizes of timm's ViT recompile no more often than with a backend that does nothing."""
     timm = import_library("timm")
     model = timm.create_model("vit_tiny_patch16_224", depth=1, dynamic_img_size=True, num_classes=3).to(device)
     graphs = {"plain": 0, "fastvit": 0}
@@ -214,14 +186,14 @@ def test_shapes_compile_no_oftener_than_without(device):
         assert report.fused("attention") == report.fused("MLP") == (1, 1)
         graphs["fastvit"] += 1
 
-    for compiled in (
+    for function in (
         torch.compile(model, backend=plain, dynamic=True),
         fastvit.compile(model, inner="aot_eager", report=count, dynamic=True),
     ):
         torch._dynamo.reset()
         for batch in (1, 2, 5):
             for size in (32, 48):
-                compiled(torch.randn(batch, 3, size, size, device=device))
+                function(torch.randn(batch, 3, size, size, device=device))
     assert 0 < graphs["fastvit"] <= graphs["plain"]
 
 
@@ -229,36 +201,22 @@ def test_shapes_compile_no_oftener_than_without(device):
 def test_an_empty_batch_is_fused_as_any_other(dynamic, device):
     layers = {"conv": nn.Conv2d(3, D, 4, 4), "block": Block(D, H)}
     model = FunctionModule(lambda m, image: m.block(m.conv(image).flatten(2).transpose(1, 2)), **layers).to(device)
-    images, parameters, reports = [torch.randn(0, 3, 8, 8, device=device)], list(model.parameters()), []
-    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append, dynamic=dynamic)
-    for got, want in zip(run(compiled, parameters, images), run(model, parameters, images), strict=True):
+    images, parameters = [torch.randn(0, 3, 8, 8, device=device)], list(model.parameters())
+    function, reports = compiled(model, dynamic=dynamic)
+    for got, want in zip(run(function, parameters, images), run(model, parameters, images), strict=True):
         torch.testing.assert_close(got, want)
     assert reports[0].fused("attention") == reports[0].fused("MLP") == (1, 1)
 
 
-@pytest.mark.parametrize("library", ["own", "timm", "transformers"])
-def test_block_saves_what_fastvits_own_does(library, device):
+def test_block_saves_what_fastvits_own_does(device):
     """10 token tensors for its backward pass, and statistics, in bfloat16."""
     D, H, make = 64, 4, {"dtype": torch.bfloat16, "device": device}
-    if library == "own":
-        blocks = [Block(D, H, **make) for _ in range(2)]
-    elif library == "timm":
-        timm = import_library("timm")
-        vit = timm.models.vision_transformer
-        blocks = [vit.Block(D, H, qkv_bias=True).to(**make) for _ in range(2)]
-    else:
-        transformers = import_library("transformers")
-        config = transformers.ViTConfig(
-            hidden_size=D, num_attention_heads=H, intermediate_size=4 * D, attn_implementation="sdpa"
-        )
-        layer = transformers.models.vit.modeling_vit.ViTLayer
-        blocks = [layer(config).to(**make) for _ in range(2)]
     x = torch.randn(2, 33, D, **make).requires_grad_()
     saved = []
-    for model in (nn.Sequential(*blocks[:1]), nn.Sequential(*blocks)):
-        torch._dynamo.reset()
-        compiled = fastvit.compile(model, inner="aot_eager")
-        compiled(x)
-        saved.append(saved_bytes(lambda f=compiled: f(x), model.parameters()))
+    for blocks in (1, 2):
+        model = nn.Sequential(*(Block(D, H, **make) for _ in range(blocks)))
+        function, _ = compiled(model)
+        function(x)
+        saved.append(saved_bytes(lambda f=function: f(x), model.parameters()))
     statistics = 4 * (2 * 2 * 2 * 33 + 2 * H * 33)
     assert saved[1] - saved[0] <= 10 * x.nbytes + statistics

@@ -3,22 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, FunctionModule, N, compile_and_check, details, half, joined, together
+from compiled_graphs import compile_and_check, details, graph_for_inner
+from graph_models import D, FunctionModule, N, half, joined, scores, together
 from torch import Tensor, nn
 
-import fastvit
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.mT * 0.3
-
-
-GROUPS = 2  # of heads of q, H each
-
-
-def grouped(*attends, kv: int = GROUPS) -> FunctionModule:
+def grouped(*attends, kv: int = 2) -> FunctionModule:
     """attends: functions (model, q, k, v) of 4 heads of q and `kv` of k and v; (B, heads, N, 16)"""
 
     def around(attend):
@@ -58,31 +48,18 @@ def test_repeated_keys_are_read_as_they_were(kv, dynamic, x):
         return lambda m, q, k, v: (scores(q, repeat(k, 4 // kv)) + m.bias).softmax(-1) @ repeat(v, 4 // kv)
 
     def called(repeat):
-        return lambda m, q, k, v: _sdpa(q, repeat(k, 4 // kv), repeat(v, 4 // kv))
+        return lambda m, q, k, v: F.scaled_dot_product_attention(q, repeat(k, 4 // kv), repeat(v, 4 // kv))
 
     attends = [spelling(repeat) for spelling in (written_out, called) for repeat in REPEATED.values()]
+    attends.append(lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=m.bias, enable_gqa=True))
+    if kv == 1:
+        attends.append(lambda m, q, k, v: scores(q, k).softmax(-1) @ v)
     if dynamic:
         attends = [written_out(REPEATED["repeat_kv"]), called(REPEATED["tokens first, interleaved"])]
-    model, graphs = grouped(*attends, kv=kv), []
+    model = grouped(*attends, kv=kv)
     assert details(compile_and_check(model, x, dynamic=dynamic), "attention") == [HEADS] * len(attends)
-    torch._dynamo.reset()
-    fastvit.compile(model, inner=lambda gm, _: graphs.append(gm) or gm, dynamic=dynamic)(x)
-    names = [str(node.target) for node in graphs[0].graph.nodes]
+    names = [str(node.target) for node in graph_for_inner(model, x, dynamic=dynamic).nodes]
     assert not any("repeat" in name or "expand" in name for name in names)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, **options)
-
-
-def test_enable_gqa(x):
-    model = grouped(lambda m, q, k, v: _sdpa(q, k, v, attn_mask=m.bias, enable_gqa=True))
-    assert details(compile_and_check(model, x), "attention") == [HEADS]
-
-
-def test_one_head_of_keys_for_all(x):
-    model = grouped(lambda m, q, k, v: scores(q, k).softmax(-1) @ v, kv=1)
-    assert details(compile_and_check(model, x), "attention") == [HEADS]
 
 
 def test_heads_that_share_keys_and_are_no_neighbours(x):
@@ -92,9 +69,9 @@ def test_heads_that_share_keys_and_are_no_neighbours(x):
         return x[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2)
 
     model = grouped(
-        lambda m, q, k, v: _sdpa(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
-        lambda m, q, k, v: _sdpa(q, around(k), around(v)),
-        lambda m, q, k, v: _sdpa(q, repeat_kv(k, 2), around(v)),
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, around(k), around(v)),
+        lambda m, q, k, v: F.scaled_dot_product_attention(q, repeat_kv(k, 2), around(v)),
     )
     assert details(compile_and_check(model, x), "attention") == [
         f"attention ({name} between projection and attention)" for name in ("repeat", "expand", "expand")
@@ -105,7 +82,7 @@ def test_repeated_keys_that_are_used_elsewhere(x):
     def forward(m, x):
         q, k, v = (of(m.norm(x)).unflatten(-1, (-1, 16)).transpose(1, 2) for of in (m.q, m.k, m.v))
         k, v = repeat_kv(k, 2), repeat_kv(v, 2)
-        return m.out(joined(_sdpa(q, k, v))), k.square()
+        return m.out(joined(F.scaled_dot_product_attention(q, k, v))), k.square()
 
     model = grouped()
     model._function = forward
@@ -115,7 +92,7 @@ def test_repeated_keys_that_are_used_elsewhere(x):
 def test_keys_of_groups_without_a_batch(x):
     def forward(m, x):
         q, k = (of(x[0]).unflatten(-1, (-1, 16)).transpose(0, 1) for of in (m.q, m.k))
-        return _sdpa(q, k, k, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
 
     model = grouped()
     model._function = forward

@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, FunctionModule, H, N, compile_and_check, details, half, heads, joined, run, together
-from torch import Tensor, nn
-
-import fastvit
+from compiled_graphs import compile_and_check, compiled, details, run
+from graph_models import B, D, FunctionModule, H, N, half, heads, joined, scores, together
+from torch import nn
 
 LEAST = torch.finfo(torch.float32).min
 d = D // H
-
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def attending(*attends, **layers) -> FunctionModule:
@@ -23,10 +20,6 @@ def attending(*attends, **layers) -> FunctionModule:
     model = half(together(map(around, attends)), bias=nn.Parameter(torch.randn(H, N, N)), **layers)
     model.register_buffer("mask", (torch.rand(N, N) > 0.4) | torch.eye(N, dtype=torch.bool))
     return model
-
-
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.mT * 0.3
 
 
 def shifted(m, q, k, v):
@@ -94,13 +87,6 @@ def test_masks_and_biases_are_found_in_every_spelling(spellings, dynamic, x):
     assert dict(zip(spellings, details(report, "attention"), strict=True)) == expected
 
 
-@torch.no_grad()
-def test_masks_and_biases_in_evaluation(x):
-    spellings = [SPELLINGS[name] for name in ("sdpa, bool", "bias, in place", "mask and bias")]
-    report = compile_and_check(attending(*spellings).eval(), x)
-    assert details(report, "attention") == ["layer_norm_attention"] * 3
-
-
 SHAPES = [(N,), (N, N), (1, N), (N, 1), (H, N, N), (H, 1, N), (B, 1, 1, N), (1, H, N, 1), (B, H, N, N)]
 
 
@@ -139,23 +125,11 @@ def test_a_mask_that_is_an_input(x):
     assert details(report, "attention") == ["layer_norm_attention"]
 
 
-def test_a_table_of_relative_positions_gets_its_gradient(x):
-    def attend(m, q, k, v):
-        bias = m.table[m.index.view(-1)].view(N, N, H).permute(2, 0, 1).contiguous()
-        return (scores(q, k) + bias.unsqueeze(0)).softmax(-1) @ v
-
-    model = attending(attend, table=nn.Parameter(torch.randn(2 * N - 1, H)))
-    position = torch.arange(N)
-    model.register_buffer("index", position[:, None] - position[None, :] + N - 1)
-    report = compile_and_check(model, x)
-    assert details(report, "attention") == ["layer_norm_attention"]
-
-
 def test_rows_that_are_filled_with_minus_infinity_are_zero(x):
     """Softmax makes NaN of them."""
     model = attending(lambda m, q, k, v: scores(q, k).masked_fill(~m.mask, -torch.inf).softmax(-1) @ v).to(x.device)
     model.mask[2] = False
-    (got,), (eager,) = fastvit.compile(model, inner="aot_eager")(x), model(x)
+    (got,), (eager,) = compiled(model)[0](x), model(x)
     torch.testing.assert_close(got[:, 3:], eager[:, 3:])
     torch.testing.assert_close(got[:, 2], x[:, 2] + model.proj.bias)
 
@@ -243,30 +217,14 @@ def test_more_dimensions_before_the_tokens(x):
     assert detail.startswith("attention (")
 
 
-def test_dropout_and_a_mask(device):
-    """Values are the identity, so the output is the probabilities, dropped."""
-
-    def attend(q, v, mask):
-        return F.scaled_dot_product_attention(q, q, v, attn_mask=mask, dropout_p=0.25)
-
-    q = torch.zeros(4, 8, 32, 32, device=device)
-    v, mask = torch.eye(32, device=device).expand(4, 8, 32, 32), torch.arange(32, device=device) < 16
-    reports: list = []
-    out = fastvit.compile(attend, inner="aot_eager", report=reports.append)(q, v, mask[None])
-    assert reports[0].fused("attention") == (1, 1)
-    assert out[..., 16:].count_nonzero() == 0
-    torch.testing.assert_close(out.unique(), torch.tensor([0.0, 1 / 16 / 0.75], device=device))
-    assert abs((out[..., :16] == 0).double().mean().item() - 0.25) < 0.01
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype, x):
     """Outputs and gradients have eager's dtypes, and its values up to the rounding of the operands."""
     spellings = [SPELLINGS[name] for name in ("sdpa, float", "bias", "mask and bias")]
-    model, reports = attending(*spellings).to(x.device), []
-    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append)
+    model = attending(*spellings).to(x.device)
+    function, reports = compiled(model)
     with torch.autocast(x.device.type, dtype):
-        got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
+        got, want = (run(f, list(model.parameters()), [x]) for f in (function, model))
     assert details(reports[0], "attention") == ["layer_norm_attention"] * 2 + [ROWS_OF_Q_MASKED]
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, FunctionModule, N, compile_and_check, details, half, mlp, together
+from compiled_graphs import compile_and_check, compiled, details, graph_for_inner
+from graph_models import B, D, FunctionModule, N, half, mlp, together
 from torch import Tensor, nn
 
-import fastvit
 from fastvit.graph.match.calls import name_of
 
 HIDDEN = 3 * D
@@ -64,6 +64,7 @@ LEFT = {
         "the output of its gelu is used 2 times",
     ),
     "a sum after it": (lambda m, h: F.gelu(h).unflatten(-1, (2, -1)).sum(-2), "unflatten after its activation"),
+    "a factor": (lambda m, h: F.gelu(h[..., :HIDDEN]) * 2.0, "an activation times a number"),
 }
 
 
@@ -85,16 +86,6 @@ def test_batch_norm_between_linear_and_activation(x):
         return m.fc2(F.gelu(m.between(m.fc1(m.norm(x)).flatten(0, 1)).view(B, N, -1)))
 
     assert not details(compile_and_check(mlp(forward, between=nn.BatchNorm1d(HIDDEN)), x), "MLP")
-
-
-def test_hidden_that_is_used_elsewhere(x):
-    def forward(m, x):
-        h = m.fc1(m.norm(x))
-        return m.fc2(F.gelu(h)), h
-
-    assert details(compile_and_check(mlp(forward), x), "MLP") == [
-        "left: the output of its linear is used elsewhere, too"
-    ]
 
 
 def test_layers_that_are_shared(x):
@@ -123,18 +114,6 @@ def test_frozen_weights_and_no_gradient_of_x(x):
     model.fc1.weight.requires_grad_(False)
     model.norm.requires_grad_(False)
     assert details(compile_and_check(model, x), "MLP") == ["layer_norm_mlp"]
-
-
-def test_inference(x):
-    model = mlp(lambda m, x: x + m.fc2(F.gelu(m.fc1(m.norm(x)))))
-    with torch.no_grad():
-        assert details(compile_and_check(model, x), "MLP") == ["layer_norm_mlp"]
-
-
-def test_hooks_are_part_of_the_graph(x):
-    model = mlp(lambda m, x: x + m.fc2(m.act(m.fc1(m.norm(x)))), act=nn.GELU())
-    model.act.register_forward_hook(lambda module, inputs, output: output * 2.0)
-    assert details(compile_and_check(model, x), "MLP") == ["left: an activation times a number"]
 
 
 # ---- epilogues of a linear layer ----
@@ -193,39 +172,17 @@ def test_what_is_no_epilogue_is_left(x):
 def test_dropout_of_an_mlp_is_that_of_the_op(x):
     """Both layers are the identity on ones: every element is dropped twice, or (1 / (1 - p))**2."""
 
-    class Ones(nn.Module):
-        def __init__(self, p1: float, p2: float) -> None:
-            super().__init__()
-            self.p1, self.p2 = p1, p2
-
-        def forward(self, x, weight):
-            return F.dropout(F.linear(F.dropout(F.relu(F.linear(x, weight)), self.p1), weight), self.p2)
+    def forward(x, weight, p1, p2):
+        return F.dropout(F.linear(F.dropout(F.relu(F.linear(x, weight)), p1), weight), p2)
 
     eye, ones = torch.eye(D, device=x.device), torch.ones(64, N, D, device=x.device)
     for p1, p2, fused in ((0.5, 0.5, True), (0.0, 0.5, True), (0.5, 0.25, False), (0.5, 0.0, False)):
-        torch._dynamo.reset()
-        reports: list = []
-        out = fastvit.compile(Ones(p1, p2), inner="aot_eager", report=reports.append)(ones, eye)
+        function, reports = compiled(forward)
+        out = function(ones, eye, p1, p2)
         assert [entry.fused for entry in reports[0].entries] == [fused]
         kept = 1.0 / ((1 - p1) * (1 - p2))
         torch.testing.assert_close(out.unique(), torch.tensor([0.0, kept], device=x.device))
         assert abs((out > 0).double().mean().item() * kept - 1.0) < 0.05
-
-
-def test_dropout_of_attention_is_that_of_the_op(device):
-    """Values are the identity, so the output is the probabilities, dropped."""
-
-    def attend(q, k, v):
-        return F.dropout((q @ k.mT).softmax(-1), 0.25, training=True) @ v
-
-    torch._dynamo.reset()
-    q = torch.zeros(4, 8, 32, 32, device=device)
-    v = torch.eye(32, device=device).expand(4, 8, 32, 32)
-    reports: list = []
-    out = fastvit.compile(attend, inner="aot_eager", report=reports.append)(q, q, v)
-    assert details(reports[0], "attention")[0].startswith("attention")
-    torch.testing.assert_close(out.unique(), torch.tensor([0.0, 1 / 32 / 0.75], device=device))
-    assert abs((out == 0).double().mean().item() - 0.25) < 0.01
 
 
 # ---- LayerNorms ----
@@ -249,10 +206,11 @@ def test_layer_norms_are_left(x):
 # ---- patch embeddings ----
 
 
-def embedding(forward, **layers) -> FunctionModule:
+def embedding(forward) -> FunctionModule:
     return FunctionModule(
         forward, conv=nn.Conv2d(3, D, 4, 4), cls=nn.Parameter(torch.randn(1, 1, D)),
-        registers=nn.Parameter(torch.randn(1, 2, D)), pos=nn.Parameter(torch.randn(1, 6 + 3, D)), **layers,
+        registers=nn.Parameter(torch.randn(1, 2, D)), pos=nn.Parameter(torch.randn(1, 6 + 3, D)),
+        of_each=nn.Parameter(torch.randn(B, 6, D)),
     )  # fmt: skip
 
 
@@ -273,6 +231,10 @@ EMBEDDINGS = {
     ),
     "positions of patches": lambda m, i: m.pos[0, 3:] + m.conv(i).reshape(len(i), D, -1).permute(0, 2, 1),
 }
+PARTLY = {  # the op computes patches only
+    "a table of each image": lambda m, i: patches(m, i) + m.of_each,
+    "a prefix of each image": lambda m, i: torch.cat([m.cls * i.mean((1, 2, 3)).view(-1, 1, 1), patches(m, i)], dim=1),
+}
 
 
 def doubled(forwards):
@@ -280,29 +242,16 @@ def doubled(forwards):
 
 
 def test_patch_embeddings_are_found(device):
-    image = torch.randn(B, 3, 8, 12, device=device)
-    report = compile_and_check(embedding(doubled(EMBEDDINGS.values())), image)
-    found = dict(zip(EMBEDDINGS, details(report, "patch embedding"), strict=True))
-    assert found == dict.fromkeys(EMBEDDINGS, "patch_embed")
-
-
-def test_positions_of_each_sample_are_added_after_the_op(device):
-    image, positions = torch.randn(B, 3, 8, 12, device=device), torch.randn(B, 6, D, device=device)
-    report = compile_and_check(embedding(lambda m, i, pos: patches(m, i) + pos), image, positions)
-    assert details(report, "patch embedding") == ["patch_embed"]
+    image, spellings = torch.randn(B, 3, 8, 12, device=device), EMBEDDINGS | PARTLY
+    report = compile_and_check(embedding(doubled(spellings.values())), image)
+    found = dict(zip(spellings, details(report, "patch embedding"), strict=True))
+    assert found == dict.fromkeys(spellings, "patch_embed")
 
 
 def test_positions_are_added_by_the_op(device):
-    graphs: list = []
-
-    def inner(gm, inputs):
-        graphs.append(gm.graph)
-        return gm.forward
-
-    torch._dynamo.reset()
     model = embedding(doubled(of for name, of in EMBEDDINGS.items() if "positions" in name)).to(device)
-    fastvit.compile(model, inner=inner)(torch.randn(B, 3, 8, 12, device=device))
-    sums = [node for node in graphs[0].nodes if name_of(node) == "add"]
+    graph = graph_for_inner(model, torch.randn(B, 3, 8, 12, device=device))
+    sums = [node for node in graph.nodes if name_of(node) == "add"]
     assert all(node.meta["example_value"].shape == (3, D) for node in sums)  # prefix and positions
 
 
@@ -318,12 +267,3 @@ OTHER_CONVOLUTIONS = {
 def test_other_convolutions_are_left(device):
     image = torch.randn(B, 3, 8, 12, device=device)
     assert not details(compile_and_check(embedding(doubled(OTHER_CONVOLUTIONS.values())), image), "patch embedding")
-
-
-def test_tokens_that_differ_between_samples_are_no_prefix(device):
-    image = torch.randn(B, 3, 8, 12, device=device)
-
-    def forward(m, image):
-        return torch.cat([m.cls * image.mean((1, 2, 3)).view(-1, 1, 1), patches(m, image)], dim=1) * 2.0
-
-    assert details(compile_and_check(embedding(forward), image), "patch embedding") == ["patch_embed"]

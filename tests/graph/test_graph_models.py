@@ -37,7 +37,7 @@ FEW = {  # attention halves, attention by itself, and norms, of which the last i
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row["same_as"]] if FULL else FEW)
-def test_as_right_and_as_fused_as_the_results_say(name: str) -> None:
+def test_as_right_and_as_fused_as_the_results_say(name):
     library, _, model = name.partition("/")
     import_library(library)
     row = graph_models.run(graph_models.candidate(library, model), limit=0)
@@ -55,7 +55,7 @@ def test_as_right_and_as_fused_as_the_results_say(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", graph_models.LIBRARIES)
-def test_the_results_list_every_model(library: str) -> None:
+def test_the_results_list_every_model(library):
     module = import_library(library)
     shown = json.loads(RESULTS.read_text())["environment"]["libraries"][library]
     if module.__version__ != shown:
@@ -74,7 +74,7 @@ class Doubling(nn.Module):
         return self.linear(x).softmax(-1, dtype=torch.float32)
 
 
-def test_what_computes_something_else_is_wrong() -> None:
+def test_what_computes_something_else_is_wrong():
     subject = graph_checks.Model(Doubling(), {"x": torch.randn(4, 8)})
     assert subject.exact.evaluated["output"].dtype == torch.float64
     assert subject.check(lambda model: model) < 1
@@ -82,7 +82,7 @@ def test_what_computes_something_else_is_wrong() -> None:
         subject.check(lambda model: lambda x: model(x * 1.001))
 
 
-def test_only_the_gradient_is_wrong() -> None:
+def test_only_the_gradient_is_wrong():
     subject = graph_checks.Model(Doubling(), {"x": torch.randn(4, 8)})
     with pytest.raises(graph_checks.Wrong, match="gradient of x"):
         subject.check(lambda model: lambda x: model(2 * x.detach() - x))
@@ -99,7 +99,7 @@ class Steep(nn.Module):
         return (1e3 * self.linear(x)).sin()
 
 
-def test_one_lucky_run_of_eager_mode_condemns_nothing() -> None:
+def test_one_lucky_run_of_eager_mode_condemns_nothing():
     torch.manual_seed(0)
     subject = graph_checks.Model(Steep(), {"x": torch.randn(4, 8)})
     lucky = [{name: t.float() for name, t in part.items()} for part in subject.exact]
@@ -112,7 +112,7 @@ def test_one_lucky_run_of_eager_mode_condemns_nothing() -> None:
         subject.check(lambda model: lambda x: model(x * (1 + 1e-5)))
 
 
-def test_table(tmp_path: Path) -> None:
+def test_table(tmp_path):
     sites = {
         "attention": {
             "fused": {"attention": 2},

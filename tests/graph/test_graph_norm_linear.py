@@ -3,23 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import B, D, FunctionModule, compile_and_check, details, half
+from compiled_graphs import check_under_autocast, compile_and_check, compiled, details
+from graph_models import B, D, FunctionModule, half
 from torch import nn
 
-import fastvit
 from fastvit.study.memory.peak import saved_bytes
 
 
 def test_layer_norm_before_one_layer(x):
-    def one(m, x):
-        return m.qkv(m.norm(x)).sin()
-
-    assert details(compile_and_check(half(one), x), "LayerNorm") == ["layer_norm_linear"]
-
-    def scaled(m, x):
-        return m.qkv(m.norm(x) * 1.0)
-
-    assert details(compile_and_check(half(scaled), x), "LayerNorm") == ["left: mul after it"]
+    model = half(lambda m, x: (m.qkv(m.norm(x)).sin(), m.qkv(m.norm(x) * 1.0)))
+    assert details(compile_and_check(model, x), "LayerNorm") == ["layer_norm_linear", "left: mul after it"]
 
 
 def three(forward):
@@ -49,8 +42,7 @@ def test_several_layers_save_their_input_once():
     x = torch.randn(B, 64, D, requires_grad=True)
     model = three(forward)
     others = [*model.parameters()]
-    torch._dynamo.reset()
-    fused = fastvit.compile(model, inner="aot_eager", fullgraph=True)
+    fused, _ = compiled(model, fullgraph=True)
     plain = torch.compile(model, backend="aot_eager", fullgraph=True)
     rows = B * 64
     kept = [saved_bytes(lambda run=run: run(x), others) / 4 for run in (fused, plain)]
@@ -58,19 +50,13 @@ def test_several_layers_save_their_input_once():
     assert kept[1] == kept[0] + rows * D
 
 
-def test_several_layers_under_autocast(x, device):
+def test_several_layers_under_autocast(x):
     def forward(m, x):
-        with torch.autocast(device.type, torch.bfloat16):
-            y = m.norm(x)
-            return m.a(y), m.c(y)
+        y = m.norm(x)
+        return m.a(y), m.c(y)
 
-    model, reports = three(forward).to(device), []
-    torch._dynamo.reset()
-    got = fastvit.compile(model, inner="aot_eager", fullgraph=True, report=reports.append)(x)
-    assert details(reports[0], "LayerNorm") == ["layer_norm_linears"]
-    for g, want in zip(got, model(x), strict=True):
-        assert g.dtype == want.dtype == torch.bfloat16
-        torch.testing.assert_close(g, want, atol=0.05, rtol=0.02)
+    report = check_under_autocast(three(forward).to(x.device), x, torch.bfloat16, within=True)
+    assert details(report, "LayerNorm") == ["layer_norm_linears"]
 
 
 LEFT = {

@@ -4,29 +4,12 @@ formula."""
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import (
-    NORMS,
-    D,
-    FunctionModule,
-    H,
-    N,
-    RMSNorm,
-    compile_and_check,
-    details,
-    half,
-    heads,
-    joined,
-    run,
-    together,
-)
+from compiled_graphs import check_under_autocast, compile_and_check, details
+from graph_models import NORMS, D, FunctionModule, H, N, RMSNorm, half, heads, joined, together
 from library_imports import import_library
 from torch import nn
 
-import fastvit
-
 d = D // H
-
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def three(m, x):
@@ -88,16 +71,9 @@ def test_norms_of_q_and_k_with_symbolic_sizes_and_in_16_bits(x):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_of_q_and_k_under_autocast(kind, x):
-    """q and k in bfloat16 with float32 weights: eager's dtypes, and its values up to the rounding of the operands."""
-    model, reports = attending(rotated, of_q=NORMS[kind](d), of_k=NORMS[kind](d)).to(x.device), []
-    compiled = fastvit.compile(model, inner="aot_eager", report=reports.append)
-    with torch.autocast(x.device.type, torch.bfloat16):
-        got, want = (run(f, list(model.parameters()), [x]) for f in (compiled, model))
-    assert details(reports[0], "attention") == ["layer_norm_attention"]
-    largest = max(w.abs().max().item() for w in want[1:])
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert g.dtype == w.dtype
-        torch.testing.assert_close(g, w, atol=0.02 * (largest if i else w.abs().max().item()), rtol=0)
+    """q and k are in bfloat16, their norms' weights in float32."""
+    model = attending(rotated, of_q=NORMS[kind](d), of_k=NORMS[kind](d))
+    assert details(check_under_autocast(model, x, torch.bfloat16), "attention") == ["layer_norm_attention"]
 
 
 def test_attention_of_timm_with_norms_of_q_and_k(device):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graph_models import D, H, N, compile_and_check, details, half, heads, joined, together
+from compiled_graphs import compile_and_check, details
+from graph_models import D, H, N, half, heads, joined, together
 from torch import Tensor, nn
 
 P, d = 2, D // H
@@ -141,16 +142,3 @@ def test_learnt_tables_keep_their_gradients(x, tables):
 
     (detail,) = details(compile_and_check(half(forward, tables=nn.Parameter(tables)), x), "attention")
     assert detail == "attention (rotary positions that are learnt)"
-
-
-@torch.no_grad()
-def test_tables_that_change_between_q_and_k(x, tables):
-    def forward(m, x, tables):
-        sin, cos = tables.chunk(2, -1)
-        q, k, v = heads(m.qkv(m.norm(x)))
-        q = after_prefix(q, sin, cos)
-        tables.mul_(0.5)
-        return x + m.proj(joined(F.scaled_dot_product_attention(q, after_prefix(k, sin, cos), v)))
-
-    (detail,) = details(compile_and_check(half(forward), x, tables), "attention")
-    assert detail == "attention (what it reads is changed in place before its end)"

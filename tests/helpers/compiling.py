@@ -14,11 +14,14 @@ ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def python(*arguments: str) -> str:
-    """Run Python outside of the interpreter, with an empty kernel cache, and return what it prints."""
+def python(*arguments: str, **variables: str) -> str:
+    """Run Python outside of the interpreter, with an empty kernel cache, and return what it prints.
+
+    variables: of its environment.
+    """
     with tempfile.TemporaryDirectory() as cache:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {"TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
         done = subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from library_imports import import_library
 from torch import Tensor, nn
 
@@ -22,11 +20,9 @@ TIMM = "study_models:of_timm"
 
 @contextmanager
 def known() -> Iterator[None]:
-    """Within the context SMALL is in the zoo, and this module can be imported. On a CPU, ops run on ATen, not in the
-    interpreter."""
+    """Within the context SMALL is in the zoo. On a CPU, ops run on ATen, not in the interpreter."""
     with pytest.MonkeyPatch.context() as patch, ops.use_backend("auto" if torch.cuda.is_available() else "aten"):
         patch.setitem(zoo.CONFIGS, SMALL, CONFIG)
-        patch.syspath_prepend(str(Path(__file__).parent))
         yield
 
 
@@ -122,28 +118,10 @@ def of_mistakes() -> nn.Module:
     raise RuntimeError("what went wrong\nand more")
 
 
-class Plain(nn.Module):
-    """A ViT of no library, on PyTorch's SDPA."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(3, 48, 8, 8)
-        self.cls = nn.Parameter(torch.zeros(1, 1, 48))
-        self.blocks = nn.ModuleList(nn.Linear(48, 3 * 48) for _ in range(depth))
-
-    def forward(self, image: Tensor) -> Tensor:
-        x = self.embed(image).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
-        for block in self.blocks:
-            q, k, v = block(x).unflatten(-1, (3, 3, 16)).permute(2, 0, 3, 1, 4)
-            x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x
-
-
-def of_a_user(image_size: int = 32) -> nn.Module:
-    """Make a model that loads weights. It takes any size, because it has no positions."""
-    model = Plain()
-    model.load_state_dict(Plain().state_dict())
+def of_weights(image_size: int = 32) -> nn.Module:
+    """Make a model that loads weights."""
+    model = of_timm(image_size)
+    model.load_state_dict(of_timm(image_size).state_dict())
     return model
 
 

@@ -1,6 +1,6 @@
-"""Runs `fastvit warmup` for some models and then a step of each on a stub GPU. Prints for every model how many kernels
-the step launched, and how many files that added to Triton's cache. Then does the same for the candidates of some launch
-tables. tests/tuning/test_cli_tune.py runs it in a process of its own."""
+"""Compile kernels beforehand, and launch the same with a stub GPU: `fastvit warmup` and a step for some models, the
+candidates of some launch tables, and benchmarks. Prints for each how many kernels were launched, and how many files
+that added to Triton's cache. For tests/tuning/test_cli_tune.py, in a process of its own."""
 
 import os
 import tempfile
@@ -10,11 +10,15 @@ import torch
 from study_models import known
 
 from benchmarks.codegen.stub_driver import MULTIPROCESSORS, stub_gpu
+from benchmarks.gpu import precompile
+from benchmarks.harness.draw import Draw
+from benchmarks.harness.workloads import workloads
 from fastvit.cli import main as fastvit
 from fastvit.study.memory.step import DTYPES, Setting, Step
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import channels, images
 from fastvit.tuning.calls import MODES, calls_of
+from fastvit.tuning.launches import compile_all
 from fastvit.tuning.model import Machine, ModelTuning, compile_calls, compile_candidates
 from fastvit.tuning.tuner import Tuner
 
@@ -68,7 +72,22 @@ def tune() -> None:
     print("launched", "candidates", len(gpu.binaries), len(entries() - before))
 
 
+def benchmark() -> None:
+    items = [(w, "bf16") for w in workloads("quick") if w.op in ("attention", "layer_norm", "mlp", "patch_embed")]
+    launches = precompile.record(items, precompile.REHEARSED)
+    assert not [reason for _, reason in compile_all(launches, 2) if isinstance(reason, str)]
+    before = entries()
+    with stub_gpu(compiles=True) as gpu:
+        for workload, _ in items:
+            runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
+            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+            runner.infer()
+    assert len(launches) == len(gpu.binaries)
+    print("launched", "benchmarks", len(gpu.binaries), len(entries() - before))
+
+
 if __name__ == "__main__":
     with known():
         warm_up()
         tune()
+    benchmark()

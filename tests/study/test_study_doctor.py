@@ -156,7 +156,6 @@ def test_a_compiler_that_is_not_there(monkeypatch):
 
 
 def test_without_triton_and_rich():
-    """It runs in a process that can import neither."""
     program = "import sys; sys.modules['triton'] = sys.modules['rich'] = None\n"
     program += "from fastvit.cli import main; sys.exit(main(['doctor']))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}

@@ -281,20 +281,3 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "a computed landscape" in data["provenance"]
     assert data["picture"]["patch_stops"] == [4, 8]
     assert data["memory"] == {"plan": None, "note": "Memory is planned for square images and patches only."}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([NAME, "nothing.png"], "No such file or directory: nothing.png"),
-        ([NAME, "--weights", "nothing.pth"], "nothing.pth: no such file"),
-        ([NAME, "--layers", "12"], "layers must be in 0..1, got 12"),
-    ],
-)
-def test_mistakes(arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(zoo.CONFIGS, NAME, exploring.CONFIG)
-    out = tmp_path / "page.html"
-    assert main(["explore", *arguments, "--out", str(out)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not out.exists()

@@ -1,12 +1,10 @@
 """Planned memory against what allocators record, and against arithmetic."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from study_models import CONFIG, SMALL, TIMM, known
+from study_models import CONFIG, SMALL, TIMM
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastvit import ops, study, zoo
@@ -22,12 +20,6 @@ from fastvit.study.sources import find
 
 NEEDS_TRITON = pytest.mark.skipif(not dispatch.HAVE_TRITON, reason="triton is not installed")
 KINDS = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=NEEDS_TRITON)])
-
-
-@pytest.fixture(autouse=True)
-def _models() -> Iterator[None]:
-    with known():
-        yield
 
 
 def assert_planned_is_measured(found: study.MemoryStudy) -> None:

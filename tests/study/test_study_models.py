@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from library_imports import import_library, import_timm
-from study_models import SMALL, known
+from study_models import SMALL
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit
@@ -18,7 +18,7 @@ from fastvit.study import gpus, models
 from fastvit.study.memory.peak import saved_bytes
 from fastvit.study.models import costs as model_costs
 from fastvit.study.models import parameter_counts
-from fastvit.study.models.hardware import GPUS
+from fastvit.study.models.hardware import GPUS, gpu
 from fastvit.study.models.published import TOP1, Top1
 from fastvit.study.sources import find
 
@@ -26,15 +26,6 @@ FEW = (  # a plain one, with LayerScale and registers, gated MLPs, rotary positi
     "vit_tiny_patch16_224", "vit_cifar_small", "vit_small_patch14_reg4_dinov2", "vit_small_plus_patch16_dinov3",
     "eva02_tiny_patch14_224", "vit_pe_spatial_tiny_patch16_512", "vit_medium_patch16_rope_reg1_gap_256",
 )  # fmt: skip
-
-
-def test_vit_base_at_384_is_counted_as_texts_count_it():
-    (cost,) = models("vit_base_patch16_384")
-    assert (cost.grid, cost.patches, cost.tokens) == ((24, 24), 576, 577)
-    assert (cost.patch_pairs, cost.token_pairs) == (331_776, 332_929)
-    D, N, L = 768, 577, 12
-    linear = L * 2 * N * (3 * D * D + D * D + 8 * D * D)
-    assert cost.flops == linear + L * 4 * N * N * D + 2 * 576 * 768 * D + 2 * D * 1000
 
 
 def test_parameters_of_vit_base_by_hand():
@@ -89,10 +80,8 @@ def test_another_size_and_batch():
 
 
 def test_saved_bytes_are_those_of_a_real_step():
-    """The count on the meta device equals the count on real tensors."""
-    with known():
-        (cost,) = models(SMALL, batch=2)
-        model = find.find(SMALL).build("fused").bfloat16().train()
+    (cost,) = models(SMALL, batch=2)
+    model = find.find(SMALL).build("fused").bfloat16().train()
     images = torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
     assert cost.saved_bytes == saved_bytes(lambda: model(images), list(model.parameters()))
     N, D, L = 65, 48, 2
@@ -102,21 +91,21 @@ def test_saved_bytes_are_those_of_a_real_step():
 def test_a_bound_is_the_larger_of_arithmetic_and_memory():
     costs = models("vit_tiny_patch16_224", batch=[1, 256], gpu="h100-sxm", sort="bound")
     assert [(cost.batch, cost.bound.limit) for cost in costs] == [(256, "FLOPs"), (1, "bytes")]
-    gpu = GPUS["H100 SXM"]
+    h100 = GPUS["H100 SXM"]
     many, one = costs
-    assert many.bound.seconds == many.flops / gpu.flops
+    assert many.bound.seconds == many.flops / h100.flops
     out, images = 1000, 3 * 224 * 224
     assert one.least_bytes == 2 * (one.parameters.total + images + out)
-    assert one.bound.seconds == one.least_bytes / gpu.bandwidth
+    assert one.bound.seconds == one.least_bytes / h100.bandwidth
 
 
 def test_the_table_of_gpus_is_of_dense_rates():
-    assert len({gpu.name for gpu in gpus()}) == 16
-    for gpu in gpus():
-        assert 60e12 < gpu.flops < 3000e12
-        assert 0.2e12 < gpu.bandwidth < 10e12
-        assert 15e9 < gpu.memory < 300e9
-        assert "NVIDIA" in gpu.source or "AMD" in gpu.source
+    assert len({known.name for known in gpus()}) == 16
+    for known in gpus():
+        assert 60e12 < known.flops < 3000e12
+        assert 0.2e12 < known.bandwidth < 10e12
+        assert 15e9 < known.memory < 300e9
+        assert "NVIDIA" in known.source or "AMD" in known.source
 
 
 def test_models_of_other_libraries():
@@ -150,8 +139,6 @@ def test_models_that_are_no_plain_vits_are_rows_without_tokens(name, parameters,
 
 
 def test_a_gpu_by_a_part_of_its_name():
-    from fastvit.study.models.hardware import gpu
-
     assert [gpu(name).name for name in ("A6000", "3090", "v100", "A10", "h100sxm")] == [
         "RTX A6000", "RTX 3090", "V100 SXM2", "A10", "H100 SXM",
     ]  # fmt: skip
@@ -181,12 +168,8 @@ def test_a_configuration_of_transformers(tmp_path):
 
 
 def test_what_is_wrong_is_named():
-    with pytest.raises(ValueError, match="nearest: vit_base_patch16_224"):
-        models("vit_base_patch16_244")
     with pytest.raises(ValueError, match=r"no model of the zoo is called 'foo\*'"):
         models("foo*")
-    with pytest.raises(ValueError, match="nearest: 384"):
-        models("vit_base_patch16_384", image_size=385)
     with pytest.raises(ValueError, match=r"'H100' is not in the table; nearest: .*H100 SXM"):
         models("vit_base_patch16_384", gpu="H100")
     with pytest.raises(ValueError, match="sort must be one of name, "):

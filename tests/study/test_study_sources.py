@@ -5,18 +5,12 @@ import json
 import pytest
 import torch
 from library_imports import import_library, import_timm
-from study_models import SMALL, known
+from study_models import SMALL
 
 from fastvit import reference, zoo
 from fastvit.study.sources.find import find
 from fastvit.study.sources.model_source import channels
 from fastvit.study.sources.normalization import HALF, statistics
-
-
-@pytest.fixture(autouse=True)
-def _models():
-    with known():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -124,21 +124,6 @@ def test_what_triton_cannot_take_is_noted_and_verified_on_aten(triton_backend, m
     assert (verdict.passed, verdict.path, verdict.note) == (True, "ATen", "rows of more than 65536 elements")
 
 
-def test_one_unlucky_element_is_judged_with_other_draws(monkeypatch):
-    """The first draw fails alone, but not together with others, in which eager has such elements too."""
-    draws = []
-
-    def compared(draw):
-        draws.append(draw)
-        exact = torch.zeros(1000, dtype=torch.float64)
-        got, eager = torch.full((2, 1000), 1e-3).unbind()
-        (got if draw == 0 else eager)[0] = 9e-3
-        yield rule.Compared("output 0", got, eager, exact)
-
-    assert rule.pooled_ratios(compared)["output 0"] == pytest.approx(1, abs=0.1)
-    assert draws == [0, 1, 2, 3]
-
-
 def test_errors_of_several_tensors_are_those_of_one():
     exact = torch.randn(4, 100, dtype=torch.float64)
     got, eager = (exact + torch.randn_like(exact) * 1e-3).float(), (exact + torch.randn_like(exact) * 1e-3).float()
@@ -207,31 +192,6 @@ def test_nothing_outside_is_changed():
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.backends.cudnn.allow_tf32, dispatch.settings()) == before[1:]
     assert flags == (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
-
-
-BAD = {
-    "no op is called 'conv'; the ops are add_layer_norm": ["--ops", "conv"],
-    "device must be cpu, cuda or cuda:N, got 'tpu'": ["--device", "tpu"],
-    "device cuda:99 is not there": ["--device", "cuda:99"],
-    "a multiple of 8 from 16 to 256, got 20": ["--head-dim", "20"],
-    "depth is for a model": ["--depth", "2"],
-    "study_models:of_one_size takes no depth": ["study_models:of_one_size", "--depth", "1"],
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_a_mistake_is_one_line_and_status_2(message, capsys):
-    assert main(["verify", *BAD[message]]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_an_unknown_dtype_is_a_mistake(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", "--dtype", "int8"])
-    assert ended.value.code == 2
-    assert "must be of fp32, bf16, fp16, got 'int8'" in capsys.readouterr().err
 
 
 def test_where_eager_overflows_it_is_no_measure():

@@ -4,13 +4,14 @@ import functools
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from study_models import SMALL, known
+from study_models import SMALL
 from tuned_tables import ARCH, FILE, GPU, ONLINE, SHORT, write
 
 from fastvit import ops
@@ -29,13 +30,9 @@ from fastvit.tuning.names import choice_in_words, key_in_words
 CPU = torch.device("cpu")
 
 
-pytestmark = pytest.mark.usefixtures("nothing_tuned")
-
-
 @functools.cache
 def calls(name: str, dtype: str = "bf16", size: int = 32, modes: tuple[str, ...] = MODES) -> list[OpCall]:
-    with known():
-        return calls_of(find.find(name), (size, size), 2, dtype, modes)
+    return calls_of(find.find(name), (size, size), 2, dtype, modes)
 
 
 def counted(name: str, mode: str, **options: Any) -> Counter[str]:
@@ -90,7 +87,6 @@ def test_a_masked_call_has_one_choice_to_measure():
 
 @pytest.mark.parametrize("name", [SMALL, "study_models:of_a_bias"])
 def test_drawn_arguments_look_like_the_recorded_ones(name):
-    """They have the recorded shape, strides and dtype, and no op overflows with them."""
     for call in calls(name):
         arguments = call.arguments(CPU)
         again = torch.utils._pytree.tree_leaves(arguments)
@@ -198,17 +194,26 @@ def test_only_calls_with_other_choices_are_timed_again(monkeypatch):
     assert train.before - train.after == pytest.approx(2 * 0.75)
 
 
+def tuned(
+    folder: Path, table: str, run: Callable[[], object], timer: Callable[[Any], float] = lambda run: 1.0, **options: Any
+) -> tuple[tuner.Result, tuner.Tuner]:
+    """Tune the choice of a call, of which the timer says how many seconds it takes."""
+    one = tuner.Tuner(CPU, timer, folder / FILE, GPU, lambda: {"sources": ""}, **options)
+    (result,) = one.tune(tuner.Work(table, "a call", lambda device: run))  # type: ignore[arg-type]
+    return result, one
+
+
 def test_the_baseline_is_the_shipped_table(tmp_path):
-    """A choice has to beat the one that would run without the user's table."""
-    key = ("attention_fwd", (20, 16, 2, 0, 0))
-    shipped = {key: (0, 64, 64, 4, 2)}
-    use = lambda: (torch.ones(1) * bool(_tuned.choice(ARCH, key[0], *key[1])),)  # noqa: E731
-    of = lambda choice: 1.0 if choice == shipped[key] else 2.0  # noqa: E731
-    one = tuner.Tuner(
-        CPU, lambda run: of(_tuned.choice(ARCH, key[0], *key[1])), tmp_path / FILE, GPU, lambda: {"sources": ""},
-        shipped=shipped, most=2,
+    table, key = "attention_fwd", (20, 16, 2, 0, 0)
+    shipped = {(table, key): (0, 64, 64, 4, 2)}
+
+    def choice() -> object:
+        return _tuned.choice(ARCH, table, *key)
+
+    result, one = tuned(
+        tmp_path, table, lambda: (torch.ones(1) * bool(choice()),),
+        lambda run: 1.0 if choice() == shipped[table, key] else 2.0, shipped=shipped, most=2,
     )  # fmt: skip
-    (result,) = one.tune(tuner.Work(key[0], "a call", lambda device: use))
     assert (result.shipped, result.chosen) == (1.0, None)
     assert one.entries == shipped
 
@@ -220,9 +225,7 @@ def test_sums_are_measured_for_the_rows_that_choices_leave(tmp_path):
         _tuned.choice(ARCH, "column_sum", 9 if _tuned.choice(ARCH, "layer_norm", 768, 1) is None else 10, 768)
         return (torch.ones(1),)
 
-    norm = {("layer_norm", (768, 1)): (4, 4, 4, 1)}
-    one = tuner.Tuner(CPU, lambda run: 1.0, tmp_path / FILE, GPU, lambda: {"sources": ""}, shipped=norm, most=1)
-    (result,) = one.tune(tuner.Work("column_sum", "a call", lambda device: run))
+    result, _ = tuned(tmp_path, "column_sum", run, shipped={("layer_norm", (768, 1)): (4, 4, 4, 1)}, most=1)
     assert result.key == (10, 768)
 
 
@@ -233,8 +236,7 @@ def test_results_in_memory_that_is_written_again_are_compared(tmp_path):
     def run() -> tuple[torch.Tensor, ...]:
         return (out.fill_(1.0 if _tuned.choice(ARCH, "attention_fwd", 20, 16, 2, 0, 0) is None else 2.0),)
 
-    one = tuner.Tuner(CPU, lambda run: 1.0, tmp_path / FILE, GPU, lambda: {"sources": ""}, most=1)
-    (result,) = one.tune(tuner.Work("attention_fwd", "a call", lambda device: run))
+    result, _ = tuned(tmp_path, "attention_fwd", run, most=1)
     assert (result.tried, result.unfit) == (0, 1)
 
 

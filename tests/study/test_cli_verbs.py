@@ -1,0 +1,135 @@
+"""What the verbs of the command share: help, examples, mistakes, missing packages."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from study_models import SMALL
+
+from fastvit.cli import VERBS, main, memory, terminal
+from fastvit.cli.terminal import described
+from fastvit.ops.runtime import dispatch
+
+MEMORY = ["memory", SMALL, "--image-size", "32,64"]
+MISTAKES = [
+    (["memory", "missing.json"], "missing.json"),
+    ([*MEMORY, "--plot", "a.pdf"], "--plot writes .png or .svg"),
+    ([*MEMORY, "--plot", "no/folder/a.png"], "there is no folder"),
+    (["memory", SMALL, "--plot", "a.png"], "two image sizes or more"),
+    (["memory", "study_models:of_an_image_and_text", "--image-size", "32"], "required positional argument: 'text'"),
+    (["models", "study_models:of_an_image_and_text"], "of_an_image_and_text: TypeError: "),
+    (["verify", "--ops", "conv"], "no op is called 'conv'; the ops are add_layer_norm"),
+    (["verify", "--device", "tpu"], "device must be cpu, cuda or cuda:N, got 'tpu'"),
+    (["verify", "--device", "cuda:99"], "device cuda:99 is not there"),
+    (["verify", "--head-dim", "20"], "a multiple of 8 from 16 to 256, got 20"),
+    (["verify", "--depth", "2"], "depth is for a model"),
+    (["verify", "study_models:of_one_size", "--depth", "1"], "study_models:of_one_size takes no depth"),
+    (["explore", SMALL, "nothing.png"], "No such file or directory: nothing.png"),
+    (["explore", SMALL, "--weights", "nothing.pth"], "nothing.pth: no such file"),
+    (["explore", SMALL, "--layers", "12"], "layers must be in 0..1, got 12"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistakes_are_one_line(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert err.startswith("fastvit: ")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+WRONG_ARGUMENTS = [
+    (["memory"], "required: MODEL"),
+    (["memori"], "invalid choice"),
+    ([*MEMORY, "--budget", "much"], "such as 24GiB"),
+    ([*MEMORY, "--budget", "24"], "must have a unit, such as 24GiB or 24GB, got '24'"),
+    ([*MEMORY, "--image-size", "a"], "a size is 224"),
+    ([*MEMORY, "--batch", "0"], "positive integers"),
+    ([*MEMORY, "--providers", "flash"], "must be of eager"),
+    (["verify", "--dtype", "int8"], "must be of fp32, bf16, fp16, got 'int8'"),
+    (["attention", SMALL, "a.png", "--query", "7"], "argument --query: must be"),
+    (["attention", SMALL, "a.png", "--mean", "0.5"], "argument --mean: must be"),
+    (["attention", SMALL, "a.png", "--std", "a,b,c"], "argument --std: must be"),
+    (["attention", SMALL, "a.png", "--out", "map.jpg"], "argument --out: must be"),
+    *((["tune", "--minutes", text], "must be a positive number of minutes") for text in ("0", "nan", "inf", "soon")),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_ARGUMENTS)
+def test_wrong_arguments(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_errors_in_words():
+    """All of their lines in one, and no escape sequence for the terminal."""
+    assert described(ValueError("it does not fit:\n  blocks.0\n  blocks.1")) == "it does not fit: blocks.0 blocks.1"
+    assert len(described(ValueError("key " * 1000))) < 700
+    assert described(ValueError("key \x1b[2J\u202eß")) == r"key \x1b[2J\u202eß"
+    assert described(FileNotFoundError(2, "No such file", "\x1b[2J")) == r"No such file: \x1b[2J"
+
+
+def test_help_imports_no_torch():
+    program = (
+        "import sys\nfrom fastvit.cli import VERBS, main\n"
+        "for words in (['--help'], *([verb, '--help'] for verb in VERBS)):\n"
+        "    try: main(words)\n    except SystemExit as stop: assert not stop.code, words\n"
+        "assert not {'torch', 'numpy', 'rich', 'triton'} & sys.modules.keys(), sys.modules.keys()"
+    )
+    environment = os.environ | {"COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("examples:") >= 8
+    assert [line for line in done.stdout.splitlines() if len(line) > 80] == []
+    assert "images (default: 8)" in done.stdout
+    assert not re.search(r"default: (None|False|\[|-)", done.stdout)
+
+
+def test_the_package_runs_as_a_program_which_prints_its_help():
+    done = subprocess.run([sys.executable, "-m", "fastvit"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: fastvit [-h]")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_are_commands(verb):
+    """The verb's parser takes every example in its help."""
+    module = importlib.import_module(f"fastvit.cli.{verb}")
+    parser = terminal.Parser(f"fastvit {verb}")
+    module.configure(parser)
+    lines = re.sub(r" \\\n +", " ", parser.epilog).splitlines()
+    examples = [line.split("  ")[1] for line in lines if re.match(r"  (\w+=\w+ )?fastvit ", line)]
+    assert examples
+    for example in examples:
+        words = shlex.split(example.partition(" # ")[0].partition(" > ")[0].partition("fastvit ")[2])
+        assert words[0] == verb
+        args = parser.parse_args(words[1:])
+        if getattr(args, "plot", None) is not None:
+            memory._check_plot(args)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("rich.table", [*MEMORY, "--device", "cpu"]), ("PIL", ["attention", SMALL, "a.png"])]
+)
+def test_a_package_that_is_not_installed_is_named(module, words, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(words) == 2
+    assert "pip install 'fastvit[study]'" in capsys.readouterr().err
+
+
+def test_triton_that_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(dispatch, "HAVE_TRITON", False)
+    assert main([*MEMORY, "--device", "cuda"]) == 2
+    assert "pip install triton" in capsys.readouterr().err
