@@ -119,15 +119,6 @@ def test_token_slice_of_a_packed_tensor(backend, device):
     assert dqkv.is_contiguous()
 
 
-def test_packed_equals_separate(backend, device):
-    qkv = packed(1, 37, 2, 40, device=device)
-    o, other = ops.attention_qkvpacked(qkv), ops.attention(*qkv.unbind(2))
-    do = inputs("normal", 1, 37, 2, 40, dtype=torch.float32, device=device, seed=9)
-    assert torch.equal(o, other)
-    (want,), (got,) = (torch.autograd.grad(t, qkv, do) for t in (other, o))
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_dropout(dtype, backend, device):
     """v = identity shows the mask; the backward pass applies the same one."""

@@ -90,10 +90,6 @@ def test_heads_that_share_keys(dtype, kv_heads, backend, device):
         assert_op_as_accurate(ops.attention, eager, tensors)
 
 
-def test_a_mask_and_shared_keys(backend, device):
-    check(made(2, 18, 4, 16, 2, device=device), drawn(1, 4, 18, 18, kind=torch.float32, device=device))
-
-
 def test_programs_that_share_a_tile_of_the_gradient(backend, device):
     """With the interpreter's 4 multiprocessors, a tile's last program has fewer samples, or heads, than its others."""
     check(made(5, 37, 1, 16, device=device), drawn(37, 37, kind=torch.float32, device=device))
@@ -266,13 +262,6 @@ def test_layouts(layout, N, backend, device):
     tensors = made(2, N, 2, 16, device=device)
     tensors["attn_mask"] = LAYOUTS[layout](drawn(2, 2, N, N, kind=torch.float32, device=device))
     assert_layout_does_not_matter("attention", tensors, torch.clone, backend == "triton")
-
-
-def test_a_mask_is_added_without_a_gradient(backend, device):
-    """And the gradient of one is that of the formula, whichever others are wanted."""
-    tensors = made(2, 20, 2, 16, 1, device=device)
-    tensors["attn_mask"] = drawn(2, 20, 20, kind=torch.float32, device=device)
-    assert_freezing_changes_no_other_gradient(ops.attention, tensors, [{"attn_mask"}, {"q", "k", "v"}, {"q"}])
 
 
 def test_dropout(backend, device):

@@ -207,13 +207,3 @@ def test_dact_without_our_matmul(triton_backend, device, monkeypatch):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     x = torch.randn(2, 5, 24, device=device)
     torch.testing.assert_close(ops.linear(x, weight.t(), activation="gelu"), eager(x, weight.t(), activation="gelu"))
-
-
-@pytest.mark.parametrize("activation", [None, "gelu", "quick_gelu", "silu", "gelu_tanh"])
-def test_gradcheck(activation, device):
-    with ops.use_backend("aten"):
-        arguments = tensors(2, 3, 6, out=4, dtype=torch.float64, device=device, epilogue=EPILOGUES["branch"])
-        assert torch.autograd.gradcheck(
-            lambda *values: ops.linear(**dict(zip(arguments, values, strict=True)), activation=activation),
-            tuple(arguments.values()),
-        )

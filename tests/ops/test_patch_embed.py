@@ -57,26 +57,16 @@ def test_patch_embed(shape, dtype, backend, device):
     assert_op_as_accurate(fused, eager, arguments(*shape, dtype, device), what="patch_embed")
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-@pytest.mark.parametrize("pos", [True, False], ids=["pos", "no_pos"])
-@pytest.mark.parametrize("P", [0, 2])
-def test_optional_arguments_exactly(P, pos, bias, backend, device):
+@pytest.mark.parametrize(
+    ("sizes", "bias", "pos"),
+    [((3, 3, (2, 3), (4, 4), 20, P), bias, pos) for P in (0, 2) for bias in (True, False) for pos in (True, False)]
+    # more rows, features and pixels than one tile of any kernel, and several splits of the weight's sum
+    + [((3, 6, (13, 13), (2, 6), 72, 3), True, True)],
+    ids=str,
+)
+def test_integers_are_exact(sizes, bias, pos, backend, device):
     """Small integers: every value is exact, so an indexing error cannot hide in a tolerance."""
-    tensors = arguments(3, 3, (2, 3), (4, 4), 20, P, torch.float32, device, kind="integer", bias=bias, pos=pos)
-    assert_op_is_exact(fused, eager, tensors)
-
-
-@pytest.mark.parametrize("kind", ["large", "offset"])
-def test_input_kinds(kind, backend, device):
-    tensors = arguments(2, 3, (2, 2), (4, 4), 24, 1, torch.float32, device)
-    shape = tensors["image"].shape
-    tensors["image"] = inputs(kind, *shape, dtype=torch.float32, device=device).requires_grad_()
-    assert_op_as_accurate(fused, eager, tensors, what=kind)
-
-
-def test_many_tiles(backend, device):
-    """More rows, features and pixels than one tile of any kernel, and several splits of the weight's sum."""
-    tensors = arguments(3, 6, (13, 13), (2, 6), 72, 3, torch.float32, device, kind="integer")
+    tensors = arguments(*sizes, torch.float32, device, kind="integer", bias=bias, pos=pos)
     assert_op_is_exact(fused, eager, tensors)
 
 
