@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import gathered, tensors_of
+from op_cases import gathered, outputs_and_gradients, tensors_of
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -56,6 +56,23 @@ def test_weights_of_other_strides(triton_backend, device):
     want = swiglu(**args)
     wide = torch.cat([args["value_weight"], torch.full((20, 32), torch.nan, device=device)], 1)[:, :16]
     assert torch.equal(swiglu(**args | {"value_weight": wide}), want)
+
+
+def test_value_rows_first(backend, device):
+    """The two halves as views, in the other order: of the same values the same, bit for bit."""
+    args = tensors(2, 5, 16, device=device)
+    first = outputs_and_gradients(swiglu, args)
+    turned = {n: torch.cat(args[n].detach().chunk(2)[::-1]).requires_grad_() for n in ("fc1_weight", "fc1_bias")}
+
+    def as_views(fc1_weight, fc1_bias, **rest):
+        pairs = {"fc1_weight": fc1_weight.chunk(2)[::-1], "fc1_bias": fc1_bias.chunk(2)[::-1]}
+        return ops.mlp(**rest, **pairs, activation="swiglu")
+
+    (out,), gradients = outputs_and_gradients(as_views, args | turned)
+    torch.testing.assert_close(out, first[0][0])
+    for name, gradient in first[1].items():
+        got = gradients[name]
+        torch.testing.assert_close(torch.cat(got.chunk(2)[::-1]) if name in turned else got, gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
