@@ -26,19 +26,17 @@ from fastvit.ops.runtime import dispatch, registry
 from fastvit.study.accuracy import formulas
 
 every_op = pytest.mark.parametrize("name", ROWS)
-of_rows = pytest.mark.parametrize(
-    "name",
-    [
-        "layer_norm",
-        "linear residual",
-        "linear gelu",
-        "layer_norm_linear",
-        "mlp gelu",
-        "layer_norm_mlp gelu",
-        "mlp swiglu",
-        "layer_norm_mlp gated",
-    ],
-)
+OF_ROWS = [
+    "layer_norm",
+    "linear residual",
+    "linear gelu",
+    "layer_norm_linear",
+    "mlp gelu",
+    "layer_norm_mlp gelu",
+    "mlp swiglu",
+    "layer_norm_mlp gated",
+]
+of_rows = pytest.mark.parametrize("name", OF_ROWS)
 with_formula = pytest.mark.parametrize("name", FORMULAS)
 
 
@@ -295,19 +293,7 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
     assert fused <= GRADIENT * eager
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layer_norm",
-        "linear gelu",
-        "layer_norm_linear",
-        "mlp gelu",
-        "mlp swiglu",
-        "layer_norm_mlp gated",
-        "attention_qkvpacked",
-        "layer_norm_attention",
-    ],
-)
+@pytest.mark.parametrize("name", [*OF_ROWS, "attention_qkvpacked", "layer_norm_attention"])
 def test_vmap(name, device):
     """Every sample by itself; without what is drawn for each sample."""
     tensors = made(name, 2, 18, device)

@@ -169,21 +169,6 @@ def test_three_layers_under_compile_vmap_and_no_grad(backend, device):
     torch.testing.assert_close(torch.func.vmap(lambda x: fused(**args | {"x": x}))(xs)[0], want)
 
 
-def test_export(backend, device):
-    class Half(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, t in tensors(torch.float32, device).items():
-                if name != "x":
-                    self.register_parameter(name, torch.nn.Parameter(t.detach()))
-
-        def forward(self, x):
-            return fused(x=x, **dict(self.named_parameters()))
-
-    half, x = Half(), inputs("normal", B, N, D, dtype=torch.float32, device=device)
-    torch.testing.assert_close(torch.export.export(half, (x,)).module()(x), half(x))
-
-
 def test_only_the_residual_is_wanted(backend, device):
     """No gradient of the op itself: nothing runs backward."""
     args = {name: t.detach() for name, t in tensors(torch.float32, device).items()}
