@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_inputs import DTYPES, LAYOUTS
 from op_cases import assert_layout_does_not_matter, tensors_of
-from oracle import assert_as_accurate, assert_op_as_accurate, inputs
+from oracle import assert_op_as_accurate, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
@@ -135,22 +135,15 @@ def test_dropout(dtype, backend, device):
 
     assert_op_as_accurate(fused, lambda q, k, v: eager(q, k, v, factors=mask), tensors)
 
-    n = keep.numel()
-    for share, count in (
-        (keep, n),
-        (keep.float().mean(-1), N),
-        (keep.float().mean(-2), N),
-        (keep.float().mean((2, 3)), N * N),
-    ):
-        assert ((share.float().mean() if count == n else share) - (1 - p)).abs().max() < 5 * math.sqrt(
-            p * (1 - p) / count
-        )
+    for dims in ((0, 1, 2, 3), (3,), (2,), (2, 3)):
+        count = math.prod(keep.shape[dim] for dim in dims)
+        assert (keep.float().mean(dims) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / count)
     planes = keep.flatten(0, 1)
     assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     torch.manual_seed(8)
     other = ops.attention(**tensors, dropout_p=p).transpose(1, 2) != 0
     agreement = (other == keep).float().mean() - (p * p + (1 - p) ** 2)
-    assert agreement.abs() < 5 * 0.5 / math.sqrt(n)
+    assert agreement.abs() < 5 * 0.5 / math.sqrt(keep.numel())
 
 
 @pytest.mark.parametrize("N", [190, 300])
@@ -182,16 +175,6 @@ def test_nan_stays_in_its_row(backend, device):
         assert torch.equal(dirty, clean)
         qkv[0, 1, 1, 0, 0] = torch.nan  # in a key: all rows of that head
         assert ops.attention_qkvpacked(qkv)[0, :, 0].isnan().all()
-
-
-def test_scores_out_of_the_range_of_exp(backend, device):
-    """All scores far below zero: a padded key, whose score is zero, must not enter the maximum. Of gradients, only the
-    kernels' are held to the oracle (test_attention_backward.py): with scores of thousands, the error of PyTorch's own
-    depends on how threads share the rows."""
-    q, k, v = (t.detach() for t in separate(1, 70, 1, 16, device=device).values())
-    q, k = q.abs() * 20, k.abs() * -20
-    exact = eager(q.double(), k.double(), v.double(), scale=1.0)
-    assert_as_accurate(ops.attention(q, k, v, scale=1.0), eager(q, k, v, scale=1.0), exact)
 
 
 @pytest.mark.parametrize("largest", ["first", "last"])
