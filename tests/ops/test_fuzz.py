@@ -36,6 +36,7 @@ from hypothesis import strategies as st
 from fastvit import ops
 from fastvit.ops.runtime.activations import ACTIVATIONS, GATED
 from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.cases import arguments
 
 
 @st.composite
@@ -248,16 +249,20 @@ def rotary_cases(draw: st.DrawFn) -> Case:
     return draw(case({"qkv": (B, N, 3, H, d), "sin": tuple(table), "cos": tuple(table)}, "", "sin cos", **options))
 
 
-def of_tables(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda qkv, sin, cos, prefix, interleaved: function(qkv, ops.Rotary(sin, cos, prefix, interleaved))
+def positioned(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(prefix: int, interleaved: bool, **tensors: Any) -> Any:
+        return function(**arguments(tensors, eps=INNER_EPS, prefix=prefix, interleaved=interleaved))
+
+    return run
 
 
-test_rotary_qkvpacked = fuzzed(rotary_cases(), of_tables(ops.rotary_qkvpacked), of_tables(formulas.rotary_qkvpacked))
+test_rotary_qkvpacked = fuzzed(rotary_cases(), positioned(ops.rotary_qkvpacked), positioned(formulas.rotary_qkvpacked))
 
 
 @st.composite
 def qk_norm_cases(draw: st.DrawFn) -> Case:
-    """q and k of any strides, without equal rows; with tables like those of `rotary_cases`, or none."""
+    """q and k of any strides, without equal rows; LayerNorm with biases or RMSNorm without; with tables like those of
+    `rotary_cases`, or none."""
     B, N, H, d = draw(SIZES)
     prefix = draw(st.integers(0, min(3, N)))
     table = (*draw(st.sampled_from([(), (H,), (B, 1), (B, H)])), N - prefix, d)
@@ -271,19 +276,7 @@ def qk_norm_cases(draw: st.DrawFn) -> Case:
     return Case(found.tensors | dict.fromkeys(without), found.result, found.options)
 
 
-def of_norms(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RMSNorm without biases."""
-
-    def run(q: Tensor, k: Tensor, prefix: int, interleaved: bool, **rest: Any) -> Any:
-        kind = "rms" if rest["q_bias"] is None else "layer"
-        norms = (ops.Norm(rest[f"{x}_weight"], rest[f"{x}_bias"], INNER_EPS, kind) for x in "qk")
-        sin, cos = rest["fixed_sin"], rest["fixed_cos"]
-        return function(q, k, *norms, None if sin is None else ops.Rotary(sin, cos, prefix, interleaved))
-
-    return run
-
-
-test_qk_norm = fuzzed(qk_norm_cases(), of_norms(ops.qk_norm), of_norms(formulas.qk_norm))
+test_qk_norm = fuzzed(qk_norm_cases(), positioned(ops.qk_norm), positioned(formulas.qk_norm))
 
 
 @st.composite

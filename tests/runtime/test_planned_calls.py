@@ -1,10 +1,8 @@
 """Planned calls in models, under modes and autocast, and next to kernels that are refused."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from entered import PACKAGE, functions_entered
 from op_cases import function, made, results
 from planned import NODES, B, D, N, attended, call, counted, uncached, x_of
 from torch.utils.flop_counter import FlopCounterMode
@@ -145,23 +143,14 @@ def test_a_model_in_training(triton_backend, device):
 
 
 def test_python_functions_of_a_planned_block(triton_backend, device):
-    """Count functions of the package in inference: the host's cost of queueing a block, without a clock. 11 of them, of
-    60 ns each, ask whether a submodule's class still has its own forward."""
+    """Count functions of the package in inference. 11 of them, of 60 ns each, ask whether a submodule's class still has
+    its own forward."""
     block, x = fastvit.Block(32, 2, qkv_bias=True).to(device), torch.randn(1, N, 32, device=device)
-    package, entered = f"{Path(fastvit.__file__).parent}/", []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            entered.append(frame.f_code.co_name)
-
     with runtime_launch.launching(lambda *_: None), torch.inference_mode():
         for _ in range(2):
             block(x)
-        sys.setprofile(note)
-        try:
-            block(x)
-        finally:
-            sys.setprofile(None)
+        entered = functions_entered(lambda: block(x))
+    entered = [name.rpartition(":")[2] for name in entered if name.startswith(PACKAGE)]
     assert entered.count("recall") == 2
     assert entered.count("__call__") == 6  # launches
     assert not {"choose_backend", "check_like", "needs_autograd", "in_units"} & set(entered)
