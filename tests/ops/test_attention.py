@@ -229,26 +229,3 @@ def test_flops(device):
     with FlopCounterMode(display=False) as counter:
         (ops.attention_qkvpacked(qkv).sum() + ops.attention(*qkv.unbind(2)).sum()).backward()
     assert counter.get_total_flops() == 2 * 3.5 * 4 * 2 * 3 * 18 * 18 * 16
-
-
-@pytest.mark.parametrize("largest", [16, 64, 128])
-def test_key_chunks(largest):
-    for n in range(3 * largest + 1):
-        chunks = _attention_configs.key_chunks(n, largest, 3)
-        used = [c for c in chunks if c]
-        assert all(c & (c - 1) == 0 and 16 <= c <= largest for c in used)
-        assert used == sorted(used, reverse=True)
-        assert chunks == (*used, *[0] * (3 - len(used)))
-        assert sum(used) >= n
-        assert sum(used[:-1]) < max(n, 1), "only the last chunk is masked"
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])
-@pytest.mark.parametrize("d", [64, 80])
-def test_last_tile_is_not_mostly_empty(arch, d):
-    for n in (17, 64, 65, 129, 197, 257, 300, 385, 577, 1025):
-        forward = _attention_configs.attention_fwd(n, d, 2, False, arch)
-        dq = _attention_configs.attention_bwd_dq(n, d, 2, False, arch, False)
-        dkdv = _attention_configs.attention_bwd_dkdv(n, d, 2, False, arch, False)
-        for rows in (forward.block_m, dq.block_m, dkdv.block_n):
-            assert -(-n // rows) * rows <= 1.1 * -(-n // 64) * 64
