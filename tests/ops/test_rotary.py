@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from op_cases import assert_layout_does_not_matter, tensors_of
 from oracle import assert_op_as_accurate, inputs
 from rotary_inputs import LAYOUTS, SPELLINGS, table, widened
 
@@ -97,18 +98,10 @@ def test_prefix_tokens_and_values_are_copied(interleaved, backend, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout, backend, device):
     """Layouts of q, of the tables and of the gradient."""
-    arrange = LAYOUTS[layout]
-    x, sin, cos = (inputs("normal", 2, 12, 3, 24, dtype=torch.float32, device=device, seed=i) for i in range(3))
-    sin, cos, dy = sin.transpose(1, 2), cos.transpose(1, 2), x.flip(-1)
-    if layout == "batch_expanded":
-        x, dy, sin, cos = (t[:1].expand_as(t).contiguous() for t in (x, dy, sin, cos))
-    runs = []
-    for change in (torch.clone, arrange):
-        leaf = change(x).detach().requires_grad_()
-        y = ops.rotary(leaf, ops.Rotary(change(sin), change(cos)))
-        assert y.is_contiguous()
-        runs.append((y, *torch.autograd.grad(y, leaf, change(dy))))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    table_shape = (2, 3, 11, 24)
+    shapes = {"x": (2, 12, 3, 24), "fixed_sin": table_shape, "fixed_cos": table_shape}
+    tensors = {name: LAYOUTS[layout](t) for name, t in tensors_of(shapes, torch.float32, device).items()}
+    assert_layout_does_not_matter("rotary halves", tensors, LAYOUTS[layout], bitwise=True)
 
 
 def test_in_place_is_the_same(backend, device):

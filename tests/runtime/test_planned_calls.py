@@ -26,7 +26,7 @@ def test_meta_and_fake_tensors(weights, triton_backend):
     assert out.shape == (B, N, D)
 
 
-def test_modes_see_calls_that_look_like_earlier_ones(weights, triton_backend, device):
+def test_modes_see_calls_with_the_signature_of_earlier_ones(weights, triton_backend, device):
     x = x_of(device, B, N, D)
     call(x, weights)
     with counted() as count:
@@ -42,7 +42,7 @@ def test_modes_see_calls_that_look_like_earlier_ones(weights, triton_backend, de
 
 @pytest.mark.parametrize("name", NODES)
 def test_autocast(name, triton_backend, device):
-    """Its dtype is one of the looks; float32 leaves get float32 gradients, those of a call that is not planned."""
+    """The dtype is part of the signature; float32 leaves get float32 gradients, those of a call that is not planned."""
     op, tensors = function(name), made(name, B, N, device)
 
     def run(dtype):

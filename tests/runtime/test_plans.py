@@ -26,7 +26,7 @@ def other(tensors):
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
+def test_a_call_with_the_signature_of_an_earlier_one(name, triton_backend, device):
     op, tensors = function(name), made(name, B, N, device)
     with uncached():
         want = results(op, other(tensors))
@@ -115,7 +115,7 @@ def test_precision(weights, triton_backend, device):
 
 
 def test_precision_by_its_newer_setting(weights, triton_backend, device):
-    """Behind which PyTorch does not tell the older one any more."""
+    """PyTorch no longer reports the older setting once the newer one is used."""
     x, found = x_of(device, B, N, D), []
     half = [w.to(torch.bfloat16) for w in weights]
     before = torch.backends.cuda.matmul.fp32_precision
@@ -167,7 +167,7 @@ def test_a_mask_that_is_copied(weights, heads, triton_backend, device):
     assert not torch.equal(*want)
 
 
-def test_what_looks_change(weights, triton_backend, device):
+def test_what_the_signature_is_made_of(weights, triton_backend, device):
     """Tokens, samples, dtypes, who wants a gradient, the mode."""
     with counted() as count:
         for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
@@ -228,7 +228,7 @@ def test_tensors_without_memory(weights, triton_backend, device):
         assert torch.equal(call(t, weights), want)
 
 
-def test_checks_are_made_behind_calls_that_passed_them(weights, heads, triton_backend, device):
+def test_checks_are_made_after_calls_that_passed_them(weights, heads, triton_backend, device):
     x = x_of(device, B, N, D)
     scale = torch.ones(B, device=device)
     call(x, weights, row_scale=scale)
