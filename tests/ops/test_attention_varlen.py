@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_inputs import DTYPES, LAYOUTS
-from op_cases import assert_layout_does_not_matter, tensors_of
+from attention_inputs import DTYPES, LAYOUTS, draw_qkv, seeded, with_identities
+from op_cases import assert_layout_does_not_matter
 from oracle import assert_op_as_accurate, inputs
 
 from fastvit import ops
@@ -23,12 +23,6 @@ def ends_of(lengths, dtype=torch.int32, device=None):
     return torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=dtype, device=device)
 
 
-def made(lengths, heads, d, dtype=torch.float32, *, device, kv_heads=None):
-    T = sum(lengths)
-    shapes = {"q": (T, heads, d), **dict.fromkeys("kv", (T, kv_heads or heads, d))}
-    return tensors_of(shapes, dtype, device, "normal")
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pack", PACKS)
 def test_as_accurate_as_eager(pack, dtype, backend, device):
@@ -37,7 +31,7 @@ def test_as_accurate_as_eager(pack, dtype, backend, device):
     assert_op_as_accurate(
         lambda **t: ops.attention_varlen(**t, **more),
         lambda **t: eager(**t, **more),
-        made(lengths, 2, 24, dtype, device=device),
+        draw_qkv(sum(lengths), 2, 24, dtype=dtype, device=device),
     )
 
 
@@ -49,13 +43,13 @@ def test_heads_that_share_keys_and_tiles_in_a_loop(d, dtype, triton_backend, dev
     assert_op_as_accurate(
         lambda **t: ops.attention_varlen(**t, **more, scale=0.2),
         lambda **t: eager(**t, **more, scale=0.2),
-        made(lengths, 2, d, dtype, device=device, kv_heads=1),
+        draw_qkv(sum(lengths), 2, d, dtype=dtype, device=device, kv_heads=1),
     )
 
 
 def test_max_seqlen_changes_nothing(triton_backend, device):
     lengths = (20, 35)
-    tensors, ends = made(lengths, 1, 16, device=device), ends_of(lengths, device=device)
+    tensors, ends = draw_qkv(sum(lengths), 1, 16, device=device), ends_of(lengths, device=device)
     runs = []
     for longest in (35, 36, 60, None):
         o = ops.attention_varlen(**tensors, cu_seqlens=ends, max_seqlen=longest)
@@ -75,22 +69,14 @@ def test_layouts(layout, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_dropout(dtype, backend, device):
-    """v = identity shows the mask; the backward pass applies the same one, and no two sequences or heads have one."""
+    """The backward pass applies the same mask, and no two sequences or heads have one."""
     lengths, N, p = (40, 40, 40), 40, 0.3
-    tensors = made(lengths, 2, N, dtype, device=device)
-    identity = torch.eye(N, dtype=dtype, device=device).repeat(3, 1)
-    tensors["v"] = identity[:, None].expand(3 * N, 2, N).detach().requires_grad_()
+    tensors = with_identities(draw_qkv(sum(lengths), 2, N, dtype=dtype, device=device))
     more = {"cu_seqlens": ends_of(lengths, device=device), "max_seqlen": N}
-    torch.manual_seed(7)
-    kept = ops.attention_varlen(**tensors, **more, dropout_p=p).detach() != 0  # (3 N, 2, N)
-    factors = kept.unflatten(0, (3, N)).transpose(1, 2) / (1 - p)
-
-    def fused(**t):
-        torch.manual_seed(7)
-        return ops.attention_varlen(**t, **more, dropout_p=p)
-
-    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, factors=factors), tensors)
-    planes = kept.unflatten(0, (3, N)).transpose(1, 2).flatten(0, 1)
+    fused = seeded(ops.attention_varlen, **more, dropout_p=p)
+    kept = (fused(**tensors).detach() != 0).unflatten(0, (3, N)).transpose(1, 2)
+    assert_op_as_accurate(fused, lambda **t: eager(**t, **more, factors=kept / (1 - p)), tensors)
+    planes = kept.flatten(0, 1)
     assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     share = kept.float().mean() - (1 - p)
     assert share.abs() < 5 * math.sqrt(p * (1 - p) / kept.numel())
@@ -98,7 +84,7 @@ def test_dropout(dtype, backend, device):
 
 def test_nan_stays_in_its_sequence(backend, device):
     lengths = (20, 35, 18)
-    tensors, ends = made(lengths, 2, 16, device=device), ends_of(lengths, device=device)
+    tensors, ends = draw_qkv(sum(lengths), 2, 16, device=device), ends_of(lengths, device=device)
     plain = [t.detach() for t in tensors.values()]
     clean = ops.attention_varlen(*plain, ends, 35)
     plain[1][25, 0, 3] = torch.nan
@@ -127,7 +113,7 @@ def test_wrong_ends_and_lengths(ascending, triton_backend, device, monkeypatch):
     monkeypatch.setattr(launch, "empty_like", torch.zeros_like)  # unwritten elements are not NaN
     draw, T = random.Random(1), 40
     for longest in (1, 1, 5, 17, 25, 40, 60):
-        tensors = made((T,), 2, 16, device=device, kv_heads=draw.choice((1, 2)))
+        tensors = draw_qkv(T, 2, 16, device=device, kv_heads=draw.choice((1, 2)))
         ends = [draw.choice((draw.randint(0, T), draw.randint(-9, 60), 1 << 40, -1 << 40)) for _ in range(4)]
         ends = [3, 10, 20, 35] if longest == 17 else sorted(ends) if ascending else ends
         inside = [min(max(end, 0), T) for end in ends]

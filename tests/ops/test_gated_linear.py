@@ -1,6 +1,5 @@
 """The registered ops of gated linear layers, and what a gated MLP makes of its layers, on both backends."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
