@@ -34,13 +34,18 @@ class Recorder(TorchDispatchMode):
 def recorded(device):
     """Return (op, arguments) of every kind of call, in inference and in training, with and without autocast and the
     optional tensors."""
-    rms_norm = {"norm": "rms", "bias": None}
-    runs = [(name, {}) for name in ROWS] + [("add_layer_norm", rms_norm)]
+    of_a_sum = {"norm": "rms", "bias": None}, {"layer_scale": None}
+    runs = [(name, {}) for name in ROWS] + [("add_layer_norm", changes) for changes in of_a_sum]
     with ops.use_backend("aten"), Recorder() as recorder:
         for name, changes in runs:
             tensors = made(name, 2, 6, device) | changes
             fewer = tensors | dict.fromkeys(tensors.keys() & OPTIONAL)
-            for given, autocast, training in ((tensors, False, False), (tensors, False, True), (fewer, True, True)):
+            for given, autocast, training in (
+                (tensors, False, False),
+                (tensors, False, True),
+                (tensors, True, True),
+                (fewer, False, True),
+            ):
                 with torch.autocast(device.type, torch.bfloat16, enabled=autocast), torch.set_grad_enabled(training):
                     outputs = outputs_of(function(name)(**given))
                 if training:
