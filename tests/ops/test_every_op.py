@@ -76,8 +76,11 @@ PARAMETER_LAYOUTS = {
 }
 
 
+WITH_LAYOUTS = [name for name in FORMULAS if not name.startswith("attention")]
+
+
 @pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+@pytest.mark.parametrize("name", [*WITH_LAYOUTS, "dropout"])
 def test_layouts_of_tokens(name, layout, backend, device):
     """The first tensor of tokens has the layout, then all others have it and the gradients of the outputs."""
     tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
@@ -90,7 +93,7 @@ def test_layouts_of_tokens(name, layout, backend, device):
 
 
 @pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+@pytest.mark.parametrize("name", [*WITH_LAYOUTS, "mlp dropout"])
 def test_layouts_of_parameters(name, layout, backend, device):
     arrange = PARAMETER_LAYOUTS[layout]
     tensors = {k: arrange(t) if t.dim() < 3 or k == "weight" else t for k, t in made(name, 3, 6, device).items()}
