@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -170,3 +170,12 @@ def of_a_kind(draw: st.DrawFn, found: Case, bias: str = "norm_bias") -> Case:
     norm = draw(st.sampled_from(["layer", "rms"]))
     without = {bias: None} if norm == "rms" or draw(st.booleans()) else {}
     return Case(found.tensors | without, found.result, found.options | {"norm": norm})
+
+
+def without_equal_rows(found: Case, *names: str) -> Case:
+    """Make those of the tensors contiguous that were expanded along the first dimension."""
+    for name in names:
+        t = found.tensors.get(name)
+        if t is not None and t.layout == "expanded":
+            found.tensors[name] = replace(t, layout="contiguous")
+    return found

@@ -13,12 +13,21 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+Builder = interpreter.InterpreterBuilder
+
 
 def install() -> None:
-    builder = interpreter.InterpreterBuilder
-    if getattr(builder.create_dot, "widens_bfloat16", False):
+    """Replace the functions, once for a process."""
+    if getattr(Builder.create_dot, "widens_bfloat16", False):
         return
-    plain = builder.create_dot
+    _install_dot()
+    _install_extrema()
+    _install_casts()
+    interpreter.ReduceOps.sum = _widened_sum
+
+
+def _install_dot() -> None:
+    plain = Builder.create_dot
 
     def widen(handle: interpreter.TensorHandle, tf32: bool) -> np.ndarray:
         data = handle.data
@@ -36,42 +45,42 @@ def install() -> None:
         return interpreter.TensorHandle(total.astype(acc.data.dtype), acc.dtype.scalar)
 
     create_dot.widens_bfloat16 = True
-    builder.create_dot = create_dot
-    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
-    propagate = builder.create_clampf
+    Builder.create_dot = create_dot
+
+
+def _install_extrema() -> None:
+    Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    propagate, plain_binary = Builder.create_clampf, Builder.binary_op
 
     def create_clampf(self, x, low, high, propagate_nan):
         if propagate_nan == tl.PropagateNan.ALL:
             return propagate(self, x, low, high, propagate_nan)
         return self.create_minnumf(self.create_maxnumf(x, low), high)
 
-    builder.create_clampf = create_clampf
+    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
+        found = plain_binary(self, a, b, op)
+        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else found
 
-    plain_convert = interpreter._convert_float
+    Builder.create_clampf, Builder.binary_op = create_clampf, binary_op
+
+
+def _install_casts() -> None:
+    plain = interpreter._convert_float
 
     def convert_float(x: np.ndarray, source: Any, target: Any, rounding_mode: Any) -> np.ndarray:
         if (source, target) == (tl.bfloat16, tl.float32):
             return x.view(np.uint16).astype(np.uint32) << 16
         if (source, target) != (tl.float32, tl.bfloat16):
-            return plain_convert(x, source, target, rounding_mode)
+            return plain(x, source, target, rounding_mode)
         bits = x.view(np.uint32)
         nearest_even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
         return np.where(np.isnan(x.view(np.float32)), (bits >> 16) | 0x40, nearest_even).astype(np.uint16)
 
     interpreter._convert_float = convert_float
 
-    def widened_sum(self: Any, x: Any) -> Any:
-        data = x.handle.data
-        wide = np.float64 if x.dtype.is_floating() else None
-        return self.to_tensor(np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=wide), x.dtype)
 
-    interpreter.ReduceOps.sum = widened_sum
-
-    plain_binary = builder.binary_op
-
-    def binary_op(self: Any, a: Any, b: Any, op: Any) -> Any:
-        found = plain_binary(self, a, b, op)
-        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else found
-
-    builder.binary_op = binary_op
+def _widened_sum(self: Any, x: Any) -> Any:
+    data = x.handle.data
+    wide = np.float64 if x.dtype.is_floating() else None
+    return self.to_tensor(np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=wide), x.dtype)

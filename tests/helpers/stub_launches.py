@@ -6,12 +6,10 @@ tests/runtime/test_launch.py runs it. A function without an underscore is a chec
 """
 
 import gc
-import json
 import random
 import re
 import sys
 import threading
-import traceback
 import warnings
 import weakref
 from pathlib import Path
@@ -22,19 +20,16 @@ import pytest
 import torch
 import triton
 from op_cases import ROWS, function, made, outputs_of
+from stub_checks import DTYPES, hooked, one_kernel, run_checks
 from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.codegen.launches import recording
 from benchmarks.codegen.stub_driver import stub_gpu
-from benchmarks.gpu.tables import works
 from fastvit import ops
-from fastvit.kernels import _tuned
 from fastvit.kernels.layer_norm import layer_norm_fwd_kernel
 from fastvit.ops.runtime import dispatch, plans
 from fastvit.ops.runtime import launch as runtime_launch
 from fastvit.ops.runtime.launch import launching
-from fastvit.tuning.tuner import using
 
 OPS = torch.ops.fastvit
 KERNELS = {
@@ -42,7 +37,6 @@ KERNELS = {
     for path in sorted((Path(__file__).parents[2] / "kernels").glob("*.py"))
     for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # ---- random calls: every op of the table, with and without its optional tensors, of all alignments and strides ----
@@ -120,140 +114,50 @@ def the_same_binary_as_triton_and_the_same_arguments():
     assert 0.02 * total < direct < 0.98 * total, (direct, total)
 
 
-NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
-
-
-def _wide(name, tokens, dtype=torch.bfloat16):
-    """Draw tensors for which MLPs run our kernels: hidden sizes are multiples of 16."""
-    return made(name, 2, tokens, torch.device("cpu"), dtype, hidden=64, gated=32)
-
-
-def _shifted(draw, tensors):
-    """Return contiguous copies at addresses of several alignments."""
-    found = {}
-    for name, t in tensors.items():
-        shift = draw.choice((0, 0, 0, 1, 2, 4, 8))
-        flat = torch.zeros(t.numel() + shift, dtype=t.dtype)
-        found[name] = flat[shift:].view(t.shape).requires_grad_(t.requires_grad)
-    return found
-
-
-def _launched(gpu, op, tensors):
-    """Return binaries, grids and numbers of a training step."""
-    gpu.launches.clear()
-    out = op(**tensors)
-    torch.autograd.backward(out, torch.ones_like(out))
-    found = []
-    for step in gpu.launches:
-        passed = [a for i, a in enumerate(step.arguments) if i not in step.kernel.src.fn.constexprs]
-        numbers = [a for a in passed if isinstance(a, int | float) and abs(a) < 1 << 24 and a != 0]  # no addresses
-        found.append((step.kernel, step.grid, numbers))
-    return found
-
-
-def planned_calls_launch_what_others_do():
-    """Whether their plans were made for aligned tensors or for others."""
-    draw = random.Random(0)
-    seen = direct = 0
-    with stub_gpu() as gpu:
-        for _ in range(150):
-            name, dtype, tokens = draw.choice(NODES), draw.choice(DTYPES), draw.choice((2, 16, 17, 197))
-            op, tensors = function(name), _wide(name, tokens, dtype)
-            _launched(gpu, op, tensors if draw.random() < 0.5 else _shifted(draw, tensors))
-            tensors = _shifted(draw, tensors)
-            with mock.patch.object(plans, "_kept", {}):
-                want = _launched(gpu, op, tensors)
-            with (
-                mock.patch.object(plans, "_Again", side_effect=plans._Again) as again,
-                mock.patch.object(runtime_launch, "launch", side_effect=runtime_launch.launch) as launch,
-            ):
-                got = _launched(gpu, op, tensors)
-            assert got == want, f"{name} of {tokens} tokens in {dtype}: {got}, wanted {want}"
-            seen, direct = seen + again.call_count, direct + len(got) - launch.call_count
-    assert seen > 200, seen
-    assert direct > 300, direct
-
-
-def planned_calls_differ_by_which_tensors_are_there():
-    """A scale instead of a bias, with the same signature."""
-    with stub_gpu() as gpu:
-        op, tensors = function("layer_norm_mlp gelu"), _wide("layer_norm_mlp gelu", 16)
-        without = [{**tensors, name: None} for name in ("fc2_bias", "layer_scale")]
-        with mock.patch.object(plans, "_kept", {}):
-            want = _launched(gpu, op, without[1])
-        for given in (without[0], without[0], without[1]):
-            got = _launched(gpu, op, given)
-        assert got == want, f"{got}, wanted {want}"
-
-
-def _norm(rows=4):
-    """A call of one kernel."""
-    x, w = torch.zeros(rows, 64), torch.zeros(64)
-    return lambda: ops.layer_norm(x, w, w)
-
-
 def products_and_sums_are_fused_whatever_the_default():
     fusion = mock.patch.dict("os.environ", TRITON_DEFAULT_FP_FUSION="0")
     with stub_gpu() as gpu, torch.no_grad(), fusion:
-        _norm()()
+        one_kernel()()
     assert gpu.compiled[0].metadata.enable_fp_fusion
 
 
 def hooks_see_every_launch():
     seen = []
-    hook = lambda metadata: seen.append(metadata.get())  # noqa: E731
     with stub_gpu() as gpu, torch.no_grad():
-        call = _norm()
+        call = one_kernel()
         call()
-        triton.knobs.runtime.launch_enter_hook.add(hook)
-        try:
+        with hooked(lambda metadata: seen.append(metadata.get())):
             call()
             call()
-        finally:
-            triton.knobs.runtime.launch_enter_hook.remove(hook)
         call()
         assert len(gpu.launches) == 4
         assert len(gpu.compiled) == 1
         assert len(seen) == 2, seen
-        tensors = _wide("layer_norm_mlp gelu", 16)
-        for _ in range(2):  # the second one is planned
-            function("layer_norm_mlp gelu")(**tensors)
-        gpu.launches.clear()
-        triton.knobs.runtime.launch_enter_hook.add(hook)
-        try:
-            function("layer_norm_mlp gelu")(**tensors)
-        finally:
-            triton.knobs.runtime.launch_enter_hook.remove(hook)
-        assert len(seen) == 2 + len(gpu.launches) > 2
 
 
 def a_profiler_reads_names_flops_and_bytes():
     """Every kernel has them, where Proton looks."""
     found = {}
-    hook = lambda metadata: found.update({metadata.get()["name"]: metadata.get()})  # noqa: E731
-    triton.knobs.runtime.launch_enter_hook.add(hook)
-    try:
-        with stub_gpu() as gpu:
-            for dtype in (torch.bfloat16, torch.float32):
-                for name in ROWS:
-                    tensors = made(name, 2, 18, torch.device("cpu"), dtype)
-                    out = function(name)(**tensors)
-                    outs = out if isinstance(out, tuple) else (out,)
-                    torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
-            attention = torch.zeros(3, 197, 12, 64, dtype=torch.bfloat16)
-            OPS.attention_fwd(attention, attention, attention, None, None, 0.125, 0.0)
-            x, w = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
-            OPS.layer_norm_fwd(x, w, w, 1e-6, None)
-            pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
-            OPS.linear_dact(x, torch.zeros(64, 32, dtype=torch.bfloat16), pre, "gelu")
-            gate, fc2 = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(64, 32, dtype=torch.bfloat16)
-            OPS.gated_dact(x, fc2, OPS.gated_act_fwd(x, gate, gate, None, None, "silu")[1], "silu")
-            OPS.patch_embed_fwd(
-                torch.zeros(2, 3, 8, 12), torch.zeros(16, 3, 4, 4), None, None, torch.zeros(1, 16), None
-            )
-            names = {kernel.name for kernel in gpu.compiled}
-    finally:
-        triton.knobs.runtime.launch_enter_hook.remove(hook)
+
+    def hook(metadata):
+        found[metadata.get()["name"]] = metadata.get()
+
+    with hooked(hook), stub_gpu() as gpu:
+        for dtype in (torch.bfloat16, torch.float32):
+            for name in ROWS:
+                tensors = made(name, 2, 18, torch.device("cpu"), dtype)
+                outputs = outputs_of(function(name)(**tensors))
+                torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+        attention = torch.zeros(3, 197, 12, 64, dtype=torch.bfloat16)
+        OPS.attention_fwd(attention, attention, attention, None, None, 0.125, 0.0)
+        x, w = torch.zeros(6, 64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+        OPS.layer_norm_fwd(x, w, w, 1e-6, None)
+        pre = OPS.linear_fwd(x, torch.zeros(32, 64, dtype=torch.bfloat16), None, "gelu")
+        OPS.linear_dact(x, torch.zeros(64, 32, dtype=torch.bfloat16), pre, "gelu")
+        gate, fc2 = torch.zeros(32, 64, dtype=torch.bfloat16), torch.zeros(64, 32, dtype=torch.bfloat16)
+        OPS.gated_dact(x, fc2, OPS.gated_act_fwd(x, gate, gate, None, None, "silu")[1], "silu")
+        OPS.patch_embed_fwd(torch.zeros(2, 3, 8, 12), torch.zeros(16, 3, 4, 4), None, None, torch.zeros(1, 16), None)
+        names = {kernel.name for kernel in gpu.compiled}
     assert {name.split()[0] for name in found} == names == KERNELS
     norm = found["layer_norm_fwd_kernel M6 D64 bfloat16"]
     assert norm["bytes"] == 2 * (2 * 6 * 64 + 2 * 64) + 4 * 2 * 6
@@ -303,14 +207,14 @@ def an_error_that_is_not_the_compiler_s_is_raised():
 
     raised = pytest.raises(RuntimeError, match="illegal memory access")
     with stub_gpu(), mock.patch.object(triton.compiler, "compile", broken), torch.no_grad(), raised:
-        _norm()()
+        one_kernel()()
 
 
 def unknown_versions_and_amd_stay_with_triton():
     for target, known in ((GPUTarget("cuda", 90, 32), False), (GPUTarget("hip", "gfx942", 64), True)):
         with stub_gpu(target) as gpu, mock.patch.object(runtime_launch, "_DIRECT", known), torch.no_grad():
             with mock.patch.object(runtime_launch, "_by_triton", side_effect=runtime_launch._by_triton) as by_triton:
-                call = _norm()
+                call = one_kernel()
                 for _ in range(3):
                     call()
             assert by_triton.call_count == len(gpu.launches) == 3
@@ -333,7 +237,7 @@ def a_kernel_has_one_key_whichever_is_the_first():
 
 def threads_compile_once():
     with stub_gpu() as gpu, torch.no_grad():
-        calls = [_norm(rows) for rows in range(2, 12)]
+        calls = [one_kernel(rows) for rows in range(2, 12)]
         barrier = threading.Barrier(8)
 
         def work():
@@ -354,41 +258,10 @@ def threads_compile_once():
         assert len(gpu.compiled) == alone
 
 
-def the_tuner_reaches_every_choice_of_a_gemm():
-    """For few rows and many, with every epilogue, forward and backward."""
-    asked = set()
-    with recording("sm_90"):
-        for work in works():
-            if work.table == "use_triton_gemm":
-                with using({}):
-                    run = work.build(torch.device("meta"))
-                with using({}) as keys:
-                    run()
-                asked |= {key for _, table, key in keys if table == work.table}
-    rows = {(197 * B).bit_length() for B in (1, 32, 256)}
-    for D in (384, 768, 1024, 1280):
-        for m in rows:
-            assert {(m, 4 * D, D, 2, 0), (m, D, 4 * D, 2, 0), (m, D, D, 2, 0), (m, 4 * D, D, 2, 1)} <= asked, (D, m)
-
-
-def a_measured_choice_replaces_a_plan():
-    choice = {"block_rows": 1, "num_warps": 1, "programs_per_sm": 2, "num_stages": 1}
-    with stub_gpu() as gpu, torch.no_grad():
-        call = _norm()
-        call()
-        with using({("layer_norm", (64, 0)): tuple(choice[name] for name in _tuned.FIELDS["layer_norm"])}):
-            call()
-        call()
-    shipped, measured, again = (launched.kernel for launched in gpu.launches)
-    assert measured.metadata.num_warps == 1
-    assert shipped.metadata.num_warps != 1
-    assert again is shipped
-
-
 def a_kernel_that_is_called_is_held():
     """Also after Triton has forgotten it: a binary is unloaded with its last reference."""
     with stub_gpu(records=False) as gpu, torch.no_grad():
-        _norm()()
+        one_kernel()()
         kernel = weakref.ref(gpu.compiled.pop())
         layer_norm_fwd_kernel.device_caches.clear()
         gc.collect()
@@ -402,21 +275,9 @@ def a_kernel_that_is_called_is_held():
 def many_shapes_do_not_pile_up():
     with stub_gpu(records=False), mock.patch.object(runtime_launch, "_MOST", 8), torch.no_grad():
         for rows in range(1, 40):
-            _norm(rows)()
+            one_kernel(rows)()
             assert len(runtime_launch._compiled) <= 8
 
 
-def main():
-    results = {}
-    for name, check in list(globals().items()):
-        if name[0] != "_" and getattr(check, "__module__", "") == "__main__" and callable(check) and name != "main":
-            try:
-                check()
-                results[name] = ""
-            except Exception:
-                results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main()
+    run_checks(globals())

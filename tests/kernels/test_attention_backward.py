@@ -8,9 +8,6 @@ from oracle import GRADIENT, assert_as_accurate, inputs
 
 pytest.importorskip("triton")
 
-import triton
-from dropout_mask import mask_kernel
-
 from fastvit.kernels import _attention_configs, _configs
 from fastvit.ops.attention.launch import attention_fwd as launch_forward
 from fastvit.ops.attention.launch import launch_backward
@@ -35,38 +32,27 @@ def kernels(request, monkeypatch):
     return request.param
 
 
-def dropout_mask(B, H, N, seed, dropout_p):
-    """Return what the forward pass multiplies P by: (B, H, N, N) float32 of 0 and 1 / (1 - p)."""
-    size = triton.next_power_of_2(N)
-    keep = torch.empty(B * H, size, size, dtype=torch.int8, device=seed.device)
-    mask_kernel[(B * H,)](seed, keep, dropout_p, N=size)
-    return keep[:, :N, :N].float().view(B, H, N, N) / (1 - dropout_p)
-
-
-def autograd(q, k, v, do, scale, mask, dtype):
+def autograd(q, k, v, do, scale, dtype):
     leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-    return torch.autograd.grad(attention(*leaves, scale=scale, factors=mask), leaves, do.to(dtype))
+    return torch.autograd.grad(attention(*leaves, scale=scale), leaves, do.to(dtype))
 
 
-def fused(q, k, v, do, scale, seed=None, dropout_p=0.0):
+def fused(q, k, v, do, scale):
     """Run the forward kernel and return dq, dk, dv of the backward kernels."""
-    o, lse = launch_forward(q, k, v, None, seed, scale, dropout_p)
+    o, lse = launch_forward(q, k, v, None, None, scale, 0.0)
     B, N, H, d = q.shape
     frame = torch.full((B * N * 3 * H * d + 2 * MARGIN,), torch.nan, dtype=q.dtype, device=q.device)
     packed = frame[MARGIN:-MARGIN].view(B, N, 3, H, d)
-    launch_backward(do, q, k, v, None, o, lse, seed, scale, dropout_p, *packed.unbind(2))
+    launch_backward(do, q, k, v, None, o, lse, None, scale, 0.0, *packed.unbind(2))
     assert frame[:MARGIN].isnan().all(), "written before the gradients"
     assert frame[-MARGIN:].isnan().all(), "written after the gradients"
     return packed.unbind(2)
 
 
-def check(q, k, v, do, *, scale=None, seed=None, dropout_p=0.0):
-    B, N, H, d = q.shape
-    scale = d**-0.5 if scale is None else scale
-    mask = None if seed is None else dropout_mask(B, H, N, seed, dropout_p)
-    got = fused(q, k, v, do, scale, seed, dropout_p)
-    eager = autograd(q, k, v, do, scale, mask, q.dtype)
-    exact = autograd(q, k, v, do, scale, mask, torch.float64)
+def check(q, k, v, do, *, scale=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    got = fused(q, k, v, do, scale)
+    eager, exact = (autograd(q, k, v, do, scale, dtype) for dtype in (q.dtype, torch.float64))
     for name, *triple in zip(("dq", "dk", "dv"), got, eager, exact, strict=True):
         assert_as_accurate(*triple, factor=GRADIENT, what=name)
 
@@ -115,11 +101,11 @@ def test_large_scores_in_float32(kernels, device):
     q, k, v, do = packed_inputs("large", 1, 69, 2, 32, torch.float32, device)
     scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.5
     relative = 4 * 2.0**-24 * float(scores.abs().max()) / math.log(2)
-    exact = autograd(q, k, v, do, 0.5, None, torch.float64)
-    terms = autograd(q, k, v.abs(), do.abs(), 0.5, None, torch.float64)[2].amax()  # of |P^T| |dO|
+    exact = autograd(q, k, v, do, 0.5, torch.float64)
+    terms = autograd(q, k, v.abs(), do.abs(), 0.5, torch.float64)[2].amax()  # of |P^T| |dO|
     got = fused(q, k, v, do, 0.5)
     assert float((got[2] - exact[2]).abs().max()) <= relative * float(terms)
-    eager = autograd(q, k, v, do, 0.5, None, torch.float32)
+    eager = autograd(q, k, v, do, 0.5, torch.float32)
     for name, *triple in zip(("dq", "dk"), got[:2], eager[:2], exact[:2], strict=True):
         assert_as_accurate(*triple, factor=GRADIENT, what=name)
 
@@ -147,11 +133,6 @@ def test_unaligned_strides_and_strides_of_dimensions_of_one_element(kernels, dev
     do = inputs("normal", 1, 18, 1, 24, dtype=torch.float16, device=device, seed=1)
     check(q, k, v, do)
     check(*(t.as_strided(t.shape, (3331333, t.stride(1), 99990001, 1)) for t in (q, k, v)), do)
-
-
-def test_dropout_uses_the_mask_of_the_forward(kernels, device):
-    seed = torch.tensor([1234567890123], device=device)
-    check(*packed_inputs("normal", 2, 66, 2, 16, torch.float32, device), seed=seed, dropout_p=0.3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -1,5 +1,5 @@
-"""Every GPU gets launch configurations that fit it: those of a target that is compiled and judged (test_targets.py), or
-a clear word that there are no kernels for it."""
+"""Launch configurations: every GPU gets those of a target that is compiled and judged (test_targets.py), or a clear
+word that there are no kernels for it; tiles fit the shared memory and the shapes."""
 
 from dataclasses import astuple
 
@@ -17,6 +17,7 @@ LIKE = {
     "sm_120": ["sm_86", "sm_89", "sm_121"],
     "gfx942": ["gfx90a", "gfx950", "gfx1100", "gfx1201"],
 }
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_120": 99 * 1024, "gfx942": 64 * 1024}
 TOO_OLD = ("sm_50", "sm_61", "sm_70", "sm_75")
 
 
@@ -71,3 +72,53 @@ def test_at_most_thirty_rows_of_tiles():
     rows = [row for table in (tables._FORWARD, tables._DQ, tables._DKDV, tables._PLAIN) for row in table.values()]
     short = [*tables._SHORT_FORWARD.values(), tables._SHORT_BACKWARD]
     assert sum(map(len, [*rows, *short])) <= 30
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_tiles_of_linear_layers_fit(arch):
+    for m in (1, 100, 50_432):
+        for n, k in ((3072, 768), (768, 3072)):
+            for itemsize in (2, 4):
+                config = _configs.gemm(m, n, k, itemsize, arch)
+                assert config.block_m >= 64, "wgmma takes 64 rows"
+                assert config.block_k * itemsize <= 128
+                stages = config.num_stages if arch.startswith("sm") else 1
+                assert (config.block_m + config.block_n) * config.block_k * itemsize * stages <= SHARED_MEMORY[arch]
+                assert _configs.use_triton_gemm(m, n, k, itemsize, False) == (itemsize == 2)
+            assert not _configs.use_triton_gemm(m, n, 588, 2, False), "rows of 1176 bytes have no 16-byte accesses"
+
+
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize(("itemsize", "loaded"), [(2, 2), (2, 4), (4, 4)])
+def test_tiles_of_patch_embeddings_fit(itemsize, loaded, arch):
+    options = {"itemsize": itemsize, "loaded": loaded, "arch": arch, "multiprocessors": 132}
+    for m in (1, 100, 25216, 10**6):
+        for k in (588, 768):
+            for shape, split in (((m, 768, k), False), ((768, k, m), True)):
+                config = _configs.patch_embed(*shape, **options, split=split)
+                tiles = (config.block_m + config.block_n) * config.block_k
+                assert tiles * loaded * config.num_stages <= SHARED_MEMORY[arch]
+                assert 1 <= config.splits <= (max(m // 256, 1) if split else 1)
+
+
+@pytest.mark.parametrize("largest", [16, 64, 128])
+def test_key_chunks(largest):
+    for n in range(3 * largest + 1):
+        chunks = _attention_configs.key_chunks(n, largest, 3)
+        used = [c for c in chunks if c]
+        assert all(c & (c - 1) == 0 and 16 <= c <= largest for c in used)
+        assert used == sorted(used, reverse=True)
+        assert chunks == (*used, *[0] * (3 - len(used)))
+        assert sum(used) >= n
+        assert sum(used[:-1]) < max(n, 1), "only the last chunk is masked"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])
+@pytest.mark.parametrize("d", [64, 80])
+def test_last_tile_is_not_mostly_empty(arch, d):
+    for n in (17, 64, 65, 129, 197, 257, 300, 385, 577, 1025):
+        forward = _attention_configs.attention_fwd(n, d, 2, False, arch)
+        dq = _attention_configs.attention_bwd_dq(n, d, 2, False, arch, False)
+        dkdv = _attention_configs.attention_bwd_dkdv(n, d, 2, False, arch, False)
+        for rows in (forward.block_m, dq.block_m, dkdv.block_n):
+            assert -(-n // rows) * rows <= 1.1 * -(-n // 64) * 64

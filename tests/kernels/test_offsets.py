@@ -170,13 +170,23 @@ def test_linear(dtype, device):
     check(linear, [(70, 16), (24, 16), (70, 24), (70, 24)], (2,), 0, 1 << 26, dtype, device)
 
 
-def test_pre_activation(device):
-    def activation_backward(dy, weight, pre):
-        return torch.ops.fastvit.linear_dact(dy, weight, pre, "gelu")[0]
+OPS = torch.ops.fastvit
 
-    dy, weight, pre = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in ((70, 16), (16, 24), (70, 24)))
-    got = activation_backward(dy, weight, far_apart(pre, 0, 1 << 26))
-    assert torch.equal(got, activation_backward(dy, weight, pre))
+
+@pytest.mark.parametrize(
+    ("width", "call"),
+    [
+        (24, lambda dy, weight, pre, dh: OPS.linear_dact(dy, weight, pre, "gelu")[0]),
+        (48, lambda dy, weight, pre, dh: OPS.gated_dact(dy, weight, pre, "gelu")[0]),
+        (48, lambda dy, weight, pre, dh: OPS.gated_act_bwd(dh, pre, "gelu")[0]),
+        (48, lambda dy, weight, pre, dh: OPS.gated_act(pre, "gelu")),
+    ],
+    ids=["linear_dact", "gated_dact", "gated_act_bwd", "gated_act"],
+)
+def test_pre_activation(width, call, device):
+    shapes = (70, 16), (16, 24), (70, width), (70, 24)
+    dy, weight, pre, dh = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in shapes)
+    assert torch.equal(call(dy, weight, far_apart(pre, 0, 1 << 26), dh), call(dy, weight, pre, dh))
 
 
 @HEADS
@@ -209,18 +219,6 @@ def test_gated_mlp(dtype, device):
     check(mlp, shapes, (0, 4), 0, FAR, dtype, device)
     for weight in (1, 2):
         check(mlp, shapes, (weight,), 0, 1 << 22, dtype, device)
-
-
-def test_gate_and_value(device):
-    shapes = (70, 16), (16, 24), (70, 48), (70, 24)
-    dy, weight, pre, dh = (torch.randn(s, dtype=torch.bfloat16, device=device) for s in shapes)
-    far = far_apart(pre, 0, 1 << 26)
-    for call in (
-        lambda pre: torch.ops.fastvit.gated_dact(dy, weight, pre, "gelu")[0],
-        lambda pre: torch.ops.fastvit.gated_act_bwd(dh, pre, "gelu")[0],
-        lambda pre: torch.ops.fastvit.gated_act(pre, "gelu"),
-    ):
-        assert torch.equal(call(far), call(pre))
 
 
 def test_dropout(device):

@@ -29,8 +29,6 @@ from typing import Any
 import pytest
 from compiling import needs_triton, python
 
-from benchmarks.codegen import accesses, sass
-
 ROOT = Path(__file__).parents[2]
 FULL = os.environ.get("FASTVIT_TARGETS", "quick") == "all"
 FIRST_TIER = ("sm_80", "sm_90")
@@ -215,7 +213,7 @@ def test_gelu_meets_its_goal() -> None:
     assert derivative <= 18
 
 
-# ---- the instruments ----
+# ---- the report's own faults; what reads listings: test_listings.py ----
 
 BAD_KERNELS = """
 import dataclasses
@@ -276,143 +274,3 @@ def test_bad_kernels_are_seen(tmp_path: Path) -> None:
     assert any("unasked" in problem for problem in unasked)
     assert (waiting, ahead) == (["a loop that waits for the loads which it has just issued"], [])
     assert second == [[], [], [], ["72 bytes of spills per thread"]]
-
-
-def test_spills_in_a_loop_are_counted() -> None:
-    loop = ".L_x_0:\n" + "".join(
-        f"        /*0010*/                   {text} ;\n"
-        for text in ("LDL R8, [R1+0x30]", "STL [R1+0x40], R214", "LDL.LU R21, [R1]", "LDS R2, [R3]")
-    )
-    listing = sass.parse(f"{loop}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n")
-    assert (listing.hot_loop.spilled, listing.hot_loop.slots) == (3, 5)
-
-
-LISTING = """
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_0:
-        /*0010*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64], P1 ;
-.L_x_1:
-        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
-        /*0030*/              @!P0 BRA `(.L_x_1) ;
-        /*0040*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0050*/               @P2 BRA `(.L_x_3) ;
-.L_x_2:
-        /*0060*/                   FFMA R3, R4, R5, R6 ;
-        /*0070*/                   MUFU.EX2 R3, R3 ;
-        /*0080*/              @!P1 BRA `(.L_x_0) ;
-        /*0090*/                   STG.E.128 desc[UR20][R2.64], R4 ;
-        /*00a0*/                   EXIT ;
-.L_x_3:
-        /*00b0*/                   IMAD.MOV.U32 R3, RZ, RZ, R4 ;
-        /*00c0*/                   BRA `(.L_x_2) ;
-"""
-
-
-def test_loops_are_found_with_what_lies_out_of_line() -> None:
-    listing = sass.parse(LISTING)
-    assert [loop.slots for loop in listing.loops] == [10, 2]
-    assert [loop.slots for loop in listing.innermost] == [2]
-    hot = listing.hot_loop
-    assert hot.slots == 10
-    assert hot.tensor == {"HGMMA.64x64x16.F32.BF16": 1}
-    assert hot.mix == {"BRA": 4, "LDGSTS": 1, "SYNCS": 1, "HGMMA": 1, "FFMA": 1, "MUFU": 1, "IMAD": 1}
-    assert hot.macs_per_thread == 64 * 64 * 16 / 128
-    assert not hot.one_by_one
-    assert listing.whole.slots == 13
-
-
-def test_a_loop_that_is_left_by_a_call_is_inside_the_one_around_it() -> None:
-    """The outer loop's loads are the inner one's first: nothing waits for them but the inner loop."""
-    matmul = "/*0010*/ HMMA.16816.F32.BF16 R72, R28, R52, R72 ;"
-    listing = sass.parse(f"""
-.L_x_0:
-        {matmul}
-        /*0020*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;
-        /*0030*/                   LDGDEPBAR ;
-.L_x_1:
-        /*0040*/                   DEPBAR.LE SB0, 0x1 ;
-        {matmul}
-        /*0050*/                   LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;
-        /*0060*/                   LDGDEPBAR ;
-        /*0070*/               @P3 CALL.REL.NOINC `(.L_x_2) ;
-        /*0080*/                   BRA `(.L_x_1) ;
-.L_x_2:
-        /*0090*/                   DEPBAR.LE SB0, 0x0 ;
-        /*00a0*/              @!P1 BRA `(.L_x_0) ;
-        /*00b0*/                   EXIT ;
-""")
-    assert [loop.slots for loop in listing.loops] == [11, 6]
-    assert [loop.slots for loop in listing.hot_loops] == [6]
-    assert listing.hot_loop.loads_in_flight == 1
-
-
-@pytest.mark.parametrize(("left", "expected"), [("0x0", True), ("0x1", False)])
-def test_serialised_wgmma_are_told_from_pipelined_ones(left: str, expected: bool) -> None:
-    step = """
-        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
-        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, LEFT ;
-""".replace("LEFT", left)
-    loop = f".L_x_0:{step * 4}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n"
-    assert sass.parse(loop).hot_loop.one_by_one is expected
-
-
-_WAIT, _LOAD, _MATMUL = (
-    f"        /*0010*/                   {text} ;\n"
-    for text in ("DEPBAR.LE SB0, {}", "LDGSTS.E.BYPASS.128 [R21], desc[UR20][R10.64] ;\n /*0020*/ LDGDEPBAR", "HMMA R3")
-)
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ((_WAIT.format("0x0"), _MATMUL, _LOAD), 0),
-        ((_WAIT.format("0x1"), _MATMUL, _LOAD), 1),
-        ((_WAIT.format("0x1        ?WAIT4_END_GROUP"), _MATMUL, _LOAD), 1),
-        ((_LOAD, _MATMUL, _WAIT.format("0x0")), 1),
-        ((_WAIT.format("0x2"), _MATMUL, _LOAD, _WAIT.format("0x1"), _MATMUL, _LOAD), 1),
-        ((_WAIT.format("0x0"), _MATMUL), None),
-    ],
-)
-def test_loads_in_flight_are_counted(steps: tuple[str, ...], expected: int | None) -> None:
-    loop = (
-        f".L_x_0:\n{''.join(steps)}        /*0030*/              @!P0 BRA `(.L_x_0) ;\n        /*0040*/      EXIT ;\n"
-    )
-    assert sass.parse(loop).hot_loop.loads_in_flight == expected
-
-
-PTX = """
-$L__BB0_0:
-	.loc	1 4 19                          // norm.py:4:19 @[ norm.py:11:52 ]
-	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd4 + 0 ];
-	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
-$L__BB0_1:
-	cp.async.cg.shared.global [ %r31 + 0 ], [ %rd4 + 0 ], 0x10, %r32;
-	.loc	1 7 3                           // norm.py:7:3
-	// begin inline asm
-	.loc	1 8 3                           // norm.py:8:3
-	@%p1 st.global.L1::evict_last.b16 [ %rd4 + 0 ], { %rs1 };
-	// end inline asm
-"""
-
-TTIR = """
-#loc = loc("/somewhere/norm.py":4:19)
-    %x = tt.load %at, %mask, %zero : tensor<64x64x!tt.ptr<bf16>> loc(#loc8)
-    tt.store %at, %y, %mask : tensor<64x!tt.ptr<bf16>> loc(#loc3)
-    %seed = tt.load %seed_ptr : !tt.ptr<i64> loc(#loc1)
-#loc1 = loc("/somewhere/norm.py":11:52)
-#loc3 = loc("/somewhere/norm.py":7:3)
-#loc8 = loc(callsite(#loc9 at #loc1))
-#loc9 = loc("x"(#loc))
-"""
-
-
-def test_accesses_have_width_and_place() -> None:
-    found = accesses.global_accesses(PTX)
-    assert [str(access) for access in found] == [
-        "2 loads of 16 bytes at norm.py:4:19 < norm.py:11:52",
-        "1 store of 2 bytes at norm.py:7:3",
-    ]
-    tiles = accesses.tile_bytes(TTIR)
-    assert tiles == {"norm.py:4:19 < norm.py:11:52": 64 * 64 * 2, "norm.py:7:3": 64 * 2, "norm.py:11:52": 8}
-    assert accesses.narrow(found, tiles, threads=128) == []
-    assert accesses.narrow(found, tiles, threads=8) == [found[1]]

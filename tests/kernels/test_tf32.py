@@ -37,30 +37,23 @@ def assert_bounds(function: Callable[[], Tensor], exact: Tensor, scale: Tensor, 
     assert excess(function, exact, scale, "highest") <= SUM
 
 
-def test_linear(device: torch.device) -> None:
+# Functions of x (70, 100) and w (66, 100) that are x w^T. With relu and positive pre-activations the derivative is 1;
+# with a gate of 1, h is the value and its gradient that of h.
+OPS = torch.ops.fastvit
+MATMULS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": ops.linear,
+    "linear_dact": lambda x, w: OPS.linear_dact(x, w.T.contiguous(), x.new_ones(70, 66), "relu")[0],
+    "gated_fwd": lambda x, w: OPS.gated_fwd(x, torch.zeros_like(w), w, x.new_ones(66), None, "relu"),
+    "gated_act_fwd": lambda x, w: OPS.gated_act_fwd(x, w, w, None, None, "relu")[1][:, :66],
+    "gated_dact": lambda x, w: OPS.gated_dact(x, w.T.contiguous(), x.new_ones(70, 132), "relu")[0][:, 66:],
+}
+
+
+@pytest.mark.parametrize("matmul", MATMULS.values(), ids=MATMULS)
+def test_linear(matmul: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
     x, w = normal(70, 100, seed=1, device=device), normal(66, 100, seed=2, device=device)
     exact, scale = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
-    assert_bounds(lambda: ops.linear(x, w), exact, scale)
-
-
-def test_gradient_of_an_mlp(device: torch.device) -> None:
-    """The registered op of fc2's gradient. With relu and positive pre-activations, the derivative is exactly 1."""
-    dy, w = normal(70, 100, seed=1, device=device), normal(100, 66, seed=2, device=device)
-    pre = torch.ones(70, 66, device=device)
-    exact, scale = dy.double() @ w.double(), dy.double().abs() @ w.double().abs()
-    assert_bounds(lambda: torch.ops.fastvit.linear_dact(dy, w, pre, "relu")[0], exact, scale)
-
-
-def test_a_gate(device: torch.device) -> None:
-    """With a gate of 1, h is the value and its gradient that of h: both forward matmuls, and that of the gradient."""
-    x, w = normal(70, 100, seed=1, device=device), normal(66, 100, seed=2, device=device)
-    exact, scale = x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
-    ones, gated_fwd = torch.ones(66, device=device), torch.ops.fastvit.gated_fwd
-    assert_bounds(lambda: gated_fwd(x, torch.zeros_like(w), w, ones, None, "relu"), exact, scale)
-    gated_act_fwd, gated_dact = torch.ops.fastvit.gated_act_fwd, torch.ops.fastvit.gated_dact
-    assert_bounds(lambda: gated_act_fwd(x, w, w, None, None, "relu")[1][:, :66], exact, scale)
-    pre, fc2 = torch.ones(70, 132, device=device), w.T.contiguous()
-    assert_bounds(lambda: gated_dact(x, fc2, pre, "relu")[0][:, 66:], exact, scale)
+    assert_bounds(lambda: matmul(x, w), exact, scale)
 
 
 def test_patch_embed(device: torch.device) -> None:

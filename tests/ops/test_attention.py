@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from attention_inputs import DTYPES, LAYOUTS
+from attention_inputs import DTYPES, LAYOUTS, draw_qkv, seeded, with_identities
 from op_cases import assert_layout_does_not_matter, tensors_of
-from oracle import assert_as_accurate, assert_op_as_accurate, inputs
+from oracle import assert_op_as_accurate, inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
@@ -34,10 +34,6 @@ def packed(B, N, H, d, dtype=torch.float32, *, device):
     return inputs("normal", B, N, 3, H, d, dtype=dtype, device=device).requires_grad_()
 
 
-def separate(*shape, dtype=torch.float32, device, kind="normal"):
-    return tensors_of(dict.fromkeys("qkv", shape), dtype, device, kind)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_packed(shape, dtype, backend, device):
@@ -47,14 +43,14 @@ def test_packed(shape, dtype, backend, device):
 
 @pytest.mark.parametrize(("shape", "dtype"), LONG, ids=str)
 def test_separate_and_long(shape, dtype, backend, device):
-    assert_op_as_accurate(ops.attention, eager, separate(*shape, dtype=dtype, device=device))
+    assert_op_as_accurate(ops.attention, eager, draw_qkv(*shape, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["integer", "large"])
 def test_inputs(kind, dtype, backend, device):
     """Integer scores are exact at scale 0.5; large ones lie hundreds apart."""
-    tensors = separate(1, 69, 2, 32, dtype=dtype, device=device, kind=kind)
+    tensors = draw_qkv(1, 69, 2, 32, dtype=dtype, device=device, kind=kind)
     assert_op_as_accurate(
         lambda **t: ops.attention(**t, scale=0.5), lambda **t: eager(**t, scale=0.5), tensors, what=kind
     )
@@ -64,7 +60,7 @@ def test_inputs(kind, dtype, backend, device):
 @pytest.mark.parametrize(("d", "scale"), [(32, 0.6), (128, 0.3), (256, 0.3)])
 def test_scores_of_a_deviation_of_several(d, scale, masked, backend, device):
     """Scales that are no power of two round the scores: forward and backward pass must round them alike."""
-    tensors = separate(2, 64 if backend == "aten" else 17, 2, d, device=device)
+    tensors = draw_qkv(2, 64 if backend == "aten" else 17, 2, d, device=device)
     if masked:
         tensors |= tensors_of({"attn_mask": (tensors["q"].shape[1],) * 2}, torch.float32, device)
     assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
@@ -73,12 +69,12 @@ def test_scores_of_a_deviation_of_several(d, scale, masked, backend, device):
 @pytest.mark.parametrize("N", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_many_tokens_as_a_tile_has(dtype, N, triton_backend, device):
-    assert_op_as_accurate(ops.attention, eager, separate(1, N, 1, 128, dtype=dtype, device=device))
+    assert_op_as_accurate(ops.attention, eager, draw_qkv(1, N, 1, 128, dtype=dtype, device=device))
 
 
 def test_more_scores_than_are_held_at_once(device):
     """Where ATen materialises them, as for a strided head dimension: one sample after the other."""
-    tensors = separate(2, 2049, 4, 16, device=device)
+    tensors = draw_qkv(2, 2049, 4, 16, device=device)
     results = []
     for layout in ("packed", "head_dim_strided"):
         leaves = [t.detach().requires_grad_() for t in LAYOUTS[layout](*tensors.values())]
@@ -90,7 +86,7 @@ def test_more_scores_than_are_held_at_once(device):
 def test_lse_and_output_of_the_registered_op(backend, device):
     """Layout and meaning are equal on both paths: (B, H, N) float32, natural logarithm."""
     for N in (9, 50):
-        q, k, v = (t.detach() for t in separate(2, N, 3, 16, device=device).values())
+        q, k, v = (t.detach() for t in draw_qkv(2, N, 3, 16, device=device).values())
         o, lse = registered.attention_fwd(q, k, v, None, None, 0.3, 0.0)
         exact = (q.double().transpose(1, 2) @ k.double().permute(0, 2, 3, 1) * 0.3).logsumexp(-1)
         torch.testing.assert_close(lse, exact.float())
@@ -101,7 +97,7 @@ def test_lse_and_output_of_the_registered_op(backend, device):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=list(LAYOUTS))
 def test_layouts(layout, backend, device):
     """Strided q, k, v and output gradients give what contiguous ones give; on Triton bitwise. Over several tiles."""
-    q, k, v = separate(2, 40, 2, 24, device=device).values()
+    q, k, v = draw_qkv(2, 40, 2, 24, device=device).values()
     strided = dict(zip("qkv", LAYOUTS[layout](q, k, v), strict=True))
     assert_layout_does_not_matter("attention", strided, lambda do: LAYOUTS[layout](do, do, do)[1], backend == "triton")
 
@@ -119,47 +115,25 @@ def test_token_slice_of_a_packed_tensor(backend, device):
     assert dqkv.is_contiguous()
 
 
-def test_packed_equals_separate(backend, device):
-    qkv = packed(1, 37, 2, 40, device=device)
-    o, other = ops.attention_qkvpacked(qkv), ops.attention(*qkv.unbind(2))
-    do = inputs("normal", 1, 37, 2, 40, dtype=torch.float32, device=device, seed=9)
-    assert torch.equal(o, other)
-    (want,), (got,) = (torch.autograd.grad(t, qkv, do) for t in (other, o))
-    assert torch.equal(got, want)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_dropout(dtype, backend, device):
-    """v = identity shows the mask; the backward pass applies the same one."""
+    """The backward pass applies the same mask, and no two heads, samples or seeds have one."""
     N, p = 40, 0.3
-    tensors = separate(2, N, 3, N, dtype=dtype, device=device)
-    tensors["v"] = torch.eye(N, dtype=dtype, device=device)[None, :, None].expand(2, N, 3, N).detach().requires_grad_()
-    torch.manual_seed(7)
-    keep = ops.attention(**tensors, dropout_p=p).detach().transpose(1, 2) != 0
-    mask = keep / (1 - p)
-
-    def fused(q, k, v):
-        torch.manual_seed(7)
-        return ops.attention(q, k, v, dropout_p=p)
-
-    assert_op_as_accurate(fused, lambda q, k, v: eager(q, k, v, factors=mask), tensors)
-
-    n = keep.numel()
-    for share, count in (
-        (keep, n),
-        (keep.float().mean(-1), N),
-        (keep.float().mean(-2), N),
-        (keep.float().mean((2, 3)), N * N),
-    ):
-        assert ((share.float().mean() if count == n else share) - (1 - p)).abs().max() < 5 * math.sqrt(
-            p * (1 - p) / count
-        )
+    tensors, fused = (
+        with_identities(draw_qkv(2, N, 3, N, dtype=dtype, device=device)),
+        seeded(ops.attention, dropout_p=p),
+    )
+    keep = fused(**tensors).detach().transpose(1, 2) != 0
+    assert_op_as_accurate(fused, lambda **t: eager(**t, factors=keep / (1 - p)), tensors)
+    for dims in ((0, 1, 2, 3), (3,), (2,), (2, 3)):
+        count = math.prod(keep.shape[dim] for dim in dims)
+        assert (keep.float().mean(dims) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / count)
     planes = keep.flatten(0, 1)
     assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     torch.manual_seed(8)
     other = ops.attention(**tensors, dropout_p=p).transpose(1, 2) != 0
     agreement = (other == keep).float().mean() - (p * p + (1 - p) ** 2)
-    assert agreement.abs() < 5 * 0.5 / math.sqrt(n)
+    assert agreement.abs() < 5 * 0.5 / math.sqrt(keep.numel())
 
 
 @pytest.mark.parametrize("N", [190, 300])
@@ -193,16 +167,6 @@ def test_nan_stays_in_its_row(backend, device):
         assert ops.attention_qkvpacked(qkv)[0, :, 0].isnan().all()
 
 
-def test_scores_out_of_the_range_of_exp(backend, device):
-    """All scores far below zero: a padded key, whose score is zero, must not enter the maximum. Of gradients, only the
-    kernels' are held to the oracle (test_attention_backward.py): with scores of thousands, the error of PyTorch's own
-    depends on how threads share the rows."""
-    q, k, v = (t.detach() for t in separate(1, 70, 1, 16, device=device).values())
-    q, k = q.abs() * 20, k.abs() * -20
-    exact = eager(q.double(), k.double(), v.double(), scale=1.0)
-    assert_as_accurate(ops.attention(q, k, v, scale=1.0), eager(q, k, v, scale=1.0), exact)
-
-
 @pytest.mark.parametrize("largest", ["first", "last"])
 @pytest.mark.parametrize(("N", "dtype"), [(70, torch.float32), (197, torch.bfloat16), (346, torch.bfloat16)], ids=str)
 def test_one_key_far_above_the_others(N, dtype, largest, backend, device):
@@ -229,7 +193,7 @@ def test_empty(shape, backend, device):
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 def test_scale_that_is_not_positive(scale, backend, device):
     """The forward kernels refuse it; ATen takes it."""
-    tensors = separate(1, 20, 2, 16, device=device)
+    tensors = draw_qkv(1, 20, 2, 16, device=device)
     with ops.use_backend(backend, strict=False):
         assert_op_as_accurate(lambda **t: ops.attention(**t, scale=scale), lambda **t: eager(**t, scale=scale), tensors)
     if backend == "triton":
@@ -255,26 +219,3 @@ def test_flops(device):
     with FlopCounterMode(display=False) as counter:
         (ops.attention_qkvpacked(qkv).sum() + ops.attention(*qkv.unbind(2)).sum()).backward()
     assert counter.get_total_flops() == 2 * 3.5 * 4 * 2 * 3 * 18 * 18 * 16
-
-
-@pytest.mark.parametrize("largest", [16, 64, 128])
-def test_key_chunks(largest):
-    for n in range(3 * largest + 1):
-        chunks = _attention_configs.key_chunks(n, largest, 3)
-        used = [c for c in chunks if c]
-        assert all(c & (c - 1) == 0 and 16 <= c <= largest for c in used)
-        assert used == sorted(used, reverse=True)
-        assert chunks == (*used, *[0] * (3 - len(used)))
-        assert sum(used) >= n
-        assert sum(used[:-1]) < max(n, 1), "only the last chunk is masked"
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])
-@pytest.mark.parametrize("d", [64, 80])
-def test_last_tile_is_not_mostly_empty(arch, d):
-    for n in (17, 64, 65, 129, 197, 257, 300, 385, 577, 1025):
-        forward = _attention_configs.attention_fwd(n, d, 2, False, arch)
-        dq = _attention_configs.attention_bwd_dq(n, d, 2, False, arch, False)
-        dkdv = _attention_configs.attention_bwd_dkdv(n, d, 2, False, arch, False)
-        for rows in (forward.block_m, dq.block_m, dkdv.block_n):
-            assert -(-n // rows) * rows <= 1.1 * -(-n // 64) * 64

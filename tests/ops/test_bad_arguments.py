@@ -52,6 +52,8 @@ MLP = [
     (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
     (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
 ]
+ENDS = torch.tensor([0, 2, 5, 8])
+PAIR = ones(20, D), ones(20, D)
 WANTED = "qkv_weight must have 3 * num_heads"
 HEADS = "head_dim must be a multiple of 8 from 16 to 256, got "
 BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
@@ -100,6 +102,11 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, "weight must have x's dtype", {"weight": ones(D, D).half()}),
         (ValueError, "weight must be (out, in)", {"weight": ones(D)}),
         (ValueError, "bias must have shape", {"bias": ones(40)}),
+        (ValueError, "bias must be one for each weight, or None, got 2 for 3 weights",
+         {"weight": [ones(8, D)] * 3, "bias": [ones(8)] * 2}),
+        (ValueError, "bias must be one for each weight, or None, got 0 for 0 weights", {"weight": (), "bias": None}),
+        (ValueError, "bias[1] must have shape (out,) = (8,)",
+         {"weight": [ones(24, D), ones(8, D)], "bias": [ones(24)] * 2}),
     ],
     "layer_norm_attention": [
         *X,
@@ -142,6 +149,38 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (TypeError, "scale_norm.eps must be a number, got None", {"scale_norm": (ones(32), None, None)}),
     ],
     "mlp gelu": MLP,
+    "mlp swiglu": [
+        (ValueError, "fc1_weight must have 2 * hidden rows, of the gate and of the value, got 41",
+         {"fc1_weight": ones(41, D), "fc1_bias": None}),
+        (ValueError, "fc2_weight must have shape (out, hidden) with hidden = 20", {"fc2_weight": ones(D, 40)}),
+        (ValueError, "fc1_weight must be two of (hidden, in), the gate's and the value's, got (20, 16) and (10, 16)",
+         {"fc1_weight": (ones(20, D), ones(10, D)), "fc1_bias": None}),
+        (TypeError, "fc1_weight must be a tensor, or the gate's and the value's, got tuple of 1",
+         {"fc1_weight": (ones(20, D),)}),
+        (TypeError, "fc1_weight must be a tensor, or the gate's and the value's, got NoneType", {"fc1_weight": None}),
+        (TypeError, "fc1_bias must be one for each of fc1_weight's two, or None, got Tensor", {"fc1_weight": PAIR}),
+        (ValueError, "fc1_bias[1] must have shape (out,) = (20,)",
+         {"fc1_weight": PAIR, "fc1_bias": (None, ones(40))}),
+        (TypeError, "fc1_weight[1] must have x's dtype",
+         {"fc1_weight": (PAIR[0], ones(20, D).half()), "fc1_bias": None}),
+        (TypeError, "inner_norm must be an ops.Norm, got Tensor", {"inner_norm": ones(20)}),
+        (ValueError, "inner_norm.weight must have shape (hidden,) = (20,), got (40,)",
+         {"inner_norm": (ones(40), ones(20), 1e-6)}),
+        (ValueError, "inner_norm.bias must have shape (hidden,) = (20,), got (40,)",
+         {"inner_norm": ops.Norm(ones(20), ones(40))}),
+        (ValueError, "inner_norm.bias must be None for the kind 'rms'",
+         {"inner_norm": ops.Norm(ones(20), ones(20), kind="rms")}),
+        (ValueError, "inner_norm.kind must be one of layer, rms, got 'batch'",
+         {"inner_norm": ops.Norm(ones(20), kind="batch")}),
+        (ValueError, "inner_norm.eps must be finite", {"inner_norm": (ones(20), ones(20), -1.0)}),
+        (ValueError, "inner_norm must be None for the activation 'gelu'",
+         {"inner_norm": (ones(20), ones(20), 1e-6), "activation": "gelu"}),
+        (ValueError, "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, swiglu, geglu, got 'glu'",
+         {"activation": "glu"}),
+        (ValueError, "recompute must be one of none, activation, all, got 'some'", {"recompute": "some"}),
+        (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
+        (ValueError, "residual must have shape (..., out)", {"residual": ones(B, 1, D)}),
+    ],
     "layer_norm_mlp gelu": [*MLP, *NORM],
     "attention": [
         (TypeError, "q must be a tensor", {"q": [1.0]}),
@@ -156,7 +195,37 @@ BAD: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "dropout_p must be in [0, 1), got -0.1", {"dropout_p": -0.1}),
         (ValueError, "scale must be finite", {"scale": math.inf}),
     ],
+    "attention mask": [
+        (ValueError, "k must have q's shape (2, 4, 2, 16), or a divisor of its heads, got (2, 4, 3, 16)",
+         {"k": ones(B, N, 3, D)}),
+        (TypeError, "attn_mask must be a tensor or None, got float", {"attn_mask": 0.0}),
+        (TypeError, "attn_mask must be float32", {"attn_mask": ones(N, N, dtype=torch.long)}),
+        (ValueError, "attn_mask must be broadcastable to (B, H, N, N) = (2, 2, 4, 4)", {"attn_mask": ones(N, 3)}),
+        (ValueError, "attn_mask must be broadcastable", {"attn_mask": ones(3, 1, N, N)}),
+        (ValueError, "attn_mask must be broadcastable", {"attn_mask": ones(1, 2, 2, N, N)}),
+        (ValueError, "attn_mask must be on q's device", {"attn_mask": ones(N, N, device="meta")}),
+    ],
+    "attention_varlen": [
+        (ValueError, "q must have shape (T, H, d)", {"q": ones(B, N, 2, D)}),
+        (ValueError, "k must have q's shape", {"k": ones(B * N, 2, 8)}),
+        (ValueError, "k must have q's shape", {"k": ones(7, 2, D)}),
+        (ValueError, "k must have q's shape", {"q": ones(B * N, 0, D), "k": ones(B * N, 0, D)}),
+        (ValueError, "v must have k's shape", {"v": ones(B * N, 2, D)}),
+        (TypeError, "cu_seqlens must be a tensor of int32 or int64, got list", {"cu_seqlens": [0, 8]}),
+        (TypeError, "cu_seqlens must be a tensor of int32 or int64, got torch.float32", {"cu_seqlens": ones(4)}),
+        (ValueError, "cu_seqlens must have shape (B + 1,)", {"cu_seqlens": ENDS[None]}),
+        (ValueError, "cu_seqlens must have shape (B + 1,)", {"cu_seqlens": ENDS[:1]}),
+        (ValueError, "cu_seqlens must be on q's device", {"cu_seqlens": ENDS.to("meta")}),
+        (ValueError, "cu_seqlens must ascend from 0 to the number of tokens 8", {"cu_seqlens": ENDS[:3]}),
+        (ValueError, "cu_seqlens must ascend", {"cu_seqlens": ENDS[[0, 2, 1, 3]]}),
+        (ValueError, "max_seqlen must be at least the longest sequence's length 5, got 3", {"max_seqlen": 3}),
+        (TypeError, "max_seqlen must be an integer or None", {"max_seqlen": 5.0}),
+        (ValueError, "max_seqlen must be at least 1", {"max_seqlen": 0}),
+        (ValueError, "dropout_p", {"dropout_p": 1.0}),
+        (ValueError, "scale must be finite", {"scale": math.inf}),
+    ],
     "attention_qkvpacked": [
+        (ValueError, "attn_mask must be on qkv's device", {"attn_mask": ones(N, N, device="meta")}),
         (ValueError, HEADS + "264", {"qkv": ones(1, 2, 3, 1, 264)}),
         (ValueError, "qkv must have shape (B, N, 3, H, d)", {"qkv": ones(B, N, 2, D)}),
         (TypeError, "qkv must be float32", {"qkv": ones(B, N, 3, 2, D, dtype=torch.bool)}),
@@ -252,6 +321,6 @@ def test_bad_arguments(
     wrong = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to(device), wrong)
     row = ROWS[name]
     arguments = row.arguments(made(name, B, N, device), **more(name))
-    with pytest.raises(error) as raised:
+    with ops.use_backend("aten"), pytest.raises(error) as raised:  # which checks values of cu_seqlens, too
         getattr(ops, row.op)(**arguments | wrong)
     assert str(raised.value).startswith(message)

@@ -73,15 +73,6 @@ def test_end_of_a_branch(residual_dtype, backend, device):
     assert_as_accurate(got, eager(torch.bfloat16), eager(torch.float64), what="branch")
 
 
-def test_strided_vectors(backend, device):
-    x = torch.randn(6, 24, device=device)
-    seed = torch.tensor([7], device=device)
-    layer_scale, row_scale = torch.randn(24, device=device), torch.randn(3, device=device)
-    want = dropout_op(x, seed, 0.3, layer_scale, row_scale)
-    gaps = [torch.stack([t, torch.full_like(t, torch.nan)], 1)[:, 0] for t in (layer_scale, row_scale)]
-    assert torch.equal(dropout_op(x, seed, 0.3, *gaps), want)
-
-
 def test_nan_is_not_dropped(backend, device):
     """0 * NaN is NaN, in eager too."""
     x = torch.ones(4, 40, device=device)
@@ -116,14 +107,3 @@ def test_any_shape(shape, backend, device):
     assert ((y == 0) | (y == 2)).all()
     (dx,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(dx, y)
-
-
-def test_expanded_and_transposed_gradient(backend, device):
-    x = torch.ones(6, 40, device=device, requires_grad=True)
-    y = ops.dropout(x, 0.5)
-    mask = y.detach()
-    (expanded,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert torch.equal(expanded, mask)
-    dy = inputs("normal", 40, 6, dtype=torch.float32, device=device).t()
-    (transposed,) = torch.autograd.grad(y, x, dy)
-    torch.testing.assert_close(transposed, dy * mask)

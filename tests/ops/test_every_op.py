@@ -1,4 +1,5 @@
-"""Promises of every op, on both backends. Values, layouts and errors are in each op's own file."""
+"""Promises of every op, on both backends. Values, layouts and errors are in each op's own file, registered ops in
+test_registered_ops.py."""
 
 import itertools
 
@@ -18,7 +19,6 @@ from op_cases import (
     wanted,
 )
 from oracle import GRADIENT, assert_as_accurate, inputs
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fastvit import ops
@@ -26,19 +26,17 @@ from fastvit.ops.runtime import dispatch, registry
 from fastvit.study.accuracy import formulas
 
 every_op = pytest.mark.parametrize("name", ROWS)
-of_rows = pytest.mark.parametrize(
-    "name",
-    [
-        "layer_norm",
-        "linear residual",
-        "linear gelu",
-        "layer_norm_linear",
-        "mlp gelu",
-        "layer_norm_mlp gelu",
-        "mlp swiglu",
-        "layer_norm_mlp gated",
-    ],
-)
+OF_ROWS = [
+    "layer_norm",
+    "linear residual",
+    "linear gelu",
+    "layer_norm_linear",
+    "mlp gelu",
+    "layer_norm_mlp gelu",
+    "mlp swiglu",
+    "layer_norm_mlp gated",
+]
+of_rows = pytest.mark.parametrize("name", OF_ROWS)
 with_formula = pytest.mark.parametrize("name", FORMULAS)
 
 
@@ -78,8 +76,11 @@ PARAMETER_LAYOUTS = {
 }
 
 
+WITH_LAYOUTS = [name for name in FORMULAS if not name.startswith("attention")]
+
+
 @pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+@pytest.mark.parametrize("name", [*WITH_LAYOUTS, "dropout"])
 def test_layouts_of_tokens(name, layout, backend, device):
     """The first tensor of tokens has the layout, then all others have it and the gradients of the outputs."""
     tensors, arrange = made(name, 3, 6, device), TOKEN_LAYOUTS[layout]
@@ -92,7 +93,7 @@ def test_layouts_of_tokens(name, layout, backend, device):
 
 
 @pytest.mark.parametrize("layout", PARAMETER_LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in FORMULAS if not name.startswith("attention")])
+@pytest.mark.parametrize("name", [*WITH_LAYOUTS, "mlp dropout"])
 def test_layouts_of_parameters(name, layout, backend, device):
     arrange = PARAMETER_LAYOUTS[layout]
     tensors = {k: arrange(t) if t.dim() < 3 or k == "weight" else t for k, t in made(name, 3, 6, device).items()}
@@ -295,19 +296,7 @@ def test_autocast_follows_eager(name, x_dtype, backend, device):
     assert fused <= GRADIENT * eager
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layer_norm",
-        "linear gelu",
-        "layer_norm_linear",
-        "mlp gelu",
-        "mlp swiglu",
-        "layer_norm_mlp gated",
-        "attention_qkvpacked",
-        "layer_norm_attention",
-    ],
-)
+@pytest.mark.parametrize("name", [*OF_ROWS, "attention_qkvpacked", "layer_norm_attention"])
 def test_vmap(name, device):
     """Every sample by itself; without what is drawn for each sample."""
     tensors = made(name, 2, 18, device)
@@ -374,119 +363,3 @@ def test_an_empty_batch_runs_no_kernel(name, backend, device, monkeypatch):
     assert [o.shape for o in outputs] == [(0, *o.shape[1:]) for o in of_one]
     assert all(torch.equal(gradient, torch.zeros_like(tensors[key])) for key, gradient in gradients.items())
     assert not launched
-
-
-def registered_calls(device):
-    """Return the arguments of registered ops, by the op's name and what is special about the call."""
-    x, image, weight = (
-        inputs("normal", *shape, dtype=torch.float32, device=device).requires_grad_()
-        for shape in ((24, 24), (2, 3, 8, 6), (24, 3, 4, 2))
-    )
-    tokens, q, qkv = x.view(2, 12, 24), x.view(1, 12, 2, 24), x.view(2, 4, 3, 1, 24)
-    v, statistic, per_sample, half = x[0], x[:, :1], x[:2, 0], x.bfloat16()
-    seed, pixels, normalize = torch.tensor([3], device=device), (image.detach() * 50).to(torch.uint8), x[:2, :3]
-    heads, tables = qkv.bfloat16().unbind(2)[:2], (x[None, None, :3], x[None, None, 1:4])  # of one prefix token
-    bias = x[None, None, :12, :12]
-    mask = bias.detach() > 0.0
-    dout, of_token = tokens[:, :8], tokens[..., :1]  # of two prefix tokens and six patches; statistics
-    return {
-        "layer_norm_fwd": (x, v, v, 1e-6, None),
-        "layer_norm_fwd to bfloat16": (x, v, v, 1e-6, torch.bfloat16),
-        "layer_norm_fwd of tokens": (tokens, v, v, 1e-6, None),
-        "layer_norm_fwd rms": (x, v, None, 1e-6, None, True),
-        "layer_norm_fwd without bias": (x, v, None, 1e-6, None),
-        "layer_norm_bwd rms": (x, x, None, statistic, v, x),
-        "layer_norm_bwd_recompute rms": (x, x, None, statistic, v, None, None),
-        "add_layer_norm_fwd rms": (x, x, v, None, v, per_sample, 1e-6, True),
-        "add_layer_norm_bwd rms": (x, x, x, None, statistic, v, x, v, per_sample),
-        "layer_norm_bwd": (x, x, statistic, statistic, v, None),
-        "layer_norm_bwd residual": (x, x, statistic, statistic, v, x),
-        "layer_norm_bwd total": (half, x, statistic, statistic, v, x, per_sample, torch.bfloat16),
-        "layer_norm_bwd_recompute": (x, x, statistic, statistic, v, v, None),
-        "layer_norm_bwd_recompute residual": (x, x, statistic, statistic, v, v, x),
-        "layer_norm_bwd_recompute total": (tokens, tokens, of_token, of_token, v, v, tokens, None, x.dtype),
-        "layer_norm_bwd_recompute total rms": (half, x, None, statistic, v, None, x, per_sample, x.dtype),
-        "add_layer_norm_fwd": (x, x, v, v, None, None, 1e-6),
-        "add_layer_norm_fwd scaled": (x, x, v, v, v, per_sample, 1e-6),
-        "add_layer_norm_bwd": (x, None, x, statistic, statistic, v, x, None, None),
-        "add_layer_norm_bwd scaled": (x, x, x, statistic, statistic, v, x, v, per_sample),
-        "linear_fwd": (x, x, None, "none", None, None, None),
-        "linear_fwd gelu": (x, x, v, "gelu", None, None, None),
-        "linear_fwd of a branch": (x, x, v, "gelu", v, per_sample, x),
-        "linear_fwd wide residual": (half, half, half[0], "gelu", half[0], half[:2, 0], x),
-        "linear_fwd of tokens": (tokens, x, v, "gelu", v, per_sample, tokens),
-        "linear_act_fwd": (x, x, v, "gelu"),
-        "linear_act_fwd of tokens": (tokens, x, None, "silu"),
-        "linear_dact": (x, x, x, "gelu"),
-        "act_bwd": (x, x, "gelu"),
-        "gated_fwd": (x, x, x, None, v, "silu"),
-        "gated_fwd of tokens": (tokens, x[:12], x[12:], v[:12], v[12:], "gelu"),
-        "gated_act_fwd": (x, x, x, v, None, "gelu"),
-        "gated_act_fwd of tokens": (tokens, x[:12], x[12:], None, None, "silu"),
-        "gated_act": (x, "silu"),
-        "gated_act of tokens": (tokens, "gelu"),
-        "gated_act_bwd": (x[:, :12], x, "silu"),
-        "gated_dact": (x, x[:, :12], x, "gelu"),
-        "attention_fwd": (q, q, q, None, None, 0.2, 0.0),
-        "attention_bwd": (q, q, q, q, None, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
-        "attention_fwd mask": (q, q[:, :, :1], q[:, :, :1], mask, None, 0.2, 0.0),
-        "attention_bwd mask": (q, q, q[:, :, :1], q[:, :, :1], mask, q, x[:2, :12].view(1, 2, 12), None, 0.2, 0.0),
-        "attention_bwd_with_mask": (q, q, q, q, bias, q, x.flatten()[:48].view(1, 2, 2, 12), seed, 0.2, 0.3),
-        "attention_bwd_with_mask of one row": (
-            q,
-            q,
-            q[:, :, :1],
-            q[:, :, :1],
-            bias[:, :, :1],
-            q,
-            x.flatten()[:48].view(1, 2, 2, 12),
-            None,
-            0.2,
-            0.0,
-        ),
-        "attention_qkvpacked_fwd": (qkv, None, seed, 0.2, 0.3),
-        "attention_qkvpacked_bwd": (qkv[:, :, 0], qkv, None, qkv[:, :, 1], x[:2, :4].view(2, 1, 4), seed, 0.2, 0.3),
-        "rotary": (tokens.unflatten(-1, (1, 24)), x[None, None, :11], x[None, None, :11], 1, True, False),
-        "rotary transposed": (q, x.view(1, 2, 12, 24), x.view(1, 2, 12, 24), 2, False, True),
-        "rotary of a part": (qkv.flatten(2, 3).bfloat16(), x[None, None, :3], x[None, None, :3], 2, False, False),
-        "qk_norm_fwd": (q, q, v, v, v, v, None, None, 1e-6, False, False),
-        "qk_norm_fwd rms": (*heads, v, None, v, None, *tables, 1e-6, True, True),
-        "qk_norm_bwd": (q, q, q, q, v, v, None, None, 1e-6, False, True, False),
-        "qk_norm_bwd rms": (*heads, *heads, v, v, *tables, 1e-6, True, False, True),
-        "dropout": (half, seed, 0.5),
-        "dropout of a branch": (half, seed, 0.5, v, per_sample, x),
-        "patch_embed_fwd": (image, weight, None, None, None, None),
-        "patch_embed_fwd all": (image, weight, v, x[:6], x[:2], None),
-        "patch_embed_fwd uint8": (pixels, weight, v, x[:6], x[:2], normalize),
-        "patch_embed_bwd_weight": (dout, image, weight, None),
-        "patch_embed_bwd_weight uint8": (dout, pixels, weight, normalize),
-        "patch_embed_bwd_image": (dout, weight, 8, 6, torch.bfloat16),
-    }
-
-
-every_call = pytest.mark.parametrize("name", registered_calls("cpu"))
-
-
-@every_call
-def test_opcheck(name, backend, device):
-    arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, registered_calls(device)[name])
-    torch.library.opcheck(getattr(torch.ops.fastvit, name.split()[0]), arguments)
-
-
-@every_call
-def test_a_registered_op_minds_neither_autocast_nor_autograd(name, backend, device):
-    """It has chosen its dtypes, and its gradient is another op's; an exported program calls it with autograd on."""
-    op, arguments = getattr(torch.ops.fastvit, name.split()[0]), registered_calls(device)[name]
-    with torch.no_grad():
-        want = outputs_of(op(*arguments))
-    for autocast in (False, True):
-        saved = []
-        with (
-            torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t),
-            torch.autocast(device.type, torch.bfloat16, enabled=autocast),
-        ):
-            got = outputs_of(op(*arguments))
-        assert not saved
-        for a, b in zip(want, got, strict=True):
-            assert a.dtype == b.dtype
-            assert torch.equal(a, b)

@@ -1,5 +1,4 @@
-"""Every op with random shapes, dtypes, layouts, left-out arguments and wanted gradients, and the model with random
-arguments and frozen parts, on both backends.
+"""Every op with random shapes, dtypes, layouts, left-out arguments and wanted gradients, on both backends.
 
     FASTVIT_FUZZ=2000 pytest tests/ops/test_fuzz.py -k mlp
 
@@ -8,19 +7,15 @@ becomes an `@example`. How accurate the ops are is for their own tests: the orac
 errors fairly, and here is often one.
 """
 
-import copy
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from models import randomised
 from op_cases import gathered
-from oracle import inputs
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("hypothesis")  # a machine with a GPU may lack it
 from fuzzing import (
@@ -30,19 +25,18 @@ from fuzzing import (
     WIDTH,
     Case,
     Input,
-    assert_right,
     branch,
     case,
-    fuzz,
     fuzzed,
     of_a_kind,
+    without_equal_rows,
 )
-from hypothesis import given
 from hypothesis import strategies as st
 
-from fastvit import VisionTransformer, ops, reference
+from fastvit import ops
 from fastvit.ops.runtime.activations import ACTIVATIONS, GATED
 from fastvit.study.accuracy import formulas
+from fastvit.study.accuracy.cases import arguments
 
 
 @st.composite
@@ -80,62 +74,24 @@ test_linear = fuzzed(linear_cases(), ops.linear, formulas.linear)
 
 
 @st.composite
-def mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
+def mlp_cases(draw: st.DrawFn, norm: bool, gated: bool) -> Case:
+    """Gated: one packed layer or a pair. The input of an inner norm has no rows of one element, and no rows of equal
+    elements, which a value's weight with equal rows would make."""
     leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
-    hidden, out = draw(WIDTH), draw(WIDTH)
-    shapes = {"x": (*leading, D)}
-    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
-    shapes |= {"fc1_weight": (hidden, D), "fc1_bias": (hidden,), "fc2_weight": (out, hidden), "fc2_bias": (out,)}
-    shapes |= branch(leading, out)
-    optional = "fc1_bias fc2_bias layer_scale row_scale residual"
-    found = draw(case(shapes, optional, activation=st.sampled_from(ACTIVATIONS)))
-    return of_a_kind(draw, found) if norm else found
-
-
-RECOMPUTE = st.sampled_from(["none", "activation", "all"])
-
-
-def to_itself(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With x as the residual, where it has the output's shape and there is no other."""
-
-    def run(x: Tensor, residual: Tensor | None, fc2_weight: Tensor, **rest: Any) -> Any:
-        if residual is None and fc2_weight.shape[0] == x.shape[-1]:
-            residual = x
-        return function(x=x, residual=residual, fc2_weight=fc2_weight, **rest)
-
-    return run
-
-
-test_mlp = fuzzed(mlp_cases(norm=False), to_itself(ops.mlp), to_itself(formulas.mlp), recompute=RECOMPUTE)
-test_layer_norm_mlp = fuzzed(
-    mlp_cases(norm=True), to_itself(ops.layer_norm_mlp), to_itself(formulas.layer_norm_mlp), recompute=RECOMPUTE
-)
-
-
-@st.composite
-def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
-    """One packed layer or a pair. The input of an inner norm has no rows of one element, and no rows of equal elements,
-    which a value's weight with equal rows would make."""
-    leading, D = draw(NORMED if norm else LEADING), draw(NORMED_WIDTH if norm else WIDTH)
-    pair, inner = draw(st.booleans()), draw(st.booleans())
+    pair, inner = (draw(st.booleans()) if gated else False for _ in range(2))
     hidden, out = draw(NORMED_WIDTH if inner else WIDTH), draw(WIDTH)
-    shapes = {"x": (*leading, D)}
-    shapes |= {"norm_weight": (D,), "norm_bias": (D,)} if norm else {}
-    if pair:
-        shapes |= {"gate_weight": (hidden, D), "gate_bias": (hidden,), "value_weight": (hidden, D)}
-        shapes |= {"value_bias": (hidden,)}
-    else:
-        shapes |= {"fc1_weight": (2 * hidden, D), "fc1_bias": (2 * hidden,)}
+    layers = {"gate": hidden, "value": hidden} if pair else {"fc1": 2 * hidden if gated else hidden}
+    shapes = {"x": (*leading, D)} | ({"norm_weight": (D,), "norm_bias": (D,)} if norm else {})
+    for layer, rows in layers.items():
+        shapes |= {f"{layer}_weight": (rows, D), f"{layer}_bias": (rows,)}
     shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)} if inner else {}
     shapes |= {"fc2_weight": (out, hidden), "fc2_bias": (out,), **branch(leading, out)}
     optional = "fc1_bias gate_bias value_bias fc2_bias layer_scale row_scale residual"
-    found = draw(case(shapes, optional, activation=st.sampled_from(list(GATED))))
-    for name in ("fc1_weight", "value_weight"):
-        weight = found.tensors.get(name)
-        if inner and weight is not None and weight.layout == "expanded":
-            found.tensors[name] = replace(weight, layout="contiguous")
-    if inner and draw(st.booleans()):  # an RMSNorm
-        found.tensors["inner_bias"] = None
+    found = draw(case(shapes, optional, activation=st.sampled_from([*(GATED if gated else ACTIVATIONS)])))
+    if inner:
+        found = without_equal_rows(found, "fc1_weight", "value_weight")
+        if draw(st.booleans()):  # an RMSNorm
+            found.tensors["inner_bias"] = None
     return of_a_kind(draw, found) if norm else found
 
 
@@ -143,14 +99,28 @@ def gated_mlp_cases(draw: st.DrawFn, norm: bool) -> Case:
 INNER_EPS = 0.1
 
 
-def gated(op: Callable[..., Any]) -> Callable[..., Any]:
-    return to_itself(gathered(op, INNER_EPS))
+def to_itself(op: Callable[..., Any], last_weight: str = "fc2_weight") -> Callable[..., Any]:
+    """With x as the residual, where it has the output's shape and there is no other."""
+    op = gathered(op, INNER_EPS)
+
+    def run(x: Tensor, residual: Tensor | None, **rest: Any) -> Any:
+        if residual is None and rest[last_weight].shape[0] == x.shape[-1]:
+            residual = x
+        return op(x=x, residual=residual, **rest)
+
+    return run
 
 
-test_gated_mlp = fuzzed(gated_mlp_cases(norm=False), gated(ops.mlp), gated(formulas.mlp), recompute=RECOMPUTE)
-test_gated_layer_norm_mlp = fuzzed(
-    gated_mlp_cases(norm=True), gated(ops.layer_norm_mlp), gated(formulas.layer_norm_mlp), recompute=RECOMPUTE
-)
+def fuzzed_mlp(name: str, *, gated: bool) -> Callable[..., None]:
+    calls = (to_itself(getattr(module, name)) for module in (ops, formulas))
+    recompute = st.sampled_from(["none", "activation", "all"])
+    return fuzzed(mlp_cases("norm" in name, gated), *calls, recompute=recompute)
+
+
+test_mlp = fuzzed_mlp("mlp", gated=False)
+test_layer_norm_mlp = fuzzed_mlp("layer_norm_mlp", gated=False)
+test_gated_mlp = fuzzed_mlp("mlp", gated=True)
+test_gated_layer_norm_mlp = fuzzed_mlp("layer_norm_mlp", gated=True)
 
 
 @st.composite
@@ -196,30 +166,24 @@ def layer_norm_attention_cases(draw: st.DrawFn) -> Case:
         dtype, wanted, bias = found.tensors["x"].dtype, draw(st.booleans()), draw(st.booleans())
         after = Input((H * d,), dtype, "contiguous", wanted)
         found.tensors.update({"scale_weight": after, "scale_bias": after if bias else None})
-    for name, t in found.tensors.items():
-        if t is not None and t.layout == "expanded" and name.endswith("qkv_weight"):
-            found.tensors[name] = replace(t, layout="contiguous")
-        if t is not None and name == "1qkv_bias":
-            found.tensors[name] = replace(t, wanted=False)
-    return found
+    if (bias_of_k := found.tensors.get("1qkv_bias")) is not None:
+        found.tensors["1qkv_bias"] = replace(bias_of_k, wanted=False)
+    return without_equal_rows(found, *(f"{layer}_weight" for layer in of_qkv))
 
 
-def of_layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With x as the residual, where it has the output's shape and there is no other."""
+def of_layers(op: Callable[..., Any]) -> Callable[..., Any]:
+    op = to_itself(op, "proj_weight")
 
-    def run(x: Tensor, residual: Tensor | None, proj_weight: Tensor, **rest: Any) -> Any:
-        weight, bias = ([rest.pop(n) for n in list(rest) if n.endswith(f"qkv_{kind}")] for kind in ("weight", "bias"))
-        if residual is None and proj_weight.shape[0] == x.shape[-1]:
-            residual = x
-        return function(x=x, qkv_weight=weight, qkv_bias=bias, proj_weight=proj_weight, residual=residual, **rest)
+    def run(**tensors: Any) -> Any:
+        for kind in ("weight", "bias"):
+            tensors[f"qkv_{kind}"] = [tensors.pop(n) for n in list(tensors) if n.endswith(f"qkv_{kind}")]
+        return op(**tensors)
 
     return run
 
 
 test_layer_norm_attention = fuzzed(
-    layer_norm_attention_cases(),
-    of_layers(gathered(ops.layer_norm_attention, INNER_EPS)),
-    of_layers(gathered(formulas.layer_norm_attention, INNER_EPS)),
+    layer_norm_attention_cases(), of_layers(ops.layer_norm_attention), of_layers(formulas.layer_norm_attention)
 )
 test_attention = fuzzed(
     SIZES.flatmap(lambda shape: case(dict.fromkeys("qkv", shape), scale=SCALE)), ops.attention, formulas.attention
@@ -261,10 +225,7 @@ def varlen_cases(draw: st.DrawFn) -> Case:
     T = sum(lengths)
     shapes = {"q": (T, H, d), **dict.fromkeys("kv", (T, kv_heads, d))}
     found = draw(case(shapes, scale=SCALE, lengths=st.just(tuple(lengths)), known=st.booleans()))
-    for name, t in found.tensors.items():
-        if t is not None and t.layout == "expanded":
-            found.tensors[name] = replace(t, layout="contiguous")
-    return found
+    return without_equal_rows(found, *"qkv")
 
 
 def of_lengths(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,44 +249,34 @@ def rotary_cases(draw: st.DrawFn) -> Case:
     return draw(case({"qkv": (B, N, 3, H, d), "sin": tuple(table), "cos": tuple(table)}, "", "sin cos", **options))
 
 
-def of_tables(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda qkv, sin, cos, prefix, interleaved: function(qkv, ops.Rotary(sin, cos, prefix, interleaved))
+def positioned(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(prefix: int, interleaved: bool, **tensors: Any) -> Any:
+        return function(**arguments(tensors, eps=INNER_EPS, prefix=prefix, interleaved=interleaved))
+
+    return run
 
 
-test_rotary_qkvpacked = fuzzed(rotary_cases(), of_tables(ops.rotary_qkvpacked), of_tables(formulas.rotary_qkvpacked))
+test_rotary_qkvpacked = fuzzed(rotary_cases(), positioned(ops.rotary_qkvpacked), positioned(formulas.rotary_qkvpacked))
 
 
 @st.composite
 def qk_norm_cases(draw: st.DrawFn) -> Case:
-    """q and k of any strides, without equal rows; with tables like those of `rotary_cases`, or none."""
+    """q and k of any strides, without equal rows; LayerNorm with biases or RMSNorm without; with tables like those of
+    `rotary_cases`, or none."""
     B, N, H, d = draw(SIZES)
     prefix = draw(st.integers(0, min(3, N)))
     table = (*draw(st.sampled_from([(), (H,), (B, 1), (B, H)])), N - prefix, d)
     shapes = {"q": (B, N, H, d), "k": (B, N, H, d)} | dict.fromkeys(("q_weight", "q_bias", "k_weight", "k_bias"), (d,))
     options = {"prefix": st.just(prefix), "interleaved": st.booleans()}
     found = draw(case({**shapes, "fixed_sin": table, "fixed_cos": table}, "", "fixed_sin fixed_cos", **options))
-    for name, t in found.tensors.items():
-        if name.startswith("fixed"):
-            found.tensors[name] = replace(t, wanted=False)
-        if name in ("q", "k") and t.layout == "expanded":
-            found.tensors[name] = replace(t, layout="contiguous")
+    found = without_equal_rows(found, "q", "k")
+    for name in ("fixed_sin", "fixed_cos"):
+        found.tensors[name] = replace(found.tensors[name], wanted=False)
     without = ["q_bias", "k_bias"] * draw(st.booleans()) + ["fixed_sin", "fixed_cos"] * draw(st.booleans())
     return Case(found.tensors | dict.fromkeys(without), found.result, found.options)
 
 
-def of_norms(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RMSNorm without biases."""
-
-    def run(q: Tensor, k: Tensor, prefix: int, interleaved: bool, **rest: Any) -> Any:
-        kind = "rms" if rest["q_bias"] is None else "layer"
-        norms = (ops.Norm(rest[f"{x}_weight"], rest[f"{x}_bias"], INNER_EPS, kind) for x in "qk")
-        sin, cos = rest["fixed_sin"], rest["fixed_cos"]
-        return function(q, k, *norms, None if sin is None else ops.Rotary(sin, cos, prefix, interleaved))
-
-    return run
-
-
-test_qk_norm = fuzzed(qk_norm_cases(), of_norms(ops.qk_norm), of_norms(formulas.qk_norm))
+test_qk_norm = fuzzed(qk_norm_cases(), positioned(ops.qk_norm), positioned(formulas.qk_norm))
 
 
 @st.composite
@@ -338,76 +289,3 @@ def patch_embed_cases(draw: st.DrawFn) -> Case:
 
 
 test_patch_embed = fuzzed(patch_embed_cases(), ops.patch_embed, formulas.patch_embed)
-
-
-@st.composite
-def models(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of a small VisionTransformer."""
-    flag = st.booleans()
-    heads, patch = draw(st.integers(1, 3)), draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
-    class_token = draw(flag)
-    img_size = tuple(n * draw(st.integers(1, 4)) for n in patch)
-    pools = ["", "avg", "avgmax", "max"] + ["token"] * class_token
-    pools += ["map"] * (img_size != patch)  # what attends to one patch alone has a gradient of zero, but for rounding
-    return {
-        "patch_size": patch,
-        "img_size": img_size,
-        "in_chans": draw(st.integers(1, 4)),
-        "num_classes": draw(st.integers(0, 9)),
-        "num_heads": heads,
-        "embed_dim": heads * draw(st.sampled_from([16, 24, 40])),
-        "depth": draw(st.integers(0, 2)),
-        "mlp_ratio": draw(st.sampled_from([0.5, 1.3, 4.0])),
-        "class_token": class_token,
-        "reg_tokens": draw(st.integers(0, 3)),
-        "global_pool": draw(st.sampled_from(pools)),
-        "init_values": draw(st.sampled_from([None, 0.3])),
-        "pos_embed": draw(st.sampled_from(["learn", "none"])),
-        "act_layer": draw(st.sampled_from(ACTIVATIONS)),
-        **{name: draw(flag) for name in ("qkv_bias", "proj_bias", "no_embed_class", "pre_norm", "final_norm")},
-        **{name: draw(flag) for name in ("fc_norm", "dynamic_img_size")},
-    }
-
-
-@st.composite
-def trained(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw what is trained: some parameters, as in fine-tuning or probing; the image."""
-    return {
-        "share": draw(st.sampled_from([0.0, 0.2, 0.8, 1.0])),
-        "seed": draw(st.integers(0, 9)),
-        "image": draw(st.booleans()),
-        "checkpointing": draw(st.booleans()),
-    }
-
-
-def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Tensor]:
-    """Logits, and the gradients of the trained part, by name."""
-    chosen = random.Random(part["seed"])
-    wanted = {}
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.requires_grad_(chosen.random() < part["share"]).requires_grad:
-            wanted[name] = parameter
-    image = image.detach().clone().requires_grad_(part["image"])
-    logits = model(image)
-    wanted |= {"image": image} if part["image"] else {}
-    dlogits = inputs("normal", *logits.shape, dtype=logits.dtype, device=image.device, seed=2)
-    gradients = torch.autograd.grad(logits, list(wanted.values()), dlogits, allow_unused=True) if wanted else ()
-    return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
-
-
-# in the interpreter the ops are tried above, each by itself
-@pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
-@fuzz
-@given(models(), trained(), st.integers(0, 3))
-def test_model(backend, device, arguments, part, batch):
-    model = randomised(VisionTransformer(**arguments, device=device))
-    model.set_grad_checkpointing(part["checkpointing"])
-    eager = reference.VisionTransformer(**arguments, device=device)
-    eager.load_state_dict(model.state_dict())
-    image = inputs("normal", batch, arguments["in_chans"], *arguments["img_size"], dtype=torch.float32, device=device)
-    same, exact = step(eager, image, part), step(copy.deepcopy(eager).double(), image.double(), part)
-    for name, got in step(model, image, part).items():
-        if exact[name] is None:  # it does not influence the logits: a norm whose output is not read
-            assert got is None or not got.any(), name
-        else:
-            assert_right(name, got, same[name], exact[name])

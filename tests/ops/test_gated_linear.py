@@ -1,36 +1,16 @@
 """The registered ops of gated linear layers, and what a gated MLP makes of its layers, on both backends."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import gathered, outputs_and_gradients, tensors_of
+from op_cases import function, made, outputs_and_gradients
 from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, inputs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastvit import ops
 from fastvit.ops.linear import gated as registered
 from fastvit.study.accuracy import formulas
 from fastvit.study.accuracy.formulas import GATED
-
-
-def tensors(*shape, pair=False, norm=False, dtype=torch.float32, device):
-    """Draw x (*shape) and the parameters, with 20 hidden units. pair: gate and value are two layers."""
-    D = shape[-1]
-    shapes = {"x": shape} | ({"norm_weight": (D,), "norm_bias": (D,)} if norm else {})
-    if pair:
-        shapes |= dict.fromkeys(("gate_weight", "value_weight"), (20, D)) | dict.fromkeys(
-            ("gate_bias", "value_bias"), (20,)
-        )
-    else:
-        shapes |= {"fc1_weight": (40, D), "fc1_bias": (40,)}
-    return tensors_of(shapes | {"fc2_weight": (D, 20), "fc2_bias": (D,)}, dtype, device)
-
-
-def swiglu(**tensors):
-    return gathered(ops.mlp)(**tensors, activation="swiglu")
 
 
 @pytest.mark.parametrize("pair", [False, True], ids=["packed", "pair"])
@@ -52,25 +32,26 @@ def test_integers(pair, backend, device):
 
 def test_weights_of_other_strides(triton_backend, device):
     """Each is read by its own, without a copy."""
-    args = tensors(2, 5, 16, device=device, pair=True)
-    want = swiglu(**args)
+    name = "layer_norm_mlp gated"
+    args = made(name, 2, 5, device)
+    want = function(name)(**args)
     wide = torch.cat([args["value_weight"], torch.full((20, 32), torch.nan, device=device)], 1)[:, :16]
-    assert torch.equal(swiglu(**args | {"value_weight": wide}), want)
+    assert torch.equal(function(name)(**args | {"value_weight": wide}), want)
 
 
 def test_value_rows_first(backend, device):
     """The two halves as views, in the other order: of the same values the same, bit for bit."""
-    args = tensors(2, 5, 16, device=device)
-    first = outputs_and_gradients(swiglu, args)
+    args = made("mlp swiglu", 2, 5, device)
+    (want,), of_want = outputs_and_gradients(function("mlp swiglu"), args)
     turned = {n: torch.cat(args[n].detach().chunk(2)[::-1]).requires_grad_() for n in ("fc1_weight", "fc1_bias")}
 
     def as_views(fc1_weight, fc1_bias, **rest):
         pairs = {"fc1_weight": fc1_weight.chunk(2)[::-1], "fc1_bias": fc1_bias.chunk(2)[::-1]}
-        return ops.mlp(**rest, **pairs, activation="swiglu")
+        return function("mlp swiglu")(**rest, **pairs)
 
     (out,), gradients = outputs_and_gradients(as_views, args | turned)
-    torch.testing.assert_close(out, first[0][0])
-    for name, gradient in first[1].items():
+    torch.testing.assert_close(out, want)
+    for name, gradient in of_want.items():
         got = gradients[name]
         torch.testing.assert_close(torch.cat(got.chunk(2)[::-1]) if name in turned else got, gradient)
 
@@ -112,60 +93,13 @@ def test_flop_formulas(backend, device):
     assert counter.get_total_flops() == 2 * 8 * 64 * 24 * (2 + 2 + 1)
 
 
-def test_vendor_matmuls(monkeypatch, triton_backend, device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mlp swiglu", "layer_norm_mlp gated"])
+def test_vendor_matmuls(name, dtype, monkeypatch, triton_backend, device):
     """Where the kernel is not used, gate and value are two matmuls into one buffer and a pass over it."""
     from fastvit.ops.linear import gated_launch as launch
 
     monkeypatch.setattr(launch, "is_our_matmul", lambda *_, **__: False)
     monkeypatch.delattr(launch, "_forward")
     monkeypatch.delattr(launch, "gemm")
-    for pair in (False, True):
-        for dtype in (torch.float32, torch.bfloat16):
-            args = tensors(3, 7, 24, dtype=dtype, device=device, norm=True, pair=pair)
-            calls = (partial(gathered(module.layer_norm_mlp), activation="swiglu") for module in (ops, formulas))
-            assert_op_as_accurate(*calls, args, what="vendor")
-
-
-PAIR = torch.ones(20, 16), torch.ones(20, 16)
-SIZES = "fc1_weight must be two of (hidden, in), the gate's and the value's, got (20, 16) and (10, 16)"
-BAD = [
-    (ValueError, "fc1_weight must have 2 * hidden rows, of the gate and of the value, got 41",
-     {"fc1_weight": torch.ones(41, 16), "fc1_bias": None}),
-    (ValueError, "fc2_weight must have shape (out, hidden) with hidden = 20", {"fc2_weight": torch.ones(16, 40)}),
-    (ValueError, SIZES, {"fc1_weight": (torch.ones(20, 16), torch.ones(10, 16)), "fc1_bias": None}),
-    (TypeError, "fc1_weight must be a tensor, or the gate's and the value's, got tuple of 1",
-     {"fc1_weight": PAIR[:1]}),
-    (TypeError, "fc1_weight must be a tensor, or the gate's and the value's, got NoneType", {"fc1_weight": None}),
-    (TypeError, "fc1_bias must be one for each of fc1_weight's two, or None, got Tensor",
-     {"fc1_weight": PAIR, "fc1_bias": torch.ones(40)}),
-    (ValueError, "fc1_bias[1] must have shape (out,) = (20,)",
-     {"fc1_weight": PAIR, "fc1_bias": (None, torch.ones(40))}),
-    (TypeError, "fc1_weight[1] must have x's dtype",
-     {"fc1_weight": (PAIR[0], torch.ones(20, 16).half()), "fc1_bias": None}),
-    (TypeError, "inner_norm must be an ops.Norm, got Tensor", {"inner_norm": torch.ones(20)}),
-    (ValueError, "inner_norm.weight must have shape (hidden,) = (20,), got (40,)",
-     {"inner_norm": (torch.ones(40), torch.ones(20), 1e-6)}),
-    (ValueError, "inner_norm.bias must have shape (hidden,) = (20,), got (40,)",
-     {"inner_norm": ops.Norm(torch.ones(20), torch.ones(40))}),
-    (ValueError, "inner_norm.bias must be None for the kind 'rms'",
-     {"inner_norm": ops.Norm(torch.ones(20), torch.ones(20), kind="rms")}),
-    (ValueError, "inner_norm.kind must be one of layer, rms, got 'batch'",
-     {"inner_norm": ops.Norm(torch.ones(20), kind="batch")}),
-    (ValueError, "inner_norm.eps must be finite", {"inner_norm": (torch.ones(20), torch.ones(20), -1.0)}),
-    (ValueError, "inner_norm must be None for the activation 'gelu'",
-     {"inner_norm": (torch.ones(20), torch.ones(20), 1e-6), "activation": "gelu"}),
-    (ValueError, "activation must be one of gelu, gelu_tanh, quick_gelu, relu, silu, swiglu, geglu, got 'glu'",
-     {"activation": "glu"}),
-    (ValueError, "recompute must be one of none, activation, all, got 'some'", {"recompute": "some"}),
-    (ValueError, "dropout_p must be in [0, 1), got 1.0", {"dropout_p": 1.0}),
-    (ValueError, "residual must have shape (..., out)", {"residual": torch.ones(2, 1, 16)}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("norm", [False, True], ids=["mlp", "layer_norm_mlp"])
-@pytest.mark.parametrize(("error", "message", "wrong"), BAD)
-def test_bad_arguments(error, message, wrong, norm):
-    args = tensors(2, 4, 16, device="cpu", norm=norm)
-    with pytest.raises(error) as raised:
-        (ops.layer_norm_mlp if norm else ops.mlp)(**{**args, "activation": "swiglu", **wrong})
-    assert str(raised.value).startswith(message)
+    assert_op_as_accurate(function(name), function(name, formulas), made(name, 3, 7, device, dtype), what=name)

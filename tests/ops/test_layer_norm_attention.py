@@ -58,17 +58,6 @@ def test_three_layers(dtype, backend, device):
     assert_op_as_accurate(fused, eager, args | {"qkv_bias1": None}, what="k without bias")
 
 
-def test_three_layers_are_the_packed_one(backend, device):
-    args = tensors(torch.float32, device)
-    packed, of_packed = outputs_and_gradients(fused, args)
-    three, of_three = outputs_and_gradients(fused, parted(args))
-    torch.testing.assert_close(three, packed, atol=2e-6, rtol=1e-5)
-    for name in LAYERS:
-        joined = torch.cat([of_three[f"{name}{i}"] for i in range(3)])
-        torch.testing.assert_close(joined, of_packed[name], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(of_three["x"], of_packed["x"], atol=1e-5, rtol=1e-5)
-
-
 def test_without_options(backend, device):
     """No biases, no residual; one token, whose attention has no gradient; another width of the output."""
     for n in (1, 17):
@@ -85,14 +74,6 @@ def test_other_residual(wide, backend, device):
         args = tensors(torch.bfloat16, device, out=8, **scale)
         args["residual"] = inputs("normal", B, N, 8, dtype=dtype, device=device, seed=77).requires_grad_()
         assert_op_as_accurate(fused, eager, args, what=str(scale))
-
-
-@pytest.mark.parametrize("kind", ["integer", "large"])
-def test_inputs(kind, backend, device):
-    """Rows with a mean of 1000 are for test_layer_norm.py: how that mean is rounded is all the error that there is."""
-    args = tensors(torch.float32, device)
-    args["x"] = inputs(kind, B, N, D, dtype=torch.float32, device=device).requires_grad_()
-    assert_op_as_accurate(fused, eager, args, what=kind)
 
 
 def test_dropout(backend, device):
@@ -186,21 +167,6 @@ def test_three_layers_under_compile_vmap_and_no_grad(backend, device):
     torch.testing.assert_close(compiled(**args), want)
     xs = torch.stack([args["x"], args["x"] * 2]).detach()
     torch.testing.assert_close(torch.func.vmap(lambda x: fused(**args | {"x": x}))(xs)[0], want)
-
-
-def test_export(backend, device):
-    class Half(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, t in tensors(torch.float32, device).items():
-                if name != "x":
-                    self.register_parameter(name, torch.nn.Parameter(t.detach()))
-
-        def forward(self, x):
-            return fused(x=x, **dict(self.named_parameters()))
-
-    half, x = Half(), inputs("normal", B, N, D, dtype=torch.float32, device=device)
-    torch.testing.assert_close(torch.export.export(half, (x,)).module()(x), half(x))
 
 
 def test_only_the_residual_is_wanted(backend, device):

@@ -83,21 +83,6 @@ def test_grouped_tiles(triton_backend, device, monkeypatch):
     assert torch.equal(ops.linear(**arguments), eager(**arguments))
 
 
-@pytest.mark.parametrize("m", [1, 100, 50_432])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize(("n", "k"), [(3072, 768), (768, 3072)])
-def test_configs_fit(n, k, m, arch, itemsize):
-    config = _configs.gemm(m, n, k, itemsize, arch)
-    assert config.block_m >= 64, "wgmma takes 64 rows"
-    assert config.block_k * itemsize <= 128
-    stage = (config.block_m + config.block_n) * config.block_k * itemsize
-    limit = {"sm_80": 163, "sm_90": 227, "gfx942": 64}[arch] * 1024
-    assert stage * (config.num_stages if arch.startswith("sm") else 1) <= limit
-    assert not _configs.use_triton_gemm(m, n, 588, 2, False), "rows of 1176 bytes have no 16-byte accesses"
-    assert _configs.use_triton_gemm(m, n, k, itemsize, False) == (itemsize == 2)
-
-
 def test_residual_of_wider_dtype(backend, device):
     """A bfloat16 matmul on a float32 residual stream."""
     arguments = tensors(2, 17, 40, out=24, dtype=torch.bfloat16, device=device, epilogue=EPILOGUES["branch"])
@@ -207,13 +192,3 @@ def test_dact_without_our_matmul(triton_backend, device, monkeypatch):
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     x = torch.randn(2, 5, 24, device=device)
     torch.testing.assert_close(ops.linear(x, weight.t(), activation="gelu"), eager(x, weight.t(), activation="gelu"))
-
-
-@pytest.mark.parametrize("activation", [None, "gelu", "quick_gelu", "silu", "gelu_tanh"])
-def test_gradcheck(activation, device):
-    with ops.use_backend("aten"):
-        arguments = tensors(2, 3, 6, out=4, dtype=torch.float64, device=device, epilogue=EPILOGUES["branch"])
-        assert torch.autograd.gradcheck(
-            lambda *values: ops.linear(**dict(zip(arguments, values, strict=True)), activation=activation),
-            tuple(arguments.values()),
-        )

@@ -1,53 +1,22 @@
-"""fastvit.ops.runtime.plans, which caches what follows from a call's signature, in Triton's interpreter.
+"""fastvit.ops.runtime.plans: which calls have the same signature, and what is kept of them.
 
-That planned calls launch what others launch, on tensors of other alignments, is in stub_launches.py.
+Whole models, refused kernels and modes: test_planned_calls.py. That planned calls launch what others launch, on tensors
+of other alignments, is in stub_plans.py.
 """
 
-import contextlib
-import sys
 import weakref
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
-from op_cases import ROWS, function, made, results
+from op_cases import function, made, results
+from planned import NODES, B, D, N, attended, call, counted, uncached, x_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import fastvit
 from fastvit import ops
 from fastvit.kernels import _tuned
 from fastvit.ops.runtime import launch as runtime_launch
 from fastvit.ops.runtime import plans as runtime_plans
-from fastvit.ops.runtime.dispatch import KernelUnsupported
-
-B, N, D = 2, 16, 16  # a mask's rows are then read in place
-NODES = [name for name in ROWS if name.startswith(("layer_norm_attention", "mlp", "layer_norm_mlp"))]
-MODULES = [sys.modules[f"fastvit.ops.block.{name}"] for name in ("attention", "mlp", "gated_mlp")]  # not the ops
-
-
-@contextlib.contextmanager
-def uncached():
-    """Recall nothing within the context."""
-    with contextlib.ExitStack() as stack:
-        for module in MODULES:
-            stack.enter_context(mock.patch.object(module, "recall", return_value=runtime_plans.AFRESH))
-        yield
-
-
-@contextlib.contextmanager
-def counted():
-    """Yields the number of calls that took an earlier one's plans, when left."""
-    count = []
-    original = runtime_plans._Again.__init__
-
-    def counting(self, found):
-        count.append(1)
-        original(self, found)
-
-    with mock.patch.object(runtime_plans._Again, "__init__", counting):
-        yield count
 
 
 def other(tensors):
@@ -56,60 +25,33 @@ def other(tensors):
         return {name: (t * 0.75 + 0.125).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
 
+def strided(tensors):
+    """Return copies with rows further apart, or with a stride of 2."""
+    found = {}
+    for name, t in tensors.items():
+        room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
+        view = room[..., : t.shape[-1]] if t.dim() > 1 else room[::2]
+        found[name] = view.copy_(t.detach()).requires_grad_(t.requires_grad)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "empty", "strided"])
 @pytest.mark.parametrize("name", NODES)
-def test_a_call_that_looks_like_an_earlier_one(name, triton_backend, device):
-    op, tensors = function(name), made(name, B, N, device)
+def test_a_call_with_the_signature_of_an_earlier_one(name, kind, triton_backend, device):
+    """What is strided is copied in every call, or read in place with the strides of the first one."""
+    op, tensors = function(name), made(name, 0 if kind == "empty" else B, N, device)
+    changed = other(tensors)
+    if kind == "strided":
+        tensors, changed = strided(tensors), strided(changed)
     with uncached():
-        want = results(op, other(tensors))
+        want = results(op, changed)
     with counted() as count:
         first = results(op, tensors)
         assert not count
-        got = results(op, other(tensors))
-    assert len(count) == 2  # forward and backward
+        got = results(op, changed)
+    assert kind == "strided" or len(count) == 2  # forward and backward
     assert all(map(torch.equal, got, want))
-    assert not torch.equal(got[0], first[0])
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_an_empty_batch_is_planned_as_any_other(name, triton_backend, device):
-    op, tensors = function(name), made(name, 0, N, device)
-    with uncached():
-        want = results(op, tensors)
-    with counted() as count:
-        for _ in range(2):
-            assert all(map(torch.equal, results(op, tensors), want))
-    assert len(count) == 2
-
-
-def strided(t):
-    """Return a copy with rows further apart, or with a stride of 2."""
-    room = t.detach().new_zeros((*t.shape[:-1], 2 * t.shape[-1]))
-    view = room[..., : t.shape[-1]] if t.dim() > 1 else room[::2]
-    return view.copy_(t.detach()).requires_grad_(t.requires_grad)
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_strided_tensors(name, triton_backend, device):
-    """Copied in every call or read in place, with the strides of the first one."""
-    op, tensors = function(name), {k: strided(t) for k, t in made(name, B, N, device).items()}
-    with uncached():
-        want = results(op, tensors)
-    for _ in range(2):
-        assert all(map(torch.equal, results(op, tensors), want))
-
-
-def call(x, weights, **options):
-    return ops.layer_norm_mlp(x, *weights, **({"residual": x} | options))
-
-
-@pytest.fixture
-def weights(device):
-    torch.manual_seed(1)
-    return [torch.randn(*s, device=device) for s in ((D,), (D,), (24, D), (24,), (D, 24), (D,))]
-
-
-def x_of(device, *shape, dtype=torch.float32):
-    return torch.randn(*shape, device=device).to(dtype)
+    assert kind == "empty" or not torch.equal(got[0], first[0])
 
 
 CHANGES = {
@@ -138,16 +80,6 @@ def test_what_an_option_changes(change, weights, triton_backend, device):
     assert not torch.equal(*want)
 
 
-def attended(x, weights, heads, **options):
-    return ops.layer_norm_attention(x, *weights[:2], *heads, 1, **options)
-
-
-@pytest.fixture
-def heads(device):
-    torch.manual_seed(2)
-    return [torch.randn(*s, device=device) for s in ((48, D), (48,), (D, D), (D,))]
-
-
 def test_what_a_norm_among_the_arguments_changes(weights, heads, triton_backend, device):
     x = x_of(device, B, N, D)
     norms = [ops.Norm(*weights[:2]), ops.Norm(*weights[:2], eps=0.5), ops.Norm(weights[0], kind="rms")]
@@ -170,7 +102,7 @@ def test_precision(weights, triton_backend, device):
 
 
 def test_precision_by_its_newer_setting(weights, triton_backend, device):
-    """Behind which PyTorch does not tell the older one any more."""
+    """PyTorch no longer reports the older setting once the newer one is used."""
     x, found = x_of(device, B, N, D), []
     half = [w.to(torch.bfloat16) for w in weights]
     before = torch.backends.cuda.matmul.fp32_precision
@@ -200,16 +132,6 @@ def test_what_is_equal_and_may_change(weights, heads, triton_backend, device):
     assert not runtime_plans._kept
 
 
-def test_meta_and_fake_tensors(weights, triton_backend):
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = [torch.empty(t.shape) for t in (x_of("cpu", B, N, D), *weights)]
-    meta = [torch.empty(t.shape, device="meta") for t in fake]
-    assert call(meta[0], meta[1:]).is_meta
-    out = call(fake[0], fake[1:])
-    assert out.fake_mode is mode
-    assert out.shape == (B, N, D)
-
-
 def test_a_state_that_is_forgotten_during_a_call(weights, triton_backend, device):
     """Whose first plans are of no use to others then."""
     x = x_of(device, B, N, D)
@@ -232,7 +154,7 @@ def test_a_mask_that_is_copied(weights, heads, triton_backend, device):
     assert not torch.equal(*want)
 
 
-def test_what_looks_change(weights, triton_backend, device):
+def test_what_the_signature_is_made_of(weights, triton_backend, device):
     """Tokens, samples, dtypes, who wants a gradient, the mode."""
     with counted() as count:
         for shape in ((B, N, D), (1, N, D), (B, N + 1, D), (B * N, D), (D,), (B, 1, N, D)):
@@ -293,7 +215,7 @@ def test_tensors_without_memory(weights, triton_backend, device):
         assert torch.equal(call(t, weights), want)
 
 
-def test_checks_are_made_behind_calls_that_passed_them(weights, heads, triton_backend, device):
+def test_checks_are_made_after_calls_that_passed_them(weights, heads, triton_backend, device):
     x = x_of(device, B, N, D)
     scale = torch.ones(B, device=device)
     call(x, weights, row_scale=scale)
@@ -314,62 +236,6 @@ def test_checks_are_made_behind_calls_that_passed_them(weights, heads, triton_ba
         ops.layer_norm_attention(x, *weights[:2], *heads, 1.0)
 
 
-def test_modes_see_calls_that_look_like_earlier_ones(weights, triton_backend, device):
-    from torch.utils.flop_counter import FlopCounterMode
-
-    x = x_of(device, B, N, D)
-    call(x, weights)
-    with counted() as count:
-        with FlopCounterMode(display=False) as counter:
-            call(x, weights)
-        assert counter.get_total_flops() == 2 * 2 * B * N * D * 24
-        compiled = torch.compile(lambda x: call(x, weights), backend="eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), call(x, weights))
-        with ops.use_backend("aten"):
-            call(x, weights)
-    assert len(count) == 1  # the call that is not compiled
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_autocast(name, triton_backend, device):
-    """Its dtype is one of the looks; float32 leaves get float32 gradients, those of a call that is not planned."""
-    op, tensors = function(name), made(name, B, N, device)
-
-    def run(dtype):
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            return results(op, tensors)
-
-    dtypes = torch.bfloat16, torch.float16, None
-    with uncached():
-        want = {dtype: run(dtype) for dtype in dtypes}
-    with counted() as count:
-        for dtype in dtypes:
-            run(dtype)
-        assert not count
-        for dtype in dtypes:
-            got = run(dtype)
-            assert [t.dtype for t in got] == [t.dtype for t in want[dtype]]
-            assert all(map(torch.equal, got, want[dtype]))
-    assert len(count) == 2 * len(dtypes)
-    assert not torch.equal(want[torch.bfloat16][0], want[None][0])
-
-
-def test_a_kernel_that_is_refused_under_autocast(weights, heads, triton_backend, device):
-    """ATen's functions, which take its place, are not autocast's to cast again: scores of few tokens are float32."""
-    x = x_of(device, B, 8, D)
-
-    def launch(kernel, *rest):
-        raise KernelUnsupported("it does not fit")
-
-    with torch.autocast(device.type, torch.bfloat16):
-        with ops.use_backend("aten"):
-            want = attended(x, weights, heads)
-        refused = pytest.warns(UserWarning, match="it does not fit")
-        with runtime_launch.launching(launch), ops.use_backend("triton", strict=False), refused:
-            got = attended(x, weights, heads)
-    assert torch.equal(got, want)
-
-
 def test_a_tensor_that_is_there_twice(weights, triton_backend, device):
     """Then a call with another tensor in one of the places, and the other way round."""
     x, vector = x_of(device, B, N, D), torch.linspace(0.5, 2.0, D, device=device)
@@ -384,43 +250,6 @@ def test_a_tensor_that_is_there_twice(weights, triton_backend, device):
                 assert torch.equal(call(x, (same, apart)[i]), want[i])
         assert len(count) == 2
     assert not torch.equal(*want)
-
-
-def test_a_kernel_that_is_refused_among_planned_ones(weights, heads, device, triton_backend):
-    """ATen takes its place, and what follows is not read from the plans of another op."""
-    x = x_of(device, B, N, D).requires_grad_()
-    names, refused = set(), []
-
-    def launch(kernel, *rest):
-        names.add(kernel.__name__)
-        if kernel.__name__ in refused:
-            raise KernelUnsupported(f"{kernel.__name__} does not fit")
-        runtime_launch._in_interpreter(kernel, *rest)
-
-    def run():
-        out = call(attended(x, weights, heads, residual=x), weights)
-        return out, *torch.autograd.grad(out, x, torch.ones_like(out))
-
-    with runtime_launch.launching(launch), ops.use_backend("triton", strict=False):
-        want = run()
-        with counted() as count:
-            for name in sorted(names):
-                refused[:] = [name]
-                with pytest.warns(UserWarning, match=f"runs on ATen instead of Triton: {name} does not fit"):
-                    got = run()
-                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)  # of scores of some hundreds
-            refused.clear()
-            assert all(map(torch.equal, run(), want))
-        assert len(names) >= 7
-        assert len(count) == 4 * len(names) + 3  # strides of one head, in statistics of ATen's, look different once
-        # a first call that fails is not kept
-        _tuned.clear_caches()
-        refused[:] = ["layer_norm_fwd_kernel"]
-        run()
-        refused.clear()
-        with counted() as count:
-            assert all(map(torch.equal, run(), want))
-        assert len(count) == 2  # of the backward passes
 
 
 def test_what_is_kept(weights, triton_backend, device, monkeypatch):
@@ -458,52 +287,3 @@ def _flat(value):
         yield from (value.numbers, *value.constants.values())
     else:
         yield value
-
-
-def test_a_model_in_training(triton_backend, device):
-    """Three steps of a small ViT, planned from the second on, are bitwise those of one that is never planned."""
-
-    def train():
-        torch.manual_seed(0)
-        model = fastvit.VisionTransformer(
-            img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=3, drop_path_rate=0.3,
-            init_values=0.1, attn_drop_rate=0.2, qkv_bias=True,
-        ).to(device)  # fmt: skip
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8, device=device)), torch.arange(4) % 3)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return [p.detach() for p in model.parameters()]
-
-    with uncached():
-        want = train()
-    with counted() as count:
-        got = train()
-    assert all(map(torch.equal, got, want))
-    assert len(count) == 2 * 8  # steps of two halves of two blocks, forward and backward
-
-
-def test_python_functions_of_a_planned_block(triton_backend, device):
-    """Count functions of the package in inference: the host's cost of queueing a block, without a clock. 11 of them, of
-    60 ns each, ask whether a submodule's class still has its own forward."""
-    block, x = fastvit.Block(32, 2, qkv_bias=True).to(device), torch.randn(1, N, 32, device=device)
-    package, entered = f"{Path(fastvit.__file__).parent}/", []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            entered.append(frame.f_code.co_name)
-
-    with runtime_launch.launching(lambda *_: None), torch.inference_mode():
-        for _ in range(2):
-            block(x)
-        sys.setprofile(note)
-        try:
-            block(x)
-        finally:
-            sys.setprofile(None)
-    assert entered.count("recall") == 2
-    assert entered.count("__call__") == 6  # launches
-    assert not {"choose_backend", "check_like", "needs_autograd", "in_units"} & set(entered)
-    assert len(entered) <= 112, entered

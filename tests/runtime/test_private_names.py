@@ -3,8 +3,10 @@
 import ast
 import os
 import pickle
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -122,33 +124,30 @@ def private_names(path):
                 yield ast.unparse(node)
 
 
+# dispatch and autograd read the level of forward-mode AD; torch_private.py says whether there is one
+LEVEL = {"forward_ad._current_level"}
+# the graph route is made of Dynamo's own terms, and imported by those who compile; so is tuning by those who tune
+ALLOWED = {
+    "ops/runtime/autograd.py": LEVEL,
+    "ops/runtime/dispatch.py": LEVEL,
+    "graph/dynamo.py": {"torch._dynamo", "torch._inductor: _inductor", "torch._inductor.compile_fx: _inductor"},
+    "graph/match/rewriter.py": {"torch._ops"},
+    "graph/match/values.py": {"torch._ops"},
+    "tuning/calls.py": {"torch.utils._pytree: _pytree"},
+    "tuning/clock.py": {"torch.cuda._sleep"},
+    "tuning/launches.py": {"torch.utils._python_dispatch: _python_dispatch", "torch._C"},
+}
+# of studies, which run models under modes and on fake tensors
+INSTRUMENTS = re.compile(
+    r"torch\._subclasses\.fake_tensor: |torch\.utils\._python_dispatch: |torch\.utils\._pytree: |torch\.ops\.aten\."
+)
+
+
 def test_no_other_private_name_is_used():
-    """Two files read the level of forward-mode AD; torch_private.py says whether there is one. The graph route is made
-    of Dynamo's own terms, and imported by those who compile; so is tuning by those who tune."""
-    used = {
-        (f.relative_to(PACKAGE).as_posix(), name)
-        for f in PACKAGE.rglob("*.py")
-        if f.name != "torch_private.py"
-        for name in private_names(f)
-    }
-    compiler = {
-        ("graph/dynamo.py", "torch._dynamo"),
-        ("graph/match/rewriter.py", "torch._ops"),
-        ("graph/match/values.py", "torch._ops"),
-    }
-    compiler |= {("graph/dynamo.py", f"torch.{module}: _inductor") for module in ("_inductor", "_inductor.compile_fx")}
-    instruments = {  # of studies, which run models under modes and on fake tensors
-        f"{module}: {module.split('.')[i]}"
-        for module, i in (
-            ("torch._subclasses.fake_tensor", 1),
-            ("torch.utils._python_dispatch", 2),
-            ("torch.utils._pytree", 2),
-        )
-    }
-    allowed = {n for f, n in used if f.startswith("study/") and (n in instruments or n.startswith("torch.ops.aten."))}
-    used = {(f, n) for f, n in used if not (f.startswith("study/") and n in allowed)}
-    tuning = {("tuning/launches.py", name) for name in ("torch.utils._python_dispatch: _python_dispatch", "torch._C")}
-    tuning |= {("tuning/clock.py", "torch.cuda._sleep"), ("tuning/calls.py", "torch.utils._pytree: _pytree")}
-    assert used - compiler - tuning == {
-        (f"ops/runtime/{name}.py", "forward_ad._current_level") for name in ("autograd", "dispatch")
-    }
+    used = defaultdict(set)
+    for file in PACKAGE.rglob("*.py"):
+        path = file.relative_to(PACKAGE).as_posix()
+        for name in private_names(file):
+            if path != "ops/runtime/torch_private.py" and not (path.startswith("study/") and INSTRUMENTS.match(name)):
+                used[path].add(name)
+    assert used == ALLOWED

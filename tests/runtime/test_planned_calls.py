@@ -1,0 +1,157 @@
+"""Planned calls in models, under modes and autocast, and next to kernels that are refused."""
+
+import pytest
+import torch
+from entered import PACKAGE, functions_entered
+from op_cases import function, made, results
+from planned import NODES, B, D, N, attended, call, counted, uncached, x_of
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import fastvit
+from fastvit import ops
+from fastvit.kernels import _tuned
+from fastvit.ops.runtime import launch as runtime_launch
+from fastvit.ops.runtime.dispatch import KernelUnsupported
+
+
+def test_meta_and_fake_tensors(weights, triton_backend):
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = [torch.empty(t.shape) for t in (x_of("cpu", B, N, D), *weights)]
+    meta = [torch.empty(t.shape, device="meta") for t in fake]
+    assert call(meta[0], meta[1:]).is_meta
+    out = call(fake[0], fake[1:])
+    assert out.fake_mode is mode
+    assert out.shape == (B, N, D)
+
+
+def test_modes_see_calls_with_the_signature_of_earlier_ones(weights, triton_backend, device):
+    x = x_of(device, B, N, D)
+    call(x, weights)
+    with counted() as count:
+        with FlopCounterMode(display=False) as counter:
+            call(x, weights)
+        assert counter.get_total_flops() == 2 * 2 * B * N * D * 24
+        compiled = torch.compile(lambda x: call(x, weights), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), call(x, weights))
+        with ops.use_backend("aten"):
+            call(x, weights)
+    assert len(count) == 1  # the call that is not compiled
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_autocast(name, triton_backend, device):
+    """The dtype is part of the signature; float32 leaves get float32 gradients, those of a call that is not planned."""
+    op, tensors = function(name), made(name, B, N, device)
+
+    def run(dtype):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            return results(op, tensors)
+
+    dtypes = torch.bfloat16, torch.float16, None
+    with uncached():
+        want = {dtype: run(dtype) for dtype in dtypes}
+    with counted() as count:
+        for dtype in dtypes:
+            run(dtype)
+        assert not count
+        for dtype in dtypes:
+            got = run(dtype)
+            assert [t.dtype for t in got] == [t.dtype for t in want[dtype]]
+            assert all(map(torch.equal, got, want[dtype]))
+    assert len(count) == 2 * len(dtypes)
+    assert not torch.equal(want[torch.bfloat16][0], want[None][0])
+
+
+def test_a_kernel_that_is_refused_under_autocast(weights, heads, triton_backend, device):
+    """ATen's functions, which take its place, are not autocast's to cast again: scores of few tokens are float32."""
+    x = x_of(device, B, 8, D)
+
+    def launch(kernel, *rest):
+        raise KernelUnsupported("it does not fit")
+
+    with torch.autocast(device.type, torch.bfloat16):
+        with ops.use_backend("aten"):
+            want = attended(x, weights, heads)
+        refused = pytest.warns(UserWarning, match="it does not fit")
+        with runtime_launch.launching(launch), ops.use_backend("triton", strict=False), refused:
+            got = attended(x, weights, heads)
+    assert torch.equal(got, want)
+
+
+def test_a_kernel_that_is_refused_among_planned_ones(weights, heads, device, triton_backend):
+    """ATen takes its place, and what follows is not read from the plans of another op."""
+    x = x_of(device, B, N, D).requires_grad_()
+    names, refused = set(), []
+
+    def launch(kernel, *rest):
+        names.add(kernel.__name__)
+        if kernel.__name__ in refused:
+            raise KernelUnsupported(f"{kernel.__name__} does not fit")
+        runtime_launch._in_interpreter(kernel, *rest)
+
+    def run():
+        out = call(attended(x, weights, heads, residual=x), weights)
+        return out, *torch.autograd.grad(out, x, torch.ones_like(out))
+
+    with runtime_launch.launching(launch), ops.use_backend("triton", strict=False):
+        want = run()
+        with counted() as count:
+            for name in sorted(names):
+                refused[:] = [name]
+                with pytest.warns(UserWarning, match=f"runs on ATen instead of Triton: {name} does not fit"):
+                    got = run()
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)  # of scores of some hundreds
+            refused.clear()
+            assert all(map(torch.equal, run(), want))
+        assert len(names) >= 7
+        assert len(count) == 4 * len(names) + 3  # strides of one head, in statistics of ATen's, look different once
+        # a first call that fails is not kept
+        _tuned.clear_caches()
+        refused[:] = ["layer_norm_fwd_kernel"]
+        run()
+        refused.clear()
+        with counted() as count:
+            assert all(map(torch.equal, run(), want))
+        assert len(count) == 2  # of the backward passes
+
+
+def test_a_model_in_training(triton_backend, device):
+    """Three steps of a small ViT, planned from the second on, are bitwise those of one that is never planned."""
+
+    def train():
+        torch.manual_seed(0)
+        model = fastvit.VisionTransformer(
+            img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=3, drop_path_rate=0.3,
+            init_values=0.1, attn_drop_rate=0.2, qkv_bias=True,
+        ).to(device)  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8, device=device)), torch.arange(4) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    with uncached():
+        want = train()
+    with counted() as count:
+        got = train()
+    assert all(map(torch.equal, got, want))
+    assert len(count) == 2 * 8  # steps of two halves of two blocks, forward and backward
+
+
+def test_python_functions_of_a_planned_block(triton_backend, device):
+    """Count functions of the package in inference. 11 of them, of 60 ns each, ask whether a submodule's class still has
+    its own forward."""
+    block, x = fastvit.Block(32, 2, qkv_bias=True).to(device), torch.randn(1, N, 32, device=device)
+    with runtime_launch.launching(lambda *_: None), torch.inference_mode():
+        for _ in range(2):
+            block(x)
+        entered = functions_entered(lambda: block(x))
+    entered = [name.rpartition(":")[2] for name in entered if name.startswith(PACKAGE)]
+    assert entered.count("recall") == 2
+    assert entered.count("__call__") == 6  # launches
+    assert not {"choose_backend", "check_like", "needs_autograd", "in_units"} & set(entered)
+    assert len(entered) <= 112, entered
