@@ -25,11 +25,6 @@ def vit(transformers, device) -> nn.Module:
     return transformers.ViTModel(config, add_pooling_layer=False).to(device).eval()
 
 
-@pytest.fixture
-def image(device) -> Tensor:
-    return torch.randn(2, 3, 32, 32, device=device)
-
-
 def tokens(model: nn.Module, image: Tensor, **more: object) -> Tensor:
     return model(image, **more).last_hidden_state
 
