@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastvit
+from fastvit.study.memory.peak import saved_bytes
 
 FUSED = "layer_norm_attention, layer_norm_mlp"
 
@@ -83,6 +84,16 @@ def test_an_optimizer_made_before_goes_on(vit: nn.Module, image: Tensor) -> None
     assert close(vit(image), after)
 
 
+def test_saves_at_most_two_thirds_of_timms_block(timm, device) -> None:
+    """The goal is 0.68 of timm's block, which runs scaled_dot_product_attention."""
+    make = {"device": device, "dtype": torch.bfloat16}
+    block = timm.models.vision_transformer.Block(768, 12, qkv_bias=True, **make).train()
+    x = torch.randn(2, 197, 768, requires_grad=True, **make)
+    own = saved_bytes(lambda: block(x), list(block.parameters()))
+    fastvit.accelerate(block)
+    assert saved_bytes(lambda: block(x), list(block.parameters())) <= 0.68 * own
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(vit: nn.Module, image: Tensor, reentrant: bool) -> None:
     image.requires_grad_()
@@ -94,6 +105,27 @@ def test_activation_checkpointing(vit: nn.Module, image: Tensor, reentrant: bool
         x = checkpoint(block, x, use_reentrant=reentrant)
     vit.forward_head(vit.norm(x)).square().sum().backward()
     assert close(image.grad, want)
+
+
+def test_timms_own_checkpointing(vit: nn.Module, image: Tensor) -> None:
+    weight = vit.blocks[0].attn.qkv.weight
+    (want,) = torch.autograd.grad(vit(image).square().sum(), weight)
+    fastvit.accelerate(vit)
+    vit.set_grad_checkpointing(True)
+    assert close(torch.autograd.grad(vit(image).square().sum(), weight)[0], want)
+
+
+def test_frozen_layers_get_no_gradient(vit: nn.Module, image: Tensor) -> None:
+    for name, p in vit.named_parameters():
+        p.requires_grad_("blocks.1" in name and "norm" not in name)
+    vit(image).square().sum().backward()
+    want = {name: p.grad for name, p in vit.named_parameters()}
+    vit.zero_grad()
+    fastvit.accelerate(vit)
+    vit(image).square().sum().backward()
+    for name, p in vit.named_parameters():
+        assert (p.grad is None) == (want[name] is None), name
+        assert p.grad is None or close(p.grad, want[name]), name
 
 
 def test_causal_attention_falls_back_by_call(vit: nn.Module) -> None:

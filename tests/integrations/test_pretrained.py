@@ -1,15 +1,18 @@
-"""Trained weights and photographs: every block of a DINOv2 ViT-S/14 against ONNX Runtime and float64.
+"""Trained weights and photographs: every block of a DINOv2 ViT-S/14 against transformers, ONNX Runtime, timm, float64.
 
 Trained activations have what random ones lack: channels and tokens far outside of the rest.
 """
 
 import copy
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pretrained
 import pytest
 import torch
+from library_imports import import_timm
 from oracle import assert_as_accurate
 from torch import Tensor, nn
 
@@ -74,6 +77,44 @@ def test_the_graph_under_onnx_runtime(ours: fastvit.VisionTransformer, images: T
     assert_close_everywhere(got, pretrained.run_graph(images), "ONNX Runtime")
     largest, typical = got[-2].abs().max(), got[-2].abs().median()
     assert largest > 20 * typical  # the outliers are there
+
+
+def test_transformers(state: State, images: Tensor, tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    pytest.importorskip("transformers")
+    import_timm()  # transformers imports torchvision, which needs the same help
+    from transformers import Dinov2Config, Dinov2Model
+
+    path = tmp_path / "model.safetensors"
+    save_file(state, path, metadata={"format": "pt"})
+    Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=518).save_pretrained(tmp_path)
+    theirs = Dinov2Model.from_pretrained(tmp_path).eval()
+    model = fastvit.create_model(NAME, path, img_size=224).eval()
+    os.remove(path)  # 88 MB, which pytest would keep
+    assert_close_everywhere(
+        trace(model, model.blocks, images), trace(theirs, theirs.encoder.layer, images), "transformers"
+    )
+
+
+def test_timm(state: State, images: Tensor) -> None:
+    """timm interpolates with antialiasing, so from its own weights of 518 px."""
+    timm = import_timm()
+    theirs = timm.create_model(NAME).eval()
+    meta = pretrained.meta_spelling(state)
+    theirs.load_state_dict(timm.models.vision_transformer.checkpoint_filter_fn(dict(meta), theirs))
+    model = fastvit.create_model(NAME, theirs.state_dict(), img_size=224).eval()
+    theirs.set_input_size(224)
+    assert_close_everywhere(trace(model, model.blocks, images), trace(theirs, theirs.blocks, images), "timm")
+
+
+def test_metas_names_give_the_same_weights(state: State) -> None:
+    """At their own size; at another one Meta's code interpolates differently from transformers'."""
+    meta = pretrained.meta_spelling(state)
+    at_518, same = (fastvit.create_model(NAME, weights).state_dict() for weights in (meta, state))
+    for key, value in same.items():
+        assert torch.equal(at_518[key], value), key
+    at_224, other = (fastvit.create_model(NAME, weights, img_size=224).pos_embed for weights in (meta, state))
+    assert 0 < (at_224 - other).abs().max() < 0.2 * other.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -13,6 +13,7 @@ from oracle import assert_as_accurate
 from torch import nn
 
 import fastvit
+from fastvit.study.memory.peak import saved_bytes
 
 BLOCK = "layer_norm_attention, layer_norm_mlp"
 POST_NORM = "eva02_enormous_patch14_clip_224"  # whose attention and MLP are fused, but not whole blocks
@@ -106,6 +107,16 @@ def test_compiled_without_a_break(name: str, device: torch.device) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_steps_agree(step(compiled, lambda m: m(image)), want)
+
+
+def test_it_saves_less_than_the_library(device: torch.device) -> None:
+    model = eva("vit_small_patch16_dinov3", embed_dim=128).to(device)
+    x = torch.randn(2, 29, 128, device=device)
+    rope = torch.randn(24, 128, device=device)
+    saved = [saved_bytes(lambda: model.blocks[0](x, rope=rope), list(model.parameters()))]
+    fastvit.accelerate(model)
+    saved.append(saved_bytes(lambda: model.blocks[0](x, rope=rope), list(model.parameters())))
+    assert saved[1] < 0.75 * saved[0], saved
 
 
 def test_positions_that_do_not_fit_are_the_librarys_affair(device: torch.device) -> None:

@@ -108,6 +108,13 @@ def test_layers_as_dinov2_calls_them(case: str) -> None:
     assert torch.equal(patches, ours.get_intermediate_layers(image, 1, norm=True)[0])
 
 
+def test_an_accelerated_timm_model_has_its_own() -> None:
+    _, theirs, image = with_timm("registers")
+    want = theirs.forward_intermediates(image, 2)
+    fastvit.accelerate(theirs)
+    assert_same(theirs.forward_intermediates(image, 2), want)
+
+
 # ---- training ----
 
 

@@ -91,6 +91,16 @@ def test_block_under_autocast(n: int, device: torch.device) -> None:
     assert_steps_as_accurate(results[1], results[0], exact)
 
 
+def test_block_without_autograd_is_the_same(device: torch.device) -> None:
+    block, _ = blocks(init_values=0.1)
+    block.to(device)
+    x = inputs("normal", B, N, D, dtype=torch.float32, device=device)
+    expected = block(x).detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(block(x), expected, rtol=1e-6, atol=1e-6)
+    assert block(x[:0]).shape == (0, N, D)
+
+
 # ---- cost ----
 
 

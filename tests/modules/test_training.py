@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from library_imports import import_timm
 from oracle import GRADIENT
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ class Run(NamedTuple):
     accuracy: float  # on the held-out digits
 
 
-def train(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Run:
+def train(model: nn.Module, device: torch.device, dtype: torch.dtype, epochs: int = EPOCHS) -> Run:
     """AdamW with warm-up and cosine decay; bf16 means autocast over float32 weights."""
     images, classes = (t.to(device) for t in digits())
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
@@ -46,11 +47,11 @@ def train(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Run:
     # eps: without it Adam divides rounding noise by itself where a gradient is zero, as the key bias's always is
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.05, eps=1e-4)
     n = len(images) - HELD_OUT
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=EPOCHS * (n // BATCH), pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=epochs * (n // BATCH), pct_start=0.2)
     generator = torch.Generator().manual_seed(1)
     losses = []
     model.train()
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for batch in torch.randperm(n, generator=generator)[: n // BATCH * BATCH].view(-1, BATCH):
             with autocast():
                 logits = model(images[batch])
@@ -108,3 +109,18 @@ def test_bf16_training_is_as_close_to_float64_as_the_references(trained: Trained
         assert rms <= 2, f"{name}: {rms:.2f} times as far from float64 as the reference"
         assert largest <= GRADIENT, f"{name}: at worst {largest:.2f} times as far from float64 as the reference"
     assert fused.accuracy > 0.95
+
+
+def test_an_accelerated_timm_model_trains_as_untouched(device: torch.device) -> None:
+    timm = import_timm()
+    torch.manual_seed(0)
+    start = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=(2, 4), in_chans=1, embed_dim=48, depth=2, mlp_ratio=2.0,
+        global_pool="avg", num_classes=10,
+    )  # fmt: skip
+    own = train(copy.deepcopy(start), device, torch.float32, epochs=1)
+    assert not fastvit.accelerate(start, strict=True).skipped
+    accelerated = train(start, device, torch.float32, epochs=1)
+    torch.testing.assert_close(accelerated.losses, own.losses, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(accelerated.parameters, own.parameters, rtol=1e-3, atol=1e-4)
+    assert own.losses[-5:].mean() < 0.8 * own.losses[0]
