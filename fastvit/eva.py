@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastvit.eva_layers import EvaBlock
 from fastvit.modules.arguments import Pair, by_name, check_choice, check_flags, check_integers
+from fastvit.modules.eva import ATTENTION
 from fastvit.modules.norms import NORM_LAYERS, NormLayer
 from fastvit.rope import RotaryEmbeddingCat, RotaryEmbeddingDinoV3
 from fastvit.vit import VisionTransformer
@@ -59,7 +60,9 @@ class Eva(VisionTransformer):
         if fixed := [name for name in _FIXED if name in options]:
             raise TypeError(f"Eva takes no {fixed[0]}: EVA's blocks fix it")
         check_integers(0, num_reg_tokens=num_reg_tokens, swiglu_align_to=swiglu_align_to)
+        check_choice("attn_type", attn_type, tuple(ATTENTION))
         check_choice("rope_type", rope_type, ("cat", "dinov3"))
+        check_choice("rope_grid_indexing", rope_grid_indexing, ("ij", "xy"))
         check_flags(
             qkv_fused=qkv_fused, swiglu_mlp=swiglu_mlp, scale_mlp=scale_mlp, use_abs_pos_emb=use_abs_pos_emb,
             use_rot_pos_emb=use_rot_pos_emb, rope_rotate_half=rope_rotate_half,

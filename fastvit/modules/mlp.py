@@ -99,12 +99,16 @@ class _GatedMlp(nn.Module):
 
 
 def _sizes(
-    in_features: int, hidden_features: int | None, out_features: int | None, drop: float, device: Device, dtype: Dtype
-) -> tuple[int, int]:
+    in_features: int, hidden_features: int | None, out_features: int | None,
+    act_layer: str | Callable[[], nn.Module], norm_layer: str | NormLayer | None,
+    drop: float, device: Device, dtype: Dtype,
+) -> tuple[int, int]:  # fmt: skip
     """Return the widths of the hidden layer and of the output, after checking the arguments of both classes."""
     hidden_features = in_features if hidden_features is None else hidden_features
     out_features = in_features if out_features is None else out_features
     check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+    by_name("act_layer", act_layer, GATES)
+    checked_norm_layer(norm_layer)
     check_rates(drop=drop)
     check_factory(device, dtype)
     return hidden_features, out_features
@@ -132,12 +136,13 @@ class SwiGLU(_GatedMlp):
         bias: bool = True, drop: float = 0.0, align_to: int = 0, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden, out_features = _sizes(in_features, hidden_features, out_features, drop, device, dtype)
+        layers = act_layer, norm_layer
+        hidden, out_features = _sizes(in_features, hidden_features, out_features, *layers, drop, device, dtype)
         check_integers(0, align_to=align_to)
         hidden += -hidden % align_to if align_to else 0
         self.fc1_g = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
         self.fc1_x = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
-        self._add_rest(hidden, out_features, act_layer, norm_layer, bias, drop, device, dtype)
+        self._add_rest(hidden, out_features, *layers, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
         """Initialise as timm does: the gate is nearly act(1) everywhere."""
@@ -170,13 +175,14 @@ class GluMlp(_GatedMlp):
         bias: bool = True, drop: float = 0.0, *, gate_last: bool = True, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        both, out_features = _sizes(in_features, hidden_features, out_features, drop, device, dtype)
+        layers = act_layer, norm_layer
+        both, out_features = _sizes(in_features, hidden_features, out_features, *layers, drop, device, dtype)
         check_flags(gate_last=gate_last)
         if both % 2:
             raise ValueError(f"hidden_features must be even, of gate and value together, got {both}")
         self.gate_last = gate_last
         self.fc1 = nn.Linear(in_features, both, bias=bias, device=device, dtype=dtype)
-        self._add_rest(both // 2, out_features, act_layer, norm_layer, bias, drop, device, dtype)
+        self._add_rest(both // 2, out_features, *layers, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
         """Initialise as timm does: the second half of fc1's output is nearly 1 everywhere."""

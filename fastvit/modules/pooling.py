@@ -13,7 +13,7 @@ from fastvit.blocks.submodules import read_or_none, submodules
 from fastvit.modules.arguments import Device, Dtype, by_name, check_choice, check_factory, check_hidden, check_integers
 from fastvit.modules.mlp import Mlp
 from fastvit.modules.norms import NORM_LAYERS, LayerNorm, NormLayer
-from fastvit.modules.parts import ActLayer
+from fastvit.modules.parts import ACT_LAYERS, ActLayer
 
 POOLS = ("", "avg", "avgmax", "max", "token", "map")
 
@@ -68,6 +68,7 @@ class AttentionPoolLatent(nn.Module):
         check_pool_size("num_heads", num_heads, "mlp_ratio", mlp_ratio, "in_features", D)
         check_factory(device, dtype)
         norm = by_name("norm_layer", norm_layer, NORM_LAYERS)
+        act = by_name("act_layer", act_layer, ACT_LAYERS)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.latent = nn.Parameter(torch.empty(1, 1, D, **factory))
@@ -75,7 +76,7 @@ class AttentionPoolLatent(nn.Module):
         self.kv = nn.Linear(D, 2 * D, bias=qkv_bias, **factory)
         self.proj = nn.Linear(D, D, **factory)
         self.norm = norm(D, **factory)
-        self.mlp = Mlp(D, int(D * mlp_ratio), act_layer=act_layer, **factory)
+        self.mlp = Mlp(D, int(D * mlp_ratio), act_layer=act, **factory)
         self.init_weights()
 
     def init_weights(self) -> None:

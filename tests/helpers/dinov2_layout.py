@@ -2,25 +2,19 @@
 are written for the tests: `accelerate` takes them for the classes that it knows."""
 
 import torch.nn.functional as F
-from stand_ins import defined_in
+from stand_ins import defined_in, library_class
 from torch import Tensor, nn
 
 from fastvit import reference
 
-
-@defined_in("dinov2.layers.layer_scale")
-class LayerScale(reference.LayerScale):
-    pass
-
-
-@defined_in("dinov2.layers.drop_path")
-class DropPath(reference.DropPath):
-    pass
+LayerScale = library_class("dinov2.layers.layer_scale.LayerScale", reference.LayerScale)
+DropPath = library_class("dinov2.layers.drop_path.DropPath", reference.DropPath)
+PatchEmbed = library_class("dinov2.layers.patch_embed.PatchEmbed", reference.PatchEmbed)
 
 
 @defined_in("dinov2.layers.mlp")
 class Mlp(nn.Module):
-    def __init__(self, dim: int, hidden: int, drop: float) -> None:
+    def __init__(self, dim: int, hidden: int, drop: float = 0.0) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden)
         self.act = nn.GELU()
@@ -43,9 +37,7 @@ class SwiGLUFFN(nn.Module):
         return self.w3(F.silu(gate) * value)
 
 
-@defined_in("dinov2.layers.swiglu_ffn")
-class SwiGLUFFNFused(SwiGLUFFN):
-    pass
+SwiGLUFFNFused = library_class("dinov2.layers.swiglu_ffn.SwiGLUFFNFused", SwiGLUFFN)
 
 
 @defined_in("dinov2.layers.attention")
@@ -62,7 +54,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, is_causal: bool = False) -> Tensor:
         return self._attend(x, None, is_causal)
 
-    def _attend(self, x: Tensor, attn_bias: Tensor | None, is_causal: bool) -> Tensor:
+    def _attend(self, x: Tensor, attn_bias: Tensor | None, is_causal: bool = False) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, is_causal=is_causal)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
@@ -71,7 +63,7 @@ class Attention(nn.Module):
 @defined_in("dinov2.layers.attention")
 class MemEffAttention(Attention):
     def forward(self, x: Tensor, attn_bias: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        return self._attend(x, attn_bias, False)
+        return self._attend(x, attn_bias)
 
 
 @defined_in("dinov2.layers.block")
@@ -96,8 +88,3 @@ class NestedTensorBlock(nn.Module):
     def _tokens(self, x: Tensor) -> Tensor:
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return x + self.drop_path1(self.ls2(self.mlp(self.norm2(x))))
-
-
-@defined_in("dinov2.layers.patch_embed")
-class PatchEmbed(reference.PatchEmbed):
-    pass

@@ -1,9 +1,10 @@
 """Modules with the names and layout of Meta's DINOv3 repository (`dinov3.layers`), which is on no package index. They
 are written for the tests: `accelerate` takes them for the classes that it knows."""
 
+import dinov2_layout
 import torch
 import torch.nn.functional as F
-from stand_ins import defined_in
+from stand_ins import defined_in, library_class
 from torch import Tensor, nn
 
 from fastvit import reference
@@ -11,22 +12,9 @@ from fastvit import reference
 Rope = tuple[Tensor, Tensor] | None
 
 
-@defined_in("dinov3.layers.layer_scale")
-class LayerScale(reference.LayerScale):
-    pass
-
-
-@defined_in("dinov3.layers.ffn_layers")
-class Mlp(nn.Module):
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, dim)
-        self.drop = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+LayerScale = library_class("dinov3.layers.layer_scale.LayerScale", reference.LayerScale)
+Mlp = library_class("dinov3.layers.ffn_layers.Mlp", dinov2_layout.Mlp)
+PatchEmbed = library_class("dinov3.layers.patch_embed.PatchEmbed", reference.PatchEmbed)
 
 
 @defined_in("dinov3.layers.ffn_layers")
@@ -102,8 +90,3 @@ class SelfAttentionBlock(nn.Module):
     def _tokens(self, x: Tensor, rope: Rope) -> Tensor:
         x = x + self.ls1(self.attn(self.norm1(x), rope=rope))
         return x + self.ls2(self.mlp(self.norm2(x)))
-
-
-@defined_in("dinov3.layers.patch_embed")
-class PatchEmbed(reference.PatchEmbed):
-    pass

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,12 @@ SIZES: dict[str, Any] = {
 def vit(name: str = "vit_tiny_patch16_224", **options: Any) -> nn.Module:
     """Return a ViT of timm."""
     return import_library("timm").create_model(name, **{"img_size": 32, "depth": 2, **options}).eval()
+
+
+def gated_vit(mlp: str, norm: bool = False, norms: str | None = None, **options: Any) -> nn.Module:
+    """Return a ViT of timm with one of its gated MLPs. options: the MLP's."""
+    layer = partial(getattr(import_library("timm").layers, mlp), **options)
+    return vit(mlp_layer=layer, scale_mlp_norm=norm, norm_layer=norms, num_classes=7)
 
 
 def torchvision_vit() -> nn.Module:

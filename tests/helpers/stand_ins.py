@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 
 def defined_in(module: str, name: str | None = None) -> Callable[[type], type]:
@@ -20,3 +21,9 @@ def defined_in(module: str, name: str | None = None) -> Callable[[type], type]:
         return kind
 
     return renamed
+
+
+def library_class(qualified: str, base: type, **attributes: Any) -> Any:
+    """Make a subclass with the module and name of the library's class."""
+    module, _, name = qualified.rpartition(".")
+    return defined_in(module)(type(name, (base,), attributes))

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from library_imports import import_library
-from library_models import accelerate_and_compare, hugging_face, outcome, vit
-from models import Calls
+from library_models import accelerate_and_compare, gated_vit, hugging_face, outcome, vit
+from models import Calls, randomised
 from stand_ins import defined_in
 from torch import Tensor, nn
 
@@ -20,35 +19,23 @@ GIANT = {"img_size": 28, "embed_dim": 96, "mlp_ratio": 4}
 DINOV3 = {"use_gated_mlp": True, "hidden_act": "silu", "num_register_tokens": 3}
 
 
-def of_timm(mlp: str, norm: bool = False, norms: str | None = None, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = partial(getattr(import_library("timm").layers, mlp), **options)
-        return vit(mlp_layer=layer, scale_mlp_norm=norm, norm_layer=norms, num_classes=7)
-
-    return build
-
-
 # name -> the model, and the activation that its MLP is read with
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "SwiGLU": (of_timm("SwiGLU"), "swiglu"),
-    "SwiGLU of gelu, with a norm": (of_timm("SwiGLU", act_layer=nn.GELU, norm=True), "geglu"),
-    "SwiGLU with RMSNorms": (of_timm("SwiGLU", norm=True, norms="rmsnorm"), "swiglu"),
+    "SwiGLU": (partial(gated_vit, "SwiGLU"), "swiglu"),
+    "SwiGLU of gelu, with a norm": (partial(gated_vit, "SwiGLU", act_layer=nn.GELU, norm=True), "geglu"),
+    "SwiGLU with RMSNorms": (partial(gated_vit, "SwiGLU", norm=True, norms="rmsnorm"), "swiglu"),
     "SwiGLUPacked": (lambda: vit("vit_giant_patch14_reg4_dinov2", **GIANT, num_heads=2, num_classes=7), "swiglu"),
-    "GluMlp, value first": (of_timm("GluMlp", act_layer=nn.GELU, norm=True), "geglu"),
-    "GluMlp without biases": (of_timm("GluMlp", act_layer=nn.SiLU, bias=False), "swiglu"),
-    "Dinov2": (lambda: hugging_face("Dinov2Model", use_swiglu_ffn=True), "swiglu"),
-    "Dinov2WithRegisters": (lambda: hugging_face("Dinov2WithRegistersModel", use_swiglu_ffn=True), "swiglu"),
-    "DINOv3": (lambda: hugging_face("DINOv3ViTModel", **DINOV3), "swiglu"),
+    "GluMlp, value first": (partial(gated_vit, "GluMlp", act_layer=nn.GELU, norm=True), "geglu"),
+    "GluMlp without biases": (partial(gated_vit, "GluMlp", act_layer=nn.SiLU, bias=False), "swiglu"),
+    "Dinov2": (partial(hugging_face, "Dinov2Model", use_swiglu_ffn=True), "swiglu"),
+    "Dinov2WithRegisters": (partial(hugging_face, "Dinov2WithRegistersModel", use_swiglu_ffn=True), "swiglu"),
+    "DINOv3": (partial(hugging_face, "DINOv3ViTModel", **DINOV3), "swiglu"),
 }
 
 
 def made(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
     """Return the model with random parameters, and an image for it."""
-    torch.manual_seed(0)
-    model = MODELS[name][0]().to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model = randomised(MODELS[name][0]()).to(device)
     size = 28 if name == "SwiGLUPacked" else 32
     return model, torch.randn(2, 3, size, size, device=device)
 

@@ -95,23 +95,15 @@ def test_naflex(device: torch.device) -> None:
     check(model, lambda m: m(inputs), "attention_qkvpacked_fwd")
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.ones(2, 17, dtype=torch.bool),
-        torch.ones(2, 1, 17, 5),
-        torch.zeros(17, 17, dtype=torch.int64),
-        "blocks",
-        torch.ones(2, 17, 17),
-    ],
-    ids=["of tokens", "of other keys", "of integers", "no tensor", "of three dimensions"],
-)
-def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
+def test_masks_that_no_op_takes_are_the_library_s() -> None:
     """`fused_forward` then runs the module's own forward, which test_transformers.py tests."""
     x, taken = torch.randn(2, 17, 192), torch.ones(2, 1, 1, 17)
     assert checked_mask(taken, x) is taken
-    with pytest.raises(CannotFuse, match="an attention mask of"):
-        checked_mask(mask, x)
+    of_tokens, of_other_keys = torch.ones(2, 17, dtype=torch.bool), torch.ones(2, 1, 17, 5)
+    of_integers, of_three_dimensions = torch.zeros(17, 17, dtype=torch.int64), torch.ones(2, 17, 17)
+    for mask in (of_tokens, of_other_keys, of_integers, of_three_dimensions, "blocks"):
+        with pytest.raises(CannotFuse, match="an attention mask of"):
+            checked_mask(mask, x)
 
 
 # ---- keys that heads share, norms over all heads ----
@@ -120,24 +112,21 @@ def test_masks_that_no_op_takes_are_the_library_s(mask: Any) -> None:
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_sapiens2(qk_norm: bool, device: torch.device) -> None:
     """The second layer has two heads of keys for four of queries."""
-    model = of_transformers(
-        "Sapiens2Model",
-        num_key_value_heads_per_layer=[4, 2],
-        use_qk_norm=qk_norm,
-        num_register_tokens=2,
-        layerscale_value=0.5,
-    ).to(device)
+    options = {"num_key_value_heads_per_layer": [4, 2], "num_register_tokens": 2, "layerscale_value": 0.5}
+    model = of_transformers("Sapiens2Model", use_qk_norm=qk_norm, **options).to(device)
     image = torch.randn(2, 3, 32, 32, device=device)
     check(model, lambda m: m(image), "attention_fwd", "rotary")
 
 
+def with_shared_keys(**options: Any) -> nn.Module:
+    """Return an attention of timm with two heads of keys for four of queries."""
+    layers = import_library("timm").layers
+    return layers.AttentionRope(64, 4, qkv_fused=False, num_kv_heads=2, norm_layer=layers.RmsNorm, **options)
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_attention_rope_of_timm(qk_norm: bool, device: torch.device) -> None:
-    timm = import_library("timm")
-    attention = timm.layers.AttentionRope(
-        64, 4, qkv_fused=False, num_kv_heads=2, qk_norm=qk_norm, norm_layer=timm.layers.RmsNorm, rotate_half=True
-    )
-    model = nn.ModuleList([randomised(attention)]).to(device)
+    model = nn.ModuleList([randomised(with_shared_keys(qk_norm=qk_norm, rotate_half=True))]).to(device)
     x, rope = torch.randn(2, 7, 64, device=device), torch.randn(6, 32, device=device)
     mask = torch.rand(7, 7, device=device) > 0.2
     report = accelerate_as_it_was(model, lambda: (model[0](x, rope), model[0](x, rope, attn_mask=mask)))
@@ -176,9 +165,7 @@ def test_internvl_with_norms_over_all_heads(qk_norm: bool, device: torch.device)
 
 def test_widths_of_norms_and_keys_that_do_not_fit() -> None:
     timm = import_library("timm")
-    attention = timm.layers.AttentionRope(
-        64, 4, qkv_fused=False, num_kv_heads=2, qk_norm=True, norm_layer=timm.layers.RmsNorm
-    )
+    attention = with_shared_keys(qk_norm=True)
     attention.q_norm = attention.k_norm = timm.layers.RmsNorm(64)
     report = fastvit.accelerate(nn.ModuleList([attention]))
     assert outcome(report, "0") == ("skipped", "norms of q and k over [64] of 4 heads of 16")
@@ -300,10 +287,8 @@ def test_towers_under_compile_and_with_other_arguments(device: torch.device) -> 
     with pytest.warns(UserWarning, match="no cu_seqlens or no rotary positions"), pytest.raises(TypeError):
         attention(x, ends)
     attention.config._attn_implementation = "mine"
-    assert outcome(fastvit.accelerate(nn.ModuleList([attention])), "0") == (
-        "skipped",
-        "its attention implementation is 'mine'",
-    )
+    report = fastvit.accelerate(nn.ModuleList([attention]))
+    assert outcome(report, "0") == ("skipped", "its attention implementation is 'mine'")
 
 
 # ---- as an attention implementation ----

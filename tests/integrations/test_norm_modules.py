@@ -9,9 +9,9 @@ import pytest
 import torch
 from library_imports import import_library
 from library_models import outcome, vit
-from models import randomised
+from models import assert_same_step, randomised, step
 from oracle import GRADIENT, assert_as_accurate, inputs
-from torch import Tensor, nn
+from torch import nn
 
 import fastvit
 from fastvit import eva_layers, layers, reference
@@ -52,13 +52,6 @@ def made(name: str, device: torch.device) -> nn.Module:
     return randomised(NORMS[name][0]()).to(device)
 
 
-def run(norm: nn.Module, x: Tensor) -> list[Tensor]:
-    x = x.detach().requires_grad_()
-    y = norm(x)
-    dy = inputs("normal", *y.shape, dtype=torch.float64, device=x.device, seed=3).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, [x, *norm.parameters()], dy)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", NORMS)
 def test_as_the_librarys(name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -66,15 +59,15 @@ def test_as_the_librarys(name: str, dtype: torch.dtype, device: torch.device) ->
     norm = made(name, device).to(dtype)
     scale = 3e-4 if name == "nn.RMSNorm" else 3e-3
     x = (inputs("normal", 2, 5, D, dtype=torch.float64, device=device) * scale).to(dtype)
-    own = run(norm, x)
+    own = step(norm, x)
     double = copy.deepcopy(norm).double()
     if getattr(norm, "eps", 0.0) is None:
         double.eps = torch.finfo(torch.float32).eps  # as for dtype; float64 has its own
-    exact = run(double, x.double())
+    exact = step(double, x.double())
     model = nn.Sequential(norm)
     report = fastvit.accelerate(model, strict=True)
     assert outcome(report, "0") == ("accelerated", NORMS[name][1])
-    for got, *others in zip(run(model, x), own, exact, strict=True):
+    for got, *others in zip(*(found.values() for found in (step(model, x), own, exact)), strict=True):
         assert_as_accurate(got, *others, factor=GRADIENT, what=name)
 
 
@@ -171,54 +164,20 @@ def test_norm_layer_takes_names(name: str) -> None:
             TAKES_NAMES[name](norm_layer="rms_norm")
 
 
-class DiTBlock(nn.Module):
-    """Peebles and Xie 2023, arXiv:2212.09748: norms without weight, modulated by the condition (B, D)."""
-
-    def __init__(self, norm: Callable[..., nn.Module], attention: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (norm(D, elementwise_affine=False, eps=1e-6) for _ in range(2))
-        self.attn, self.mlp = attention(D, 2, qkv_bias=True), nn.Linear(D, D)
-        self.modulation = nn.Linear(D, 6 * D)
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=2)
-        x = x + gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1)
-        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
-
-
-def test_modulated_norms_without_weight(device: torch.device) -> None:
-    """DiT's norms agree, also accelerated, under autocast, and compiled without a break."""
-    ours = DiTBlock(fastvit.LayerNorm, fastvit.Attention).to(device)
-    theirs = DiTBlock(nn.LayerNorm, reference.Attention).to(device)
-    theirs.load_state_dict(ours.state_dict())
-    x, condition = torch.randn(2, 7, D, device=device), torch.randn(2, D, device=device)
-    accelerated = copy.deepcopy(theirs)
-    assert outcome(fastvit.accelerate(accelerated), "norm1") == ("accelerated", "layer_norm")
-    for model in (ours, accelerated, torch.compile(ours, backend="aot_eager", fullgraph=True)):
-        for got, want in zip(stepped(model, x, condition), stepped(theirs, x, condition), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
-        torch.testing.assert_close(ours(x, condition), theirs(x, condition), rtol=2e-2, atol=2e-2)
-
-
-def stepped(model: nn.Module, *args: Tensor) -> list[Tensor]:
-    args = tuple(arg.detach().requires_grad_() for arg in args)
-    y = model(*args)
-    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*args, *model.parameters()])]
-
-
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_blocks_of_norms_without_weight(kind: str, device: torch.device) -> None:
-    """Both halves are fused; norms inside attention run as modules. There is nothing to save."""
+def test_norms_without_weight(kind: str, device: torch.device) -> None:
+    """Alone and in blocks, both halves of which are fused; norms inside attention run as modules."""
     norm, plain = {"layer": (fastvit.LayerNorm, nn.LayerNorm), "rms": (fastvit.RMSNorm, nn.RMSNorm)}[kind]
-    for options in ({}, {"qk_norm": True}):
-        ours = fastvit.Block(D, 2, norm_layer=partial(norm, elementwise_affine=False), **options).to(device)
-        theirs = reference.Block(D, 2, norm_layer=partial(plain, elementwise_affine=False, eps=1e-6), **options)
-        theirs.to(device).load_state_dict(ours.state_dict())
+    norm, plain = partial(norm, elementwise_affine=False), partial(plain, elementwise_affine=False, eps=1e-6)
+    for ours, theirs in (
+        (norm(D), plain(D)),
+        (fastvit.Block(D, 2, norm_layer=norm), reference.Block(D, 2, norm_layer=plain)),
+        (fastvit.Block(D, 2, norm_layer=norm, qk_norm=True), reference.Block(D, 2, norm_layer=plain, qk_norm=True)),
+    ):
+        theirs.to(device).load_state_dict(ours.to(device).state_dict())
         assert not any("norm" in key for key in ours.state_dict())
         x = torch.randn(2, 7, D, device=device)
         for model in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
-            for got, want in zip(stepped(model, x), stepped(theirs, x), strict=True):
-                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    fused = fastvit.accelerate(vit(norm_layer=partial(plain, elementwise_affine=False)), strict=True)
+            assert_same_step(model, theirs, x)
+    fused = fastvit.accelerate(vit(norm_layer=plain), strict=True)
     assert outcome(fused, "blocks.0") == ("accelerated", "layer_norm_attention, layer_norm_mlp")

@@ -3,11 +3,12 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from library_imports import import_library
-from library_models import hugging_face, outcome, torchvision_vit, vit
+from library_models import gated_vit, hugging_face, outcome, torchvision_vit, vit
 from models import Calls, randomised
 from oracle import assert_as_accurate
 from torch import Tensor, nn
@@ -31,15 +32,11 @@ def torchao(model: nn.Module) -> nn.Module:
     return model
 
 
-def swiglu() -> nn.Module:
-    return vit(mlp_layer=import_library("timm").layers.SwiGLU, num_classes=7)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "timm": lambda: vit(init_values=0.3, num_classes=7),
-    "timm's DINOv3": lambda: vit("vit_small_patch16_dinov3", num_classes=7),
-    "SwiGLU": swiglu,
-    "DINOv2 of transformers": lambda: hugging_face("Dinov2Model"),
+    "timm": partial(vit, init_values=0.3, num_classes=7),
+    "timm's DINOv3": partial(vit, "vit_small_patch16_dinov3", num_classes=7),
+    "SwiGLU": partial(gated_vit, "SwiGLU"),
+    "DINOv2 of transformers": partial(hugging_face, "Dinov2Model"),
     "torchvision": torchvision_vit,
 }
 QUANTISE = [dynamic, torchao]

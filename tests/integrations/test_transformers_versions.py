@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from library_imports import import_library
 from models import accelerate_as_it_was, assert_same_step, randomised
-from stand_ins import defined_in
+from stand_ins import library_class
 from torch import Tensor, nn
 
 import fastvit
@@ -20,10 +20,10 @@ from fastvit.integrations.transformers import layers as integration
 D, H, HIDDEN = 48, 3, 96
 
 
-def of_library(prefix: str, suffix: str) -> Any:
-    """Return a decorator that gives a class the name of one of transformers."""
-    file = {"ViT": "vit", "Dinov2": "dinov2"}[prefix]
-    return defined_in(f"transformers.models.{file}.modeling_{file}", f"{prefix}{suffix}")
+def of_library(model: str, suffix: str, base: type[nn.Module], **attributes: Any) -> Any:
+    """Make a subclass with the name of a class of transformers."""
+    file = model.lower()
+    return library_class(f"transformers.models.{file}.modeling_{file}.{model}{suffix}", base, **attributes)
 
 
 class SelfAttention(nn.Module):
@@ -39,13 +39,18 @@ class SelfAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2), None
 
 
-class SelfOutput(nn.Module):
-    def __init__(self) -> None:
+class Output(nn.Module):
+    def __init__(self, width: int = D, p: float = 0.2) -> None:
         super().__init__()
-        self.dense, self.dropout = nn.Linear(D, D), nn.Dropout(0.2)
+        self.dense, self.dropout = nn.Linear(width, D), nn.Dropout(p)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.dropout(self.dense(x))
+
+
+class ViTOutput(Output):
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return super().forward(x, residual) + residual
 
 
 class Attention(nn.Module):
@@ -60,39 +65,18 @@ class Attention(nn.Module):
         return self.output(self.attention(x)[0], x)
 
 
-@of_library("ViT", "SelfAttention")
-class _ViTSelfAttention(SelfAttention):
-    pass
+def attention_of(model: str) -> nn.Module:
+    inner, last = of_library(model, "SelfAttention", SelfAttention), of_library(model, "SelfOutput", Output)
+    return of_library(model, "Attention", Attention, inner=inner, last=last)()
 
 
-@of_library("ViT", "SelfOutput")
-class _ViTSelfOutput(SelfOutput):
-    pass
-
-
-@of_library("ViT", "Attention")
-class _ViTAttention(Attention):
-    inner, last = _ViTSelfAttention, _ViTSelfOutput
-
-
-@of_library("ViT", "Intermediate")
-class _ViTIntermediate(nn.Module):
+class Intermediate(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.dense, self.intermediate_act_fn = nn.Linear(D, HIDDEN), nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.intermediate_act_fn(self.dense(x))
-
-
-@of_library("ViT", "Output")
-class _ViTOutput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.dropout = nn.Linear(HIDDEN, D), nn.Dropout(0.3)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.dropout(self.dense(x)) + residual
 
 
 class Checkpointing(nn.Module):
@@ -106,11 +90,12 @@ class Checkpointing(nn.Module):
         return super().__call__(*args, **kwargs)
 
 
-@of_library("ViT", "Layer")
-class _ViTLayer(Checkpointing):
+class ViTLayer(Checkpointing):
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.intermediate, self.output = _ViTAttention(), _ViTIntermediate(), _ViTOutput()
+        self.attention = attention_of("ViT")
+        self.intermediate = of_library("ViT", "Intermediate", Intermediate)()
+        self.output = of_library("ViT", "Output", ViTOutput)(HIDDEN, 0.3)
         self.layernorm_before, self.layernorm_after = nn.LayerNorm(D), nn.LayerNorm(D)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,23 +103,7 @@ class _ViTLayer(Checkpointing):
         return self.output(self.intermediate(self.layernorm_after(x)), x)
 
 
-@of_library("Dinov2", "SelfAttention")
-class _Dinov2SelfAttention(SelfAttention):
-    pass
-
-
-@of_library("Dinov2", "SelfOutput")
-class _Dinov2SelfOutput(SelfOutput):
-    pass
-
-
-@of_library("Dinov2", "Attention")
-class _Dinov2Attention(Attention):
-    inner, last = _Dinov2SelfAttention, _Dinov2SelfOutput
-
-
-@of_library("Dinov2", "MLP")
-class _Dinov2MLP(nn.Module):
+class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc1, self.activation, self.fc2 = nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)
@@ -143,8 +112,7 @@ class _Dinov2MLP(nn.Module):
         return self.fc2(self.activation(self.fc1(x)))
 
 
-@of_library("Dinov2", "LayerScale")
-class _Dinov2LayerScale(nn.Module):
+class LayerScale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lambda1 = nn.Parameter(torch.ones(D))
@@ -153,12 +121,12 @@ class _Dinov2LayerScale(nn.Module):
         return x * self.lambda1
 
 
-@of_library("Dinov2", "Layer")
-class _Dinov2Layer(Checkpointing):
+class Dinov2Layer(Checkpointing):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attention, self.layer_scale1 = nn.LayerNorm(D), _Dinov2Attention(), _Dinov2LayerScale()
-        self.norm2, self.mlp, self.layer_scale2 = nn.LayerNorm(D), _Dinov2MLP(), _Dinov2LayerScale()
+        scale = of_library("Dinov2", "LayerScale", LayerScale)
+        self.norm1, self.attention, self.layer_scale1 = nn.LayerNorm(D), attention_of("Dinov2"), scale()
+        self.norm2, self.mlp, self.layer_scale2 = nn.LayerNorm(D), of_library("Dinov2", "MLP", Mlp)(), scale()
         self.drop_path = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +134,7 @@ class _Dinov2Layer(Checkpointing):
         return x + self.layer_scale2(self.mlp(self.norm2(x)))
 
 
-LAYERS = {"ViT": _ViTLayer, "Dinov2": _Dinov2Layer}
+LAYERS = {"ViT": of_library("ViT", "Layer", ViTLayer), "Dinov2": of_library("Dinov2", "Layer", Dinov2Layer)}
 each = pytest.mark.parametrize("prefix", LAYERS)
 
 

@@ -36,24 +36,33 @@ def normalised(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return (pixels.to(dtype) / 255 - mean) / std
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_as_normalised_by_hand(name: str, pixels: Tensor) -> None:
-    model = MODELS[name]().eval()
-    image = normalised(pixels)
+def accelerate_and_check(
+    model: nn.Module, call: Callable[[Tensor], Tensor], pixels: Tensor, image: Tensor
+) -> list[str]:
+    """Accelerated, a model gives for uint8 pixels what it gave for the image, which it takes as before. Return the
+    operators that ran."""
     weight = next(p for p in model.parameters() if p.dim() == 4)
-    want = model(image)
+    want = call(image)
     cotangent = torch.randn_like(want)
     (grad,) = torch.autograd.grad(want, weight, cotangent)
     fastvit.accelerate(model, mean=MEAN, std=STD)
     with Calls() as calls:
-        assert close(model(pixels), want)
-    assert "fastvit::patch_embed_fwd" in calls.names
-    assert "aten::div" not in calls.names
-    assert close(torch.autograd.grad(model(pixels), weight, cotangent)[0], grad)
-    assert close(model(image), want)  # float images are taken as they are
+        got = call(pixels)
+    assert close(got, want)
+    assert close(torch.autograd.grad(got, weight, cotangent)[0], grad)
+    assert close(call(image), want)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert close(compiled(pixels), want)
+    assert close(torch.compile(call, backend="aot_eager", fullgraph=True)(pixels), want)
+    return calls.names
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_normalised_by_hand(name: str, pixels: Tensor) -> None:
+    model = MODELS[name]().eval()
+    ran = accelerate_and_check(model, lambda image: model(image), pixels, normalised(pixels))
+    assert "fastvit::patch_embed_fwd" in ran
+    assert "aten::div" not in ran
+    want = model(pixels)
     with fastvit.accelerated(model, mean=MEAN, std=STD):
         assert close(model(pixels), want)
 
@@ -103,27 +112,13 @@ TRANSFORMERS = [
 @pytest.mark.parametrize(("name", "by_name"), [*((name, False) for name in TRANSFORMERS), ("ViTModel", True)])
 def test_transformers_cast_images_that_are_normalised_before(name: str, by_name: bool, pixels: Tensor) -> None:
     model = hugging_face(name).double()
-    weight = next(p for p in model.parameters() if p.dim() == 4)
-
-    image = normalised(pixels, torch.float64)
 
     def run(image: Tensor) -> Tensor:
-        output = model(pixel_values=image) if by_name else model(image)
-        return output[0]
+        return (model(pixel_values=image) if by_name else model(image))[0]
 
-    want = run(image)
-    cotangent = torch.randn_like(want)
-    (grad,) = torch.autograd.grad(want, weight, cotangent)
-    fastvit.accelerate(model, mean=MEAN, std=STD)
-    with Calls() as calls:
-        got = run(pixels)
-    assert close(got, want)
-    assert calls.names.count("fastvit::patch_embed_fwd") == 1
-    assert close(torch.autograd.grad(got, weight, cotangent)[0], grad)
-    assert close(run(image), want)  # float images are taken as they are
-    torch._dynamo.reset()
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert close(compiled(pixels), want)
+    ran = accelerate_and_check(model, run, pixels, normalised(pixels, torch.float64))
+    assert ran.count("fastvit::patch_embed_fwd") == 1
+    want = run(pixels)
     fastvit.restore(model)
     assert not any(m._forward_pre_hooks or m._forward_pre_hooks_with_kwargs for m in model.modules())
     assert not close(run(pixels), want)
@@ -194,12 +189,8 @@ def test_several_crops_are_left_to_the_modules_inside() -> None:
     ("mean", "std", "message"),
     [
         (MEAN, None, "mean and std must both be given"),
-        (None, STD, "mean and std must both be given"),
         (0.5, 0.5, "mean must be one number .* for each of the 3 channels, got 0.5"),
-        ((123.7, 116.3, 103.5), STD, r"mean must be one number in \[0, 1\] .* got \(123.7"),
-        (MEAN, (58.4, 57.1, 57.4), r"std must be one number in \(0, 1\]"),
         (MEAN, (0.2, 0.0, 0.2), r"std must be one number in \(0, 1\]"),
-        (MEAN, STD[:2], "std must be one number .* for each of the 3 channels"),
         ((0.5,), (0.5,), "mean must have one value for each of the 3 channels, got 1"),
     ],
 )

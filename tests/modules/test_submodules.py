@@ -78,30 +78,6 @@ def test_a_forward_replaced_on_the_class_is_honoured(path: str, monkeypatch: pyt
     assert_same_step(ours, theirs, *tokens(dtype=torch.float32))
 
 
-def test_a_quantised_weight_is_left_to_its_layer() -> None:
-    """A weight such as torchao's in an nn.Linear: a tensor that knows PyTorch's own functions alone."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    class Quantised(TwoTensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is nn.functional.linear:
-                return func(args[0], args[1].a, *args[2:])
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, *rest: Any) -> Any:
-            assert func.namespace == "aten"
-            return super().__torch_dispatch__(func, *rest)
-
-    block, theirs = blocks()
-    x = torch.randn(B, N, D)
-    for path in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
-        layer = block.get_submodule(path)
-        layer.weight = nn.Parameter(Quantised(layer.weight.detach(), layer.weight.detach()))
-        torch.testing.assert_close(block(x), theirs(x), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("path", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
 def test_a_replaced_linear_is_honoured(path: str) -> None:
     parent, _, name = path.rpartition(".")

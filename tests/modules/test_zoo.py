@@ -1,4 +1,4 @@
-"""The zoo: names, defaults, parameter counts and keys, against timm where it is installed. EVA's: test_eva.py."""
+"""The zoo: names, defaults, parameter counts, keys and poolings, against timm where it is installed."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from library_imports import assert_inputs_are_timms, import_timm
+from library_imports import import_timm
 from models import twins
 
 import fastvit
 from fastvit import reference, zoo
+from fastvit.eva import Eva
+from fastvit.reference.eva import Eva as ReferenceEva
 from fastvit.study import models
 from fastvit.study.sources.from_zoo import reference_arguments
 from fastvit.zoo.eva import CONFIGS as EVAS
@@ -25,9 +27,10 @@ PARAMETERS = {
     "vit_cifar_small": 5_362_762,
     "vit_cifar_base": 21_342_346,
     "vit_cifar_large": 75_722_250,
+    "vit_small_patch16_dinov3": 21_586_944,
+    "vit_7b_patch16_dinov3": 6_716_030_976,
+    "vit_pe_core_base_patch16_224": 93_673_984,
 }
-VITS = [name for name in fastvit.list_models() if name not in EVAS]
-IN_TIMM = [name for name in VITS if "cifar" not in name]
 SHARED = [name for name in fastvit.list_models() if "cifar" not in name]
 SIZES = {"img_size", "patch_size", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"}
 POOLS = ["token", "avg", "max", "avgmax", "map", ""]
@@ -52,26 +55,33 @@ def test_exact_parameter_count(name: str, count: int) -> None:
     assert sum(p.numel() for p in fastvit.create_model(name, device="meta").parameters()) == count
 
 
-@pytest.mark.parametrize("name", VITS)
+@pytest.mark.parametrize("name", fastvit.list_models())
 def test_the_reference_has_the_same_keys_and_shapes(name: str) -> None:
     ours = fastvit.create_model(name, depth=1, device="meta")
-    eager = reference.VisionTransformer(**{**reference_arguments(name), "depth": 1}, device="meta")
-    assert shapes(ours) == shapes(eager)
+    kind = ReferenceEva if name in EVAS else reference.VisionTransformer
+    assert shapes(ours) == shapes(kind(**{**reference_arguments(name), "depth": 1}, device="meta"))
 
 
-@pytest.mark.parametrize("name", IN_TIMM)
+@pytest.mark.parametrize("name", SHARED)
 def test_names_keys_and_defaults_are_timms(name: str) -> None:
     timm = import_timm()
-    theirs = timm.create_model(name, device="meta", weight_init="skip")
+    from timm.models import get_model_input_config
+
+    theirs = timm.create_model(name, device="meta", **({} if name in EVAS else {"weight_init": "skip"}))
     ours = fastvit.create_model(name, device="meta")
+    assert isinstance(ours, Eva) == (name in EVAS)
     assert shapes(ours) == shapes(theirs)
     for attribute in (
         "num_classes", "global_pool", "embed_dim", "num_features", "num_prefix_tokens", "num_reg_tokens",
         "has_class_token", "no_embed_class", "dynamic_img_size", "head_hidden_size", "in_chans",
         "feature_info",
     ):  # fmt: skip
-        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
-    assert_inputs_are_timms(ours, theirs)
+        assert name in EVAS or hasattr(theirs, attribute)
+        assert getattr(ours, attribute) == getattr(theirs, attribute, getattr(ours, attribute)), attribute
+    assert get_model_input_config(ours) == get_model_input_config(theirs)
+    assert ours.default_cfg is ours.pretrained_cfg
+    for key in ours.pretrained_cfg.keys() - {"fixed_input_size"}:  # timm's is True for models of any size too
+        assert ours.pretrained_cfg[key] == theirs.pretrained_cfg[key], key
     for attribute in ("img_size", "patch_size", "grid_size", "num_patches"):
         assert getattr(ours.patch_embed, attribute) == getattr(theirs.patch_embed, attribute), attribute
     firsts = ours.blocks[0], theirs.blocks[0]
@@ -82,8 +92,12 @@ def test_names_keys_and_defaults_are_timms(name: str) -> None:
     assert len(ours.blocks) == len(theirs.blocks)
     assert firsts[0].attn.num_heads == firsts[1].attn.num_heads
     assert firsts[0].attn.scale == firsts[1].attn.scale
-    assert getattr(firsts[0].ls1, "init_values", None) == getattr(firsts[1].ls1, "init_values", None)
+    scales = [block if name in EVAS else block.ls1 for block in firsts]
+    assert getattr(scales[0], "init_values", None) == getattr(scales[1], "init_values", None)
     assert ours.no_weight_decay() == theirs.no_weight_decay() - {"dist_token"}
+    assert ours.get_classifier() is ours.head
+    if getattr(ours, "rope", None) is not None and hasattr(theirs.rope, "grid_offset"):
+        assert ours.rope.grid_offset == theirs.rope.grid_offset
 
 
 def has_class_token(name: str, **arguments: Any) -> bool:
@@ -173,16 +187,9 @@ def test_cifar_models_drop_out_a_tenth() -> None:
         assert {model.blocks[0].attn.proj_drop.p, model.blocks[0].mlp.drop1.p, model.blocks[0].mlp.drop2.p} == {0.1}
 
 
-def test_overrides_reach_the_constructor() -> None:
-    model = fastvit.create_model(
-        "vit_base_patch16_224", img_size=(64, 96), num_classes=7, depth=2, qkv_bias=False, device="meta"
-    )
-    assert model.patch_embed.grid_size == (4, 6)
-    assert model.pos_embed.shape == (1, 25, 768)
-    assert model.head.weight.shape == (7, 768)
-    assert len(model.blocks) == 2
-    assert "blocks.0.attn.qkv.bias" not in model.state_dict()
-    assert fastvit.create_model("vit_base_patch16_224", device="meta").num_classes == 1000  # the table is unchanged
+def test_arguments_leave_the_table_as_it_is() -> None:
+    fastvit.create_model("vit_base_patch16_224", depth=2, device="meta")
+    assert len(fastvit.create_model("vit_base_patch16_224", device="meta").blocks) == 12
 
 
 def test_unknown_names_get_the_nearest() -> None:
@@ -195,10 +202,6 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_list_models_filters() -> None:
-    assert fastvit.list_models("deit3_*_384") == [
-        "deit3_base_patch16_384",
-        "deit3_large_patch16_384",
-        "deit3_small_patch16_384",
-    ]
+    assert fastvit.list_models("deit3_*_384") == [f"deit3_{size}_patch16_384" for size in ("base", "large", "small")]
     assert fastvit.list_models("nothing*") == []
     assert fastvit.list_models() == sorted(zoo.CONFIGS)

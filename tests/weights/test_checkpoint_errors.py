@@ -259,15 +259,14 @@ def test_mae() -> None:
 
 
 def test_foreign_names_are_reported_as_the_file_has_them() -> None:
-    state = {"embeddings.cls_token": torch.ones(1, 1, 32), "layers.0.attention.q_proj.weight": torch.ones(32, 32)}
-    state |= {
-        "embeddings.patch_embeddings.projection.weight": torch.ones(32, 3, 4, 4),
-        "layernorm.gain": torch.ones(32),
-    }
-    state |= {"layernorm.weight": torch.ones(31), "layers.0.mlp.fc1.bias": torch.ones(64)}
-    message = refused(
-        state, "Hugging Face ViT", "layernorm.gain", r"layernorm.weight \(31,\)", "(?s)missing.*attn.qkv.weight"
-    )
+    shapes = {
+        "embeddings.cls_token": (1, 1, 32), "embeddings.patch_embeddings.projection.weight": (32, 3, 4, 4),
+        "layers.0.attention.q_proj.weight": (32, 32), "layers.0.mlp.fc1.bias": (64,),
+        "layernorm.gain": (32,), "layernorm.weight": (31,),
+    }  # fmt: skip
+    state = {key: torch.ones(shape) for key, shape in shapes.items()}
+    missing = "(?s)missing.*attn.qkv.weight"
+    message = refused(state, "Hugging Face ViT", "layernorm.gain", r"layernorm.weight \(31,\)", missing)
     assert "layers.0.attention.q_proj.weight" in message  # without k and v it has no place
     assert "fc1.bias" not in message.partition("unexpected")[2]
 
@@ -275,11 +274,8 @@ def test_foreign_names_are_reported_as_the_file_has_them() -> None:
 def test_heads() -> None:
     state = state_dict()
     refused(state, r"num_classes=5 is the file's; drop_head=True", num_classes=7)
-    refused(
-        {k: v for k, v in state.items() if "head" not in k},
-        r"missing \(2\):\n    head.weight\n    head.bias\n",
-        "num_classes=0 is",
-    )
+    headless = {key: value for key, value in state.items() if "head" not in key}
+    refused(headless, r"missing \(2\):\n    head.weight\n    head.bias\n", "num_classes=0 is")
     fresh = fastvit.create_model("vit_base_patch16_224", state, drop_head=True, **{**SMALL, "num_classes": 7})
     assert fresh.head.weight.shape == (7, 32)
     assert fresh.head.weight.std() > 0.01
@@ -315,12 +311,11 @@ def test_misshapen_tensors_never_break_the_conversion() -> None:
     """Every weight of every shape that a file may claim ends in the one error, not in one of torch's."""
     dinov2 = {**state_dict(num_classes=0), "mask_token": torch.ones(1, 32), "register_tokens": torch.ones(1, 4, 32)}
     clip = {"class_embedding": torch.ones(32), "positional_embedding": torch.ones(17, 32), "proj": torch.ones(32, 5)}
+    options = {"num_classes": 0, "reg_tokens": 4, "no_embed_class": True}
     for state, keys in ((dinov2, ("cls_token", "pos_embed", "register_tokens")), (clip, tuple(clip))):
         for key in keys:
             for shape in ((), (0,), (33,), (3, 2, 32), (1, 0, 32), (1, 3, 7), (2, 2, 2, 2), (1, 17, 32, 1)):
-                refused(
-                    {**state, key: torch.ones(shape)}, "does not fit", num_classes=0, reg_tokens=4, no_embed_class=True
-                )
+                refused({**state, key: torch.ones(shape)}, "does not fit", **options)
 
 
 def test_the_meta_device_is_refused() -> None:

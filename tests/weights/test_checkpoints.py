@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoint_models import SIZES, SMALL, SQUARE_SIZES, check, image, with_prefix
+from checkpoint_models import SIZES, SMALL, SQUARE_SIZES, check, image, renamed, with_prefix
 from library_imports import import_timm
 from models import randomised
 from torch import Tensor, nn
@@ -55,19 +55,6 @@ def test_timm(name: str, size: tuple[int, int], tmp_path: Path) -> None:
     torch.testing.assert_close(ours(image(size)), oracle(image(size)), rtol=1e-5, atol=1e-5)
 
 
-def test_the_zoos_clip_and_siglip_have_timms_activation_and_eps() -> None:
-    timm = import_timm()
-    for name in fastvit.list_models("*_clip_*") + fastvit.list_models("*_siglip_*"):
-        ours, theirs = (make(name, depth=1, device="meta") for make in (fastvit.create_model, timm.create_model))
-        x = torch.randn(64)
-        assert torch.allclose(ours.blocks[0].mlp.act(x), theirs.blocks[0].mlp.act(x), rtol=0, atol=1e-7), name
-        for norm in ("norm_pre", "norm", "blocks.0.norm1", "blocks.0.norm2"):
-            assert getattr(ours.get_submodule(norm), "eps", None) == getattr(theirs.get_submodule(norm), "eps", None)
-        if ours.attn_pool is not None:
-            acts = [model.attn_pool.mlp.act(x) for model in (ours, theirs)]
-            assert torch.allclose(*acts, rtol=0, atol=1e-7), name
-
-
 # ---- torchvision ----
 
 
@@ -84,24 +71,13 @@ def test_torchvision(mlp: str, side: int) -> None:
     oracle = make(side, num_classes=5).eval()
     oracle.load_state_dict(vision_transformer.interpolate_embeddings(side, 4, written.copy()))
     if mlp == "old":
-        written = {
-            k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in written.items()
-        }
+        written = renamed(written, {"mlp.0.": "mlp.linear_1.", "mlp.3.": "mlp.linear_2."})
     ours = fastvit.create_model("vit_base_patch16_224", written, **{**SMALL, "img_size": side, "num_classes": 5})
     x = image((side, side))
     torch.testing.assert_close(ours.eval()(x), oracle(x), rtol=1e-5, atol=1e-5)
 
 
 # ---- OpenAI, open_clip, Meta: timm's model under their names ----
-
-
-def renamed(state: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    result = {}
-    for key, value in state.items():
-        for ours, theirs in names.items():
-            key = key.replace(ours, theirs)
-        result[key] = value
-    return result
 
 
 def openai(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,7 +181,7 @@ def test_meta_dinov2(registers: int, size: tuple[int, int]) -> None:
     oracle = timm.create_model(name, **{**SMALL, "img_size": size}).eval()
     prefix = written.pos_embed.detach()[:, :-16]
     oracle.load_state_dict({**written.state_dict(), "pos_embed": torch.cat([prefix, table.flatten(2).mT], dim=1)})
-    chunked = {k.replace("blocks.0.", "blocks.0.0.").replace("blocks.1.", "blocks.1.1."): v for k, v in state.items()}
+    chunked = renamed(state, {"blocks.0.": "blocks.0.0.", "blocks.1.": "blocks.1.1."})
     teacher = {"teacher": {**with_prefix(chunked, "backbone."), "dino_head.mlp.0.weight": torch.ones(3, 3)}}
     for weights in (state, chunked, teacher):
         check(fastvit.create_model(name, weights, **{**SMALL, "img_size": size}), oracle.forward_features, size)

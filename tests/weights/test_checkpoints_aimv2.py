@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import SIZES, SMALL, check, image, with_prefix
+from checkpoint_models import HF_SMALL, HF_TEXT, SIZES, SMALL, check, image, renamed, with_prefix
 from library_imports import import_library, import_timm
 from models import randomised
 from torch import Tensor
@@ -13,27 +13,15 @@ import fastvit
 from fastvit.checkpoints import CheckpointError
 
 NAME = "aimv2_large_patch14_224"
-HF_SMALL = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    "image_size": 16, "patch_size": 4,
-}  # fmt: skip
 POOLING = {"cls_token": (1, 1, 32), "k.weight": (32, 32), "v.weight": (32, 32), "linear.bias": (32,)}
 
 
 def of_apple(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """timm's state_dict under the names of apple/ml-aim, which timm itself reads."""
-    result = {}
-    for key, value in state.items():
-        key = key.replace("norm1.", "norm_1.").replace("norm2.", "norm_2.")
-        key = key.replace("fc1_g.", "fc1.").replace("fc1_x.", "fc3.")
-        if key.startswith("norm."):
-            key = f"trunk.post_trunk_{key}"
-        elif key.startswith("blocks."):
-            key = f"trunk.{key}"
-        else:
-            key = "preprocessor." + key.replace("patch_embed.", "patchifier.")
-        result[key] = value
-    return result
+    names = {"norm1.": "norm_1.", "norm2.": "norm_2.", "fc1_g.": "fc1.", "fc1_x.": "fc3."}
+    state = renamed(state, names | {"patch_embed.": "patchifier."})
+    fronts = {"norm": "trunk.post_trunk_", "blocks": "trunk."}
+    return {fronts.get(key.partition(".")[0], "preprocessor.") + key: value for key, value in state.items()}
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -76,10 +64,7 @@ def test_hugging_face(bias: bool) -> None:
 
 def test_hugging_face_beside_a_text_tower() -> None:
     library = import_library("transformers")
-    text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    config = library.Aimv2Config(
-        vision_config=HF_SMALL, text_config=text | {"vocab_size": 9, "eos_token_id": 1}, projection_dim=5
-    )
+    config = library.Aimv2Config(vision_config=HF_SMALL, text_config=HF_TEXT, projection_dim=5)
     both = randomised(library.Aimv2Model(config)).eval()
     ours = fastvit.create_model(NAME, both.state_dict(), drop_head=True, **SMALL)
     check(ours, lambda x: both.vision_model(x).last_hidden_state, (16, 16))

@@ -12,6 +12,10 @@ import fastvit
 from fastvit import checkpoints
 
 SMALL: dict[str, Any] = {"embed_dim": 64, "depth": 2, "num_heads": 2}
+TIMM = (
+    "vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3_qkvb", "eva02_base_patch14_448",
+    "vit_pe_core_small_patch16_384", "vit_small_patch16_rope_224",
+)  # fmt: skip
 IMAGE = torch.linspace(-2, 2, 2 * 3 * 64 * 96).sin().view(2, 3, 64, 96)
 
 
@@ -19,22 +23,12 @@ def ours(name: str, weights: dict[str, Tensor], **more: Any) -> Any:
     return fastvit.create_model(name, weights=weights, **{**SMALL, **more}).eval()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vit_small_patch16_dinov3",
-        "vit_small_plus_patch16_dinov3_qkvb",
-        "eva02_base_patch14_448",
-        "vit_pe_core_small_patch16_384",
-        "vit_small_patch16_rope_224",
-    ],
-)
+@pytest.mark.parametrize("name", TIMM)
 def test_timm(name: str) -> None:
     theirs = randomised(import_timm().create_model(name, **SMALL)).eval()
     size = theirs.patch_embed.img_size
     model, image = ours(name, theirs.state_dict()), torch.randn(1, 3, *size)
-    with torch.no_grad():
-        assert close(model(image), theirs(image))
+    assert close(model(image), theirs(image))
 
 
 def test_learnt_positions_are_interpolated() -> None:
@@ -42,20 +36,13 @@ def test_learnt_positions_are_interpolated() -> None:
     model = ours("eva02_tiny_patch14_224", theirs.state_dict(), img_size=(112, 168))
     theirs.set_input_size((112, 168))
     image = torch.randn(1, 3, 112, 168)
-    with torch.no_grad():
-        assert close(model(image), theirs(image))
+    assert close(model(image), theirs(image))
 
 
 def hugging_face(**options: Any) -> Any:
     transformers = import_library("transformers")
-    config = transformers.DINOv3ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=256,
-        num_register_tokens=4,
-        **options,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+    config = transformers.DINOv3ViTConfig(**sizes, num_register_tokens=4, **options)
     return randomised(transformers.DINOv3ViTModel(config)).eval()
 
 
@@ -67,8 +54,7 @@ def test_transformers(gated: bool, spelling: str) -> None:
     if spelling == "of files":
         weights = {key.removeprefix("model."): value for key, value in weights.items()}
     model = ours(f"vit_small_{'plus_' if gated else ''}patch16_dinov3_qkvb", weights)
-    with torch.no_grad():
-        assert close(model.forward_features(IMAGE), theirs(IMAGE).last_hidden_state)
+    assert close(model.forward_features(IMAGE), theirs(IMAGE).last_hidden_state)
 
 
 def meta(model: Any, gated: bool) -> dict[str, Tensor]:
@@ -153,8 +139,7 @@ def test_perception_encoder(name: str, alone: bool) -> None:
     if alone:
         weights = {key.removeprefix("visual."): value for key, value in weights.items() if key.startswith("visual.")}
     model, image = ours(name, weights), torch.randn(1, 3, *theirs.patch_embed.img_size)
-    with torch.no_grad():
-        assert close(model(image), theirs(image))
+    assert close(model(image), theirs(image))
 
 
 def test_positions_of_the_perception_encoder_are_interpolated_as_meta_does() -> None:
@@ -174,8 +159,7 @@ def test_biases_of_zeros_may_be_left_out_and_no_others() -> None:
         if key.endswith(("q_proj.bias", "v_proj.bias")):
             value.zero_()
     model = ours("vit_small_patch16_dinov3", theirs.state_dict())
-    with torch.no_grad():
-        assert close(model.forward_features(IMAGE), theirs(IMAGE).last_hidden_state)
+    assert close(model.forward_features(IMAGE), theirs(IMAGE).last_hidden_state)
 
 
 def test_a_bias_of_k_is_not_dropped() -> None:
