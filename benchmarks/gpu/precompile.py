@@ -50,13 +50,6 @@ def first_minutes(rehearse: bool, machine: Machine) -> list[Launch]:
     return list(recorder.launches.values())
 
 
-def record(items: Iterable[Item], machine: Machine) -> list[Launch]:
-    """Return every launch of the items, forward alone, and forward and backward, each once."""
-    with _recording(machine) as recorder:
-        _run(recorder, items)
-    return list(recorder.launches.values())
-
-
 def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
     """Return every launch that tuning of these tables tries."""
     wanted = set(tables)
@@ -68,10 +61,11 @@ def record_candidates(tables: Iterable[str], machine: Machine) -> list[Launch]:
 
 
 def _run(recorder: Any, items: Iterable[Item]) -> None:
+    """Run the items forward alone, and forward and backward."""
     for workload, dtype in items:
         recorder.dtype = dtype
         runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
-        runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+        runner.gradients()
         runner.infer()
 
 
@@ -82,7 +76,7 @@ def _try_in_block() -> None:
     runner = block.runner("fused", Draw(headline.DTYPE, "meta"))
     for choice in candidates("gemm", ()):
         with using({("gemm", ()): choice, ("use_triton_gemm", ()): (1,)}):
-            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+            runner.gradients()
             runner.infer()
 
 

@@ -22,13 +22,15 @@ def entries() -> set[str]:
 def main() -> None:
     some = [w for w in workloads("quick") if w.op in ("attention", "layer_norm", "mlp", "patch_embed")]
     items = [(w, "bf16") for w in some]
-    launches = precompile.record(items, precompile.REHEARSED)
+    with precompile._recording(precompile.REHEARSED) as recorder:
+        precompile._run(recorder, items)
+    launches = [*recorder.launches.values()]
     assert all(compiled is True for _, compiled in compile_all(launches, 2))
     before = entries()
     with stub_gpu(compiles=True) as gpu:
         for workload, _ in items:
             runner = workload.runner("fused", Draw(torch.bfloat16, "cpu"))
-            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+            runner.gradients()
             runner.infer()
     print(len(launches), len(before), len(gpu.binaries), len(entries() - before))
 
