@@ -28,10 +28,10 @@ def _derivative_probe(x_ptr, dy_ptr, out_ptr, ACTIVATION: tl.constexpr, EXACT: t
     tl.store(out_ptr + at, (tl.load(dy_ptr + at).to(tl.float32) * grad).to(out_ptr.dtype.element_ty))
 
 
-def slots(activation: str, target: str = "sm_90") -> tuple[float, ...]:
-    """Return the issue slots of value and derivative, per element of a bfloat16 tensor."""
+def slots(activation: str) -> tuple[float, ...]:
+    """Return the issue slots of value and derivative, per element of a bfloat16 tensor, on sm_90."""
     x = torch.empty(_BLOCK, dtype=torch.bfloat16, device="meta")
-    with recording(target) as recorder:
+    with recording("sm_90") as recorder:
         _value_probe[(1,)](x, x, activation, False, _BLOCK)
         _derivative_probe[(1,)](x, x, x, activation, False, _BLOCK)
     found = [launch.compile() for launch in recorder.launches.values()]

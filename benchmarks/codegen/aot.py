@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.codegen import sass
 from benchmarks.codegen.accesses import Access, global_accesses, narrow, tile_bytes
-from fastvit.tuning.launches import gpu_target
+from fastvit.tuning.launches import Launch, gpu_target
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
     raise RuntimeError("benchmarks.codegen.aot compiles kernels: unset TRITON_INTERPRET before triton is imported")
@@ -40,8 +39,6 @@ class Target:
     def nvidia(self) -> bool:
         return self.gpu.backend == "cuda"
 
-
-Specialisation = dict[tuple[int, ...], Any]  # by argument index, as Triton keys it
 
 _KB = 1024
 _TENSOR_MEMORY = 512  # columns per SM
@@ -145,24 +142,13 @@ class Compiled:
         return found + [str(access) for access in narrow(self.accesses, self.tiles, threads, self.granule)]
 
 
-def compile_source(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constants: Specialisation,
-    attrs: Specialisation,
-    options: Mapping[str, Any],
-    *,
-    target: str,
-    granule: int,
-    dtype: str,
-) -> Compiled:
-    """Compile from types, constants and alignments by position, as Triton's launcher derives them from arguments."""
-    source = triton.compiler.ASTSource(kernel, dict(signature), dict(constants), dict(attrs))
-    binary = triton.compile(source, target=TARGETS[target].gpu, options=dict(options))
-    read = _read_cubin if TARGETS[target].nvidia else _read_amdgcn
+def compile_launch(launch: Launch, granule: int, dtype: str) -> Compiled:
+    """Compile a launch. granule, dtype: as in `Compiled`."""
+    binary = launch.build()
+    read = _read_cubin if TARGETS[launch.target].nvidia else _read_amdgcn
     return Compiled(
-        name=kernel.__name__,
-        target=target,
+        name=launch.name,
+        target=launch.target,
         granule=granule,
         dtype=dtype,
         num_warps=binary.metadata.num_warps,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.codegen.aot import Compiled, compile_source
+from benchmarks.codegen.aot import Compiled, compile_launch
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.workloads import Workload
 from fastvit.tuning import launches
@@ -36,10 +36,7 @@ class Launch(launches.Launch):
     granule: int  # bytes that are contiguous and aligned in its tensors, at most 16
 
     def compile(self) -> Compiled:
-        return compile_source(
-            self.kernel, self.signature, self.constants, self.attrs, self.options,
-            target=self.target, granule=self.granule, dtype=self.dtype,
-        )  # fmt: skip
+        return compile_launch(self, self.granule, self.dtype)
 
 
 class Recorder(launches.Recorder):
@@ -86,7 +83,7 @@ def record(workloads: Iterable[Workload], target: str, dtypes: Iterable[str] = t
                     recorder.workload = f"{workload.op} {workload}"
                     recorder.granule = _granule(workload, DTYPES[dtype])
                     runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
-                    runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+                    runner.gradients()
         finally:
             torch.set_float32_matmul_precision(before)
     return list(recorder.launches.values())

@@ -52,12 +52,12 @@ class StubKernel(CompiledKernel):
         self._gpu = gpu
         self._run = self._launch if gpu.records else lambda *arguments: None
 
-    def _launch(self, x: int, y: int, z: int, stream: int, function: int, packed: Any, metadata: Any,
-                enter: Any, leave: Any, *arguments: Any) -> None:  # fmt: skip
+    def _launch(self, *call: Any) -> None:
+        x, y, z, _stream, function, packed, metadata, enter, _leave, *arguments = call
         assert (function, packed) == (self.function, self.packed_metadata)
         if enter is not None:
             enter(metadata)
-        self._gpu.launches.append(Launched(self, (x, y, z), arguments))
+        self._gpu.launches.append(Launched(self, (x, y, z), tuple(arguments)))
 
 
 @dataclass

@@ -78,7 +78,7 @@ def infer(function: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:
 
 def train(function: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensors, Tensors]:
     """Return the outputs, and the gradients of all parameters and images for fixed random cotangents."""
-    given = {name: _leaf(value) for name, value in inputs.items()}
+    given = _with_floats(inputs, lambda t: t.detach().clone().requires_grad_())
     wanted = {name: t for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
     wanted |= {name: p for name, p in model.named_parameters() if p.requires_grad}
     torch.manual_seed(3)
@@ -91,10 +91,10 @@ def train(function: Callable[..., Any], model: nn.Module, inputs: Mapping[str, A
     return {name: t.detach().clone() for name, t in outputs.items()}, gradients
 
 
-def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().clone().requires_grad_()
-    return value
+def _with_floats(inputs: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return the inputs with their floating tensors changed."""
+    floats = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    return {name: change(value) if name in floats else value for name, value in inputs.items()}
 
 
 class Results(NamedTuple):
@@ -117,7 +117,7 @@ class Model:
         exact = copy.deepcopy(model).double()
         self._state = {name: t.clone() for name, t in model.named_buffers()}
         self.eager = [self._results(model, lambda model: model)]
-        doubled = {name: _to_double(value) for name, value in inputs.items()}
+        doubled = _with_floats(inputs, Tensor.double)
         with Double():
             self.exact = Results(infer(exact.eval(), doubled), *train(exact.train(), exact, doubled))
 
@@ -160,10 +160,6 @@ class Model:
                     up = torch.rand(p.shape, generator=generator) < 0.5
                     p.copy_(torch.nextafter(p, torch.where(up, torch.inf, -torch.inf)))
         return self._results(neighbour, lambda model: model)
-
-
-def _to_double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def judge(got: Tensors, eager: Sequence[Tensors], exact: Tensors, factor: float, what: str) -> float:

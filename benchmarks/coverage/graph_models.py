@@ -142,19 +142,22 @@ def sites(reports: list[Any]) -> Sites:
     return found
 
 
+class TooLong(BaseException):
+    """The time of a model is over. Not an Exception, so that nothing on the way takes it for an error of the model."""
+
+
 def run(candidate: Candidate, limit: int = LIMIT) -> Row:
     """Check a model and return the row, whatever happens. limit: seconds, 0 for none."""
     row, start = Row(candidate.library, candidate.name, candidate.family), time.perf_counter()
 
     def too_long(*_: Any) -> None:
-        row.status = "slow"
-        raise TimeoutError
+        raise TooLong
 
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(limit)
     try:
         _run(candidate, row)
-    except TimeoutError:
+    except TooLong:
         row.status, row.detail = "slow", ""
     finally:
         signal.alarm(0)
@@ -167,8 +170,6 @@ def _run(candidate: Candidate, row: Row) -> None:
         model, inputs = made(candidate)
         subject = Model(model, inputs)
     except Exception as error:
-        if row.status == "slow":
-            raise TimeoutError from None
         row.status, row.detail = "eager", _short(error)
     else:
         _check(subject, row)
@@ -185,8 +186,6 @@ def _check(subject: Model, row: Row) -> None:
     try:
         row.share, row.status = subject.check(compile), "right"
     except Exception as error:
-        if row.status == "slow":  # Dynamo may have wrapped the TimeoutError
-            raise TimeoutError from None
         row.status, row.detail = "wrong" if isinstance(error, AssertionError) else "fails", _short(error)
     row.eager_runs = len(subject.eager)
     counters = torch._dynamo.utils.counters
@@ -198,8 +197,6 @@ def _check(subject: Model, row: Row) -> None:
         try:
             subject.check(lambda model: torch.compile(model, backend="aot_eager"))
         except Exception as error:
-            if row.status == "slow":
-                raise TimeoutError from None
             row.status, row.detail = "Dynamo", _short(error)
 
 

@@ -76,14 +76,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _pair(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(1, 2, 3, 64, 64)}
-
-
-def _line_of_text(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(2, 3, 96, 96)}
-
-
 def _video(config: Any, normal: Normal) -> Inputs:
     return {"pixel_values": normal(1, config.num_frames, 3, config.image_size, config.image_size)}
 
@@ -110,19 +102,6 @@ def _tiles(config: Any, normal: Normal) -> Inputs:
     return {"pixel_values": normal(2, 1, tiles, 3, side, side), "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}
 
 
-def _grid_of_images(config: Any, normal: Normal) -> Inputs:
-    patch = config.patch_size
-    return {"pixel_values": normal(32, 3, patch, patch), "grid_thw": GRID}
-
-
-def _batch_of_grids(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(1, 32, 3, config.patch_size, config.patch_size), "grid_thw": GRID}
-
-
-def _strip(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(1, 3, config.patch_size, 32 * config.patch_size), "target_sizes": GRID[:, 1:]}
-
-
 def _flat(config: Any, normal: Normal) -> Inputs:
     return {"pixel_values": normal(2, 16, 3 * config.patch_size**2)}
 
@@ -133,31 +112,9 @@ def _shapes(config: Any, normal: Normal) -> Inputs:
     return _flat(config, normal) | {"pixel_attention_mask": mask, "spatial_shapes": GRID[:, 1:]}
 
 
-def _frames_as_batch(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(2 * config.num_frames, 3, config.image_size, config.image_size)}
-
-
-def _prompts(config: Any, normal: Normal) -> Inputs:
-    names = ("pixel_values", "prompt_pixel_values", "prompt_masks")
-    return {name: normal(2, 3, 32, 32) for name in names}
-
-
-def _task(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(2, 3, 64, 64), "task_inputs": torch.arange(2 * 77).view(2, 77)}
-
-
 def _temporal_patches(config: Any, normal: Normal) -> Inputs:
     times = getattr(config, "temporal_patch_size", 0) or getattr(config, "patch_temporal", 1)
     return {"pixel_values": normal(32, 3 * times * config.patch_size**2), "grid_thw": GRID}
-
-
-def _windows(config: Any, normal: Normal) -> Inputs:
-    """Return one window of the smallest of three scales."""
-    return {"pixel_values": normal(2, 3, 4 * config.patch_size, 4 * config.patch_size)}
-
-
-def _frames(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values_videos": normal(1, 2, 3, 64, 64)}
 
 
 def _tokens_of_patches(config: Any, normal: Normal) -> Inputs:
@@ -165,37 +122,56 @@ def _tokens_of_patches(config: Any, normal: Normal) -> Inputs:
     return {"pixel_values": normal(32, side, side, 3), "image_grid_thw": GRID}
 
 
-def _folded(config: Any, normal: Normal) -> Inputs:
-    return {"pixel_values": normal(4, 2, config.patch_size, config.patch_size, 3)}
+def _batch_of_grids(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(1, 32, 3, config.patch_size, config.patch_size), "grid_thw": GRID}
 
 
+def _strip(config: Any, normal: Normal) -> Inputs:
+    return {"pixel_values": normal(1, 3, config.patch_size, 32 * config.patch_size), "target_sizes": GRID[:, 1:]}
+
+
+def _pixels(*shape: int) -> Callable[[Any, Normal], Inputs]:
+    return lambda config, normal: {"pixel_values": normal(*shape)}
+
+
+_PAIR = _pixels(1, 2, 3, 64, 64)
+_PROMPTS = ("pixel_values", "prompt_pixel_values", "prompt_masks")
 INPUTS: dict[str, Callable[[Any, Normal], Inputs]] = {
-    **dict.fromkeys(
-        (
-            "LightGlueForKeypointMatching",
-            "SuperGlueForKeypointMatching",
-            "EfficientLoFTRModel",
-            "EfficientLoFTRForKeypointMatching",
-        ),
-        _pair,
-    ),
+    **dict.fromkeys(("LightGlueForKeypointMatching", "SuperGlueForKeypointMatching"), _PAIR),
+    **dict.fromkeys(("EfficientLoFTRModel", "EfficientLoFTRForKeypointMatching"), _PAIR),
     **dict.fromkeys(("TimesformerModel", "TimesformerForVideoClassification"), _video),
-    **dict.fromkeys(("PPOCRV5MobileRecModel", "PPOCRV5MobileRecForTextRecognition"), _line_of_text),
+    **dict.fromkeys(("PPOCRV5MobileRecModel", "PPOCRV5MobileRecForTextRecognition"), _pixels(2, 3, 96, 96)),
     "VideoMAEForPreTraining": _masked_video,
     **dict.fromkeys(("Pix2StructVisionModel", "Kosmos2_5VisionModel"), _patches),
     "Gemma4VisionModel": _positions,
     "MllamaVisionModel": _tiles,
-    "Kimi_K25VisionModel": _grid_of_images,
+    "Kimi_K25VisionModel": lambda config, normal: {
+        "pixel_values": normal(32, 3, config.patch_size, config.patch_size),
+        "grid_thw": GRID,
+    },
     **dict.fromkeys(("PaddleOCRVisionTransformer", "PaddleOCRVisionModel"), _batch_of_grids),
     **dict.fromkeys(("MiniCPMOcrVisionModel", "MiniCPMV4_6VisionModel", "MiniCPMV4_7VisionModel"), _strip),
     "Molmo2VisionModel": _flat,
     **dict.fromkeys(("Siglip2VisionModel", "Siglip2ForImageClassification"), _shapes),
-    "XCLIPVisionModel": _frames_as_batch,
-    **dict.fromkeys(("SegGptModel", "SegGptForImageSegmentation"), _prompts),
-    **dict.fromkeys(("OneFormerModel", "OneFormerForUniversalSegmentation"), _task),
+    "XCLIPVisionModel": lambda config, normal: {
+        "pixel_values": normal(2 * config.num_frames, 3, config.image_size, config.image_size)
+    },
+    **dict.fromkeys(
+        ("SegGptModel", "SegGptForImageSegmentation"),
+        lambda config, normal: {name: normal(2, 3, 32, 32) for name in _PROMPTS},
+    ),
+    **dict.fromkeys(
+        ("OneFormerModel", "OneFormerForUniversalSegmentation"),
+        lambda config, normal: {"pixel_values": normal(2, 3, 64, 64), "task_inputs": torch.arange(2 * 77).view(2, 77)},
+    ),
     **dict.fromkeys(("MuseGlimmerVisionModel", "MuseSparkVisionModel"), _temporal_patches),
-    "InklingVisionModel": _folded,
+    "InklingVisionModel": lambda config, normal: {
+        "pixel_values": normal(4, 2, config.patch_size, config.patch_size, 3)
+    },
     "Inkling2VisionModel": _tokens_of_patches,
-    "PeVideoEncoder": _frames,
-    **dict.fromkeys(("DepthProModel", "DepthProForDepthEstimation"), _windows),
+    "PeVideoEncoder": lambda config, normal: {"pixel_values_videos": normal(1, 2, 3, 64, 64)},
+    **dict.fromkeys(  # one window of the smallest of three scales
+        ("DepthProModel", "DepthProForDepthEstimation"),
+        lambda config, normal: {"pixel_values": normal(2, 3, 4 * config.patch_size, 4 * config.patch_size)},
+    ),
 }

@@ -54,9 +54,12 @@ def _patch(name: str) -> int:
     return int(found.group(1)) if found else 16
 
 
-def inputs(name: str, batch: int = 2) -> dict[str, Tensor]:
-    side = 4 * _patch(name)
-    return {"x": torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(1))}
+def inputs(name: str) -> dict[str, Tensor]:
+    return _images(4 * _patch(name))
+
+
+def _images(side: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))}
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -82,28 +85,17 @@ def build_torchvision(name: str) -> nn.Module:
     models = load("torchvision").models
     if name in _TORCHVISION:
         patch = _torchvision_patch(name)
-        return models.VisionTransformer(
-            image_size=4 * patch,
-            patch_size=patch,
-            num_layers=2,
-            num_heads=4,
-            hidden_dim=96,
-            mlp_dim=128,
-            num_classes=10,
-        )
-    block = {"block": models.swin_transformer.SwinTransformerBlockV2} if "v2" in name else {}
-    if block:
-        block["downsample_layer"] = models.swin_transformer.PatchMergingV2
-    return models.SwinTransformer(
-        patch_size=[4, 4], embed_dim=32, depths=[2, 1], num_heads=[2, 4], window_size=[4, 4],
-        stochastic_depth_prob=0.0, num_classes=10, **block,
-    )  # fmt: skip
+        size: dict[str, Any] = {"image_size": 4 * patch, "patch_size": patch, "num_layers": 2, "num_heads": 4}
+        return models.VisionTransformer(**size, hidden_dim=96, mlp_dim=128, num_classes=10)
+    size = {"patch_size": [4, 4], "embed_dim": 32, "depths": [2, 1], "num_heads": [2, 4], "window_size": [4, 4]}
+    if "v2" in name:
+        swin = models.swin_transformer
+        size |= {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+    return models.SwinTransformer(**size, stochastic_depth_prob=0.0, num_classes=10)
 
 
-def torchvision_inputs(name: str, batch: int = 2) -> dict[str, Tensor]:
-    side = 4 * _torchvision_patch(name) if name in _TORCHVISION else 32
-    generator = torch.Generator().manual_seed(1)
-    return {"x": torch.randn(batch, 3, side, side, generator=generator)}
+def torchvision_inputs(name: str) -> dict[str, Tensor]:
+    return _images(4 * _torchvision_patch(name) if name in _TORCHVISION else 32)
 
 
 def _torchvision_patch(name: str) -> int:

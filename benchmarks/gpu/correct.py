@@ -23,6 +23,7 @@ from benchmarks.harness.workloads import Workload, workloads
 from fastvit import ops
 from fastvit.ops.dropout.op import draw_seeds, dropout_op
 from fastvit.study.accuracy import formulas as eager
+from fastvit.study.accuracy import rule
 from fastvit.study.accuracy.rule import GRADIENT, OUTPUT, Compared, poisoned, pooled_ratios
 
 SEED = 7
@@ -144,9 +145,8 @@ def check(case: Workload, dtype: torch.dtype, device: torch.device) -> tuple[lis
                 if provider == "fused":
                     again = results(runner, gradients)
         same &= all(torch.equal(a, b) for kind in (0, 1) for a, b in zip(found[0][kind], again[kind], strict=True))
-        for kind, name in enumerate(("output", "d")):
-            for i, triple in enumerate(zip(*(of[kind] for of in found), strict=True)):
-                yield Compared(f"{name}{i}", *triple)
+        yield from rule.compared("output", *(outputs for outputs, _ in found))
+        yield from rule.compared("d", *(gradients for _, gradients in found))
 
     of_each = pooled_ratios(compared)
     ratios = [max(ratio for name, ratio in of_each.items() if name.startswith(kind)) for kind in ("output", "d")]

@@ -28,7 +28,7 @@ from benchmarks.gpu import process, summary, verdict
 from benchmarks.gpu.journal import BEGUN, DONE, Journal, words
 from benchmarks.harness.draw import Draw
 from benchmarks.harness.graphs import capture_all
-from benchmarks.harness.timing import measured, orders, per_call_in_turn, plan_rounds, warm
+from benchmarks.harness.timing import measured, orders, per_call, plan_rounds, warm
 from benchmarks.harness.workloads import Workload, workloads
 from fastvit.kernels import _tuned
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
@@ -148,21 +148,18 @@ class Row:
         """Time calls. A provider's context is entered once a loop: that takes longer than a launch."""
         seconds = self.seconds / 2 / CALLED_ROUNDS / max(len(steps), 1)
         options: dict[str, Any] = {"seconds": seconds, "rounds": CALLED_ROUNDS, "seed": self.name, "within": _using}
-        for name, values in per_call_in_turn(steps, self.clock.device, **options).items():
+        for name, values in per_call(steps, self.clock.device, **options).items():
             self.figures[name]["called"] = asdict(Quantiles.of(values))
 
     def _time(self, steps: dict[str, Work]) -> None:
         """Time the GPU alone."""
-        runs: dict[str, Callable[[], object]] = {**steps}
         if self.clock.device.type == "cuda":
-            for name, replay in capture_all(steps).items():
-                if isinstance(replay, str):
-                    self.figures[name]["remark"] = f"no graph: {replay}; "
-                else:
-                    runs[name] = replay
+            replays, remarks = capture_all(steps)
         else:
-            for name in runs:
-                self.figures[name]["remark"] = "no graph on a CPU"
+            replays, remarks = {}, dict.fromkeys(steps, "no graph on a CPU")
+        runs = {**steps, **replays}
+        for name, remark in remarks.items():
+            self.figures[name]["remark"] = remark
         seconds = sum(warm(run, self.clock) for run in runs.values())
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for names in orders(runs, plan_rounds(seconds, self.seconds), self.name):

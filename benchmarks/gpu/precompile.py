@@ -71,7 +71,7 @@ def _run(recorder: Any, items: Iterable[Item]) -> None:
     for workload, dtype in items:
         recorder.dtype = dtype
         runner = workload.runner("fused", Draw(DTYPES[dtype], "meta"))
-        runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+        runner.gradients()
         runner.infer()
 
 
@@ -82,7 +82,7 @@ def _try_in_block() -> None:
     runner = block.runner("fused", Draw(headline.DTYPE, "meta"))
     for choice in candidates("gemm", ()):
         with using({("gemm", ()): choice, ("use_triton_gemm", ()): (1,)}):
-            runner.gradients(tuple(torch.empty_like(out) for out in runner.outputs()))
+            runner.gradients()
             runner.infer()
 
 

@@ -83,10 +83,10 @@ class StepRunner:
                 self.end()
                 raise
 
-    def begin(self, steps: Sequence[Step], *, until: float = math.inf) -> dict[str, Future[str]]:
+    def begin(self, steps: Sequence[Step]) -> dict[str, Future[str]]:
         """Start the steps, all at once, and return while they run."""
         pool = ThreadPoolExecutor(max(len(steps), 1))
-        futures = {step.name: pool.submit(self._run, step, until, False) for step in steps}
+        futures = {step.name: pool.submit(self._run, step, math.inf, False) for step in steps}
         pool.shutdown(wait=False)
         return futures
 

@@ -14,17 +14,6 @@ from benchmarks.harness.workloads import Workload
 from fastvit.study.accuracy import rule
 from fastvit.study.accuracy.rule import DRAWS, GRADIENT, OUTPUT, Compared, pooled_ratios
 
-FACTOR = {"inference": OUTPUT, "training": GRADIENT}
-
-
-def results(workload: Workload, provider: str, mode: str, draw: Draw) -> tuple[Tensor, ...]:
-    """Return the outputs, or the gradients for training. Dropout is off, since providers draw different masks."""
-    runner = workload.runner(provider, draw, check=True).train(False)
-    if mode == "inference":
-        return runner.infer()
-    outputs = runner.outputs()
-    return torch.autograd.grad(outputs, runner.leaves, draw.cotangents(outputs))
-
 
 def agreement(
     workload: Workload, mode: str, providers: Sequence[str], dtype: torch.dtype, device: torch.device
@@ -35,10 +24,15 @@ def agreement(
     Raises:
         AssertionError: fused misses the rule on several draws, too.
     """
-    kind = "output" if mode == "inference" else "d"
+    kind, factor = ("output", OUTPUT) if mode == "inference" else ("d", GRADIENT)
 
     def run(provider: str, number: int, compute: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        return results(workload, provider, mode, Draw(dtype, device, compute, number))
+        draw = Draw(dtype, device, compute, number)
+        runner = workload.runner(provider, draw, check=True).train(False)  # providers draw different masks for dropout
+        if mode == "inference":
+            return runner.infer()
+        outputs = runner.outputs()
+        return torch.autograd.grad(outputs, runner.leaves, draw.cotangents(outputs))
 
     measures = functools.cache(lambda number: (run("eager", number), run("eager", number, torch.float64)))
 
@@ -50,7 +44,7 @@ def agreement(
     for provider in providers:
         draws = DRAWS if provider == "fused" else 1
         ratios[provider] = max(pooled_ratios(functools.partial(compared, provider), draws).values())
-    fused, factor = ratios.get("fused", 0.0), FACTOR[mode]
+    fused = ratios.get("fused", 0.0)
     assert fused <= factor, (
         f"{workload.op} {workload}, {mode}: fused is not timed, its error ratio {fused:.2f} is over {factor}: "
         "error / (error of eager + ulp), against float64"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.photographs import photographs
+from fastvit.study.accuracy.cases import WITHOUT_GRADIENT, values
 
 
 class Draw:
@@ -28,35 +29,33 @@ class Draw:
         self.compute = compute or dtype
         self._seeds = itertools.count(number << 20)  # generators on the CPU see 32 bits
 
-    def _random(self, shape: tuple[int, ...], std: float, mean: float) -> Tensor:
+    def _random(self, shape: tuple[int, ...]) -> Tensor:
         seed = next(self._seeds)
         if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.compute, device="meta")
-        generator = torch.Generator(self.device).manual_seed(seed)
-        x = torch.randn(shape, generator=generator, device=self.device)
-        return (x * std + mean).to(self.dtype).to(self.compute)
+            return torch.empty(shape, device="meta")
+        return torch.randn(shape, generator=torch.Generator(self.device).manual_seed(seed), device=self.device)
 
-    def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).to(self.compute)
+
+    def normal(self, *shape: int) -> Tensor:
         """Draw a leaf that requires a gradient."""
-        return self._random(shape, std, mean).requires_grad_()
+        return self._rounded(self._random(shape)).requires_grad_()
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Draw the tensor of an op that has this name in the table of ops. What takes no gradient, bytes aside, is
+        float32 in every precision."""
+        x = values(name, self._random(shape))
+        return x if name in WITHOUT_GRADIENT else self._rounded(x).requires_grad_()
 
     def cotangents(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Draw gradients of the outputs."""
         return tuple(self.normal(*out.shape).detach() for out in outputs)
 
-    def bytes(self, *shape: int) -> Tensor:
-        """Draw uint8, the dtype of images in files."""
-        seed = next(self._seeds)
-        if self.device.type == "meta":
-            return torch.empty(shape, dtype=torch.uint8, device="meta")
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=self.device)
-
     def photographs(self, count: int, size: int) -> Tensor:
         """Return (count, 3, size, size), normalised, in this draw's precision, without a gradient."""
-        if self.device.type == "meta":
-            return self._random((count, 3, size, size), 1.0, 0.0)
-        return photographs(count, size).to(self.device).to(self.dtype).to(self.compute)
+        meta = self.device.type == "meta"
+        return self._rounded(self._random((count, 3, size, size)) if meta else photographs(count, size).to(self.device))
 
     def module(self, factory: Callable[[], nn.Module]) -> nn.Module:
         """Build a module and draw its parameters in the order of their names, so that none has the degenerate values of
@@ -66,7 +65,7 @@ class Draw:
         with torch.no_grad():
             for name, parameter in sorted(module.named_parameters()):
                 mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-                parameter.copy_(self._random(tuple(parameter.shape), 0.02, mean))
+                parameter.copy_(self._rounded(self._random(tuple(parameter.shape)) * 0.02 + mean))
         return module
 
 
@@ -90,9 +89,11 @@ class Runner:
         out = self.forward()
         return out if isinstance(out, tuple) else (out,)
 
-    def gradients(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run forward and backward; return the leaves' gradients, without accumulation."""
-        return torch.autograd.grad(self.outputs(), self.leaves, gradients)
+    def gradients(self, gradients: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Run forward and backward; return the leaves' gradients, without accumulation. gradients: of the outputs, ones
+        unless given."""
+        outputs = self.outputs()
+        return torch.autograd.grad(outputs, self.leaves, gradients or [torch.ones_like(out) for out in outputs])
 
     def infer(self) -> tuple[Tensor, ...]:
         with torch.inference_mode():

@@ -47,10 +47,8 @@ class Architecture:
         randomize(model)
         return model
 
-    def image(self, model: nn.Module, batch: int, *, seed: int = 1) -> Tensor:
-        H, W = image_size(model)
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(batch, 3, H, W, generator=generator)
+    def image(self, model: nn.Module, batch: int) -> Tensor:
+        return torch.randn(batch, 3, *image_size(model), generator=torch.Generator().manual_seed(1))
 
 
 def image_size(model: Any) -> tuple[int, int]:

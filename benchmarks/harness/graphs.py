@@ -14,8 +14,8 @@ class Uncapturable(RuntimeError):
     """CUDA or the work refused the capture; the process's context is sound."""
 
 
-def capture_all(works: Mapping[str, Work]) -> dict[str, Work | str]:
-    """Return for each of the works the function that replays it, or the reason why there is no graph of it. The works
+def capture_all(works: Mapping[str, Work]) -> tuple[dict[str, Work], dict[str, str]]:
+    """Return the functions that replay the works, and remarks that say why there is no graph of the others. The works
     use tensors that they hold already, and their results are lost.
 
     The graphs share their memory, so that all of them need no more than the largest: only one may be replayed at a
@@ -24,13 +24,14 @@ def capture_all(works: Mapping[str, Work]) -> dict[str, Work | str]:
     for work in works.values():
         _warm_up(work)
     pool = torch.cuda.graph_pool_handle()
-    found: dict[str, Work | str] = {}
+    replays: dict[str, Work] = {}
+    remarks: dict[str, str] = {}
     for name, work in works.items():
         try:
-            found[name] = capture(work, pool)
+            replays[name] = capture(work, pool)
         except Uncapturable as reason:
-            found[name] = str(reason)
-    return found
+            remarks[name] = f"no graph: {reason}; "
+    return replays, remarks
 
 
 def _warm_up(work: Work) -> None:

@@ -27,7 +27,7 @@ from benchmarks.harness.timing import (
     measured,
     orders,
     paired_interval,
-    per_call_in_turn,
+    per_call,
     plan_rounds,
     warm,
 )
@@ -35,6 +35,7 @@ from benchmarks.harness.workloads import Workload
 from fastvit.study.memory.peak import peak_bytes, saved_bytes
 from fastvit.tuning.clock import HOST_BOUND, Clock, Quantiles
 
+Step = Callable[[], object]
 Measure = Callable[[Workload, str], Record]  # the fixture that every benchmark calls
 ROUNDS = 7  # at least: the range of seven ratios holds the median with 98 % probability, that of five with 94 %
 
@@ -102,56 +103,31 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
         AssertionError: before any timing, if fused is less accurate than the rule allows.
         OutOfTime: if the run's time ends within the case.
     """
-    check = session.schedule.check
     names = [name for name in session.providers if name in workload.providers]
     flops, moved = session.cost(workload, mode)
     record = Record(
         workload.op, str(workload), mode, workload.sizes, workload.check, flops, moved, note=OPS[workload.op].note
     )
     ratios = agreement(workload, mode, names, session.dtype, session.device)
-
-    steps: dict[str, Callable[[], object]] = {}
+    record.providers = {name: Provider(error_ratio=ratios[name]) for name in names}
+    steps: dict[str, Step] = {}
     seconds: dict[str, float] = {}
-    for name in names:
-        provider = record.providers[name] = Provider(error_ratio=ratios[name])
+    for name, provider in record.providers.items():
         try:
-            check()
-            steps[name], runner = workload.step(name, mode, Draw(session.dtype, session.device))
-            if name in COMPILED:
-                steps[name]()  # compiles: no estimate of a round
-            check()
-            seconds[name] = warm(steps[name], session.clock)
-            check()
-            provider.peak_bytes = peak_bytes(steps[name], session.device)
-            if mode == "training":
-                check()
-                provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
-            if name == "sdpa":
-                with SdpaBackend() as backend:
-                    workload.runner(name, Draw(session.dtype, session.device), check=True).outputs()
-                record.sdpa_backend = backend.name
+            steps[name], seconds[name] = _first_calls(session, workload, name, record)
         except torch.OutOfMemoryError as error:
             if name == "fused":
                 raise
-            steps.pop(name, None)
             provider.skipped = f"does not fit: {str(error).splitlines()[0]}"
-
     if workload.max_rounds == 1:  # time is not studied; pytest-benchmark wants at least one round
         steps = dict([*steps.items()][-1:])
     elif session.device.type == "cuda":
-        called = per_call_in_turn(steps, session.device, seconds=0.05, rounds=ROUNDS)
-        for name, values in called.items():
-            record.providers[name].called = Quantiles.of(values)
-            record.providers[name].called_over_fused = _over_fused(called, name)
-        for name, replay in capture_all(steps).items():
-            if isinstance(replay, str):
-                record.providers[name].remark = f"no graph: {replay}; "
-            else:
-                steps[name] = replay
-    samples = interleave(
-        benchmark, session.clock, steps, seconds, budget=session.schedule.budget(), most=workload.max_rounds,
-        check=check,
-    )  # fmt: skip
+        _time_calls(steps, session.device, record)
+        replays, remarks = capture_all(steps)
+        steps |= replays
+        for name, remark in remarks.items():
+            record.providers[name].remark = remark
+    samples = interleave(benchmark, session.clock, steps, seconds, session.schedule, workload.max_rounds)
     for name, values in samples.items():
         if good := measured(values):
             record.providers[name].time = Quantiles.of(good)
@@ -165,6 +141,35 @@ def measure(benchmark: BenchmarkFixture, session: Session, workload: Workload, m
     return record
 
 
+def _first_calls(session: Session, workload: Workload, name: str, record: Record) -> tuple[Step, float]:
+    """Warm a provider up and record its memory, and the kernel of SDPA. Returns its step, and about the seconds that
+    one takes."""
+    provider, check = record.providers[name], session.schedule.check
+    check()
+    step, runner = workload.step(name, record.mode, Draw(session.dtype, session.device))
+    if name in COMPILED:
+        step()  # compiles: no estimate of a round
+    check()
+    seconds = warm(step, session.clock)
+    check()
+    provider.peak_bytes = peak_bytes(step, session.device)
+    if record.mode == "training":
+        check()
+        provider.saved_bytes = saved_bytes(runner.outputs, runner.parameters)
+    if name == "sdpa":
+        with SdpaBackend() as backend:
+            workload.runner(name, Draw(session.dtype, session.device), check=True).outputs()
+        record.sdpa_backend = backend.name
+    return step, seconds
+
+
+def _time_calls(steps: Mapping[str, Step], device: torch.device, record: Record) -> None:
+    called = per_call(steps, device, seconds=0.05, rounds=ROUNDS)
+    for name, values in called.items():
+        record.providers[name].called = Quantiles.of(values)
+        record.providers[name].called_over_fused = _over_fused(called, name)
+
+
 def _over_fused(samples: Mapping[str, Sequence[float]], name: str) -> tuple[float, float] | None:
     return paired_interval(samples[name], samples["fused"]) if name != "fused" and "fused" in samples else None
 
@@ -172,19 +177,17 @@ def _over_fused(samples: Mapping[str, Sequence[float]], name: str) -> tuple[floa
 def interleave(
     benchmark: BenchmarkFixture,
     clock: Clock,
-    steps: dict[str, Callable[[], object]],
-    seconds: dict[str, float],
-    *,
-    budget: float,
+    steps: Mapping[str, Step],
+    seconds: Mapping[str, float],
+    schedule: Schedule,
     most: int,
-    check: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Run rounds in which every provider runs once, in random order: as many as the budget of seconds allows, and at
-    least ROUNDS. pytest-benchmark owns the loop and times the last provider. seconds: an estimate for each provider.
-    Return every provider's samples, round by round."""
+    """Run rounds in which every provider runs once, in random order: as many as the schedule's budget allows, at least
+    ROUNDS and at most `most`. pytest-benchmark owns the loop and times the last provider. seconds: an estimate for each
+    provider. Return every provider's samples, round by round."""
     subject = [*steps][-1]
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    rounds = plan_rounds(sum(seconds[name] for name in steps), budget, least=ROUNDS, most=most)
+    rounds = plan_rounds(sum(seconds[name] for name in steps), schedule.budget(), least=ROUNDS, most=most)
     rounds = 1 if benchmark.disabled else rounds  # one run, not timed by the plugin
     gaps: list[list[str]] = [[]]  # who runs before the subject's first turn, between this and its second, ...
     for name in itertools.chain(*orders(steps, rounds)):
@@ -198,9 +201,9 @@ def interleave(
     def run_others() -> None:
         results.clear()  # outside the timed part, like in `Clock.time`
         for name in next(rest):
-            check()
+            schedule.check()
             samples[name].append(clock.time(steps[name]))
-        check()
+        schedule.check()
         clock.prepare()
 
     gc.collect()

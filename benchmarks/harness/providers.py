@@ -1,12 +1,11 @@
-"""Build every op and model as each provider runs it: eager, SDPA, compiled, fastvit. A builder draws its tensors in one
-fixed order, so that all providers get the same numbers."""
+"""Build every op and model as each provider runs it: eager, SDPA, compiled, fastvit. Tensors of an op have the names of
+the table of ops, `study.accuracy.cases`, and are drawn in one fixed order: all providers get the same numbers."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +19,16 @@ from benchmarks.harness.photographs import MEAN, SOURCE, STD
 from fastvit import layers, ops, reference, zoo
 from fastvit.eva import Eva
 from fastvit.reference.eva import Eva as ReferenceEva
+from fastvit.study.accuracy import cases
 from fastvit.study.accuracy import formulas as eager
+from fastvit.study.accuracy.cases import Shapes, sizes
 from fastvit.study.sources.baselines import use_sdpa
 from fastvit.study.sources.from_zoo import reference_arguments
 from fastvit.zoo.eva import CONFIGS as EVAS
 
 PROVIDERS = ("eager", "sdpa", "compile", "graph", "fused")
 COMPILED = ("compile", "graph")
+Sizes = dict[str, Any]
 _OF_ATTENTION = ("eager", "sdpa", "compile", "fused")
 
 
@@ -42,56 +44,46 @@ def attention(
 ) -> Runner:  # fmt: skip
     """kv_heads: heads of k and v, fewer than H. mask: "padding" hides the last third of the keys of every other sample;
     "positions" adds H x N x N numbers, which all samples share and which require a gradient."""
-    if separate or kv_heads or mask:
-        q, k, v = draw.normal(B, N, H, d), *(draw.normal(B, N, kv_heads or H, d) for _ in "kv")
-        attn_mask = _mask(draw, B, N, H, mask) if mask else None
-        run = _function(provider, "attention", attn_mask=attn_mask, **_of_attention(provider, dropout_p))
-        return Runner(lambda: run(q, k, v), (q, k, v), () if attn_mask is None else (attn_mask,))
-    qkv = draw.normal(B, N, 3, H, d)
-    run = _function(provider, "attention_qkvpacked", **_of_attention(provider, dropout_p))
-    return Runner(lambda: run(qkv), (qkv,))
-
-
-def _function(provider: str, op: str, **options: Any) -> Callable[..., Any]:
-    """Return the op, or its formula in plain PyTorch."""
-    return functools.partial(getattr(ops if provider == "fused" else eager, op), **options)
-
-
-def _of_attention(provider: str, dropout_p: float = 0.0) -> dict[str, Any]:
-    return {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
+    options: dict[str, Any] = {"dropout_p": dropout_p} if provider == "fused" else {"sdpa": provider == "sdpa"}
+    if not (separate or kv_heads or mask):
+        return _runner(provider, draw, "attention_qkvpacked", {"qkv": (B, N, 3, H, d)}, **options)
+    shapes: Shapes = {"q": (B, N, H, d), **dict.fromkeys("kv", (B, N, kv_heads or H, d))}
+    if mask == "positions":
+        shapes["attn_mask"] = (1, H, N, N)
+    elif mask:
+        options["attn_mask"] = visible = torch.ones(B, 1, 1, N, dtype=torch.bool, device=draw.device)
+        visible[1::2, ..., N - N // 3 :] = False
+    return _runner(provider, draw, "attention", shapes, **options)
 
 
 def attention_varlen(provider: str, draw: Draw, B: int, N: int, H: int, d: int, kv_heads: int = 0) -> Runner:
     """B images: the longest has N tokens, the others three quarters, a half and a quarter of that."""
     lengths = [max(N * (4 - i % 4) // 4, 1) for i in range(B)]
     ends = [0, *itertools.accumulate(lengths)]
-    q, k, v = draw.normal(ends[-1], H, d), *(draw.normal(ends[-1], kv_heads or H, d) for _ in "kv")
+    shapes: Shapes = {"q": (ends[-1], H, d), **dict.fromkeys("kv", (ends[-1], kv_heads or H, d))}
     # numbers on the host for eager: reading them from a GPU would make it wait
-    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=draw.device) if provider == "fused" else ends
-    run = _function(provider, "attention_varlen", **({} if provider == "fused" else _of_attention(provider)))
-    return Runner(lambda: run(q, k, v, cu_seqlens, N), (q, k, v))
+    options: dict[str, Any] = {"cu_seqlens": ends, "sdpa": provider == "sdpa"}
+    if provider == "fused":
+        options = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=draw.device), "max_seqlen": N}
+    return _runner(provider, draw, "attention_varlen", shapes, **options)
 
 
 def rotary(
-    provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves", tables: str = "shared"
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, spelling: str = "halves", tables: str = ""
 ) -> Runner:
-    """tables: "shared", or one for each "sample" or "head"."""
-    x, positions = draw.normal(B, N, H, d), _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
-    function = _function(provider, "rotary")
-    return Runner(lambda: function(x, positions), (x,))
+    """tables: one for each "sample" or "head"; by default all share one."""
+    shapes = {"x": cases.HEAD, **_tables(tables)}
+    return _runner(provider, draw, "rotary", shapes, sizes(B, N, H=H, d=d), interleaved=spelling == "interleaved")
 
 
 def qk_norm(
-    provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str | None = None,
-    tables: str = "shared",
-) -> Runner:  # fmt: skip
-    """Normalise q and k of a packed qkv. spelling: that of rotary positions, or None. tables: as in `rotary`."""
-    qkv, norms = draw.normal(B, N, 3, H, d), (_norm_of_kind(draw, d, norm), _norm_of_kind(draw, d, norm))
-    positions = None if spelling is None else _positions(draw, N, d, spelling, _OF_TABLES[tables](B, H))
-    function = _function(provider, "qk_norm")
-    q, k = qkv.detach().unbind(2)[:2]
-    leaves = q.requires_grad_(), k.requires_grad_()
-    return Runner(lambda: function(*leaves, *norms, positions), leaves, _parameters(norms))
+    provider: str, draw: Draw, B: int, N: int, H: int, d: int, norm: str = "layer", spelling: str = "", tables: str = ""
+) -> Runner:
+    """Normalise q and k of a packed qkv. spelling: that of rotary positions; none without. tables: as in `rotary`."""
+    q, k, _ = draw.normal(B, N, 3, H, d).detach().unbind(2)
+    shapes = {**_norms(norm), **_tables(tables)} if spelling else _norms(norm)
+    options: dict[str, Any] = {"q": q.requires_grad_(), "k": k.requires_grad_(), "interleaved": spelling != "halves"}
+    return _runner(provider, draw, "qk_norm", shapes, sizes(B, N, H=H, d=d), **options)
 
 
 def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
@@ -101,19 +93,19 @@ def dropout(provider: str, draw: Draw, B: int, N: int, D: int) -> Runner:
 
 def layer_norm(provider: str, draw: Draw, B: int, N: int, D: int, norm: str = "layer") -> Runner:
     """norm: as the op's."""
-    x, parameters = draw.normal(B, N, D), _norm(draw, D)[: 1 if norm == "rms" else 2]
-    function = _function(provider, "layer_norm", norm=norm)
-    return Runner(lambda: function(x, *parameters), (x,), parameters)
+    shapes = {**cases.X, "weight": ("D",)} if norm == "rms" else {**cases.X, "weight": ("D",), "bias": ("D",)}
+    return _runner(provider, draw, "layer_norm", shapes, sizes(B, N, D), norm=norm)
 
 
 def add_layer_norm(
     provider: str, draw: Draw, B: int, N: int, D: int, layer_scale: bool = True, row_scale: bool = False
 ) -> Runner:
-    residual, branch, norm = draw.normal(B, N, D), draw.normal(B, N, D), _norm(draw, D)
-    gamma, rows = draw.normal(D) if layer_scale else None, _row_scale(draw, B) if row_scale else None
-    parameters = norm if gamma is None else (*norm, gamma)
-    function = _function(provider, "add_layer_norm", layer_scale=gamma, row_scale=rows)
-    return Runner(lambda: function(residual, branch, *norm), (residual, branch), parameters)
+    shapes = cases.OF_TOKENS["add_layer_norm"].tensors.copy()
+    if not layer_scale:
+        del shapes["layer_scale"]
+    if not row_scale:
+        del shapes["row_scale"]
+    return _runner(provider, draw, "add_layer_norm", shapes, sizes(B, N, D))
 
 
 def linear(
@@ -121,37 +113,31 @@ def linear(
     activation: str | None = None, residual: bool = False, scales: bool = False,
 ) -> Runner:  # fmt: skip
     """scales: layer_scale, row_scale and the residual that they go with."""
-    x = draw.normal(B, N, D)
-    weight, bias = draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1)
-    other = draw.normal(B, N, out) if residual or scales else None
-    gamma, rows = _scales(draw, B, out, scales)
-    optional = tuple(t for t in (gamma, other) if t is not None)
-    function = _function(provider, "linear", activation=activation, residual=other, layer_scale=gamma, row_scale=rows)
-    return Runner(lambda: function(x, weight, bias), (x,), (weight, bias, *optional))
+    shapes: Shapes = {**cases.X, "weight": (out, D), "bias": (out,)}
+    if residual or scales:
+        shapes["residual"] = (B, N, out)
+    if scales:
+        shapes |= {"layer_scale": (out,), "row_scale": (B,)}
+    return _runner(provider, draw, "linear", shapes, sizes(B, N, D), activation=activation)
 
 
 def layer_norm_linear(provider: str, draw: Draw, B: int, N: int, D: int, out: int) -> Runner:
-    x, parameters = draw.normal(B, N, D), (*_norm(draw, D), draw.normal(out, D, std=D**-0.5), draw.normal(out))
-    function = _function(provider, "layer_norm_linear")
-    return Runner(lambda: function(x, *parameters), (x,), parameters)
+    shapes: Shapes = {**cases.X, **cases.NORM, "weight": (out, D), "bias": (out,)}
+    return _runner(provider, draw, "layer_norm_linear", shapes, sizes(B, N, D))
 
 
 def layer_norm_attention(
     provider: str, draw: Draw, B: int, N: int, D: int, H: int, rotary: str | None = None, qk_norm: str | None = None
 ) -> Runner:
     """The residual is the norm's input. rotary: "halves" or "interleaved"; qk_norm: "layer" or "rms"."""
-    x, parameters = draw.normal(B, N, D), _norm(draw, D)
-    for out in (3 * D, D):
-        parameters += (draw.normal(out, D, std=D**-0.5), draw.normal(out, std=0.1))
-    options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
+    shapes = {**cases.X, **cases.NORM, **cases.QKV}
     if rotary is not None:
-        options["rotary"] = _positions(draw, N, D // H, rotary)
-    leaves = parameters
+        shapes |= _tables("")
     if qk_norm is not None:
-        options["qk_norm"] = norms = tuple(_norm_of_kind(draw, D // H, qk_norm) for _ in "qk")
-        leaves = (*parameters, *_parameters(norms))
-    function = _function(provider, "layer_norm_attention", residual=x, **options)
-    return Runner(lambda: function(x, *parameters, H), (x,), leaves)
+        shapes |= _norms(qk_norm)
+    options: dict[str, Any] = {"sdpa": True} if provider == "sdpa" else {}
+    options |= {"num_heads": H, "interleaved": rotary == "interleaved"}
+    return _runner(provider, draw, "layer_norm_attention", shapes, sizes(B, N, D, H, D // H), **options)
 
 
 def mlp(
@@ -161,37 +147,60 @@ def mlp(
 ) -> Runner:  # fmt: skip
     """D -> hidden, by default 4 D, -> D. norm: after a LayerNorm; the residual is then the norm's input. inner: with a
     LayerNorm of the gated product."""
-    x, hidden = draw.normal(B, N, D), hidden or 4 * D
-    rows = 2 * hidden if activation in eager.GATED else hidden
-    parameters = _norm(draw, D) if norm else ()
-    parameters += (draw.normal(rows, D, std=D**-0.5), draw.normal(rows, std=0.1))
-    parameters += (draw.normal(D, hidden, std=hidden**-0.5), draw.normal(D, std=0.1))
-    gamma, row_scale = _scales(draw, B, D, scales)
-    options: dict[str, Any] = {"activation": activation, "layer_scale": gamma, "row_scale": row_scale}
-    options["residual"] = x if residual or scales or norm else None
+    hidden = hidden or 4 * D
+    shapes = {**cases.X, **(cases.NORM if norm else {}), **(cases.GATED_FC if activation in eager.GATED else cases.FC)}
+    if scales:
+        shapes |= cases.SCALES
+    if inner:
+        shapes |= {"inner_weight": (hidden,), "inner_bias": (hidden,)}
+    options: dict[str, Any] = {"activation": activation}
+    if not (residual or scales or norm):
+        options["residual"] = None
     if provider == "fused":
         options |= {"recompute": recompute, "dropout_p": dropout_p}
-    leaves = parameters if gamma is None else (*parameters, gamma)
-    if inner:
-        inner_norm = _norm(draw, hidden)
-        leaves, options["inner_norm"] = (*leaves, *inner_norm), (*inner_norm, 1e-6)
-    function = _function(provider, "layer_norm_mlp" if norm else "mlp", **options)
-    return Runner(lambda: function(x, *parameters), (x,), leaves)
+    op = "layer_norm_mlp" if norm else "mlp"
+    return _runner(provider, draw, op, shapes, sizes(B, N, D, hidden=hidden, gated=hidden), **options)
 
 
 def patch_embed(provider: str, draw: Draw, B: int, px: int, patch: int, D: int, image: str = "photographs") -> Runner:
     """image: "photographs", "wanted" (with a gradient) or "uint8" (normalised by the kernel)."""
-    if image == "uint8":
-        pixels = draw.bytes(B, 3, px, px)
-    else:
-        pixels = draw.photographs(B, px) if image == "photographs" else draw.normal(B, 3, px, px)
-    weight, bias = draw.normal(D, 3, patch, patch, std=(3 * patch * patch) ** -0.5), draw.normal(D, std=0.1)
-    position, prefix = draw.normal((px // patch) ** 2, D), draw.normal(1, D)
-    parameters = (weight, bias, position, prefix)
-    options: dict[str, Any] = {"mean": MEAN, "std": STD} if image == "uint8" else {}
-    options |= {"pos_embed": position, "prefix": prefix}
-    function = _function(provider, "patch_embed", **options)
-    return Runner(lambda: function(pixels, weight, bias), (pixels,), parameters)
+    of = sizes(B, D=D, patch=patch, height=px, width=px)
+    if image == "photographs":
+        return _runner(provider, draw, "patch_embed", cases.PATCHES, of, image=draw.photographs(B, px))
+    if image == "wanted":
+        return _runner(provider, draw, "patch_embed", cases.OF_TOKENS["patch_embed"].tensors, of)
+    shapes = cases.OF_TOKENS["patch_embed uint8"].tensors
+    return _runner(provider, draw, "patch_embed", shapes, of, mean=MEAN, std=STD)
+
+
+_INPUTS = ("x", "q", "k", "v", "qkv", "residual", "branch", "image", "pixels")
+
+
+def _runner(provider: str, draw: Draw, op: str, shapes: Shapes, of: Sizes | None = None, **arguments: Any) -> Runner:
+    """Run an op, or its formula in plain PyTorch.
+
+    Args:
+        shapes: of tensors to draw, as in the table of ops, `study.accuracy.cases`. of: sizes of named dimensions.
+        arguments: of the op, in addition to these tensors.
+    """
+    row = cases.OpCase(op, shapes)
+    drawn = {name: draw.tensor(name, *shape) for name, shape in row.shapes(of or {}).items()}
+    function, every = getattr(ops if provider == "fused" else eager, op), row.arguments(drawn, **arguments)
+    tensors = {name: t for name, t in (arguments | drawn).items() if isinstance(t, Tensor)}
+    inputs = tuple(t for name, t in tensors.items() if name in _INPUTS)
+    others = {*_INPUTS, *cases.WITHOUT_GRADIENT, "cu_seqlens"}
+    return Runner(lambda: function(**every), inputs, tuple(t for name, t in tensors.items() if name not in others))
+
+
+def _norms(kind: str) -> Shapes:
+    """Return the parameters of the norms of q and k."""
+    return cases.QK_WEIGHTS if kind == "rms" else {**cases.QK_WEIGHTS, "q_bias": ("d",), "k_bias": ("d",)}
+
+
+def _tables(of: str) -> Shapes:
+    """Return tables of positions for the patches after one prefix token. of: as `tables` of `rotary`."""
+    before = {"": (), "sample": ("B", 1), "head": ("H",)}[of]
+    return {name: (*before, *shape) for name, shape in cases.FIXED_TABLES.items()}
 
 
 def block(provider: str, draw: Draw, B: int, N: int, D: int, H: int) -> Runner:
@@ -222,56 +231,7 @@ def accelerate(provider: str, draw: Draw, library: str, B: int, **options: int) 
     return Runner(lambda: output(vit(images)), (images,), tuple(vit.parameters()), vit)
 
 
-def _norm(draw: Draw, D: int) -> tuple[Tensor, ...]:
-    return draw.normal(D, std=0.1, mean=1.0), draw.normal(D, std=0.1)
-
-
-def _norm_of_kind(draw: Draw, D: int, kind: str) -> ops.Norm:
-    weight, bias = _norm(draw, D)
-    return ops.Norm(weight, bias if kind == "layer" else None, kind=kind)
-
-
-def _parameters(norms: Sequence[ops.Norm]) -> tuple[Tensor, ...]:
-    return tuple(t for norm in norms for t in norm[:2] if t is not None)
-
-
-_OF_TABLES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
-    "shared": lambda B, H: (),
-    "sample": lambda B, H: (B, 1),
-    "head": lambda B, H: (H,),
-}
-
-
-def _positions(draw: Draw, N: int, d: int, spelling: str, of: tuple[int, ...] = ()) -> ops.Rotary:
-    """Return float32 sin/cos tables for the patches after one prefix token; no two tables are equal."""
-    count = math.prod(of)
-    angles = torch.linspace(0, 100 * count, count * (N - 1) * d // 2, device=draw.device).view(*of, N - 1, d // 2)
-    angles = angles.repeat_interleave(2, -1) if spelling == "interleaved" else torch.cat((angles, angles), -1)
-    return ops.Rotary(angles.sin(), angles.cos(), 1, spelling == "interleaved")
-
-
-def _mask(draw: Draw, B: int, N: int, H: int, kind: str) -> Tensor:
-    """Return the mask of a kind that `attention` names."""
-    if kind == "positions":
-        return draw.normal(1, H, N, N)
-    visible = torch.ones(B, 1, 1, N, dtype=torch.bool, device=draw.device)
-    visible[1::2, ..., N - N // 3 :] = False
-    return visible
-
-
-def _scales(draw: Draw, B: int, D: int, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return LayerScale's factors, and DropPath's, one a sample."""
-    return (draw.normal(D), _row_scale(draw, B)) if wanted else (None, None)
-
-
-def _row_scale(draw: Draw, B: int) -> Tensor:
-    """Return DropPath's factors, which drop every other sample."""
-    return 1.25 * (torch.arange(B, device=draw.device) % 2)
-
-
 # ---- smaller sizes for the check of agreement, where eager in float64 would take too long or not fit ----
-
-Sizes = dict[str, Any]
 
 
 def _few_scores(sizes: Sizes) -> Sizes:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-import re
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness.timing import Ceilings
 from fastvit.ops.runtime.dispatch import wants_triton
+from fastvit.study.machine import cpu_name, version_of
 from fastvit.tuning.clock import Quantiles
 
 
@@ -81,19 +79,6 @@ class Record:
         return {**asdict(self), "ceilings": asdict(ceilings), "environment": environment}
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
 def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return device, versions, threads and dtype of a run."""
     gpu = device.type == "cuda"
@@ -102,13 +87,13 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         triton = wants_triton(torch.empty(0, device=device))
         path = "Triton kernels" if triton else "ATen on a GPU, no Triton kernel measured"
     return {
-        "device": torch.cuda.get_device_name(device) if gpu else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if gpu else cpu_name(),
         "path": path,
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "fastvit": _version("fastvit"),
+        "triton": version_of("triton") or "none",
+        "fastvit": version_of("fastvit") or "none",
         "python": platform.python_version(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **(_gpu_state() if gpu else {}),

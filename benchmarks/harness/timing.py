@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch
 
 from fastvit.tuning.clock import Clock
 
+Steps = Mapping[str, Callable[[], object]]
+Within = Callable[[str], AbstractContextManager[object]]
 LIMIT_SECONDS = 0.5  # for each of the machine's limits: long enough for a quiet moment of a shared machine
 WARM_SECONDS = 2.0  # until a GPU's clocks and power are steady
 
@@ -37,16 +40,11 @@ def warm(work: Callable[[], object], clock: Clock, *, calls: int = 3, seconds: f
     return last
 
 
-def per_call(work: Callable[[], object], device: torch.device, *, seconds: float = 0.1, rounds: int = 3) -> list[float]:
-    """Return the seconds of a call in a steady loop, host and device together, caches warm; one sample a loop."""
-    return per_call_in_turn({"": work}, device, seconds=seconds, rounds=rounds)[""]
-
-
-def per_call_in_turn(
-    steps: Mapping[str, Callable[[], object]], device: torch.device, *, seconds: float = 0.1, rounds: int,
-    seed: str = "", within: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext(),
-) -> dict[str, list[float]]:  # fmt: skip
-    """Measure several functions like `per_call`: in every round a loop of each, in random order.
+def per_call(
+    steps: Steps, device: torch.device, *, seconds: float, rounds: int, seed: str = "", within: Within = nullcontext
+) -> dict[str, list[float]]:
+    """Return the seconds of a call of each function, host and device together, caches warm: in every round a loop of
+    each, in random order. A loop takes about `seconds` and gives one sample.
 
     seed: of the order. within: the context of a loop, by the function's name; entering it is not timed.
     """
@@ -69,6 +67,15 @@ def per_call_in_turn(
         for name in names:
             samples[name].append(loop(name, counts[name]))
     return samples
+
+
+def least_microseconds(steps: Steps, rounds: int, calls: int) -> dict[str, float]:
+    """Return the microseconds of a call of each function, by name: the least of the rounds, in which each is called so
+    many times. Noise only ever adds."""
+    for step in steps.values():
+        step()
+    seconds = [[timeit.timeit(step, number=calls) / calls for step in steps.values()] for _ in range(rounds)]
+    return {name: 1e6 * min(column) for name, column in zip(steps, zip(*seconds, strict=True), strict=True)}
 
 
 def orders(names: Iterable[str], rounds: int, seed: str = "") -> list[list[str]]:

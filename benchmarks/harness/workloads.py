@@ -181,6 +181,7 @@ def _qk_norm() -> Iterator[Workload]:
     yield from after_norm("verify", B=4, N=197, D=384, H=6)
 
 
+_RECOMPUTE = ["none", "activation", "all"]
 _WIDTHS = [192, 384, 512, 768, 1024, 1152, 1280, 1408, 1664]
 
 
@@ -219,26 +220,27 @@ def _norms() -> Iterator[Workload]:
     yield from _rows("dropout", "compile second kernels", B=64, N=197, D=768)
 
 
+def _of_a_block(uses: str, B: int, N: int, D: int, fc1: str = "") -> Iterator[Workload]:
+    """Yield the ops of a block. fc1: uses of the MLP's first layer, if they differ."""
+    yield from _rows("linear", fc1 or uses, B=B, N=N, D=D, out=4 * D, activation="gelu")
+    yield from _rows("mlp", uses, B=B, N=N, D=D)
+    yield from _rows("layer_norm_linear", uses, B=B, N=N, D=D, out=3 * D)
+    yield from _rows("layer_norm_attention", uses, B=B, N=N, D=D, H=D // 64)
+    yield from _rows("layer_norm_mlp", uses, B=B, N=N, D=D)
+
+
 def _gemms() -> Iterator[Workload]:
-    for B, N, D, uses in ((1, 50, 192, "quick"), (1, 197, 768, "cpu")):
-        yield from _rows("linear", uses, B=B, N=N, D=D, out=4 * D, activation="gelu")
-        yield from _rows("mlp", uses, B=B, N=N, D=D)
-        yield from _rows("layer_norm_linear", uses, B=B, N=N, D=D, out=3 * D)
-        yield from _rows("layer_norm_attention", uses, B=B, N=N, D=D, H=D // 64)
-        yield from _rows("layer_norm_mlp", uses, B=B, N=N, D=D)
+    yield from _of_a_block("quick", B=1, N=50, D=192)
+    yield from _of_a_block("cpu", B=1, N=197, D=768)
     yield from _rows("mlp", "cpu", B=1, N=197, D=384)
     yield from _rows("layer_norm_mlp", "cpu", B=8, N=197, D=384)
     for D, (B, N) in itertools.product((384, 768, 1024, 1280), ((1, 197), (1, 1370), (1, 4097), (32, 197), (256, 197))):
-        yield from _rows("linear", "gpu tune" if N == 197 else "gpu", B=B, N=N, D=D, out=4 * D, activation="gelu")
-        yield from _rows("mlp", "gpu", B=B, N=N, D=D)
-        yield from _rows("layer_norm_linear", "gpu", B=B, N=N, D=D, out=3 * D)
-        yield from _rows("layer_norm_attention", "gpu", B=B, N=N, D=D, H=D // 64)
-        yield from _rows("layer_norm_mlp", "gpu", B=B, N=N, D=D)
+        yield from _of_a_block("gpu", B, N, D, fc1="gpu tune" if N == 197 else "gpu")
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=[384, 1536], activation="gelu")
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=384, scales=True)
     yield from _rows("layer_norm_linear", "verify", B=4, N=197, D=384, out=1152)
     yield from _rows("layer_norm_attention", "verify", B=4, N=197, D=384, H=6)
-    yield from _rows("mlp", "verify", B=4, N=197, D=384, recompute=["none", "activation", "all"], scales=True)
+    yield from _rows("mlp", "verify", B=4, N=197, D=384, recompute=_RECOMPUTE, scales=True)
     yield from _rows("mlp", "verify", B=4, N=197, D=192, activation=["gelu_tanh", "quick_gelu", "relu", "silu"])
     yield from _rows("mlp", "verify", B=4, N=197, D=192, dropout_p=0.1)
     yield from _rows("layer_norm_mlp", "verify", B=4, N=197, D=[384, 768], scales=True)
@@ -255,7 +257,7 @@ def _gemms() -> Iterator[Workload]:
     yield from _rows("layer_norm_mlp", "traffic", B=1, N=BATCH // 128, D=768, parts=128)
     yield from _rows("linear", "sanitize", B=7, N=10, D=72, out=136, activation="gelu")
     yield from _rows("linear", "sanitize", B=7, N=10, D=72, out=136, scales=True)
-    yield from _rows("mlp", "sanitize", B=7, N=10, D=40, recompute=["none", "activation", "all"], residual=True)
+    yield from _rows("mlp", "sanitize", B=7, N=10, D=40, recompute=_RECOMPUTE, residual=True)
     yield from _rows("mlp", "sanitize", B=7, N=10, D=40, dropout_p=0.1)
     yield from _rows("layer_norm_mlp", "sanitize", B=7, N=10, D=40)
     large = functools.partial(_rows, B=64, N=197)
@@ -270,8 +272,7 @@ def _gemms() -> Iterator[Workload]:
     for activation in ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"):
         few = "second kernels" if activation == "gelu" else ""
         yield from large("linear", f"compile {few}", D=768, out=768, activation=activation)
-        recompute = ["none", "activation", "all"]
-        yield from large("mlp", "compile", D=768, activation=activation, recompute=recompute, scales=True)
+        yield from large("mlp", "compile", D=768, activation=activation, recompute=_RECOMPUTE, scales=True)
     yield from large("mlp", "compile second kernels", D=768, dropout_p=0.1, scales=True)
 
 
@@ -283,19 +284,18 @@ def _gated() -> Iterator[Workload]:
     for D, hidden in ((384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
         yield from rows("gpu", B=[1, 32, 256], N=257, D=D, hidden=hidden)
         yield from rows("gpu", B=[1, 32], N=257, D=D, hidden=hidden, inner=True, norm=True)
-    recompute = ["none", "activation", "all"]
-    yield from rows("verify", B=4, N=197, D=192, hidden=512, scales=True, recompute=recompute)
+    yield from rows("verify", B=4, N=197, D=192, hidden=512, scales=True, recompute=_RECOMPUTE)
     yield from rows("verify", B=4, N=197, D=192, hidden=[512, 682], inner=True, norm=True)
     yield from _rows("mlp", "verify", B=4, N=197, D=192, hidden=682, activation="geglu")
     yield from rows("traffic", B=1, N=BATCH // 128, D=768, hidden=2048, parts=128)
-    yield from rows("sanitize", B=7, N=10, D=40, hidden=[40, 21], residual=True, recompute=recompute)
+    yield from rows("sanitize", B=7, N=10, D=40, hidden=[40, 21], residual=True, recompute=_RECOMPUTE)
     yield from rows("sanitize", B=7, N=10, D=40, hidden=40, inner=True, norm=True)
     for D, hidden in ((192, 512), (384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
         few = "second kernels" if D == 768 else ""
         yield from rows(f"compile {few}", B=64, N=197, D=D, hidden=hidden, norm=True, inner=[False, True])
     for activation in ("swiglu", "geglu"):
         large = functools.partial(_rows, "mlp", "compile", activation=activation, B=64, N=197, D=768, hidden=2048)
-        yield from large(scales=True, recompute=recompute)
+        yield from large(scales=True, recompute=_RECOMPUTE)
 
 
 def _patch_embed() -> Iterator[Workload]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +21,13 @@ from torch import Tensor, nn
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
+from benchmarks.harness.timing import least_microseconds
 from fastvit import ops
 from fastvit.study.accuracy import formulas as eager
 
 N, D, HEADS = 17, 64, 2
 
-Case = tuple[Callable[[], object], Callable[[], object]]
+Case = tuple[Callable[[], object], Callable[[], object]]  # the op, and the ATen calls that compute its result
 
 
 def _parameters(*sizes: tuple[int, ...]) -> list[nn.Parameter]:
@@ -36,59 +36,55 @@ def _parameters(*sizes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(*size) / math.prod(size[1:]) ** 0.5) for size in sizes]
 
 
-def cases() -> dict[str, Case]:
-    """Return by name the op, and the ATen calls that compute its result."""
-    torch.manual_seed(0)
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.native_layer_norm(x, (D,), weight, bias, 1e-6)[0]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def _norms_and_layers() -> dict[str, Case]:
     x, branch = torch.randn(1, N, D), torch.randn(1, N, D)
-    q, qkv = torch.randn(1, N, HEADS, D // HEADS), torch.randn(1, N, 3, HEADS, D // HEADS)
-    norm_weight, norm_bias = norm = _parameters((D,), (D,))
+    norm = _parameters((D,), (D,))
     weight, bias, layer_scale = _parameters((D, D), (D,), (D,))
-    qkv_weight, qkv_bias = _parameters((3 * D, D), (3 * D,))
-    fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
-    head_weight, head_bias = _parameters((D // HEADS,), (D // HEADS,))
-    of_head = ops.Norm(head_weight, head_bias)
-    image, ends = torch.randn(1, 3, 16, 16), torch.tensor([0, 8, N])
-    patch = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))  # weight, bias, positions, prefix
-
-    angles = torch.randn(N - 1, D // HEADS)
-    positions = ops.Rotary(angles.sin(), angles.cos(), 1)
-
-    def rotary(q: Tensor) -> Tensor:
-        first, second = q[:, 1:].chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1) * positions.sin[:, None]
-        return torch.cat((q[:, :1], torch.addcmul(turned, q[:, 1:], positions.cos[:, None])), dim=1)
-
-    def layer_norm(x: Tensor) -> Tensor:
-        return torch.native_layer_norm(x, (D,), norm_weight, norm_bias, 1e-6)[0]
-
-    def mlp(x: Tensor) -> Tensor:
-        return F.linear(torch._C._nn.gelu_(F.linear(x, *fc1)), *fc2)  # type: ignore[attr-defined]
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-
-    def attention_half() -> Tensor:
-        q, k, v = F.linear(layer_norm(x), qkv_weight, qkv_bias).view(1, N, 3, HEADS, -1).unbind(2)
-        return F.linear(attention(q, k, v).flatten(2), weight, bias).add_(x)
+    fc1 = _parameters((4 * D, D), (4 * D,))
 
     def add_layer_norm() -> tuple[Tensor, Tensor]:
         total = x + branch
-        return total, layer_norm(total)
+        return total, _layer_norm(total, *norm)
 
     return {
-        "layer_norm": (lambda: ops.layer_norm(x, norm_weight, norm_bias), lambda: layer_norm(x)),
-        "rms_norm": (lambda: ops.rms_norm(x, norm_weight), lambda: F.rms_norm(x, (D,), norm_weight, 1e-6)),
+        "layer_norm": (lambda: ops.layer_norm(x, norm[0], norm[1]), lambda: _layer_norm(x, *norm)),
+        "rms_norm": (lambda: ops.rms_norm(x, norm[0]), lambda: F.rms_norm(x, (D,), norm[0], 1e-6)),
         "add_layer_norm": (lambda: ops.add_layer_norm(x, branch, *norm), add_layer_norm),
         "linear": (lambda: ops.linear(x, *fc1), lambda: F.linear(x, *fc1)),
         "linear, layer_scale and residual": (
             lambda: ops.linear(x, weight, bias, layer_scale=layer_scale, residual=branch),
             lambda: F.linear(x, weight, bias).mul_(layer_scale).add_(branch),
         ),
-        "attention": (lambda: ops.attention(q, q, q), lambda: attention(q, q, q)),
-        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: attention(*qkv.unbind(2))),
+    }
+
+
+def _heads() -> dict[str, Case]:
+    d = D // HEADS
+    q, qkv = torch.randn(1, N, HEADS, d), torch.randn(1, N, 3, HEADS, d)
+    ends, angles = torch.tensor([0, 8, N]), torch.randn(N - 1, d)
+    positions = ops.Rotary(angles.sin(), angles.cos(), 1)
+    weight, bias = _parameters((d,), (d,))
+    norm = ops.Norm(weight, bias)
+
+    def rotary(q: Tensor) -> Tensor:
+        first, second = q[:, 1:].chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1) * positions.sin[:, None]
+        return torch.cat((q[:, :1], torch.addcmul(turned, q[:, 1:], positions.cos[:, None])), dim=1)
+
+    return {
+        "attention": (lambda: ops.attention(q, q, q), lambda: _attention(q, q, q)),
+        "attention_qkvpacked": (lambda: ops.attention_qkvpacked(qkv), lambda: _attention(*qkv.unbind(2))),
         "attention_varlen": (
             lambda: ops.attention_varlen(q[0], q[0], q[0], ends),
-            lambda: torch.cat([attention(part, part, part) for part in (q[:, :8], q[:, 8:])], 1)[0],
+            lambda: torch.cat([_attention(part, part, part) for part in (q[:, :8], q[:, 8:])], 1)[0],
         ),
         "rotary": (lambda: ops.rotary(q, positions), lambda: rotary(q)),
         "rotary_qkvpacked": (
@@ -96,24 +92,42 @@ def cases() -> dict[str, Case]:
             lambda: torch.stack((rotary(qkv[:, :, 0]), rotary(qkv[:, :, 1]), qkv[:, :, 2]), dim=2),
         ),
         "qk_norm": (
-            lambda: ops.qk_norm(q, q, of_head, of_head),
-            lambda: tuple(torch.native_layer_norm(q, head_weight.shape, head_weight, head_bias, 1e-6)[0] for _ in "qk"),
+            lambda: ops.qk_norm(q, q, norm, norm),
+            lambda: tuple(torch.native_layer_norm(q, weight.shape, weight, bias, 1e-6)[0] for _ in "qk"),
         ),
-        "layer_norm_linear": (lambda: ops.layer_norm_linear(x, *norm, *fc1), lambda: F.linear(layer_norm(x), *fc1)),
+    }
+
+
+def _parts_of_a_model() -> dict[str, Case]:
+    x, image = torch.randn(1, N, D), torch.randn(1, 3, 16, 16)
+    norm, qkv, proj = _parameters((D,), (D,)), _parameters((3 * D, D), (3 * D,)), _parameters((D, D), (D,))
+    fc1, fc2 = _parameters((4 * D, D), (4 * D,)), _parameters((D, 4 * D), (D,))
+    weight, bias, pos_embed, prefix = _parameters((D, 3, 4, 4), (D,), (16, D), (1, D))
+
+    def mlp(x: Tensor) -> Tensor:
+        return F.linear(torch._C._nn.gelu_(F.linear(x, *fc1)), *fc2)  # type: ignore[attr-defined]
+
+    def attention_half() -> Tensor:
+        q, k, v = F.linear(_layer_norm(x, *norm), *qkv).view(1, N, 3, HEADS, -1).unbind(2)
+        return F.linear(_attention(q, k, v).flatten(2), *proj).add_(x)
+
+    return {
+        "layer_norm_linear": (
+            lambda: ops.layer_norm_linear(x, *norm, *fc1),
+            lambda: F.linear(_layer_norm(x, *norm), *fc1),
+        ),
         "layer_norm_attention": (
-            lambda: ops.layer_norm_attention(
-                x, norm_weight, norm_bias, qkv_weight, qkv_bias, weight, bias, HEADS, residual=x
-            ),
+            lambda: ops.layer_norm_attention(x, norm[0], norm[1], qkv[0], qkv[1], proj[0], proj[1], HEADS, residual=x),
             attention_half,
         ),
         "mlp": (lambda: ops.mlp(x, *fc1, *fc2, residual=x), lambda: mlp(x).add_(x)),
         "layer_norm_mlp": (
             lambda: ops.layer_norm_mlp(x, *norm, *fc1, *fc2, residual=x),
-            lambda: mlp(layer_norm(x)).add_(x),
+            lambda: mlp(_layer_norm(x, *norm)).add_(x),
         ),
         "patch_embed": (
-            lambda: ops.patch_embed(image, *patch[:2], pos_embed=patch[2], prefix=patch[3]),
-            lambda: eager.patch_embed(image, *patch[:2], pos_embed=patch[2], prefix=patch[3]),
+            lambda: ops.patch_embed(image, weight, bias, pos_embed=pos_embed, prefix=prefix),
+            lambda: eager.patch_embed(image, weight, bias, pos_embed=pos_embed, prefix=prefix),
         ),
     }
 
@@ -121,12 +135,11 @@ def cases() -> dict[str, Case]:
 @torch.inference_mode()
 def measure(rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """Return by name the microseconds of the op ("fused") and of the ATen calls ("aten"), the least of the rounds."""
+    torch.manual_seed(0)
     found = {}
-    for name, pair in cases().items():
-        torch.testing.assert_close(*(call() for call in pair))
-        seconds = [[timeit.timeit(call, number=calls) / calls for call in pair] for _ in range(rounds)]
-        fused_us, aten_us = (1e6 * min(column) for column in zip(*seconds, strict=True))
-        found[name] = {"fused": fused_us, "aten": aten_us}
+    for name, (op, aten) in (_norms_and_layers() | _heads() | _parts_of_a_model()).items():
+        torch.testing.assert_close(op(), aten())
+        found[name] = least_microseconds({"fused": op, "aten": aten}, rounds, calls)
     return found
 
 

@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import copy
 import json
-import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,19 +29,12 @@ import fastvit
 from benchmarks.harness.columns import make
 from benchmarks.harness.provenance import commit, write_json
 from benchmarks.harness.record import environment
+from benchmarks.harness.timing import least_microseconds
 
 B, N, D, HEADS = 1, 197, 768, 12
 _CALLS = 10  # a round
 
 Work = Callable[[], object]
-
-
-def _least(works: dict[str, Work], rounds: int) -> dict[str, float]:
-    """Return the microseconds of each, timed in turns where there are several."""
-    for work in works.values():
-        work()
-    seconds = [[timeit.timeit(work, number=_CALLS) / _CALLS for work in works.values()] for _ in range(rounds)]
-    return {name: 1e6 * min(column) for name, column in zip(works, zip(*seconds, strict=True), strict=True)}
 
 
 def single_launches(rounds: int) -> dict[str, dict[str, float]]:
@@ -62,7 +54,7 @@ def single_launches(rounds: int) -> dict[str, dict[str, float]]:
                 "triton": partial(kernel[(programs,)], *tensors, *numbers, **constants),
                 "direct": partial(launch, kernel, programs, tensors, numbers, constants),
             }
-            found[name] = {"arguments": len(kernel.arg_names), **_least(works, rounds)}
+            found[name] = {"arguments": len(kernel.arg_names), **least_microseconds(works, rounds, _CALLS)}
     return found
 
 
@@ -76,10 +68,10 @@ def block(rounds: int) -> dict[str, dict[str, float]]:
     with stub_gpu(records=False), _vendor_stand_ins() as vendor:
         a = torch.empty(N, D, dtype=torch.bfloat16)
         steps = _block(N)
-        stand_in = _least({"": lambda: torch.mm(a, a.t())}, rounds)[""]
+        stand_in = least_microseconds({"": lambda: torch.mm(a, a.t())}, rounds, _CALLS)[""]
         for name, step in steps.items():
             with torch.inference_mode(name.endswith("inference")):  # entered once for all blocks of a model
-                microseconds = _least({name: step}, rounds)[name]
+                microseconds = least_microseconds({name: step}, rounds, _CALLS)[name]
                 vendor.clear()
                 with launching(kernels := Mock()):
                     step()
@@ -146,9 +138,7 @@ def render(path: Path) -> list[str]:
         (
             name,
             str(row["arguments"]),
-            f"{row['triton']:.1f}",
-            f"{row['direct']:.1f}",
-            f"{row['triton'] / row['direct']:.1f}",
+            *(f"{x:.1f}" for x in (row["triton"], row["direct"], row["triton"] / row["direct"])),
         )
         for name, row in results["launches"].items()
     ]

@@ -22,7 +22,6 @@ import copy
 import importlib.util
 import io
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -44,6 +43,7 @@ from benchmarks.harness.photographs import NAMES, photographs
 from benchmarks.harness.pretrained import state_dict
 from benchmarks.harness.provenance import commit, now, write_json
 from benchmarks.harness.record import environment
+from fastvit.study.machine import cpu_info
 from fastvit.tuning.clock import Quantiles
 
 SIZE = 224
@@ -191,13 +191,6 @@ def measure(model: nn.Module, rounds: int, compiled: bool) -> list[dict[str, Any
     return rows
 
 
-def _instructions() -> list[str]:
-    """Return those of INSTRUCTIONS that the CPU has; none where /proc/cpuinfo does not say."""
-    info = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return sorted(INSTRUCTIONS.intersection(flags[1].split())) if flags else []
-
-
 def render(path: Path) -> list[str]:
     """Return the tables of a result file."""
     results = json.loads(path.read_text())
@@ -255,7 +248,9 @@ def main(arguments: list[str] | None = None) -> None:
         for name in [*MODELS][: 1 if chosen.quick else None]:
             print(name, flush=True)
             models[name] = measure(MODELS[name]().eval().requires_grad_(False), rounds, compiled)
-    where = environment(torch.device("cpu"), torch.float32) | {"instructions": _instructions()}
+    where = environment(torch.device("cpu"), torch.float32) | {
+        "instructions": sorted(INSTRUCTIONS & {*cpu_info("flags").split()})
+    }
     results = {
         "commit": commit(), "date": now()[:10], "environment": where, "versions": versions, "rounds": rounds,
         "left_out": left_out, "models": models,

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.libraries import load
 from benchmarks.harness.provenance import ROOT, sources, write_json
 from benchmarks.harness.record import environment
 from benchmarks.peers import compare, models
@@ -125,9 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="forget the outcomes that are kept")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="pytest's: only these tests")
     options = parser.parse_args(arguments)
+    if options.models and (unknown := {*options.models} - {*load("timm").list_models()}):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    if options.models:
-        models.check_names(options.models, models.load("timm").list_models())
     if options.again:
         for path in FOLDER.glob("*.jsonl"):
             path.unlink()

@@ -19,10 +19,10 @@ DELIBERATE = Path(__file__).with_name("deliberate.toml")
 class Deliberate:
     """runs: "suite run"; tests: a pattern of ids; error: a regular expression, searched in what the test says."""
 
-    runs: tuple[str, ...]
-    tests: str
-    error: str
-    reason: str
+    runs: Sequence[str] = ()
+    tests: str = ""
+    error: str = ""
+    reason: str = ""
 
     def __post_init__(self) -> None:
         for name in ("runs", "tests", "error", "reason"):
@@ -34,9 +34,7 @@ class Deliberate:
 
 
 def read_deliberate(path: Path = DELIBERATE) -> list[Deliberate]:
-    entries = tomllib.loads(path.read_text())["difference"]
-    fields = {"runs": (), "tests": "", "error": "", "reason": ""}
-    return [Deliberate(**fields | entry | {"runs": tuple(entry.get("runs", ()))}) for entry in entries]
+    return [Deliberate(**entry) for entry in tomllib.loads(path.read_text())["difference"]]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

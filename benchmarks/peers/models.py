@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -98,9 +98,3 @@ def found(path: Path, limit: float) -> Found:
     result = find(limit)
     write_json(path, {"sources": sources(*FOLDERS), "limit": limit, **asdict(result)})
     return result
-
-
-def check_names(names: Iterable[str], all_names: Iterable[str]) -> None:
-    unknown = sorted(set(names) - set(all_names))
-    if unknown:
-        raise ValueError(f"no such model: {', '.join(unknown)}")

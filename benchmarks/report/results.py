@@ -83,34 +83,34 @@ def _folder(folder: Path) -> Iterator[str]:
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
 
 _OPS = [
-    ("patch_embed", [("patch_embed", "B8 px224 patch16 D768")], "normalisation, convolution, positions, prefix tokens",
+    ("patch_embed", ("patch_embed", "B8 px224 patch16 D768"), "normalisation, convolution, positions, prefix tokens",
      "none but the image"),
-    ("attention_qkvpacked", [("attention", "B1 N1025 H12 d64")], "scores, softmax and values, without an N x N tensor",
+    ("attention_qkvpacked", ("attention", "B1 N1025 H12 d64"), "scores, softmax and values, without an N x N tensor",
      "4: qkv, out"),
-    ("layer_norm_linear", [("layer_norm_linear", "B1 N197 D768 out2304")], "LayerNorm or RMSNorm, linear", "1: x"),
-    ("layer_norm_attention", [("layer_norm_attention", "B1 N197 D768 H12")],
+    ("layer_norm_linear", ("layer_norm_linear", "B1 N197 D768 out2304"), "LayerNorm or RMSNorm, linear", "1: x"),
+    ("layer_norm_attention", ("layer_norm_attention", "B1 N197 D768 H12"),
      "norm, q, k and v, their norms, rotary positions, attention, norm, projection, LayerScale, DropPath, residual sum",
      "5: x, qkv, out"),
-    ("linear", [("linear", "B1 N197 D768 out3072 gelu")],
+    ("linear", ("linear", "B1 N197 D768 out3072 gelu"),
      "linear, activation, LayerScale, DropPath, residual sum", "1: x; 4 more with an activation"),
-    ("layer_norm_mlp", [("layer_norm_mlp", "B1 N197 D768")],
+    ("layer_norm_mlp", ("layer_norm_mlp", "B1 N197 D768"),
      "norm, both linears, activation, LayerScale, residual sum", "5: x, pre-activation"),
-    ("Block", [("block", "B1 N1025 D768 H12")], "layer_norm_attention, layer_norm_mlp", "10"),
+    ("Block", ("block", "B1 N1025 D768 H12"), "layer_norm_attention, layer_norm_mlp", "10"),
 ]  # fmt: skip
 _OPS_HEAD = """\
 | op | what is fused | saved | time, eager / fused | time, SDPA / fused | peak, eager / fused | peak, SDPA / fused |
 |---|---|---|---|---|---|---|"""
 
 
-def ops_table(path: Path = RESULTS / "cpu" / "float32.json") -> str:
+def ops_table() -> str:
     """Return the table of one size of each op, forward and backward, and where it was measured; "-" where the file has
     none."""
-    found, _, (where, versions, *rest) = read([path])
+    found, _, (where, versions, *rest) = read([RESULTS / "cpu" / "float32.json"])
     records = {(r.op, r.case): r for r in found if r.mode == "training"}
     lines = [_OPS_HEAD]
-    for name, cases, fused, saved in _OPS:
+    for name, case, fused, saved in _OPS:
         cells, size = ["-"] * 4, ""
-        if record := next((records[case] for case in cases if case in records), None):
+        if record := records.get(case):
             cells = [table.time_ratio(record, rival) for rival in ("eager", "sdpa")]
             cells += [table.ratio(record.memory_ratios().get(rival)) for rival in ("eager", "sdpa")]
             size = f", {record.case}"

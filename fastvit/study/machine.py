@@ -84,7 +84,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _triton() -> Iterator[Finding]:
-    if (version := _version("triton")) is None or importlib.util.find_spec("triton") is None:
+    if (version := version_of("triton")) is None or importlib.util.find_spec("triton") is None:
         yield Finding("versions", "triton", "not installed: every op runs on ATen; pip install 'fastvit[triton]'", NOTE)
         return
     yield Finding("versions", "triton", version)
@@ -100,7 +100,7 @@ def _triton() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    yield Finding("devices", "CPU", f"{_cpu()}, {torch.get_num_threads()} threads")
+    yield Finding("devices", "CPU", f"{cpu_name()}, {torch.get_num_threads()} threads")
     if not torch.cuda.is_available():
         yield Finding("devices", "GPU", f"none: {why_no_gpu()}", NOTE)
     else:
@@ -252,12 +252,12 @@ def _one_launch() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     for name, use in _PACKAGES.items():
-        version = _version(name)
+        version = version_of(name)
         if name == "transformers" and version is not None and int(version.split(".")[0]) < 5:
             yield Finding("packages", name, f"{version}: accelerate knows the models of transformers 5", NOTE)
         else:
             yield Finding("packages", name, f"not installed; for {use}" if version is None else f"{version}, for {use}")
-    if (version := _version("torchvision")) is not None:
+    if (version := version_of("torchvision")) is not None:
         try:
             importlib.import_module("torchvision")
         except Exception as error:  # most often it was built for another torch
@@ -267,18 +267,23 @@ def _packages() -> Iterator[Finding]:
             yield Finding("packages", "torchvision", f"{version}, which timm and transformers import")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    return cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def cpu_info(field: str) -> str:
+    """Return the first value of a field of /proc/cpuinfo, or ""."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 _PROBES: tuple[tuple[str, _Probe], ...] = (

@@ -62,6 +62,11 @@ class Launch:
         """Compile-time parameters, absent pointers and scalars equal to 1, by name."""
         return {self.kernel.arg_names[i]: value for (i,), value in self.constants.items()}
 
+    def build(self) -> Any:
+        """Return the compiled kernel, from Triton's cache if it is there."""
+        source = triton.compiler.ASTSource(self.kernel, dict(self.signature), dict(self.constants), dict(self.attrs))
+        return triton.compile(source, target=gpu_target(self.target), options=dict(self.options))
+
 
 class Recorder(DriverBase):
     """Stands in for a GPU driver, so that Triton's launch code runs as on the target, and keeps the launches."""
@@ -146,12 +151,9 @@ def recording(recorder: Recorder, multiprocessors: int | None = None) -> Iterato
 
 def compiled(launch: Launch) -> bool:
     """Compile a launch into Triton's cache. Returns False if the cache had it already."""
-    source = triton.compiler.ASTSource(
-        launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attrs)
-    )
     hits: list[bool] = []
     with mock.patch.object(triton.knobs.compilation, "listener", lambda **seen: hits.append(seen["cache_hit"])):
-        kernel = triton.compile(source, target=gpu_target(launch.target), options=dict(launch.options))
+        kernel = launch.build()
     driver: Any = importlib.import_module("triton.backends.nvidia.driver")
     if hasattr(driver, "make_launcher") and os.path.exists("/dev/nvidiactl"):
         driver.CudaLauncher(kernel.src, kernel.metadata)  # before triton 3.7: a launcher in C for each signature

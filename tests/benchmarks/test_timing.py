@@ -135,7 +135,7 @@ def test_most_samples_must_be_measurements():
 
 @pytest.mark.parametrize(("seconds", "host", "expected"), [(5e-6, 50e-6, 50e-6), (5e-4, 50e-6, 5e-4)])
 def test_a_call_takes_what_its_slower_side_takes(seconds, host, expected, gpu):
-    samples = per_call(launches(gpu, 1, seconds, host), CUDA)
+    samples = per_call({"": launches(gpu, 1, seconds, host)}, CUDA, seconds=0.1, rounds=3)[""]
     assert samples == pytest.approx([expected] * 3, rel=0.05)
 
 
@@ -200,17 +200,18 @@ def named(cuda: Cuda, name: str, fails: bool = False) -> Callable[[], None]:
 
 
 def test_works_run_before_they_are_captured(cuda):
-    found = capture_all({"a": named(cuda, "a"), "b": named(cuda, "b")})
+    replays, remarks = capture_all({"a": named(cuda, "a"), "b": named(cuda, "b")})
     warm = [("a", "side")] * 3 + [("b", "side")] * 3
     assert cuda.seen[:6] == warm, "all of them, before the memory of a graph is held"
     assert cuda.seen[6:] == [("a", "capture"), ("replay", "default"), ("b", "capture"), ("replay", "default")]
-    assert all(callable(replay) for replay in found.values())
+    assert [*replays] == ["a", "b"]
+    assert not remarks
 
 
 def test_a_refused_capture_is_named_and_the_next_one_tried(cuda):
-    found = capture_all({"a": named(cuda, "a", fails=True), "b": named(cuda, "b")})
-    assert found["a"] == "RuntimeError: operation not permitted when stream is capturing"
-    assert callable(found["b"])
+    replays, remarks = capture_all({"a": named(cuda, "a", fails=True), "b": named(cuda, "b")})
+    assert remarks == {"a": "no graph: RuntimeError: operation not permitted when stream is capturing; "}
+    assert [*replays] == ["b"]
     assert cuda.on == "default"
 
 

@@ -45,8 +45,9 @@ _IMAGE = ("B", 3, "height", "width")
 
 
 def sizes(
-    B: int, N: int, D: int, H: int, d: int, *, hidden: int, gated: int, patch: int, height: int, width: int
-) -> dict[str, int]:
+    B: int, N: int = 1, D: int = 1, H: int = 1, d: int = 1, *, hidden: int = 1, gated: int = 1, patch: int = 1,
+    height: int = 1, width: int = 1,
+) -> dict[str, int]:  # fmt: skip
     """Return every named dimension. T: the tokens after one prefix token; P: the patches of an image."""
     given = {"B": B, "N": N, "D": D, "H": H, "d": d, "hidden": hidden, "gated": gated, "patch": patch}
     given |= {"height": height, "width": width, "P": height * width // patch**2}
@@ -120,6 +121,25 @@ def arguments(
     if "pixels" in found:
         found["image"] = found.pop("pixels")
     return found
+
+
+WITHOUT_GRADIENT = ("row_scale", "pixels", *FIXED_TABLES)
+
+
+def values(name: str, t: Tensor) -> Tensor:
+    """Turn standard normal numbers into the values of a tensor of this name: factors near one, small biases, matrices
+    that keep the scale of what they multiply. row_scale drops every other sample."""
+    if name == "row_scale":
+        return 1.25 * (torch.arange(len(t), dtype=t.dtype, device=t.device) % 2)
+    if name.endswith(("sin", "cos")):
+        return getattr(torch, name[-3:])(t)
+    if name == "pixels":
+        return (t * 50 + 128).clamp(0, 255).to(torch.uint8)
+    if name.endswith("weight") and t.dim() > 1:
+        return t / t[0].numel() ** 0.5
+    if name.endswith(("weight", "layer_scale")):
+        return 1 + 0.1 * t
+    return 0.1 * t if name.endswith("bias") else t
 
 
 _BYTES = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.25)}  # options for an image of bytes
@@ -199,22 +219,10 @@ class Case:
                 drawn[name] = torch.tensor([0, T // 7, T // 2, T], device=device)
                 continue
             t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            fixed = name == "row_scale" or name.startswith("fixed")
-            if name == "row_scale":
-                t = 1.25 * (torch.arange(shape[0], dtype=torch.float64) % 2)
-            elif name.endswith(("sin", "cos")):
-                t = getattr(torch, name[-3:])(t)
-            elif name == "pixels":
-                drawn[name] = (t * 50 + 128).clamp(0, 255).to(torch.uint8).to(device)
-                continue
-            elif name.endswith("weight") and len(shape) > 1:
-                t = t / t[0].numel() ** 0.5
-            elif name.endswith(("weight", "layer_scale")):
-                t = 1 + 0.1 * t
-            elif name.endswith("bias"):
-                t = 0.1 * t
-            t = t.to(torch.float32 if name.endswith(("sin", "cos")) else dtype).to(device)
-            drawn[name] = t.requires_grad_(not fixed)
+            t = values(name, t)
+            if name != "pixels":
+                t = t.to(torch.float32 if name.endswith(("sin", "cos")) else dtype)
+            drawn[name] = t.to(device).requires_grad_(name not in WITHOUT_GRADIENT)
         return drawn
 
 
