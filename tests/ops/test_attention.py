@@ -1,5 +1,6 @@
 """ops.attention and ops.attention_qkvpacked against float64 and eager PyTorch, on both backends."""
 
+import itertools
 import math
 
 import pytest
@@ -117,23 +118,20 @@ def test_token_slice_of_a_packed_tensor(backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_dropout(dtype, backend, device):
-    """The backward pass applies the same mask, and no two heads, samples or seeds have one."""
+    """The backward pass applies the same mask; those of heads, samples and seeds are independent."""
     N, p = 40, 0.3
-    tensors, fused = (
-        with_identities(draw_qkv(2, N, 3, N, dtype=dtype, device=device)),
-        seeded(ops.attention, dropout_p=p),
-    )
+    tensors = with_identities(draw_qkv(2, N, 3, N, dtype=dtype, device=device))
+    fused = seeded(ops.attention, dropout_p=p)
     keep = fused(**tensors).detach().transpose(1, 2) != 0
     assert_op_as_accurate(fused, lambda **t: eager(**t, factors=keep / (1 - p)), tensors)
     for dims in ((0, 1, 2, 3), (3,), (2,), (2, 3)):
         count = math.prod(keep.shape[dim] for dim in dims)
         assert (keep.float().mean(dims) - (1 - p)).abs().max() < 5 * math.sqrt(p * (1 - p) / count)
-    planes = keep.flatten(0, 1)
-    assert not any(torch.equal(a, b) for i, a in enumerate(planes) for b in planes[:i])
     torch.manual_seed(8)
     other = ops.attention(**tensors, dropout_p=p).transpose(1, 2) != 0
-    agreement = (other == keep).float().mean() - (p * p + (1 - p) ** 2)
-    assert agreement.abs() < 5 * 0.5 / math.sqrt(keep.numel())
+    for a, b in itertools.combinations([*keep.flatten(0, 1), *other.flatten(0, 1)], 2):
+        agreement = (a == b).float().mean() - (p * p + (1 - p) ** 2)
+        assert agreement.abs() < 5 * 0.5 / N
 
 
 @pytest.mark.parametrize("N", [190, 300])
