@@ -1,4 +1,4 @@
-"""layers.SwiGLU, GluMlp and SwiGLUPacked: timm's names, keys and numbers, fused where the ops know the gate."""
+"""layers.SwiGLU, GluMlp, SwiGLUPacked, Mlp with a norm: timm's names, keys and numbers, fused where the ops can."""
 
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "SwiGLUPacked": ("SwiGLUPacked", {"hidden_features": 80, "bias": False}, True),
     "GluMlp of gelu": ("GluMlp", {"hidden_features": 80, "act_layer": nn.GELU, "norm_layer": NORM}, True),
     "GluMlp": ("GluMlp", {}, False),  # of sigmoid
+    "Mlp with a norm": ("Mlp", {"hidden_features": 40, "norm_layer": NORM}, False),
 }
 
 
