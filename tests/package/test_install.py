@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import fastvit
+
 pytest.importorskip("hatchling")
 
 ROOT = Path(__file__).parents[2]
@@ -130,3 +132,8 @@ def test_every_extra_that_a_message_or_a_document_names_exists() -> None:
     files = [ROOT / "README.md", ROOT / "benchmarks/README.md", *(ROOT / "fastvit").rglob("*.py")]
     named = re.findall(r"""(?:fastvit|["'`]\.)\[([a-z,]+)\]""", "".join(path.read_text() for path in files))
     assert {"study", "weights", "triton", "bench"} <= set(",".join(named).split(",")) <= set(extras)
+
+
+def test_a_name_that_the_package_lacks():
+    with pytest.raises(AttributeError, match=r"^module 'fastvit' has no attribute 'Transformer'$"):
+        fastvit.Transformer  # noqa: B018
