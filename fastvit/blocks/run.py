@@ -35,7 +35,7 @@ def run_attention_half(
 ) -> Tensor:
     attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     qkv = attn.qkv
-    if type(attn.proj) is AdaptedLinear or AdaptedLinear in map(type, qkv):  # `runs_in_steps`, without its call
+    if AdaptedLinear in (*map(type, qkv), type(attn.proj)):  # `runs_in_steps`, without its call
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     packed_or_three: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)
