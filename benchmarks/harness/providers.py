@@ -82,7 +82,8 @@ def qk_norm(
     """Normalise q and k of a packed qkv. spelling: that of rotary positions; none without. tables: as in `rotary`."""
     q, k, _ = draw.normal(B, N, 3, H, d).detach().unbind(2)
     shapes = {**_norms(norm), **_tables(tables)} if spelling else _norms(norm)
-    options: dict[str, Any] = {"q": q.requires_grad_(), "k": k.requires_grad_(), "interleaved": spelling != "halves"}
+    options: dict[str, Any] = {"q": q.requires_grad_(), "k": k.requires_grad_()}
+    options["interleaved"] = spelling == "interleaved"
     return _runner(provider, draw, "qk_norm", shapes, sizes(B, N, H=H, d=d), **options)
 
 

@@ -35,7 +35,8 @@ def run_attention_half(
 ) -> Tensor:
     attn, norm = half.branch, half.norm if half.norm.weight is not None else _with_ones(x, half.norm)
     qkv = attn.qkv
-    if AdaptedLinear in (*map(type, qkv), type(attn.proj)):  # `runs_in_steps`, without its call
+    # `runs_in_steps`, without its call. A tuple: torch.compile of 2.9 traces no `in map(...)`
+    if AdaptedLinear in (*map(type, qkv), type(attn.proj)):
         attended = _attend(run_norm(x, norm), attn, rotary, attn_mask)
         return _run_last(attended, attn.proj, attn.proj_drop, x, half)
     packed_or_three: Any = qkv[0] if len(qkv) == 1 else zip(*qkv, strict=True)

@@ -77,12 +77,11 @@ class _GatedMlp(nn.Module):
     """Base class of `SwiGLU` and `GluMlp`: everything after fc1."""
 
     def _add_rest(
-        self, hidden: int, out_features: int, act_layer: str | Callable[[], nn.Module],
-        norm_layer: str | NormLayer | None, bias: bool, drop: float, device: Device, dtype: Dtype,
+        self, hidden: int, out_features: int, act: Callable[[], nn.Module], norm: NormLayer | None,
+        bias: bool, drop: float, device: Device, dtype: Dtype,
     ) -> None:  # fmt: skip
-        self.act = by_name("act_layer", act_layer, GATES)()
+        self.act = act()
         self.drop1 = nn.Dropout(drop)
-        norm = checked_norm_layer(norm_layer)
         self.norm = nn.Identity() if norm is None else norm(hidden, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
         self.drop2 = nn.Dropout(drop)
@@ -98,20 +97,20 @@ class _GatedMlp(nn.Module):
         return self.drop2(self.fc2(self.norm(self.drop1(self.act(gate) * value))))
 
 
-def _sizes(
+def _checked(
     in_features: int, hidden_features: int | None, out_features: int | None,
     act_layer: str | Callable[[], nn.Module], norm_layer: str | NormLayer | None,
     drop: float, device: Device, dtype: Dtype,
-) -> tuple[int, int]:  # fmt: skip
-    """Return the widths of the hidden layer and of the output, after checking the arguments of both classes."""
+) -> tuple[int, int, Callable[[], nn.Module], NormLayer | None]:  # fmt: skip
+    """Check the arguments of both classes. Return the widths of the hidden layer and of the output, and the classes of
+    activation and norm."""
     hidden_features = in_features if hidden_features is None else hidden_features
     out_features = in_features if out_features is None else out_features
     check_integers(1, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-    by_name("act_layer", act_layer, GATES)
-    checked_norm_layer(norm_layer)
+    act, norm = by_name("act_layer", act_layer, GATES), checked_norm_layer(norm_layer)
     check_rates(drop=drop)
     check_factory(device, dtype)
-    return hidden_features, out_features
+    return hidden_features, out_features, act, norm
 
 
 class SwiGLU(_GatedMlp):
@@ -136,13 +135,14 @@ class SwiGLU(_GatedMlp):
         bias: bool = True, drop: float = 0.0, align_to: int = 0, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        layers = act_layer, norm_layer
-        hidden, out_features = _sizes(in_features, hidden_features, out_features, *layers, drop, device, dtype)
+        hidden, out_features, act, norm = _checked(
+            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype
+        )
         check_integers(0, align_to=align_to)
         hidden += -hidden % align_to if align_to else 0
         self.fc1_g = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
         self.fc1_x = nn.Linear(in_features, hidden, bias=bias, device=device, dtype=dtype)
-        self._add_rest(hidden, out_features, *layers, bias, drop, device, dtype)
+        self._add_rest(hidden, out_features, act, norm, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
         """Initialise as timm does: the gate is nearly act(1) everywhere."""
@@ -175,14 +175,15 @@ class GluMlp(_GatedMlp):
         bias: bool = True, drop: float = 0.0, *, gate_last: bool = True, device: Device = None, dtype: Dtype = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        layers = act_layer, norm_layer
-        both, out_features = _sizes(in_features, hidden_features, out_features, *layers, drop, device, dtype)
+        both, out_features, act, norm = _checked(
+            in_features, hidden_features, out_features, act_layer, norm_layer, drop, device, dtype
+        )
         check_flags(gate_last=gate_last)
         if both % 2:
             raise ValueError(f"hidden_features must be even, of gate and value together, got {both}")
         self.gate_last = gate_last
         self.fc1 = nn.Linear(in_features, both, bias=bias, device=device, dtype=dtype)
-        self._add_rest(both // 2, out_features, *layers, bias, drop, device, dtype)
+        self._add_rest(both // 2, out_features, act, norm, bias, drop, device, dtype)
 
     def init_weights(self) -> None:
         """Initialise as timm does: the second half of fc1's output is nearly 1 everywhere."""

@@ -57,9 +57,7 @@ def with_any_choice() -> set[str]:
 
 def main() -> None:
     launches = precompile.first_minutes(False, precompile.REHEARSED)
-    with precompile._recording(precompile.REHEARSED) as recorder:
-        precompile._run(recorder, [(w, "bf16") for w in headline.rows(False)])
-    rows = [*recorder.launches.values()]
+    rows = precompile.record([(w, "bf16") for w in headline.rows(False)], precompile.REHEARSED)
     compiled = [key(launch) for launch in launches]
     print(
         json.dumps(

@@ -1,4 +1,4 @@
-"""What stub_launches.py and stub_plans.py share: they run their checks in a process that compiles for no GPU."""
+"""Shared by stub_launches.py and stub_plans.py, which run their checks in a process without a GPU."""
 
 import contextlib
 import json

@@ -160,7 +160,7 @@ def test_checkpointing_inside_forward(vit, image, reentrant) -> None:
     ],
 )
 def test_rates_of_dropouts(transformers, model: str, options: dict[str, float], rates: tuple[float, ...]) -> None:
-    """Of probabilities, after the projection, the activation and fc2, and of branches: in training only."""
+    """Dropout of probabilities, after the projection, the activation and fc2, and of branches: in training only."""
     config = getattr(transformers, f"{model}Config")(**SIZES, **options)
     modules = getattr(transformers, f"{model}Model")(config).modules()
     layer = [module for module in modules if type(module).__name__ == f"{model}Layer"][-1]

@@ -60,7 +60,7 @@ def trained(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Tensor]:
-    """Logits, and the gradients of the trained part, by name."""
+    """Return the logits and the gradients of the trained part, by name."""
     chosen = random.Random(part["seed"])
     wanted = {}
     for name, parameter in sorted(model.named_parameters()):
@@ -74,7 +74,7 @@ def step(model: nn.Module, image: Tensor, part: dict[str, Any]) -> dict[str, Ten
     return {"logits": logits} | dict(zip(wanted, gradients, strict=True))
 
 
-# in the interpreter the ops are tried above, each by itself
+# in the interpreter each op is fuzzed by itself, in tests/ops/test_fuzz.py
 @pytest.mark.parametrize("backend", ["aten", *["triton"] * torch.cuda.is_available()], indirect=True)
 @fuzz
 @given(models(), trained(), st.integers(0, 3))

@@ -38,7 +38,7 @@ def strided(tensors):
 @pytest.mark.parametrize("kind", ["plain", "empty", "strided"])
 @pytest.mark.parametrize("name", NODES)
 def test_a_call_with_the_signature_of_an_earlier_one(name, kind, triton_backend, device):
-    """What is strided is copied in every call, or read in place with the strides of the first one."""
+    """A strided tensor is copied in every call, or read in place with the strides of the first call."""
     op, tensors = function(name), made(name, 0 if kind == "empty" else B, N, device)
     changed = other(tensors)
     if kind == "strided":

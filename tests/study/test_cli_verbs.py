@@ -1,4 +1,4 @@
-"""What the verbs of the command share: help, examples, mistakes, missing packages."""
+"""Help, examples, mistakes and missing packages, for all verbs of the command."""
 
 import importlib
 import os
