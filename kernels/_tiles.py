@@ -215,11 +215,21 @@ def dot(a, b, head):
 
 
 @triton.jit
+def _add_product(acc, a, b, PRECISION: tl.constexpr):
+    """acc + a b. In float32 a tile's products are summed first: one chain over all of 4,097 keys had three times the
+    error of cuBLAS, which splits sums. As a sum instead of tl.fma, Triton would turn it into the one chain again."""
+    if a.dtype == tl.float32 and PRECISION == "ieee":
+        return tl.fma(tl.dot(a, b, input_precision=PRECISION), 1.0, acc)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def add_dot(acc, a, b, head):
     """acc [M, d] + a [M, N] b [N, d]"""
-    part0 = tl.dot(a, b[0], acc[0], input_precision=head.PRECISION)
+    part0 = _add_product(acc[0], a, b[0], head.PRECISION)
     if head.D1 > 0:
-        part1 = tl.dot(a, b[1], acc[1], input_precision=head.PRECISION)
+        part1 = _add_product(acc[1], a, b[1], head.PRECISION)
     else:
         part1 = part0
     return part0, part1
