@@ -1,16 +1,17 @@
 """Launch configurations of attention; those of other kernels are in _configs.py.
 
 A program owns a tile of one sequence (queries or keys) and loops along the other: `own` x `loop` scores at a time. The
-tables are keyed by the instructions that matmuls compile to on the target. They hold the widest tiles that spill no
-registers, up to a head dimension. Everything else (float32, AMD, head dimensions over 128) takes a plain tile that fits
-everywhere.
+tables are keyed by the instructions that matmuls compile to on the target. _MEASURED holds the tiles that were fastest
+on an H200. The other tables hold the widest tiles that spill no registers, up to a head dimension; they were not chosen
+by time. Everything else (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere.
 
 `kind` is "" for plain attention, "mask", "groups" (several heads share keys) or "lengths" (packed sequences). All but
-"" have no kernels for short sequences and no measured choices yet.
+"" have no backward kernel for short sequences and no measured choices yet.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fastvit.kernels import _tuned
 from fastvit.kernels._configs import FIRST_TIER, next_power_of_2
@@ -21,6 +22,20 @@ class Tile(NamedTuple):
     loop: int
     num_warps: int
 
+
+class Measured(NamedTuple):
+    head_dim: int  # the largest
+    n: float  # the longest sequence
+    tile: Tile
+
+
+# By kernel and instructions, for plain attention without dropout: with it (128, 32, 4) spills in dK/dV. The first row
+# that fits counts.
+_MEASURED: dict[tuple[str, str], tuple[Measured, ...]] = {
+    # bfloat16, d = 64, three stages, N = 197 (of 4,048 heads), 1025 and 4097; other lengths and smaller heads follow
+    ("fwd", "wgmma"): (Measured(64, 288, Tile(64, 32, 4)), Measured(64, math.inf, Tile(128, 64, 8))),
+    ("dkdv", "wgmma"): (Measured(64, 256, Tile(128, 32, 4)), Measured(64, math.inf, Tile(64, 64, 4))),
+}
 
 _Rows = tuple[tuple[int, Tile], ...]  # (largest head dimension, tile)
 
@@ -46,8 +61,6 @@ _PLAIN: dict[str, _Rows] = {
     "float32": ((128, Tile(32, 32, 8)), (256, Tile(16, 16, 8))),
     "tf32": ((64, Tile(32, 32, 4)), (256, Tile(16, 16, 4))),
 }
-# (head dimension, length) up to which the scores of 64 queries and all keys fit in the registers of 4 warps.
-_SHORT_FORWARD = {"wgmma": ((64, 288), (96, 208)), "mma": ((64, 208),)}
 # (head dimension, length, warps) up to which a whole head fits in one program, on sm_90 only. It takes a quarter fewer
 # instructions and a third less traffic than two kernels, but all registers: with dropout only the first row fits.
 _SHORT_BACKWARD = ((64, 64, 4), (128, 128, 8), (64, 256, 8))
@@ -78,10 +91,14 @@ def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
 
 
 def _tile(
-    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = ""
-) -> Tile:
-    plain = _PLAIN.get(instructions, _PLAIN["16-bit"])
-    own, loop, num_warps = next(tile for limit, tile in (*rows.get(instructions, ()), *plain) if head_dim <= limit)
+    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = "",
+    kernel: str = "",
+) -> Tile:  # fmt: skip
+    """Return the kernel's measured tile, or else that of `rows`, or else the plain one."""
+    measured = () if kind or has_dropout else _MEASURED.get((kernel, instructions), ())
+    of_length = [(row.head_dim, row.tile) for row in measured if n <= row.n]
+    found = *of_length, *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
+    own, loop, num_warps = next(tile for limit, tile in found if head_dim <= limit)
     if kind == "mask" or (has_dropout and head_dim > 64):  # both take registers
         loop = max(loop // 2, 16)
     if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
@@ -94,31 +111,25 @@ def _last(n: int, block: int) -> int:
     return (n - 1) % block + 1
 
 
-def key_chunks(n: int, largest: int, count: int) -> tuple[int, ...]:
-    """Split n keys into `count` tiles or fewer: falling powers of two, at least 16, padded with zeros to `count`. All
-    but the last one are full."""
-    total = -(-n // 16) * 16
-    while True:
-        chunks, rest = [], total
-        while rest:
-            chunks.append(min(largest, 1 << rest.bit_length() - 1))
-            rest -= chunks[-1]
-        if len(chunks) <= count:
-            return (*chunks, *[0] * (count - len(chunks)))
+def key_tails(keys: int) -> tuple[int, int]:
+    """Split the keys after the full tiles into one tile or two, the second 0 if one is enough: powers of two, at least
+    16, of which the first is the larger one. Only the last one may hold more than there are keys."""
+    total = -(-keys // 16) * 16
+    while total.bit_count() > 2:
         total += 16
+    first = 1 << total.bit_length() - 1
+    return first, total - first
 
 
 @dataclass(frozen=True)
 class AttentionForwardConfig:
-    """Query tiles of block_m. algorithm: "online" loops over full tiles of block_n keys if `loop`; the rest of the keys
-    is in `chunks`, of their own widths. "short" takes all keys at once, in chunks. parts: (D0, D1) of the head
-    dimension."""
+    """Score tiles [block_m queries, block_n keys]. Full ones come if `loop`; the rest of the keys is in one tile or
+    two, as wide as `tails` says. parts: (D0, D1) of the head dimension."""
 
-    algorithm: Literal["online", "short"]
     block_m: int
     block_n: int
     loop: bool
-    chunks: tuple[int, ...]
+    tails: tuple[int, int]
     parts: tuple[int, int]
     num_warps: int
     num_stages: int
@@ -128,26 +139,15 @@ class AttentionForwardConfig:
 def attention_fwd(
     n: int, head_dim: int, itemsize: int, has_dropout: bool, arch: str, tf32: bool = False, kind: str = ""
 ) -> AttentionForwardConfig:
-    """Configure attention_fwd_kernel or attention_short_fwd_kernel for n keys."""
+    """Configure attention_fwd_kernel for n keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    tile = *_tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind), _stages(itemsize, arch)
+    block_m, block_n, num_warps = _tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind, "fwd")
     if kind == "mask" and instructions == "mma" and head_dim > 64:
-        tile = tile[0], min(tile[1], 32), *tile[2:]
-    short = not kind and n <= next(
-        (longest for limit, longest in _SHORT_FORWARD.get(instructions, ()) if head_dim <= limit), 0
-    )
-    if short:
-        tile = 64, 128, 4, 2
-    tuned = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
-    if tuned:
-        short, *tile = bool(tuned[0]), *tuned[1:]
-    block_m, block_n, num_warps, num_stages = tile
-    parts = _parts(head_dim, instructions)
-    if short:
-        chunks = key_chunks(n, 128, 3)
-        return AttentionForwardConfig("short", block_m, block_n, False, chunks, parts, num_warps, num_stages)
-    chunks = key_chunks(_last(n, block_n), block_n, 2)
-    return AttentionForwardConfig("online", block_m, block_n, n > block_n, chunks, parts, num_warps, num_stages)
+        block_n = min(block_n, 32)
+    tile = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
+    tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
+    tails = key_tails(_last(n, tile[1]))
+    return AttentionForwardConfig(*tile[:2], n > tile[1], tails, _parts(head_dim, instructions), *tile[2:])
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def attention_bwd_dkdv(
     """Configure attention_bwd_dkdv_kernel, whose programs own keys and loop along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
-    block_n, block_m, num_warps = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
+    block_n, block_m, num_warps = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, "dkdv")
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 88 and not has_dropout else 4), 16)
         if head_dim > 96:

@@ -2,9 +2,9 @@
 
     S = scale * Q K^T + mask,   P = softmax(S) = exp(S - LSE),   O = dropout(P) V,   delta = rowsum(dO * O)
 
-Forward kernels compute `scores`, add P V with `add_values` and end with `finish`, which stores O and LSE. Backward
-kernels start from `load_queries` and recompute P as `probabilities`. All of it is float32; operands of matmuls are
-rounded to the tensors' dtype T. Tensors and tiles: _tiles.py.
+The forward kernel computes `scores`, adds P V with `add_values` and ends with `finish`, which stores O and LSE. The
+backward kernels start from `load_queries` and recompute P as `probabilities`. All of it is float32; operands of matmuls
+are rounded to the tensors' dtype T. Tensors and tiles: _tiles.py.
 
 LSE is the natural logarithm. With an additive mask it is kept as two numbers, the maximum and the sum of
 exp(S - maximum): at a maximum of -1e9, usual in rows of padding, a float32 LSE would lose the logarithm of the sum, and

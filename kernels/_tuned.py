@@ -1,8 +1,8 @@
 """Launch choices measured on one model of GPU, in files tuned_<gpu>.json: shipped ones next to this file, from
 benchmarks/gpu/tune.py, and the user's in a folder that the caller names, from `fastvit tune`.
 
-    {"format": 1, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
-     {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}}}, ...}
+    {"format": 2, "gpu": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "tables": {"attention_fwd": {"197,64,2,0,0":
+     {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 3}}}, ...}
 
 A file holds choices only, by table and arguments. Everything that follows from a choice (tails, splits, parts of the
 head dimension) is computed by _configs.py and _attention_configs.py as for their own tables. What kernels rely on is
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-FORMAT = 1
+FORMAT = 2  # 1 also chose between two forward kernels of attention
 FOLDER = Path(__file__).parent
 
 _TILE = ("block_m", "block_n", "num_warps", "num_stages")
@@ -28,7 +28,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "activation_backward": ("block_m", "block_n", "steps", "num_warps"),
     "gemm": ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "max_registers"),
     "use_triton_gemm": ("use",),
-    "attention_fwd": ("short", *_TILE),  # 1: the short kernel
+    "attention_fwd": _TILE,
     "attention_bwd_dq": _TILE,
     "attention_bwd_dkdv": _TILE,
     "attention_bwd_short": ("short", *_TILE),  # 0: the split kernels instead
@@ -46,7 +46,7 @@ KEY = {  # the integers that a choice is looked up by; `rows` is a bucket
     "attention_bwd_short": ("n", "head_dim", "itemsize", "has_dropout", "tf32"),
     "patch_embed": ("m", "n", "k", "itemsize", "loaded", "split"),  # m, or k of a split sum, is a bucket
 }
-LONGEST_SHORT = 384  # keys that the short attention kernel's three chunks of at most 128 hold; the backward's too
+LONGEST_SHORT = 384  # queries and keys that attention's backward kernel for short sequences takes
 
 _Tables = dict[tuple[int | str, ...], tuple[int, ...]]  # (table, *key) -> values in the order of FIELDS
 _tables: dict[str, _Tables] = {}  # by arch
@@ -205,7 +205,7 @@ def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
         least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16
         if name.startswith("block_") and value < least:
             raise ValueError(f"{where}: {name} is {value}, less than {least}")
-    if table in ("attention_fwd", "attention_bwd_short") and fields["short"] and key[0] > LONGEST_SHORT:
-        raise ValueError(f"{where}: the short kernels take no more than {LONGEST_SHORT} keys")
+    if table == "attention_bwd_short" and fields["short"] and key[0] > LONGEST_SHORT:
+        raise ValueError(f"{where}: the short kernel takes no more than {LONGEST_SHORT} keys")
     if table == "attention_bwd_short" and fields["short"] and fields["block_m"] < key[0]:
         raise ValueError(f"{where}: block_m is {fields['block_m']}, less than the {key[0]} queries")

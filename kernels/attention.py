@@ -2,10 +2,9 @@
 
     S = scale * Q K^T + mask,   P = softmax(S),   O = dropout(P) V,   LSE = log(sum(exp(S)))      per batch and head
 
-The kernel here loops over key tiles with a running maximum. Short sequences have a kernel without it
-(attention_short.py), except with a mask or where heads of q share those of k and v (Ainslie et al. 2023). Matmuls
-accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to the tensors' dtype T. Every
-program writes rows of its own: bitwise reproducible. Masks, and LSE with a mask: _softmax.py.
+The kernel loops over key tiles with a running maximum. Heads of q may share those of k and v (Ainslie et al. 2023).
+Matmuls accumulate in float32; softmax and LSE (natural logarithm) are float32, P is rounded to the tensors' dtype T.
+Every program writes rows of its own: bitwise reproducible. Masks, and LSE with a mask: _softmax.py.
 """
 
 import triton

@@ -26,7 +26,6 @@ from fastvit._output import write_file
 # Tensor-core multiply-adds per score in units of the (padded) head dimension, by kernel
 _MATMULS = {
     "attention_fwd_kernel": 2,
-    "attention_short_fwd_kernel": 2,
     "attention_bwd_dq_kernel": 3,
     "attention_bwd_dkdv_kernel": 4,
     "attention_bwd_short_kernel": 5,
@@ -44,8 +43,7 @@ def elements(compiled: Compiled, constexprs: dict[str, Any]) -> tuple[float, str
         macs = compiled.hot_loop.macs_per_thread
         if macs:
             return macs / depth, "score"
-        keys = sum(value for name, value in constexprs.items() if name == "BLOCK_N" or name.startswith("KEYS_"))
-        return constexprs["BLOCK_M"] * keys / threads, "score"
+        return constexprs["BLOCK_M"] * constexprs["BLOCK_N"] / threads, "score"
     blocks = [value for name, value in constexprs.items() if name.startswith("BLOCK") and name != "BLOCK_K"]
     if not blocks:
         return None

@@ -72,7 +72,6 @@ _OF_MASK = "head or sample that shares it, and each tile of queries that share a
 _TILE = {  # by kernel and argument: what is loaded once more for each ...
     "layer_norm_fwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
     "layer_norm_bwd_kernel": dict.fromkeys(("w", "b", "layer_scale"), "program"),
-    "attention_short_fwd_kernel": dict.fromkeys("kv", "query tile"),
     "attention_fwd_kernel": {**dict.fromkeys("kv", "query tile"), "mask": _OF_MASK},
     "attention_bwd_dq_kernel": {**dict.fromkeys("kv", "query tile"), "mask": _OF_MASK},
     "attention_bwd_dkdv_kernel": {**dict.fromkeys(("q", "do", "statistics"), "key tile"), "mask": _OF_MASK},

@@ -24,8 +24,8 @@ def _with_stages(*tiles: tuple[int, ...]) -> list[Choice]:
 
 
 _ATTENTION = _with_stages(
-    (64, 64, 4, 2, 3, 4), (128, 64, 8, 2, 3, 4), (128, 128, 8, 2, 3, 4), (64, 128, 4, 2, 3), (128, 64, 4, 2, 3),
-    (128, 32, 8, 3), (64, 32, 4, 3),
+    (64, 32, 4, 3, 2), (128, 64, 8, 3, 2, 4), (64, 64, 4, 2, 3, 4), (128, 128, 8, 2, 3, 4), (64, 128, 4, 2, 3),
+    (128, 64, 4, 2, 3), (128, 32, 8, 3),
 )  # fmt: skip
 _ATTENTION_DQ = _with_stages(
     (128, 64, 8, 2, 3, 4), (128, 128, 8, 2, 3), (64, 64, 4, 2, 3, 4), (64, 128, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)
@@ -49,7 +49,6 @@ _COLUMN_SUM: list[Choice] = [
     (16, 32, 4), (32, 32, 4), (32, 32, 8), (64, 32, 4), (64, 32, 8), (128, 16, 8), (32, 64, 4), (32, 128, 8)
 ]  # fmt: skip
 _ACTIVATION = [(8, 256, 4), (4, 512, 4), (4, 256, 4), (8, 256, 8), (8, 128, 4), (16, 128, 4)]
-_SHORT_FWD = [(1, 64, 128, 4, 2), (1, 128, 128, 8, 2), (1, 64, 128, 8, 2)]
 _SHORT_BWD = [(64, 64, 4), (64, 32, 4), (128, 64, 8), (128, 32, 8), (256, 64, 8), (256, 32, 8), (256, 64, 16)]
 
 
@@ -64,14 +63,13 @@ def candidates(table: str, key: tuple[int, ...]) -> list[Choice]:
         return [(*tile, *grid) for tile in tiles for grid in grids]
     if table == "activation_backward":
         return [(m, n, steps, warps) for m, n, warps in _ACTIVATION for steps in (4, 8, 16)]
-    if table == "attention_fwd":
-        return [*_SHORT_FWD * (key[0] <= 288), *((0, *tile) for tile in _ATTENTION)]
     if table == "attention_bwd_short" and key[0] <= LONGEST_SHORT:
         return [(0, 64, 64, 4, 2), *((1, m, n, warps, 3) for m, n, warps in _SHORT_BWD if key[0] <= m <= 2 * key[0])]
     if table == "gemm":
         return [(m, n, k, group, *rest) for m, n, k, *rest in _GEMM for group in (1, 8)]
     fixed: dict[str, list[Choice]] = {
-        "column_sum": _COLUMN_SUM, "attention_bwd_dq": _ATTENTION_DQ, "attention_bwd_dkdv": _ATTENTION_DKDV,
-        "use_triton_gemm": [(0,), (1,)], "patch_embed": _PATCH, "attention_bwd_short": [],
+        "column_sum": _COLUMN_SUM, "attention_fwd": _ATTENTION, "attention_bwd_dq": _ATTENTION_DQ,
+        "attention_bwd_dkdv": _ATTENTION_DKDV, "attention_bwd_short": [], "use_triton_gemm": [(0,), (1,)],
+        "patch_embed": _PATCH,
     }  # fmt: skip
     return fixed[table]

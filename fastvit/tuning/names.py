@@ -42,8 +42,7 @@ def choice_in_words(table: str, choice: Sequence[int]) -> str:
         return "Triton" if fields["use"] else "cuBLAS"
     if table == "attention_bwd_short" and not fields["short"]:
         return "two kernels"
-    parts = ["all keys at once" if fields.get("short") else ""]
-    parts.append("x".join(str(value) for name, value in fields.items() if name.startswith("block_")))
+    parts = ["x".join(str(value) for name, value in fields.items() if name.startswith("block_"))]
     words = {"num_warps": "warps", "num_stages": "stages", "group_m": "tiles a group", "steps": "steps"}
     words |= {"programs_per_sm": "programs an SM", "max_registers": "registers"}
     parts += [f"{fields[name]} {word}" for name, word in words.items() if fields.get(name)]

@@ -162,9 +162,9 @@ def a_profiler_reads_names_flops_and_bytes():
     norm = found["layer_norm_fwd_kernel M6 D64 bfloat16"]
     assert norm["bytes"] == 2 * (2 * 6 * 64 + 2 * 64) + 4 * 2 * 6
     assert norm["flops16"] == 0
-    short = found["attention_short_fwd_kernel B3 N197 H12 d64 bfloat16"]
-    assert short["flops16"] == 4 * 3 * 12 * 197 * 197 * 64
-    assert short["bytes"] == 4 * 3 * 197 * 12 * 64 * 2 + 3 * 12 * 197 * 4
+    attention = found["attention_fwd_kernel B3 N197 H12 d64 bfloat16"]
+    assert attention["flops16"] == 4 * 3 * 12 * 197 * 197 * 64
+    assert attention["bytes"] == 4 * 3 * 197 * 12 * 64 * 2 + 3 * 12 * 197 * 4
     assert found["linear_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 2 * 6 * 32 * 64
     assert found["gated_fwd_kernel M6 N32 K64 bfloat16"]["flops16"] == 4 * 6 * 32 * 64
     assert found["patch_embed_fwd_kernel patches12 D16 K48 float32"]["flops32"] == 2 * 12 * 16 * 48

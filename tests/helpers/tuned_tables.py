@@ -8,15 +8,15 @@ from fastvit.kernels import _tuned
 
 ARCH, GPU = "sm_90", "Test GPU 80GB"
 FILE = _tuned.file_name(GPU)
-SHORT = {"short": 1, "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 2}  # of attention_fwd
-ONLINE = SHORT | {"short": 0, "block_n": 64}
+WIDE = {"block_m": 128, "block_n": 128, "num_warps": 8, "num_stages": 3}  # of attention_fwd
+SQUARE = {"block_m": 64, "block_n": 64, "num_warps": 4, "num_stages": 2}
 
 
 def write(folder: Path, fields: dict[str, int], key: str = "197,64,2,0,0", **changes: Any) -> Path:
     """Write the table into a folder. fields: of attention_fwd at the key. changes: of the document."""
     folder.mkdir(exist_ok=True)
     document = {
-        "format": 1,
+        "format": _tuned.FORMAT,
         "gpu": GPU,
         "arch": ARCH,
         "measured": {"sources": _tuned.sources(), "triton": "3.7.1"},

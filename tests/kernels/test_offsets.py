@@ -72,7 +72,7 @@ def check(op, shapes, far, dim, stride, dtype, device):
 
 @HEADS
 def test_attention(shape, dim, stride, device):
-    """float32 takes the kernels for long sequences; 16-bit types those for short ones, too."""
+    """float32 takes the backward kernels for long sequences; 16-bit types that for short ones, too."""
     dtypes = [torch.bfloat16] if shape[1] > 20 else [torch.bfloat16, torch.float32]
     for dtype in dtypes:
         check(ops.attention, [shape] * 4, range(4), dim, stride, dtype, device)

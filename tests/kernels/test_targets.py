@@ -162,7 +162,9 @@ LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the 
 @pytest.mark.parametrize(
     ("kernel", "lengths", "d", "read", "goal"),
     [
-        ("attention_fwd_kernel", r"\d+", "64", in_the_loop, 7.5),
+        # tiles of 64 x 32 and 128 x 64 take more slots than 128 x 128 (7.0), and less time
+        ("attention_fwd_kernel", "(?:65|197|25[67])", "64", in_the_loop, 13.0),
+        ("attention_fwd_kernel", r"(?:577|\d{4})", "64", in_the_loop, 9.0),
         ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.0),
         ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 7.5),
         ("attention_bwd_short_kernel", "197", "64", whole_program, 16.0),

@@ -179,7 +179,7 @@ def test_qk_norm_within_attention_writes_one_gradient() -> None:
     assert [launch.kernel for launch in forward.launches] == [
         "layer_norm_fwd_kernel",
         "qk_norm_fwd_kernel",
-        "attention_short_fwd_kernel",
+        "attention_fwd_kernel",
         "linear_fwd_kernel",
     ]
     of_heads = [

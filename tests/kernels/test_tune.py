@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("nothing_tuned")
 
 
 def document(tables: Any, **changes: Any) -> dict[str, Any]:
-    return {"format": 1, "gpu": GPU, "arch": ARCH, "tables": tables} | changes
+    return {"format": _tuned.FORMAT, "gpu": GPU, "arch": ARCH, "tables": tables} | changes
 
 
 def entry(table: str, *values: int) -> dict[str, int]:
@@ -85,27 +85,27 @@ def seconds_by_block_m(seconds: dict[int, float]) -> Timer:
 
 
 def tuner(folder: Path, timer: Timer) -> Tuner:
-    return Tuner(CPU, timer, folder / _tuned.file_name(GPU), GPU, functools.partial(tune.measured, CPU), most=2)
+    return Tuner(CPU, timer, folder / _tuned.file_name(GPU), GPU, functools.partial(tune.measured, CPU), most=3)
 
 
 @pytest.mark.usefixtures("triton_backend")
 def test_the_faster_choice_is_written_and_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped choice has 64 query rows; the candidate with 128 is timed as twice as fast."""
     (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(attention_work())
-    assert "(1, 128, 128, 8, 2), 2.000x" in str(line)
+    assert "(128, 64, 8, 3), 2.000x" in str(line)
     path = tmp_path / _tuned.file_name(GPU)
     data = json.loads(path.read_text())
-    assert data["tables"] == {"attention_fwd": {"20,16,2,0,0": entry("attention_fwd", 1, 128, 128, 8, 2)}}
+    assert data["tables"] == {"attention_fwd": {"20,16,2,0,0": entry("attention_fwd", 128, 64, 8, 3)}}
     assert (data["gpu"], data["arch"]) == (GPU, ARCH)
     assert {"commit", "sources", "torch", "triton", "device", "when"} <= set(data["measured"])
     sample = data["samples"]["attention_fwd[20,16,2,0,0]"]
     assert sample["shipped"] == {"median": 1.0, "q20": 1.0, "q80": 1.0, "least": 1.0, "rounds": tuning.ROUNDS[1]}
-    assert sample["tried"]["(1, 128, 128, 8, 2)"]["median"] == 0.5
+    assert sample["tried"]["(128, 64, 8, 3)"]["median"] == 0.5
     before = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
     load(monkeypatch, tmp_path, data)
     after = _attention_configs.attention_fwd(*KEY[:3], False, ARCH, False)
     assert (before.block_m, after.block_m) == (64, 128)
-    assert after.chunks == before.chunks
+    assert after.tails == before.tails
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -127,13 +127,13 @@ def choosing(outcome: Outcome) -> Work:
 
 
 def too_large(choice: tuple[int, ...] | None) -> float:
-    if choice is not None and choice[1] == 128:
+    if choice is not None and choice[0] == 128:
         raise RuntimeError("out of resource: shared memory")
     return 1.0
 
 
 UNFIT: list[tuple[Outcome, str]] = [
-    (lambda choice: 2.0 if choice and choice[1] == 128 else 1.0, "differs from the shipped"),
+    (lambda choice: 2.0 if choice and choice[0] == 128 else 1.0, "differs from the shipped"),
     (too_large, "shared memory"),
 ]
 
@@ -141,9 +141,9 @@ UNFIT: list[tuple[Outcome, str]] = [
 @pytest.mark.parametrize(("outcome", "reason"), UNFIT)
 def test_a_fast_choice_with_other_results_or_none_is_unfit(outcome: Outcome, reason: str, tmp_path: Path) -> None:
     (line,) = tuner(tmp_path, seconds_by_block_m({64: 1.0, 128: 0.5})).tune(choosing(outcome))
-    assert "as shipped; 1 tried, 1 unfit" in str(line)
+    assert "as shipped; 2 tried, 1 unfit" in str(line)
     data = json.loads((tmp_path / _tuned.file_name(GPU)).read_text())
-    assert reason in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(1, 128, 128, 8, 2)"]
+    assert reason in data["samples"]["attention_fwd[20,16,2,0,0]"]["unfit"]["(128, 64, 8, 3)"]
 
 
 def broken(*_: Any) -> float:
@@ -179,7 +179,7 @@ def test_tuning_goes_on_unless_the_code_has_changed(
         monkeypatch.setattr(tune, "sources", lambda: "other code")
     again = tuner(tmp_path, timer)
     assert len(again.tune(work)) == (1 if changed else 0)
-    assert again.entries == {("attention_fwd", KEY): (1, 128, 128, 8, 2)}
+    assert again.entries == {("attention_fwd", KEY): (128, 64, 8, 3)}
 
 
 def test_a_work_that_the_host_holds_up_is_not_tuned(
@@ -240,9 +240,9 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
         {"block_m": 64, "block_k": 32, "num_stages": 5, "max_registers": None},
     ),
     (
-        "attention_fwd", "197,64,2,0,0", (0, 128, 32, 8, 3),
+        "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3),
         lambda: _attention_configs.attention_fwd(197, 64, 2, False, ARCH),
-        {"block_m": 128, "block_n": 32, "chunks": (16, 0), "num_stages": 3},
+        {"block_m": 128, "block_n": 32, "tails": (16, 0), "num_stages": 3},
     ),
     (
         "attention_bwd_dq", "257,64,2,0,1", (128, 128, 8, 2),
@@ -308,7 +308,7 @@ def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch
 
     shipped = results()
     tables = {
-        "attention_fwd": {"37,16,4,0,0": entry("attention_fwd", 0, 16, 16, 4, 2)},
+        "attention_fwd": {"37,16,4,0,0": entry("attention_fwd", 16, 16, 4, 2)},
         "attention_bwd_dq": {"37,16,4,0,0": entry("attention_bwd_dq", 64, 16, 4, 2)},
         "attention_bwd_dkdv": {"37,16,4,0,0": entry("attention_bwd_dkdv", 16, 64, 4, 2)},
     }
@@ -318,7 +318,7 @@ def test_kernels_compute_the_same_with_a_tuned_table(tmp_path: Path, monkeypatch
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-GOOD = entry("attention_fwd", 1, 128, 128, 8, 2)
+GOOD = entry("attention_fwd", 128, 128, 8, 2)
 SHORT = entry("attention_bwd_short", 1, 128, 64, 8, 2)
 
 
@@ -332,8 +332,8 @@ def fwd(**changes: Any) -> dict[str, Any]:
 
 DAMAGED: dict[str, tuple[Any, str]] = {
     "cut off": (json.dumps(fwd())[:-20], "delimiter|Expecting|Unterminated"),
-    "a list": ([1, 2], "not of format 1"),
-    "another format": (document({}, format=2), "not of format 1"),
+    "a list": ([1, 2], "not of format 2"),
+    "another format": (document({}, format=1), "not of format 2"),
     "another GPU": (document({}, gpu="Another"), "made on 'Another'"),
     "another arch": (document({}, arch="sm_80"), "not on 'Test GPU 80GB', 'sm_90'"),
     "no tables": (document(None), "tables is not an object"),
@@ -345,7 +345,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "true": (fwd(num_warps=True), "True"),
     "96 rows": (fwd(block_m=96), "power of two"),
     "8 rows": (fwd(block_m=8), "less than 16"),
-    "long for the short kernel": (one("attention_fwd", "577,64,2,0,0", GOOD), "no more than 384 keys"),
+    "long for the short kernel": (one("attention_bwd_short", "577,64,2,0,0", SHORT), "no more than 384 keys"),
     "a row too many": (one("attention_bwd_short", "197,64,2,0,0", SHORT), "less than the 197 queries"),
     "no stage": (one("gemm", "1,2,3,2", entry("gemm", 128, 128, 64, 1, 8, 0, 0)), "not from 1 to 32"),
     "a narrow tile": (one("gemm", "1,2,3,2", entry("gemm", 128, 32, 64, 1, 8, 3, 0)), "less than 64"),

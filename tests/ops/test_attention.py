@@ -18,8 +18,8 @@ from fastvit.study.accuracy.formulas import attention_qkvpacked
 
 registered = torch.ops.fastvit
 
-# One key; fewer than a SIMD vector; one chunk of keys, three; tiles of keys with one and two tail tiles. A head of one
-# part, of two that fit exactly, of two with masked columns. float32 has no short kernel, and tiles of 32 keys.
+# One key; fewer than a SIMD vector; keys of one tile and of several, with one and two tail tiles. A head of one part,
+# of two that fit exactly, of two with masked columns.
 SHAPES = [(2, 1, 1, 16), (1, 7, 2, 80), (1, 17, 2, 72), (2, 50, 2, 64)]
 LONG = [
     ((1, 70, 1, 96), torch.float32),
@@ -136,13 +136,13 @@ def test_dropout(dtype, backend, device):
 
 @pytest.mark.parametrize("N", [190, 300])
 def test_dropout_mask_does_not_depend_on_tiles(N, triton_backend, device, monkeypatch):
-    """Over several key chunks and tiles: every tiling draws the mask of its elements."""
+    """Over several tiles: every tiling draws the mask of its elements."""
     qkv = packed(1, N, 1, 16, dtype=torch.float16, device=device).detach()
     outputs = []
     for config in (
         _attention_configs.attention_fwd(N, 16, 2, True, "sm_90"),
         _attention_configs.AttentionForwardConfig(
-            "online", 64, 64, True, _attention_configs.key_chunks((N - 1) % 64 + 1, 64, 2), (16, 0), 4, 2
+            64, 64, True, _attention_configs.key_tails((N - 1) % 64 + 1), (16, 0), 4, 2
         ),
     ):
         monkeypatch.setattr(_attention_configs, "attention_fwd", lambda *_, config=config: config)

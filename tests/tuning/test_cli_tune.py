@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiling import python
 from study_models import SMALL
-from tuned_tables import ARCH, FILE, GPU, ONLINE, write
+from tuned_tables import ARCH, FILE, GPU, SQUARE, write
 
 from fastvit.cli import main
 from fastvit.kernels import _attention_configs, _tuned
@@ -62,7 +62,7 @@ TUNE = ["tune", "a_model", "--batch", "2", "--mode", "infer"]
 def test_tuning_a_model(gpu, capsys):
     assert main(TUNE) == 0
     out = capsys.readouterr().out
-    assert "attention forward N=5 d=16: 1000000.0 -> 500000.0 us, all keys at once, 128x128, 8 warps, 2 stages" in out
+    assert "attention forward N=5 d=16: 1000000.0 -> 500000.0 us, 128x64, 8 warps, 3 stages" in out
     assert "norm forward D=32: 1000000.0 us, as shipped" in out
     assert f"choices that differ from the shipped ones: 1, in {gpu}" in out
     # attention's entry makes every call as fast, of which only attention's own is timed again
@@ -100,7 +100,7 @@ def test_an_interruption_keeps_what_is_measured(gpu, monkeypatch, capsys):
 
 def test_a_stale_table_is_replaced(gpu, capsys):
     gpu.parent.mkdir()
-    write(gpu.parent, ONLINE, measured={"sources": "other kernels"})
+    write(gpu.parent, SQUARE, measured={"sources": "other kernels"})
     assert main(TUNE) == 0
     assert f"{gpu} is replaced: it was measured with other kernels" in capsys.readouterr().err
     assert set(json.loads(gpu.read_text())["tables"]["attention_fwd"]) == {"5,16,2,0,0"}
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_measured(gp
     def refused(dir: Path) -> None:
         raise PermissionError(13, "Permission denied", str(dir))
 
-    path = write(gpu.parent, ONLINE, measured={"sources": "other kernels"})
+    path = write(gpu.parent, SQUARE, measured={"sources": "other kernels"})
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
     assert main(TUNE) == 2
     said = capsys.readouterr()
@@ -126,7 +126,7 @@ def test_tables_are_shown_and_forgotten(gpu, tmp_path, monkeypatch, capsys):
         "yours: none; `fastvit tune` measures one",
     ]
     shipped = write(
-        tmp_path / "shipped", {}, tables={"attention_fwd": dict.fromkeys(("5,16,2,0,0", "7,16,2,0,0"), ONLINE)}
+        tmp_path / "shipped", {}, tables={"attention_fwd": dict.fromkeys(("5,16,2,0,0", "7,16,2,0,0"), SQUARE)}
     )
     monkeypatch.setattr(_tuned, "FOLDER", shipped.parent)
     assert main(TUNE) == 0
@@ -135,10 +135,10 @@ def test_tables_are_shown_and_forgotten(gpu, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert f"shipped: {shipped}, 2 choices" in out
     assert f"yours: {gpu}, 1 choices" in out
-    own = "attention forward N=5 d=16: all keys at once, 128x128, 8 warps, 2 stages, 500000.0 us; shipped: "
+    own = "attention forward N=5 d=16: 128x64, 8 warps, 3 stages, 500000.0 us; shipped: "
     assert f"{own}64x64, 4 warps, 2 stages, 1000000.0 us\n" in out
     assert "attention forward N=7 d=16: 64x64, 4 warps, 2 stages (shipped)\n" in out
-    write(gpu.parent, ONLINE, measured={})
+    write(gpu.parent, SQUARE, measured={})
     assert main(["tune", "--show"]) == 0
     assert f"yours: {gpu} is ignored: it was measured with other kernels" in capsys.readouterr().out
     assert main(["tune", "--forget"]) == 0

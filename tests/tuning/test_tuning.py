@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from study_models import SMALL
-from tuned_tables import ARCH, FILE, GPU, ONLINE, SHORT, write
+from tuned_tables import ARCH, FILE, GPU, SQUARE, WIDE, write
 
 from fastvit import ops
 from fastvit.kernels import _attention_configs, _tuned
@@ -180,7 +180,7 @@ def test_a_call_that_cannot_be_timed_is_named(monkeypatch):
 def test_only_calls_with_other_choices_are_timed_again(monkeypatch):
     (attention,) = (c for c in calls(SMALL) if c.name == "attention_qkvpacked_fwd")
     tuning = stand_in({call.name: 1.0 for call in calls(SMALL)})
-    tuning.tuner.entries[("attention_fwd", (65, 16, 2, 0, 0))] = (0, 64, 64, 4, 2)
+    tuning.tuner.entries[("attention_fwd", (65, 16, 2, 0, 0))] = (64, 64, 4, 2)
     timed = []
 
     def two(call: OpCall, choices: Any, rounds: int) -> list[float]:
@@ -205,7 +205,7 @@ def tuned(
 
 def test_the_baseline_is_the_shipped_table(tmp_path):
     table, key = "attention_fwd", (20, 16, 2, 0, 0)
-    shipped = {(table, key): (0, 64, 64, 4, 2)}
+    shipped = {(table, key): (64, 64, 4, 2)}
 
     def choice() -> object:
         return _tuned.choice(ARCH, table, *key)
@@ -260,29 +260,30 @@ def test_compilation_ends_with_its_caller(tmp_path):
 # ---- the user's table ----
 
 
-def algorithm(n: int) -> str:
-    return _attention_configs.attention_fwd(n, 64, 2, False, ARCH).algorithm
+def tile(n: int) -> tuple[int, int]:
+    config = _attention_configs.attention_fwd(n, 64, 2, False, ARCH)
+    return config.block_m, config.block_n
 
 
 def test_the_users_choices_go_before_the_shipped_ones_one_by_one(tmp_path, monkeypatch):
-    shipped = {"197,64,2,0,0": ONLINE, "50,64,2,0,0": ONLINE}
+    shipped = {"197,64,2,0,0": SQUARE, "50,64,2,0,0": SQUARE}
     monkeypatch.setattr(_tuned, "FOLDER", write(tmp_path / "shipped", {}, tables={"attention_fwd": shipped}).parent)
-    write(tmp_path / "user", SHORT)
+    write(tmp_path / "user", WIDE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _tuned.load(ARCH, GPU, tmp_path / "user")
-    assert (algorithm(197), algorithm(50), algorithm(100)) == ("short", "online", "short")
+    assert (tile(197), tile(50), tile(100)) == ((128, 128), (64, 64), (64, 32))
     _tuned.forget()
     _tuned.load(ARCH, GPU, None)
-    assert algorithm(197) == "online"
+    assert tile(197) == (64, 64)
 
 
 def test_a_second_model_of_an_arch_changes_no_choice_of_the_first(tmp_path):
     """The first one has no table, and its launches must not change during a run."""
-    write(tmp_path, ONLINE)
+    write(tmp_path, SQUARE)
     _tuned.load(ARCH, "A GPU without a table", tmp_path)
     _tuned.load(ARCH, GPU, tmp_path)
-    assert algorithm(197) == "short"
+    assert tile(197) == (64, 32)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -294,12 +295,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "why"), BAD)
 def test_a_damaged_or_stale_table_is_ignored_with_one_warning(changes, why, tmp_path):
-    path = write(tmp_path, ONLINE, **changes)
+    path = write(tmp_path, SQUARE, **changes)
     with pytest.warns(UserWarning, match=why) as caught:
         [_tuned.load(ARCH, GPU, tmp_path) for _ in range(2)]
     assert len(caught) == 1
     assert str(path) in str(caught[0].message)
-    assert algorithm(197) == "short"
+    assert tile(197) == (64, 32)
 
 
 def test_a_folder_that_cannot_be_read_is_no_error(tmp_path, monkeypatch):
@@ -352,7 +353,7 @@ def test_keys_and_choices_in_words():
     which = key_in_words("use_triton_gemm", (13, 3072, 768, 2, 1))
     assert which == "linear backward 768->3072 M<8192, Triton or cuBLAS"
     assert key_in_words("layer_norm", (768, 1)) == "norm backward D=768"
-    assert choice_in_words("attention_fwd", (0, 128, 64, 8, 3)) == "128x64, 8 warps, 3 stages"
+    assert choice_in_words("attention_fwd", (128, 64, 8, 3)) == "128x64, 8 warps, 3 stages"
     assert choice_in_words("use_triton_gemm", (0,)) == "cuBLAS"
     assert choice_in_words("attention_bwd_short", (0, 64, 64, 4, 2)) == "two kernels"
     for table, fields in _tuned.FIELDS.items():

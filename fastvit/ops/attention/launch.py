@@ -15,7 +15,6 @@ from fastvit.kernels.attention import attention_fwd_kernel
 from fastvit.kernels.attention_bwd_dkdv import attention_bwd_dkdv_kernel
 from fastvit.kernels.attention_bwd_dq import attention_bwd_dq_kernel
 from fastvit.kernels.attention_bwd_short import attention_bwd_short_kernel
-from fastvit.kernels.attention_short import attention_short_fwd_kernel
 from fastvit.ops.runtime import devices
 from fastvit.ops.runtime.checks import empty_like, is_added, lse_shape, unexpanded
 from fastvit.ops.runtime.devices import dot_precision
@@ -83,8 +82,6 @@ def _forward(
     launch, shape = plans.plan(_forward_plan, q, k, v, mask, seed, scale, dropout_p, sequences)
     o = empty_like(q)
     lse = q.new_empty(shape, dtype=torch.float32)
-    if launch.kernel is attention_short_fwd_kernel:
-        return o, lse, launch, (q, k, v, seed, o, lse)
     return o, lse, launch, (q, k, v, mask, None if sequences is None else sequences[0], seed, o, lse)
 
 
@@ -207,13 +204,12 @@ def _forward_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
     sequences: Sequences | None,
 ) -> tuple[Launch, tuple[int, ...]]:  # fmt: skip
-    """Configure the kernel for short sequences or the general one. Also return LSE's shape."""
+    """Configure the kernel. Also return LSE's shape."""
     heads, strides, of_mask, workload = described((q, k, v), mask, seed, scale, sequences)
-    short, rows, constants = _forward_config(workload)
-    kernel = attention_short_fwd_kernel if short else attention_fwd_kernel
+    rows, constants = _forward_config(workload)
     N, (_, tokens, H, _) = workload[0], q.shape
-    numbers: Any = (N, H, *strides, scale, dropout_p) if short else (N, H, tokens, *strides, *of_mask, scale, dropout_p)
-    return Launch(kernel, heads * cdiv(N, rows), numbers, constants), lse_shape(q, mask)
+    numbers: Any = N, H, tokens, *strides, *of_mask, scale, dropout_p
+    return Launch(attention_fwd_kernel, heads * cdiv(N, rows), numbers, constants), lse_shape(q, mask)
 
 
 def _backward_plans(
@@ -276,17 +272,12 @@ def _workload(N: int, q: Tensor, k: Tensor, seed: Tensor | None, units: tuple[in
 
 
 @_tuned.cached
-def _forward_config(workload: Workload) -> tuple[bool, int, Constants]:
-    """Return whether to use the kernel for short sequences, how many queries a program owns, and the constants."""
+def _forward_config(workload: Workload) -> tuple[int, Constants]:
+    """Return how many queries a program owns, and the constants."""
     config, constants = configured(_attention_configs.attention_fwd, workload)
-    keys = config.chunks
-    if config.algorithm == "short":
-        tiles = {"KEYS_0": keys[0], "KEYS_1": keys[1], "KEYS_2": keys[2]}
-        return True, config.block_m, constants | tiles
-    if workload[8] == "lengths":
-        keys = config.block_n, 0
-    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": keys[0], "TAIL_1": keys[1]}
-    return False, config.block_m, general(workload) | constants | tiles
+    tails = (config.block_n, 0) if workload[8] == "lengths" else config.tails
+    tiles = {"BLOCK_N": config.block_n, "LOOP": config.loop, "TAIL_0": tails[0], "TAIL_1": tails[1]}
+    return config.block_m, general(workload) | constants | tiles
 
 
 @_tuned.cached
@@ -314,7 +305,7 @@ def _backward_config(of: str, workload: Workload) -> tuple[int, Constants]:
 
 
 def general(workload: Workload) -> Constants:
-    """Return the constants that kernels for short sequences do not have."""
+    """Return the constants that the kernel for short sequences does not have."""
     return {"MASK_ROWS": workload[6][1], "GROUP": workload[7]}
 
 
