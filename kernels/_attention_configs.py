@@ -1,12 +1,13 @@
 """Launch configurations of attention; those of other kernels are in _configs.py.
 
 A program owns a tile of one sequence (queries or keys) and loops along the other: `own` x `loop` scores at a time. The
-tables are keyed by the instructions that matmuls compile to on the target. _MEASURED holds the tiles that were fastest
-on an H200. The other tables hold the widest tiles that spill no registers, up to a head dimension; they were not chosen
-by time. Everything else (float32, AMD, head dimensions over 128) takes a plain tile that fits everywhere.
+tables are keyed by the instructions that matmuls compile to on the target. The rows of "wgmma" up to d = 128 were the
+fastest ones on an H200, in bfloat16 without a mask (benchmarks/NOTES.md); all others hold the widest tiles that spill
+no registers, and were not chosen by time. Everything else (float32, AMD, head dimensions over 128) takes a plain tile
+that fits everywhere.
 
 `kind` is "" for plain attention, "mask", "groups" (several heads share keys) or "lengths" (packed sequences). All but
-"" have no backward kernel for short sequences and no measured choices yet.
+"" have no backward kernel for short sequences and no tables of measured choices.
 """
 
 import math
@@ -21,49 +22,52 @@ class Tile(NamedTuple):
     own: int
     loop: int
     num_warps: int
+    stages: int | None = None  # of the loop; None: as `_stages` says
 
 
-class Measured(NamedTuple):
-    head_dim: int  # the largest
-    n: float  # the longest sequence
+class Row(NamedTuple):
+    """The tile up to a head dimension and a length. The first row of a table that fits counts."""
+
+    head_dim: int
     tile: Tile
+    longest: float = math.inf
 
 
-# By kernel and instructions, for plain attention without dropout: with it (128, 32, 4) spills in dK/dV. The first row
-# that fits counts.
-_MEASURED: dict[tuple[str, str], tuple[Measured, ...]] = {
-    # bfloat16, d = 64, three stages, N = 197 (of 4,048 heads), 1025 and 4097; other lengths and smaller heads follow
-    ("fwd", "wgmma"): (Measured(64, 288, Tile(64, 32, 4)), Measured(64, math.inf, Tile(128, 64, 8))),
-    ("dkdv", "wgmma"): (Measured(64, 256, Tile(128, 32, 4)), Measured(64, math.inf, Tile(64, 64, 4))),
-}
-
-_Rows = tuple[tuple[int, Tile], ...]  # (largest head dimension, tile)
+_Rows = tuple[Row, ...]
 
 _FORWARD: dict[str, _Rows] = {
-    "wgmma": ((96, Tile(128, 128, 8)), (128, Tile(128, 64, 8)), (256, Tile(128, 32, 8))),
-    "mma": ((80, Tile(128, 128, 8)), (128, Tile(128, 64, 8))),
-}
+    "wgmma": (
+        Row(64, Tile(64, 32, 4), 288), Row(64, Tile(128, 64, 8)), Row(96, Tile(64, 32, 4), 400),
+        Row(96, Tile(128, 64, 4)), Row(128, Tile(64, 32, 4)), Row(256, Tile(128, 32, 8)),
+    ),
+    "mma": (Row(80, Tile(128, 128, 8)), Row(128, Tile(128, 64, 8))),
+}  # fmt: skip
 _DQ: dict[str, _Rows] = {
-    "wgmma": ((64, Tile(128, 64, 8)), (96, Tile(128, 128, 8)), (128, Tile(128, 64, 8)), (256, Tile(64, 32, 4))),
-    "mma": ((80, Tile(128, 64, 8)), (128, Tile(128, 32, 8))),
+    "wgmma": (Row(64, Tile(64, 32, 4), 1100), Row(64, Tile(128, 64, 8)), Row(256, Tile(64, 32, 4))),
+    "mma": (Row(80, Tile(128, 64, 8)), Row(128, Tile(128, 32, 8))),
 }
 _DKDV: dict[str, _Rows] = {
-    "wgmma": ((96, Tile(128, 64, 8)), (128, Tile(128, 32, 8)), (256, Tile(64, 32, 8))),
-    "mma": ((64, Tile(128, 64, 8)), (96, Tile(128, 32, 8)), (128, Tile(128, 16, 8))),
+    "wgmma": (
+        Row(64, Tile(64, 32, 4, 4)), Row(96, Tile(64, 64, 4)), Row(128, Tile(64, 32, 4)), Row(256, Tile(64, 32, 8)),
+    ),
+    "mma": (Row(64, Tile(128, 64, 8)), Row(96, Tile(128, 32, 8)), Row(128, Tile(128, 16, 8))),
+}  # fmt: skip
+_DKDV_MASKED: dict[str, _Rows] = {
+    "mma": (Row(32, Tile(128, 64, 8)), Row(96, Tile(64, 32, 4)), Row(128, Tile(32, 32, 4)))
 }
-_DKDV_MASKED: dict[str, _Rows] = {"mma": ((32, Tile(128, 64, 8)), (96, Tile(64, 32, 4)), (128, Tile(32, 32, 4)))}
 _DMASK: dict[str, _Rows] = {
-    "wgmma": ((64, Tile(64, 64, 4)), (128, Tile(64, 32, 4))),
-    "mma": ((96, Tile(64, 32, 4)), (128, Tile(64, 16, 4))),
+    "wgmma": (Row(64, Tile(64, 64, 4)), Row(128, Tile(64, 32, 4))),
+    "mma": (Row(96, Tile(64, 32, 4)), Row(128, Tile(64, 16, 4))),
 }
 _PLAIN: dict[str, _Rows] = {
-    "16-bit": ((128, Tile(64, 32, 4)), (256, Tile(16, 16, 4))),
-    "float32": ((128, Tile(32, 32, 8)), (256, Tile(16, 16, 8))),
-    "tf32": ((64, Tile(32, 32, 4)), (256, Tile(16, 16, 4))),
+    "16-bit": (Row(128, Tile(64, 32, 4)), Row(256, Tile(16, 16, 4))),
+    "float32": (Row(128, Tile(32, 32, 8)), Row(256, Tile(16, 16, 8))),
+    "tf32": (Row(64, Tile(32, 32, 4)), Row(256, Tile(16, 16, 4))),
 }
-# (head dimension, length, warps) up to which a whole head fits in one program, on sm_90 only. It takes a quarter fewer
-# instructions and a third less traffic than two kernels, but all registers: with dropout only the first row fits.
-_SHORT_BACKWARD = ((64, 64, 4), (128, 128, 8), (64, 256, 8))
+# (length, warps) up to which a whole head of at most 64 dimensions fits in one program, on sm_90 only. It takes a third
+# less traffic than two kernels, but all registers: with dropout only the first row fits. At 197 tokens two kernels were
+# as fast at 3,072 heads, and 28 % faster at 12, which fill no GPU.
+_SHORT_BACKWARD = ((64, 4), (128, 8))
 
 
 def _instructions(itemsize: int, arch: str, tf32: bool) -> str:
@@ -91,19 +95,28 @@ def _parts(head_dim: int, instructions: str) -> tuple[int, int]:
 
 
 def _tile(
-    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = "",
-    kernel: str = "",
-) -> Tile:  # fmt: skip
-    """Return the kernel's measured tile, or else that of `rows`, or else the plain one."""
-    measured = () if kind or has_dropout else _MEASURED.get((kernel, instructions), ())
-    of_length = [(row.head_dim, row.tile) for row in measured if n <= row.n]
-    found = *of_length, *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
-    own, loop, num_warps = next(tile for limit, tile in found if head_dim <= limit)
-    if kind == "mask" or (has_dropout and head_dim > 64):  # both take registers
-        loop = max(loop // 2, 16)
+    rows: dict[str, _Rows], instructions: str, n: int, head_dim: int, has_dropout: bool, arch: str, kind: str = ""
+) -> Tile:
+    found = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
+    own, loop, num_warps, stages = next(row.tile for row in found if head_dim <= row.head_dim and n <= row.longest)
+    if loop > 32 and (kind == "mask" or (has_dropout and head_dim > 64)):  # both take registers
+        loop = loop // 2
     if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
         own, num_warps = 64, 4
-    return Tile(own, loop, min(num_warps, 4) if arch.startswith("gfx") else num_warps)  # AMD: warps of 64 threads
+    num_warps = min(num_warps, 4) if arch.startswith("gfx") else num_warps  # AMD: warps of 64 threads
+    return Tile(own, loop, num_warps, stages)
+
+
+def _with_loop(n: int, loop: int) -> int:
+    """Return a width of the loop's tiles, at most `loop`, with which the loop runs, as long as n > 16.
+
+    In a forward kernel without a loop, ptxas 12.9 wrongly computes where the second part of the head dimension lies in
+    shared memory: it adds the low half of a 64-bit address to both halves, if the upper one is known to be zero. On an
+    H200 that was nonsense, or an illegal access, at d = 40, 48, 72, 80, 88 and 96. The report of compiled kernels finds
+    it in any kernel (benchmarks/codegen/wrong_sums.py)."""
+    while n <= loop and loop > 16:
+        loop //= 2
+    return loop
 
 
 def _last(n: int, block: int) -> int:
@@ -141,11 +154,13 @@ def attention_fwd(
 ) -> AttentionForwardConfig:
     """Configure attention_fwd_kernel for n keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps = _tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind, "fwd")
+    block_m, block_n, num_warps, stages = _tile(_FORWARD, instructions, n, head_dim, has_dropout, arch, kind)
     if kind == "mask" and instructions == "mma" and head_dim > 64:
         block_n = min(block_n, 32)
+    if instructions == "wgmma" and _parts(head_dim, instructions)[1]:
+        block_n = _with_loop(n, block_n)
     tile = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
+    tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
     tails = key_tails(_last(n, tile[1]))
     return AttentionForwardConfig(*tile[:2], n > tile[1], tails, _parts(head_dim, instructions), *tile[2:])
 
@@ -171,9 +186,9 @@ def attention_bwd_dq(
 ) -> AttentionBackwardConfig:
     """Configure attention_bwd_dq_kernel, whose programs own queries and loop along the keys."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind)
+    block_m, block_n, num_warps, stages = _tile(_DQ, instructions, n, head_dim, has_dropout, arch, kind)
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dq", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
+    tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
     loop, tail = _loop(n, tile[1])
     # With a wide last tile, a program takes a few registers too many for two programs on an SM; ptxas can save them.
     limited = instructions == "wgmma" and (*tile[:3], tail) == (128, 64, 8, 64) and head_dim <= 64
@@ -189,13 +204,13 @@ def attention_bwd_dkdv(
     """Configure attention_bwd_dkdv_kernel, whose programs own keys and loop along the queries."""
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
-    block_n, block_m, num_warps = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind, "dkdv")
+    block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
-        block_m = max(block_m // (2 if head_dim <= 88 and not has_dropout else 4), 16)
+        block_m = max(block_m // (2 if head_dim <= 80 and not has_dropout else 4), 16)
         if head_dim > 96:
             block_n, num_warps = min(block_n, 64), 4
     tile = None if kind else _tuned.choice(arch, "attention_bwd_dkdv", n, head_dim, itemsize, has_dropout, tf32)
-    tile = tile or (block_m, block_n, num_warps, _stages(itemsize, arch))
+    tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
     return AttentionBackwardConfig(*tile[:2], *_loop(n, tile[0]), _parts(head_dim, instructions), *tile[2:])
 
 
@@ -222,8 +237,8 @@ def attention_bwd_short(
         return AttentionBackwardConfig(*tuned[1:3], True, 0, parts, *tuned[3:]) if tuned[0] else None
     if itemsize > 2 or arch != "sm_90":
         return None
-    for limit, longest, num_warps in _SHORT_BACKWARD:
-        if head_dim <= limit and n <= longest and not (has_dropout and longest > 64):
+    for longest, num_warps in _SHORT_BACKWARD:
+        if head_dim <= 64 and n <= longest and not (has_dropout and longest > 64):
             return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 3)
     return None
 
@@ -234,7 +249,7 @@ def attention_bwd_mask(
 ) -> AttentionBackwardConfig:
     """Configure attention_bwd_mask_kernel, whose programs own a tile of the mask's gradient."""
     instructions = _instructions(itemsize, arch, tf32)
-    block_m, block_n, num_warps = _tile(_DMASK, instructions, n, head_dim, has_dropout, arch)
+    block_m, block_n, num_warps, _ = _tile(_DMASK, instructions, n, head_dim, has_dropout, arch)
     return AttentionBackwardConfig(
         block_m, block_n, False, 0, _parts(head_dim, instructions), num_warps, _stages(itemsize, arch)
     )

@@ -48,18 +48,24 @@ class LayerNormConfig(RowConfig):
 def layer_norm(dim: int, *, backward: bool = False, arch: str = "") -> LayerNormConfig:
     """Configure layer_norm_fwd_kernel or layer_norm_bwd_kernel.
 
-    Narrow rows share a program, wide rows get more warps. In the forward kernel a thread has 16 elements, two 16-byte
-    accesses of bfloat16, and an SM has as many programs as hide its latency. The backward kernel, with three tensors
-    and three sums in registers, has 8 elements per thread and as many programs as fit. These are few, so tiles are
-    loaded ahead, as long as two of each tensor fit in shared memory."""
+    Narrow rows share a program, wide rows get more warps. Programs load tiles ahead, as long as the tiles fit in shared
+    memory: then few programs hide the latency, and a thread has 32 elements in the forward kernel and, with three
+    tensors and three sums in registers, 16 in the backward kernel. The first and third rule are the fastest of some 40
+    choices on an H200 at D = 384, 768, 1024 and 1280 (benchmarks/NOTES.md); the others count registers."""
     block_dim = max(next_power_of_2(dim), 16)
     if tuned := _tuned.choice(arch, "layer_norm", dim, backward):
         block_rows, num_warps, *grid = tuned
         return LayerNormConfig(block_rows, block_dim, num_warps, *grid)
-    threads = 32 * min(max(block_dim // 256, 8) if backward else max(block_dim // 512, 4), 32)
-    block_rows = max((8 if backward else 16) * threads // block_dim, 1)
-    stages = 3 if backward and block_dim <= 2048 and arch in FIRST_TIER else 1
-    return LayerNormConfig(block_rows, block_dim, threads // 32, 2 if backward else 8, stages)
+    first_tier = arch in FIRST_TIER
+    if backward and first_tier and block_dim <= 2048:
+        num_warps, elements, grid = max(block_dim // 256, 2), 16, (2, 4 if block_dim <= 1024 else 3)
+    elif backward:
+        num_warps, elements, grid = min(max(block_dim // 256, 8), 32), 8, (2, 1)
+    elif first_tier and 1024 <= block_dim <= 2048:
+        num_warps, elements, grid = 4, 32, (4, 3)
+    else:
+        num_warps, elements, grid = min(max(block_dim // 512, 4), 32), 16, (8, 1)
+    return LayerNormConfig(max(elements * 32 * num_warps // block_dim, 1), block_dim, num_warps, *grid)
 
 
 @dataclass(frozen=True)
@@ -183,11 +189,11 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
 
 @dataclass(frozen=True)
 class ActivationBackwardConfig:
-    """A program takes steps x block_m rows and block_n columns, 8 elements per thread and step."""
+    """A program takes steps x block_m rows and block_n columns, 16 elements per thread and step."""
 
-    block_m: int = 4
-    block_n: int = 256
-    steps: int = 16
+    block_m: int = 16
+    block_n: int = 128
+    steps: int = 8
     num_warps: int = 4
 
 
@@ -231,6 +237,8 @@ def patch_embed(
     block_k = 64 if deep else 16 if itemsize == 4 else 32
     key = (m, n, _tuned.bucket(k)) if split else (_tuned.bucket(m), n, k)
     tile = _tuned.choice(arch, "patch_embed", *key, itemsize, loaded, split)
-    tile = tile or (block, block, block_k, num_warps, stages)
+    # Wide tiles read the image less often: 1.5 times as fast at 256 images of 224 pixels, 1.2 times at 32, on an H200
+    wide = large and deep and not split and n % 256 == 0 and -(-m // 128) * (n // 256) >= multiprocessors
+    tile = tile or (block, 256 if wide else block, block_k, num_warps, stages)
     splits = max(min(2 * multiprocessors // (-(-m // tile[0]) * -(-n // tile[1])), longest), 1)
     return PatchEmbedConfig(*tile, splits)

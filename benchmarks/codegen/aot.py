@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.codegen import sass
 from benchmarks.codegen.accesses import Access, global_accesses, narrow, tile_bytes
+from benchmarks.codegen.wrong_sums import wrong_sums
 from fastvit.tuning.launches import Launch, gpu_target
 
 if os.environ.get("TRITON_INTERPRET", "0") == "1":
@@ -130,6 +131,8 @@ class Compiled:
             found.append("a matmul without tensor-core instructions")
         if self.whole.tensor and not self.tensor_dots and TARGETS[self.target].nvidia:
             found.append("float32 multiplied in TF32, unasked")
+        if wrong := wrong_sums(self.whole.instructions):
+            found.append(f"{wrong} addresses whose halves ptxas adds from one register (wrong_sums.py)")
         if not self.first_tier:
             return found
         if self.target == "sm_90" and any(not op.startswith("HGMMA") for op in self.whole.tensor):

@@ -68,6 +68,9 @@ def _attention() -> Iterator[Workload]:
     yield from rows("verify", B=2, N=[197, 257, 1025], H=3, d=64)
     yield from rows("verify", B=1, N=4097, H=1, d=64)
     yield from rows("verify", B=2, N=[197, 1025], H=2, d=[32, 72, 80, 96, 128])
+    yield from rows(
+        "verify", B=2, N=[50, 128], H=2, d=[40, 72, 88]
+    )  # lengths of one tile: _attention_configs._with_loop
     yield from rows("verify", B=2, N=[197, 577], H=3, d=64, separate=True)
     yield from rows("verify", B=2, N=[197, 577], H=3, d=64, dropout_p=0.1)
     for N, several in {197: [1, 32, 256], 1025: [1, 32], 4097: [1, 8]}.items():
@@ -105,6 +108,8 @@ def _masked_attention() -> Iterator[Workload]:
     yield from varlen("cpu", B=4, N=256, H=12, d=64)
     yield from varlen("gpu", B=[4, 32], N=[256, 1024], H=16, d=[64, 80])
     yield from varlen("verify", B=4, N=577, H=4, d=[64, 80])
+    yield from rows("verify", B=2, N=64, H=4, d=48, mask="padding")  # short ones, as above
+    yield from varlen("verify", B=3, N=33, H=4, d=40)
     yield from varlen("traffic", B=4, N=256, H=4, d=64)
     yield from rows("sanitize", B=2, N=133, H=2, d=72, mask=masks)
     yield from rows("sanitize", B=1, N=133, H=2, d=72, kv_heads=1)
@@ -238,6 +243,8 @@ def _gemms() -> Iterator[Workload]:
         yield from _of_a_block("gpu", B, N, D, fc1="gpu tune" if N == 197 else "gpu")
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=[384, 1536], activation="gelu")
     yield from _rows("linear", "verify", B=4, N=197, D=384, out=384, scales=True)
+    yield from _rows("linear", "verify", B=64, N=197, D=768, out=[768, 3072], activation="gelu")  # many tiles
+    yield from _rows("linear", "verify", B=64, N=197, D=3072, out=768, scales=True)
     yield from _rows("layer_norm_linear", "verify", B=4, N=197, D=384, out=1152)
     yield from _rows("layer_norm_attention", "verify", B=4, N=197, D=384, H=6)
     yield from _rows("mlp", "verify", B=4, N=197, D=384, recompute=_RECOMPUTE, scales=True)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from benchmarks.codegen import accesses, sass
+from benchmarks.codegen.wrong_sums import wrong_sums
 
 
 def only_loop(*instructions: str) -> Any:
@@ -139,3 +140,12 @@ def test_accesses_have_width_and_place() -> None:
     assert tiles == {"norm.py:4:19 < norm.py:11:52": 64 * 64 * 2, "norm.py:7:3": 64 * 2, "norm.py:11:52": 8}
     assert accesses.narrow(found, tiles, threads=128) == []
     assert accesses.narrow(found, tiles, threads=8) == [found[1]]
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"), [("", 1), ("UMOV UR9, URZ", 0), ("R2UR UR9, R3", 0), ("UIADD3.64 UR8, UR8, 0x2, URZ", 0)]
+)
+def test_an_address_is_wrong_if_both_its_halves_come_from_one_register(between: str, expected: int) -> None:
+    code = ["UIADD3 UR4, UP0, UR9, 0x20, URZ", between, "UIADD3.X UR5, UR9, -0x3ffffff0, URZ, UP0, !UPT"]
+    listing = sass.parse("\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate(filter(None, code))))
+    assert wrong_sums(listing.whole.instructions) == expected

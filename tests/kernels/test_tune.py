@@ -254,8 +254,8 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
         {"block_m": 32, "parts": (64, 16)},
     ),
     (
-        "attention_bwd_short", "197,64,2,0,0", (1, 256, 32, 16, 2),
-        lambda: _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False),
+        "attention_bwd_short", "128,64,2,0,0", (1, 128, 32, 16, 2),
+        lambda: _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False),
         {"block_n": 32, "num_warps": 16},
     ),
     (
@@ -281,14 +281,14 @@ def test_the_file_overrides_its_table(
 
 
 def test_a_kernel_can_be_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is not None
+    assert _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False) is not None
     assert _configs.use_triton_gemm(50_432, 3072, 768, 2, False, ARCH)
     tables = {
-        "attention_bwd_short": {"197,64,2,0,0": entry("attention_bwd_short", 0, 64, 64, 4, 2)},
+        "attention_bwd_short": {"128,64,2,0,0": entry("attention_bwd_short", 0, 64, 64, 4, 2)},
         "use_triton_gemm": {"16,3072,768,2,0": {"use": 0}},
     }
     load(monkeypatch, tmp_path, document(tables))
-    assert _attention_configs.attention_bwd_short(197, 64, 2, False, ARCH, False) is None
+    assert _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False) is None
     assert not _configs.use_triton_gemm(50_432, 3072, 768, 2, False, ARCH)
     assert _configs.use_triton_gemm(50_432, 768, 3072, 2, False, ARCH), "other shapes as shipped"
     assert _configs.use_triton_gemm(197, 3072, 768, 2, False, ARCH), "other numbers of rows too"
