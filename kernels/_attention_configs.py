@@ -99,8 +99,8 @@ def _tile(
 ) -> Tile:
     found = *rows.get(instructions, ()), *_PLAIN.get(instructions, _PLAIN["16-bit"])
     own, loop, num_warps, stages = next(row.tile for row in found if head_dim <= row.head_dim and n <= row.longest)
-    if loop > 32 and (kind == "mask" or (has_dropout and head_dim > 64)):  # both take registers
-        loop = loop // 2
+    if kind == "mask" or (has_dropout and head_dim > 64):  # both take registers
+        loop = max(loop // 2, 32 if instructions == "wgmma" else 16)
     if own == 128 and -(-n // 64) * 64 * 1.1 < -(-n // 128) * 128:  # the last tile would be half empty, as at N = 257
         own, num_warps = 64, 4
     num_warps = min(num_warps, 4) if arch.startswith("gfx") else num_warps  # AMD: warps of 64 threads
@@ -205,6 +205,8 @@ def attention_bwd_dkdv(
     instructions = _instructions(itemsize, arch, tf32)
     rows = _DKDV_MASKED if kind == "mask" and instructions in _DKDV_MASKED and head_dim <= 128 else _DKDV
     block_n, block_m, num_warps, stages = _tile(rows, instructions, n, head_dim, has_dropout, arch, kind)
+    if kind == "mask" and instructions == "wgmma" and head_dim > 96:
+        block_m = min(block_m, 16)
     if kind == "groups":  # the kernel loops over heads, around the loop over queries
         block_m = max(block_m // (2 if head_dim <= 80 and not has_dropout else 4), 16)
         if head_dim > 96:

