@@ -139,6 +139,11 @@ class GemmConfig:
     max_registers: int | None = None  # a thread; NVIDIA only
 
 
+def _tiles(m: int, n: int) -> int:
+    """Return the number of 128 x 128 tiles of an [m, n] matrix."""
+    return -(-m // 128) * -(-n // 128)
+
+
 def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     """Configure the kernels of linear.py for [m, k] @ [k, n].
 
@@ -151,7 +156,7 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
     group_m = 1 if n * k * itemsize <= 16 << 20 else 8
     if itemsize > 2:  # float32 by FMA: operands from registers
         return GemmConfig(64, 64, 16, group_m, 8, 3)
-    if -(-m // 128) * -(-n // 128) < 128:
+    if _tiles(m, n) < 128:
         return GemmConfig(64, 64, 64, group_m, 4, 2 if arch.startswith("gfx") else 4)
     if arch.startswith("gfx"):  # 64 KiB of shared memory
         return GemmConfig(128, 128, 64, group_m, 8, 2)
@@ -181,10 +186,24 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
 
     Ours runs where the traffic that the epilogue saves matters (16-bit dtypes) and the compiler can tell that rows are
     aligned. It looks for multiples of 16 elements only; at multiples of 8, tiles would move 2 bytes at a time. Matmuls
-    without an epilogue never run as our kernel. backward: the epilogue is the gradient of an activation."""
+    without an epilogue never run as our kernel. backward: the epilogue is the gradient of an activation.
+
+    On sm_90 both were measured (an H200, benchmarks/NOTES.md). Time of ours over the alternative's at D = 768, by
+    m and the number of 128 x 128 tiles:
+        m = 50,432: fc1 1.00, fc2 1.24, proj 1.04 (9,480, 2,364, 2,364 tiles); backward 1.14
+        m = 6,304:  fc1 0.99, fc2 1.97, proj 1.32 (1,200, 300, 300 tiles); backward 1.05
+        m = 197:    fc1 1.00, fc2 1.63, proj 1.03 (48, 12, 12 tiles); backward 0.61
+    Fewer kernels also cost the host less, which is all that counts where there are few tiles."""
     if tuned := _tuned.choice(arch, "use_triton_gemm", _tuned.bucket(m), n, k, itemsize, backward):
         return bool(tuned[0])
-    return itemsize == 2 and n % 16 == 0 and k % 16 == 0
+    if itemsize != 2 or n % 16 != 0 or k % 16 != 0:
+        return False
+    if arch != "sm_90":
+        return True
+    tiles = _tiles(m, n)
+    if backward:
+        return tiles < 264  # two on each SM
+    return k < 1536 if tiles < 128 else n > k
 
 
 @dataclass(frozen=True)

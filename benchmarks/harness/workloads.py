@@ -281,6 +281,9 @@ def _gemms() -> Iterator[Workload]:
         yield from large("linear", f"compile {few}", D=768, out=768, activation=activation)
         yield from large("mlp", "compile", D=768, activation=activation, recompute=_RECOMPUTE, scales=True)
     yield from large("mlp", "compile second kernels", D=768, dropout_p=0.1, scales=True)
+    for activation in ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"):  # backward ours, on sm_90 for few tiles only
+        few = "second kernels" if activation == "gelu" else ""
+        yield from _rows("mlp", f"compile {few}", B=[1, 4], N=197, D=768, activation=activation)
 
 
 def _gated() -> Iterator[Workload]:
@@ -300,6 +303,7 @@ def _gated() -> Iterator[Workload]:
     for D, hidden in ((192, 512), (384, 1024), (768, 2048), (1024, 2730), (1536, 4096)):
         few = "second kernels" if D == 768 else ""
         yield from rows(f"compile {few}", B=64, N=197, D=D, hidden=hidden, norm=True, inner=[False, True])
+    yield from rows("compile second kernels", B=[1, 4], N=197, D=768, hidden=2048)
     for activation in ("swiglu", "geglu"):
         large = functools.partial(_rows, "mlp", "compile", activation=activation, B=64, N=197, D=768, hidden=2048)
         yield from large(scales=True, recompute=_RECOMPUTE)

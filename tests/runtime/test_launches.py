@@ -24,6 +24,9 @@ BY_ROWS = {
     "patch_embed_bwd_image_kernel": "smaller tiles where there are few",
     "patch_embed_bwd_weight_kernel": "smaller tiles where there are few; a single split has no float32 partials",
 }
+# Kernels that run for few rows only, or for many only: otherwise the vendor's matmul does
+OR_VENDOR = {"linear_fwd_kernel", "linear_dact_kernel", "gated_fwd_kernel", "gated_dact_kernel"}
+OR_VENDOR |= {"act_bwd_kernel", "gated_act_kernel"}
 
 RECORD = """
 import json
@@ -100,8 +103,10 @@ def test_a_new_batch_size_compiles_nothing(tmp_path: Path) -> None:
                 found[kernel][B].add(rest)
                 configs[kernel, rest].add(config)
         for kernel, by_batch in found.items():
+            most = max(by_batch.values(), key=len) if kernel in OR_VENDOR else by_batch[1]
             for B in BATCHES:
-                assert by_batch[B] == by_batch[1], f"{op} {sizes}: {kernel} at B = 1 and {B}"
+                same = by_batch[B] <= most if kernel in OR_VENDOR else by_batch[B] == most
+                assert same, f"{op} {sizes}: {kernel} at B = {B}"
         for (kernel, _), several in configs.items():
             assert len(several) <= (3 if kernel in BY_ROWS else 1), f"{op} {sizes}: {kernel} with {several}"
         seen |= set(found)
