@@ -137,6 +137,10 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # a thread; NVIDIA only
+    programs_per_sm: int = 0  # of a persistent grid, with operands by TMA; 0: one program a tile
+
+
+_SEVERAL_ROUNDS = 4 * 2 * 132  # tiles: four rounds of two programs on each SM of an H100 or H200
 
 
 def _tiles(m: int, n: int) -> int:
@@ -144,15 +148,19 @@ def _tiles(m: int, n: int) -> int:
     return -(-m // 128) * -(-n // 128)
 
 
-def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
+def gemm(m: int, n: int, k: int, itemsize: int, arch: str, described: bool = False) -> GemmConfig:
     """Configure the kernels of linear.py for [m, k] @ [k, n].
 
     128 x 128 x 64 with 3 stages takes 96 KiB of shared memory. With 128 registers a thread, two programs share an SM of
     sm_90, and the epilogue of one overlaps the matmuls of the other. It needs 64 bytes of L2 per clock, though, and a
     tile of twice the width 48: where k is long and so the epilogue short, one wide program is faster. If there are few
-    tiles, they are made smaller to fill the GPU. group_m is 1 where B fits in the L2 cache anyway."""
+    tiles, they are made smaller to fill the GPU. group_m is 1 where B fits in the L2 cache anyway.
+
+    described: the kernel is linear_fwd_kernel, and TMA can copy its operands. Then a persistent grid of two programs an
+    SM takes 0.75 to 0.84 of the time of one program a tile, if each has four tiles or more (an H200, NOTES.md)."""
     if tuned := _tuned.choice(arch, "gemm", _tuned.bucket(m), n, k, itemsize):
-        return GemmConfig(*tuned[:6], max_registers=tuned[6] or None)
+        *tile, max_registers, programs_per_sm = tuned
+        return GemmConfig(*tile, max_registers or None, programs_per_sm if described else 0)
     group_m = 1 if n * k * itemsize <= 16 << 20 else 8
     if itemsize > 2:  # float32 by FMA: operands from registers
         return GemmConfig(64, 64, 16, group_m, 8, 3)
@@ -162,6 +170,8 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:
         return GemmConfig(128, 128, 64, group_m, 8, 2)
     if arch != "sm_90":
         return GemmConfig(128, 128, 64, group_m, 8, 3)
+    if described and _tiles(m, n) >= _SEVERAL_ROUNDS:
+        return GemmConfig(128, 128, 64, group_m, 8, 3, 128, 2)
     if k >= 1536 and n % 256 == 0:
         return GemmConfig(128, 256, 64, group_m, 8, 4)
     return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128)
@@ -190,8 +200,8 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
 
     On sm_90 both were measured (an H200, benchmarks/NOTES.md). Time of ours over the alternative's at D = 768, by
     m and the number of 128 x 128 tiles:
-        m = 50,432: fc1 1.00, fc2 1.24, proj 1.04 (9,480, 2,364, 2,364 tiles); backward 1.14
-        m = 6,304:  fc1 0.99, fc2 1.97, proj 1.32 (1,200, 300, 300 tiles); backward 1.05
+        m = 50,432: fc1 0.76, fc2 0.95, proj 0.88 (9,480, 2,364, 2,364 tiles; by TMA); backward 1.14
+        m = 6,304:  fc1 0.80 (1,200 tiles, by TMA), fc2 1.97, proj 1.32 (300 tiles); backward 1.05
         m = 197:    fc1 1.00, fc2 1.63, proj 1.03 (48, 12, 12 tiles); backward 0.61
     Fewer kernels also cost the host less, which is all that counts where there are few tiles."""
     if tuned := _tuned.choice(arch, "use_triton_gemm", _tuned.bucket(m), n, k, itemsize, backward):
@@ -203,7 +213,7 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
     tiles = _tiles(m, n)
     if backward:
         return tiles < 264  # two on each SM
-    return k < 1536 if tiles < 128 else n > k
+    return k < 1536 if tiles < 128 else n > k or tiles >= _SEVERAL_ROUNDS
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("block_rows", "num_warps", "programs_per_sm", "num_stages"),
     "column_sum": ("block_rows", "block_dim", "num_warps"),
     "activation_backward": ("block_m", "block_n", "steps", "num_warps"),
-    "gemm": ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "max_registers"),
+    "gemm": ("block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "max_registers", "programs_per_sm"),
     "use_triton_gemm": ("use",),
     "attention_fwd": _TILE,
     "attention_bwd_dq": _TILE,
@@ -199,7 +199,8 @@ def check(table: str, key: tuple[int, ...], fields: dict[str, Any]) -> None:
             raise ValueError(f"{where}: {name} is {value}, not 0 or 1")
         if name.startswith(("block_", "num_warps", "group_m", "steps")) and value.bit_count() != 1:
             raise ValueError(f"{where}: {name} is {value}, not a power of two")
-        if name in ("num_stages", "num_warps", "programs_per_sm") and not 1 <= value <= 32:
+        none = (table, name, value) == ("gemm", "programs_per_sm", 0)  # no persistent grid
+        if name in ("num_stages", "num_warps", "programs_per_sm") and not (1 <= value <= 32 or none):
             raise ValueError(f"{where}: {name} is {value}, not from 1 to 32")
         rows = name == "block_rows" or table == "activation_backward"  # not an operand of a matmul
         least = 1 if rows else 64 if (table, name) == ("gemm", "block_n") else 16

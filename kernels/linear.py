@@ -17,14 +17,19 @@ from fastvit.kernels._math import activate, activate_with_grad, columns_part
 
 
 @triton.jit
-def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return this program's row tile and column tile. Programs that run together share GROUP_M row tiles of A and all
-    columns of B, so that both stay in the L2 cache."""
-    pid = tl.program_id(0)
+def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the row tile and column tile of a number. Tiles of about the same number share GROUP_M row tiles of A and
+    all columns of B, so that both stay in the L2 cache."""
     group = GROUP_M * tl.cdiv(N, BLOCK_N)
-    first = pid // group * GROUP_M
+    first = tile // group * GROUP_M
     height = min(tl.cdiv(M, BLOCK_M) - first, GROUP_M)
-    return (first + pid % group % height).to(tl.int64), pid % group // height
+    return (first + tile % group % height).to(tl.int64), tile % group // height
+
+
+@triton.jit
+def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the row tile and column tile of this program."""
+    return place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
 
 
 @triton.jit
@@ -73,6 +78,25 @@ def load_columns(ptr, cols, N):
 
 
 @triton.jit
+def described_tile(
+    a, b,  # descriptors of [M, K] and of [N, K]
+    bias_ptr,  # [N] or None
+    tile_m, tile_n, N, K,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of A @ B.T + bias, f32. TMA copies the operands to shared memory: no thread computes an address,
+    and beyond the ends it fills in zeros. The sum starts at the bias, which is loaded while the first copies run."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if bias_ptr is not None:
+        acc += load_columns(bias_ptr, cols_of(tile_n, BLOCK_N), N)
+    tl.assume(K > 0)
+    for k in range(0, K, BLOCK_K):
+        x = a.load([tile_m.to(tl.int32) * BLOCK_M, k])
+        acc = tl.dot(x, b.load([tile_n * BLOCK_N, k]).T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def addresses(ptr, tile_m, cols, stride, BLOCK_M: tl.constexpr):
     """Return pointers to columns of row tile `tile_m`. Offsets count from its first row: 32 bits take fewer
     registers."""
@@ -82,6 +106,50 @@ def addresses(ptr, tile_m, cols, stride, BLOCK_M: tl.constexpr):
 @triton.jit
 def store(ptr, value, tile_m, cols, mask, N):
     tl.store(addresses(ptr, tile_m, cols, N, value.shape[0]), value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_tile(
+    acc, tile_m, tile_n,  # [BLOCK_M, BLOCK_N] f32
+    bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr, out_ptr, pre_ptr,
+    M, N, rows_per_sample, stride_rm,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of linear_fwd_kernel's results from its sums, PART columns per step. A residual is loaded a step
+    ahead."""
+    PARTS: tl.constexpr = BLOCK_N // PART
+    rows = rows_of(tile_m, BLOCK_M)
+    if row_scale_ptr is not None:
+        # Sample of each row. It counts from the tile's first sample, so that the division is one of 32-bit numbers.
+        start = tile_m * BLOCK_M
+        sample = (rows - start + start % rows_per_sample).to(tl.int32) // rows_per_sample + start // rows_per_sample
+        row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        cols = cols_of(tile_n * PARTS, PART)
+        ahead = tl.load(addresses(residual_ptr, tile_m, cols, stride_rm, BLOCK_M), (rows < M) & (cols < N), 0.0)
+    for i in tl.static_range(PARTS):
+        y = columns_part(acc, i, PARTS)
+        cols = cols_of(tile_n * PARTS + i, PART)
+        mask = (rows < M) & (cols < N)
+        if residual_ptr is not None:
+            residual = ahead.to(tl.float32)
+            if i + 1 < PARTS:
+                after = cols + PART
+                ahead = tl.load(
+                    addresses(residual_ptr, tile_m, after, stride_rm, BLOCK_M), (rows < M) & (after < N), 0.0
+                )
+        if bias_ptr is not None:
+            y += load_columns(bias_ptr, cols, N)
+        if pre_ptr is not None:
+            store(pre_ptr, y, tile_m, cols, mask, N)
+        y = activate(y, ACTIVATION, out_ptr.dtype.element_ty == tl.float32)
+        if layer_scale_ptr is not None:
+            y *= load_columns(layer_scale_ptr, cols, N)
+        if row_scale_ptr is not None:
+            y *= row_scale
+        if residual_ptr is not None:
+            y += residual
+        store(out_ptr, y, tile_m, cols, mask, N)
 
 
 @triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.matmul("x_ptr"))
@@ -97,39 +165,37 @@ def linear_fwd_kernel(
     # sizes; strides in elements, the last dimension is contiguous
     M, N, K, rows_per_sample,
     stride_xm, stride_wn, stride_rm,
+    TMA: tl.constexpr,
     ACTIVATION: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PART: tl.constexpr = 32,  # columns per step of the epilogue
 ):  # fmt: skip
-    """One program computes a BLOCK_M x BLOCK_N tile of the output; grid: row tiles x column tiles, flattened."""
-    tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
-    rows = rows_of(tile_m, BLOCK_M)
-    acc = matmul_tile(
-        x_ptr, w_ptr, rows, cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, 1, stride_wn, EVEN_K, BLOCK_K, PRECISION
-    )
-    if row_scale_ptr is not None:
-        # Sample of each row. It counts from the tile's first sample, so that the division is one of 32-bit numbers.
-        start = tile_m * BLOCK_M
-        sample = (rows - start + start % rows_per_sample).to(tl.int32) // rows_per_sample + start // rows_per_sample
-        row_scale = tl.load(row_scale_ptr + sample, mask=rows < M, other=0.0).to(tl.float32)
-    PARTS: tl.constexpr = BLOCK_N // PART
-    for i in tl.static_range(PARTS):
-        y = columns_part(acc, i, PARTS)
-        cols = cols_of(tile_n * PARTS + i, PART)
-        mask = (rows < M) & (cols < N)
-        if bias_ptr is not None:
-            y += load_columns(bias_ptr, cols, N)
-        if pre_ptr is not None:
-            store(pre_ptr, y, tile_m, cols, mask, N)
-        y = activate(y, ACTIVATION, out_ptr.dtype.element_ty == tl.float32)
-        if layer_scale_ptr is not None:
-            y *= load_columns(layer_scale_ptr, cols, N)
-        if row_scale_ptr is not None:
-            y *= row_scale
-        if residual_ptr is not None:
-            residual = addresses(residual_ptr, tile_m, cols, stride_rm, BLOCK_M)
-            y += tl.load(residual, mask=mask, other=0.0).to(tl.float32)
-        store(out_ptr, y, tile_m, cols, mask, N)
+    """Tiles of BLOCK_M x BLOCK_N of the output, one for each program; grid: row tiles x column tiles, flattened.
+
+    TMA: the grid is persistent, and each program computes every num_programs-th tile, so that it describes the operands
+    only once. x, w and their rows begin at multiples of 16 bytes. EVEN_K is not used."""
+    if TMA:
+        x = tl.make_tensor_descriptor(x_ptr, [M, K], [stride_xm, 1], [BLOCK_M, BLOCK_K])
+        w = tl.make_tensor_descriptor(w_ptr, [N, K], [stride_wn, 1], [BLOCK_N, BLOCK_K])
+        tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+        # addresses that are hoisted out of the loop would take registers in all of it
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
+            tile_m, tile_n = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            acc = described_tile(x, w, bias_ptr, tile_m, tile_n, N, K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+            finish_tile(
+                acc, tile_m, tile_n, None, layer_scale_ptr, row_scale_ptr, residual_ptr, out_ptr, pre_ptr,
+                M, N, rows_per_sample, stride_rm, ACTIVATION, BLOCK_M, BLOCK_N, PART,
+            )  # fmt: skip
+    else:
+        tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = matmul_tile(
+            x_ptr, w_ptr, rows_of(tile_m, BLOCK_M), cols_of(tile_n, BLOCK_N), M, N, K, stride_xm, 1, stride_wn,
+            EVEN_K, BLOCK_K, PRECISION,
+        )  # fmt: skip
+        finish_tile(
+            acc, tile_m, tile_n, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr, out_ptr, pre_ptr,
+            M, N, rows_per_sample, stride_rm, ACTIVATION, BLOCK_M, BLOCK_N, PART,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"], launch_metadata=_profiling.matmul("dy_ptr"))
@@ -146,7 +212,7 @@ def linear_dact_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PART: tl.constexpr = 32,  # columns per step of the epilogue
 ):  # fmt: skip
-    """Tiles and grid as in linear_fwd_kernel."""
+    """Tiles and grid as in linear_fwd_kernel, without TMA."""
     tile_m, tile_n = program_tile(M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = rows_of(tile_m, BLOCK_M)
     acc = matmul_tile(

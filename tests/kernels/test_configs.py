@@ -1,6 +1,7 @@
 """Launch configurations: every GPU gets those of a target that is compiled and judged (test_targets.py), or a clear
 word that there are no kernels for it; tiles fit the shared memory and the shapes."""
 
+import dataclasses
 from dataclasses import astuple
 
 import pytest
@@ -88,7 +89,7 @@ def test_tiles_of_linear_layers_fit(arch):
 
 
 MEASURED = {  # on an H200, at D = 768: by rows, whether ours was faster or as fast
-    50_432: {"fc1": True, "fc2": False, "proj": False, "backward": False},
+    50_432: {"fc1": True, "fc2": True, "proj": True, "backward": False},
     6_304: {"fc1": True, "fc2": False, "proj": False, "backward": False},
     197: {"fc1": True, "fc2": False, "proj": True, "backward": True},
 }
@@ -101,6 +102,29 @@ def test_the_vendor_s_matmul_runs_where_it_was_faster(m):
     assert found == MEASURED[m]
     for arch in ("sm_80", "sm_100", "gfx942"):
         assert all(_configs.use_triton_gemm(m, *shapes[name], 2, name == "backward", arch) for name in shapes)
+
+
+def test_tma_takes_several_rounds_of_tiles_on_hopper():
+    """Two programs on each of 132 SMs, with four tiles or more each: where the persistent grid was measured."""
+    plain = _configs.gemm(50_432, 3072, 768, 2, "sm_90")
+    described = _configs.gemm(50_432, 3072, 768, 2, "sm_90", described=True)
+    assert (plain.programs_per_sm, described.programs_per_sm) == (0, 2)
+    assert dataclasses.replace(described, programs_per_sm=0) == plain, "for a tensor at an odd address, too"
+
+    def taken(m, n, k=768, itemsize=2, arch="sm_90"):
+        config = _configs.gemm(m, n, k, itemsize, arch, described=True)
+        assert config.programs_per_sm or config == _configs.gemm(m, n, k, itemsize, arch)
+        return config.programs_per_sm > 0
+
+    assert taken(50_432, 768)
+    assert taken(50_432, 768, 3072)
+    assert taken(6304, 3072)
+    assert taken(128 * 264, 512)
+    assert not taken(128 * 263, 512)
+    assert not taken(6304, 768)
+    assert not taken(197, 3072)
+    assert not taken(50_432, 3072, itemsize=4)
+    assert not any(taken(50_432, 3072, arch=arch) for arch in SHARED_MEMORY if arch != "sm_90")
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)

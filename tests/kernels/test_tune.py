@@ -236,8 +236,12 @@ OVERRIDES: list[tuple[str, str, tuple[int, ...], Callable[[], Any], dict[str, An
         {"block_m": 4, "steps": 4, "num_warps": 8},
     ),
     (
-        "gemm", "16,3072,768,2", (64, 128, 32, 1, 4, 5, 0), lambda: _configs.gemm(50432, 3072, 768, 2, ARCH),
+        "gemm", "16,3072,768,2", (64, 128, 32, 1, 4, 5, 0, 0), lambda: _configs.gemm(50432, 3072, 768, 2, ARCH),
         {"block_m": 64, "block_k": 32, "num_stages": 5, "max_registers": None},
+    ),
+    (
+        "gemm", "13,768,768,2", (128, 256, 64, 1, 8, 4, 0, 1),
+        lambda: _configs.gemm(6304, 768, 768, 2, ARCH, described=True), {"block_n": 256, "programs_per_sm": 1},
     ),
     (
         "attention_fwd", "197,64,2,0,0", (128, 32, 8, 3),
@@ -290,7 +294,7 @@ def test_a_kernel_can_be_replaced_by_another(tmp_path: Path, monkeypatch: pytest
     load(monkeypatch, tmp_path, document(tables))
     assert _attention_configs.attention_bwd_short(128, 64, 2, False, ARCH, False) is None
     assert not _configs.use_triton_gemm(50_432, 3072, 768, 2, False, ARCH)
-    assert _configs.use_triton_gemm(50_432, 1536, 384, 2, False, ARCH), "other shapes as shipped"
+    assert _configs.use_triton_gemm(50_432, 768, 3072, 2, False, ARCH), "other shapes as shipped"
     assert _configs.use_triton_gemm(197, 3072, 768, 2, False, ARCH), "other numbers of rows too"
     assert not _configs.use_triton_gemm(50_432, 3072, 768, 2, True, ARCH), "the gradient, too"
     assert _configs.use_triton_gemm(50_432, 3072, 768, 2, False, "sm_80"), "other targets, too"
@@ -347,7 +351,7 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "8 rows": (fwd(block_m=8), "less than 16"),
     "long for the short kernel": (one("attention_bwd_short", "577,64,2,0,0", SHORT), "no more than 384 keys"),
     "a row too many": (one("attention_bwd_short", "197,64,2,0,0", SHORT), "less than the 197 queries"),
-    "no stage": (one("gemm", "1,2,3,2", entry("gemm", 128, 128, 64, 1, 8, 0, 0)), "not from 1 to 32"),
+    "no stage": (one("gemm", "1,2,3,2", entry("gemm", 128, 128, 64, 1, 8, 0, 0, 0)), "not from 1 to 32"),
     "a narrow tile": (one("gemm", "1,2,3,2", entry("gemm", 128, 32, 64, 1, 8, 3, 0)), "less than 64"),
 }
 

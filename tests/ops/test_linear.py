@@ -1,5 +1,6 @@
 """ops.linear and the registered ops under it, against float64 and eager PyTorch, on both backends."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -10,7 +11,7 @@ from oracle import GRADIENT, assert_as_accurate, assert_op_as_accurate, assert_o
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit import ops
-from fastvit.kernels import _configs
+from fastvit.kernels import _configs, _tuned
 from fastvit.study.accuracy.formulas import ACTIVATIONS
 from fastvit.study.accuracy.formulas import linear as eager
 
@@ -81,6 +82,94 @@ def test_grouped_tiles(triton_backend, device, monkeypatch):
     monkeypatch.setattr(_configs, "gemm", lambda *_: config)
     arguments = tensors(1, 180, 40, out=70, dtype=torch.float32, device=device, kind="integer")
     assert torch.equal(ops.linear(**arguments), eager(**arguments))
+
+
+# ---- operands by TMA, in a persistent grid ----
+
+
+@pytest.fixture
+def launched_by_tma(triton_backend, monkeypatch):
+    """Within a test, linear_fwd_kernel takes TMA where it can. Yields whether each launch did."""
+    tile = _configs.GemmConfig(64, 64, 32, 2, 4, 3)
+    described = dataclasses.replace(tile, programs_per_sm=1)
+    monkeypatch.setattr(_configs, "gemm", lambda m, n, k, itemsize, arch, can=False: described if can else tile)
+    monkeypatch.setattr(importlib.import_module("fastvit.ops.linear.launch"), "is_our_matmul", lambda *_, **__: True)
+    runtime = importlib.import_module("fastvit.ops.runtime.launch")
+    found, launch = [], runtime.launch
+
+    def seen(kernel, programs, tensors, numbers, constants):
+        if kernel.__name__ == "linear_fwd_kernel":
+            found.append(constants["TMA"])
+        return launch(kernel, programs, tensors, numbers, constants)
+
+    monkeypatch.setattr(runtime, "launch", seen)
+    _tuned.clear_caches()
+    yield found
+    _tuned.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=list(EPILOGUES))
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_linear_by_tma(bias, epilogue, dtype, device, launched_by_tma):
+    """M = 309, N = 90 and K = 72 fill no tile; the programs take several tiles each."""
+    arguments = tensors(3, 103, 72, out=90, dtype=dtype, device=device, bias=bias, epilogue=EPILOGUES[epilogue])
+    assert_op_as_accurate(ops.linear, eager, arguments, what=epilogue)
+    assert launched_by_tma == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_by_tma(activation, dtype, device, launched_by_tma):
+    """In training, with the activation's input; and out of it, inside a branch."""
+    arguments = tensors(2, 135, 80, out=88, dtype=dtype, device=device, epilogue=EPILOGUES["branch"])
+    fused, same = (functools.partial(fn, activation=activation) for fn in (ops.linear, eager))
+    assert_op_as_accurate(fused, same, {name: arguments[name] for name in ("x", "weight", "bias")}, what=activation)
+    with torch.inference_mode():
+        exact = same(**{name: t.double() for name, t in arguments.items()})
+        assert_as_accurate(fused(**arguments), same(**arguments), exact)
+    assert launched_by_tma == [True, True]
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_every_tile_is_computed_by_tma(group, device, launched_by_tma, monkeypatch):
+    """Integers are exact, whichever program has the tile; a residual of its own strides."""
+    config = _configs.GemmConfig(64, 32, 16, group, 4, 2, programs_per_sm=1)
+    monkeypatch.setattr(_configs, "gemm", lambda *_: config)
+    arguments = tensors(5, 65, 40, out=100, dtype=torch.float32, device=device, epilogue=("residual",), kind="integer")
+    wide = torch.zeros(5, 65, 112, device=device)[..., :100].copy_(arguments["residual"].detach())
+    arguments["residual"] = wide
+    assert torch.equal(ops.linear(**arguments), eager(**arguments))
+    assert launched_by_tma == [True]
+
+
+@pytest.mark.parametrize(
+    ("first", "width", "k", "by_tma"),
+    [
+        (0, 96, 72, True),  # strided rows
+        (8, 96, 72, True),
+        (4, 96, 72, False),  # x begins at 8 bytes
+        (0, 100, 100, False),  # rows of 200 bytes
+    ],
+)
+def test_what_tma_cannot_copy_is_loaded(first, width, k, by_tma, device, launched_by_tma):
+    rows = torch.zeros(90 * width + first, dtype=torch.float16, device=device)[first:].view(90, width)[:, :k]
+    rows.copy_(inputs("integer", 90, k, dtype=torch.float16, device=device, seed=1))
+    weight = inputs("integer", 72, k, dtype=torch.float16, device=device, seed=2)
+    for _ in range(3):  # a planned call, too
+        got = ops.linear(rows, weight, activation="relu")
+        assert torch.equal(got, torch.relu(rows @ weight.T))
+    assert set(launched_by_tma) == {by_tma}
+
+
+def test_one_plan_takes_tensors_of_any_address(device, launched_by_tma):
+    """Calls with the same shapes and strides share their plans."""
+    weight = inputs("integer", 72, 64, dtype=torch.float16, device=device, seed=2)
+    memory = inputs("integer", 90 * 64 + 4, dtype=torch.float16, device=device, seed=1)
+    for first in (0, 4, 0, 4, 0):
+        x = memory[first:][: 90 * 64].view(90, 64)
+        assert torch.equal(ops.linear(x, weight, activation="relu"), torch.relu(x @ weight.T))
+    assert launched_by_tma[:2] == [True, False]
 
 
 def test_residual_of_wider_dtype(backend, device):

@@ -16,7 +16,7 @@ BATCHES = (1, 2, 3, 5, 8, 16, 17)
 
 # Kernels whose launch configuration follows the number of rows: up to three of them, not one for each batch size.
 BY_ROWS = {
-    "linear_fwd_kernel": "smaller tiles where there are few",
+    "linear_fwd_kernel": "smaller tiles where there are few, TMA where there are many",
     "linear_dact_kernel": "smaller tiles where there are few",
     "gated_fwd_kernel": "smaller tiles where there are few",
     "gated_dact_kernel": "smaller tiles where there are few",
@@ -35,7 +35,7 @@ import sys
 from benchmarks.codegen.launches import record
 from benchmarks.harness.workloads import Workload
 
-_BY = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "GROUP_M")
+_BY = ("TMA", "BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "GROUP_M")
 
 def entries(op, sizes, B):
     for launch in record([Workload(op, {"B": B, **sizes})], "sm_90", ["bf16"]):

@@ -113,7 +113,21 @@ def _forward_plan(
     programs, constants = gemm(M, N, K, x, activation)
     strides = row_stride(x), row_stride(weight), row_stride(branch.residual)
     numbers = M, N, K, rows_per_sample(x, branch.row_scale), *strides
-    return Launch(linear_fwd_kernel, programs, numbers, constants), (*shape[:-1], N), branch.dtype(x)
+    launch = Launch(linear_fwd_kernel, programs, numbers, {"TMA": False, **constants})
+    if _can_be_described(M, *strides[:2], x.element_size()):
+        cfg = _configs.gemm(M, N, K, x.element_size(), devices.arch(x), True)
+        if cfg.programs_per_sm:
+            tiles = cdiv(M, cfg.block_m) * cdiv(N, cfg.block_n)
+            programs = min(tiles, cfg.programs_per_sm * devices.multiprocessors(x.device.index))
+            constants = {"TMA": True, **gemm_constants(cfg, K, dot_precision(x), activation)}
+            launch = Launch(linear_fwd_kernel, programs, numbers, constants, unaligned=launch)
+    return launch, (*shape[:-1], N), branch.dtype(x)
+
+
+def _can_be_described(M: int, stride_a: int, stride_b: int, itemsize: int) -> bool:
+    """Return whether TMA can copy from matrices with these row strides, whose first rows are at multiples of 16 bytes.
+    Its coordinates have 32 bits."""
+    return M < 1 << 31 and stride_a * itemsize % 16 == stride_b * itemsize % 16 == 0
 
 
 def _dact_plan(dy: Tensor, weight: Tensor, pre: Tensor, activation: str) -> tuple[Launch, tuple[int, int, int]]:

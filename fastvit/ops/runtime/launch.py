@@ -22,9 +22,10 @@ import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime import driver
+from triton.runtime import _allocation, driver
 
 from fastvit.ops.runtime import devices, dispatch, plans
+from fastvit.ops.runtime.devices import is_fake
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
@@ -130,12 +131,21 @@ def launch(
 
 class Launch:
     """A launch without its tensors, for `plans.Plans`. Tensors of later calls have the same types, shapes and strides,
-    so that launches differ in addresses only."""
+    so that launches differ in addresses only. unaligned: what is launched instead if an address is not a multiple of
+    16; None: the same."""
 
-    __slots__ = ("_direct", "constants", "kernel", "numbers", "programs")
+    __slots__ = ("_direct", "constants", "kernel", "numbers", "programs", "unaligned")
 
-    def __init__(self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[float, ...],
+        constants: Constants,
+        unaligned: Launch | None = None,
+    ) -> None:
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
+        self.unaligned = unaligned
         self._direct: Compiled | None = None  # for aligned tensors; the numbers before the constexprs
 
     def __call__(self, *tensors: Tensor | None) -> None:
@@ -145,6 +155,9 @@ class Launch:
                 run, stream, device, function, metadata, rest, _ = self._direct
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
                 return
+        if self.unaligned is not None and any(t is not None and not is_fake(t) and t.data_ptr() & 15 for t in tensors):
+            self.unaligned(*tensors)
+            return
         compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
         if compiled is not None:
             self._direct = compiled._replace(constexprs=(*self.numbers, *compiled.constexprs))
@@ -173,6 +186,8 @@ def _by_triton(
     with _triton:
         if (reason := _refused.get(key)) is not None:
             raise KernelUnsupported(reason)
+        if by_tma := constants.get("TMA", False):
+            _set_allocator()
         try:
             compiled = kernel[(programs,)](*arguments, **constants, **OPTIONS)
         except (TritonError, RuntimeError) as error:
@@ -186,7 +201,28 @@ def _by_triton(
                 _compiled.clear()
             constexprs = (None,) * (len(kernel.arg_names) - len(arguments))
             stream, packed = driver.active.get_current_stream, compiled.packed_metadata
-            kept = Compiled(compiled.run, stream, key[1], compiled.function, packed, constexprs, compiled)
+            run = _with_scratch(compiled.run) if by_tma else compiled.run
+            kept = Compiled(run, stream, key[1], compiled.function, packed, constexprs, compiled)
             _compiled[key] = kept
             return None if key[2] else kept
     return None
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate what a kernel writes TMA descriptors to. Like any tensor's, the memory belongs to the current stream, or
+    to the graph that is captured, and is used again by what follows there."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")  # at a multiple of 512 bytes
+
+
+def _set_allocator() -> None:
+    """Give Triton an allocator, unless it has one: each thread has its own."""
+    if not _DIRECT or isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(_scratch)
+
+
+def _with_scratch(run: Callable[..., object]) -> Callable[..., object]:
+    def with_scratch(*arguments: Any) -> None:
+        _set_allocator()
+        run(*arguments)
+
+    return with_scratch
