@@ -91,8 +91,9 @@ def facts(launch: Launch, compiled: Compiled | str) -> dict[str, Any]:
 
 LEGEND = """\
 warps/stages; registers and spilled bytes a thread; KB of shared memory, and programs that fit an SM; issue slots of the
-hot loop (of the whole kernel where it has none); groups of loads in flight while its matmuls run; slots per score of
-attention, element of a row, or output of a GEMM (there the slots outside the loop: its epilogue)"""
+hot loop (of the whole kernel where it has none); groups of loads in flight while its matmuls run, or TMA, whose copies
+are not counted; slots per score of attention, element of a row, or output of a GEMM (there the slots outside the loop:
+its epilogue)"""
 _COLUMNS = ("workload", "dtype", "tile", "w/s", "regs", "spill", "KB", "progs", "slots", "loads", "per", "unit")
 
 
@@ -117,7 +118,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return cells
     per = [f"{row['slots_per']:.2f}", row["unit"]] if "slots_per" in row else []
     numbers = (row[k] for k in ("registers", "spill_bytes", "shared", "programs_per_sm", "hot_slots"))
-    loads = "" if row["loads_in_flight"] is None else str(row["loads_in_flight"])
+    loads = "TMA" if "UTMALDG" in row["mix"] else "" if row["loads_in_flight"] is None else str(row["loads_in_flight"])
     return [*cells, *(str(n // 1024 if i == 2 else n) for i, n in enumerate(numbers)), loads, *per]
 
 

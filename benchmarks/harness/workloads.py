@@ -281,6 +281,8 @@ def _gemms() -> Iterator[Workload]:
         yield from large("linear", f"compile {few}", D=768, out=768, activation=activation)
         yield from large("mlp", "compile", D=768, activation=activation, recompute=_RECOMPUTE, scales=True)
     yield from large("mlp", "compile second kernels", D=768, dropout_p=0.1, scales=True)
+    for option in ("scales", "residual"):  # a residual by TMA
+        yield from _rows("linear", "compile second kernels", B=256, N=197, D=768, out=768, **{option: True})
     for activation in ("gelu", "gelu_tanh", "quick_gelu", "relu", "silu"):  # backward ours, on sm_90 for few tiles only
         few = "second kernels" if activation == "gelu" else ""
         yield from _rows("mlp", f"compile {few}", B=[1, 4], N=197, D=768, activation=activation)

@@ -5,6 +5,7 @@
 tests/runtime/test_launch.py runs it. A function without an underscore is a check.
 """
 
+import contextvars
 import gc
 import random
 import re
@@ -22,6 +23,7 @@ import triton
 from op_cases import ROWS, function, made, outputs_of
 from stub_checks import DTYPES, hooked, one_kernel, run_checks
 from triton.backends.compiler import GPUTarget
+from triton.runtime import _allocation
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.codegen.stub_driver import stub_gpu
@@ -219,6 +221,33 @@ def unknown_versions_and_amd_stay_with_triton():
                     call()
             assert by_triton.call_count == len(gpu.launches) == 3
             assert len(gpu.compiled) == 1
+
+
+def a_kernel_has_memory_for_its_descriptors_in_every_context():
+    """However it is launched. An allocator of the caller's is left in place."""
+    x, w = (torch.zeros(rows, 16, dtype=torch.bfloat16) for rows in (4096, 4224))
+    current = _allocation._allocator
+
+    def launched_twice():
+        before = current.get()
+        for _ in range(2):
+            OPS.linear_fwd(x, w, None, "relu")
+        return before, current.get()
+
+    def launched_with(allocator):
+        triton.set_allocator(allocator)
+        return launched_twice()
+
+    with stub_gpu() as gpu, torch.no_grad():
+        for _ in range(2):  # at first nothing is compiled
+            before, after = contextvars.Context().run(launched_twice)
+            assert isinstance(before, _allocation.NullAllocator)
+            assert after is runtime_launch._scratch
+        assert contextvars.Context().run(launched_with, print)[1] is print
+        assert len(gpu.compiled) == 1
+        assert [launched.grid for launched in gpu.launches] == [(264, 1, 1)] * 6, "two programs on each of 132 SMs"
+        contextvars.Context().run(one_kernel())
+        assert isinstance(contextvars.Context().run(current.get), _allocation.NullAllocator)
 
 
 def a_kernel_has_one_key_whichever_is_the_first():

@@ -12,7 +12,7 @@ from study_models import known
 from benchmarks.codegen.stub_driver import MULTIPROCESSORS, stub_gpu
 from benchmarks.gpu import precompile
 from benchmarks.harness.draw import Draw
-from benchmarks.harness.workloads import workloads
+from benchmarks.harness.workloads import Workload, workloads
 from fastvit.cli import main as fastvit
 from fastvit.study.memory.step import DTYPES, Setting, Step
 from fastvit.study.sources.find import find
@@ -74,6 +74,7 @@ def tune() -> None:
 
 def benchmark() -> None:
     items = [(w, "bf16") for w in workloads("quick") if w.op in ("attention", "layer_norm", "mlp", "patch_embed")]
+    items.append((Workload("linear", {"B": 1, "N": 4096, "D": 64, "out": 4224, "activation": "gelu"}), "bf16"))  # TMA
     launches = precompile.record(items, precompile.REHEARSED)
     assert not [reason for _, reason in compile_all(launches, 2) if isinstance(reason, str)]
     before = entries()
@@ -83,6 +84,7 @@ def benchmark() -> None:
             runner.gradients()
             runner.infer()
     assert len(launches) == len(gpu.binaries)
+    assert any(launch.constexprs.get("TMA") for launch in launches)
     print("launched", "benchmarks", len(gpu.binaries), len(entries() - before))
 
 

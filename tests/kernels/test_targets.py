@@ -140,6 +140,20 @@ def test_matmuls_are_wgmma_on_hopper() -> None:
     assert all(name.startswith("HGMMA") for row in matmuls for name in row["tensor_instructions"])
 
 
+@pytest.mark.slow
+@needs_triton
+def test_tma_copies_all_operands_of_long_linear_layers() -> None:
+    """Two copies a step and no other load, so that few slots besides; two programs share an SM."""
+    rows = [row for row in compiled("sm_90") if row["first_tier"] and row["config"].get("TMA")]
+    assert rows
+    for row in rows:
+        mix = row["mix"]
+        assert mix["UTMALDG"] == 2, row["workload"]
+        assert not {"LDG", "LDGSTS"} & {*mix}, row["workload"]
+        assert row["hot_slots"] <= 84 * LEEWAY, row["workload"]
+        assert row["programs_per_sm"] == 2
+
+
 # ---- goals on sm_90 in bfloat16, in issue slots a score ----
 
 

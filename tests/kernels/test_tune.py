@@ -352,7 +352,8 @@ DAMAGED: dict[str, tuple[Any, str]] = {
     "long for the short kernel": (one("attention_bwd_short", "577,64,2,0,0", SHORT), "no more than 384 keys"),
     "a row too many": (one("attention_bwd_short", "197,64,2,0,0", SHORT), "less than the 197 queries"),
     "no stage": (one("gemm", "1,2,3,2", entry("gemm", 128, 128, 64, 1, 8, 0, 0, 0)), "not from 1 to 32"),
-    "a narrow tile": (one("gemm", "1,2,3,2", entry("gemm", 128, 32, 64, 1, 8, 3, 0)), "less than 64"),
+    "no program": (one("layer_norm", "768,0", entry("layer_norm", 4, 4, 0, 3)), "not from 1 to 32"),
+    "a narrow tile": (one("gemm", "1,2,3,2", entry("gemm", 128, 32, 64, 1, 8, 3, 0, 0)), "less than 64"),
 }
 
 
