@@ -25,7 +25,6 @@ from triton.errors import TritonError
 from triton.runtime import _allocation, driver
 
 from fastvit.ops.runtime import devices, dispatch, plans
-from fastvit.ops.runtime.devices import is_fake
 from fastvit.ops.runtime.dispatch import KernelUnsupported
 from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
@@ -155,7 +154,9 @@ class Launch:
                 run, stream, device, function, metadata, rest, _ = self._direct
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
                 return
-        if self.unaligned is not None and any(t is not None and not is_fake(t) and t.data_ptr() & 15 for t in tensors):
+        if self.unaligned is not None and any(
+            t is not None and not devices.is_fake(t) and t.data_ptr() & 15 for t in tensors
+        ):
             self.unaligned(*tensors)
             return
         compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
