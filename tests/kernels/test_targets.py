@@ -176,8 +176,8 @@ LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the 
 @pytest.mark.parametrize(
     ("kernel", "lengths", "d", "read", "goal"),
     [
-        # An H200 prefers small tiles with few registers, of which several programs share an SM, to the fewest slots: the
-        # forward kernel's 128 x 128 took 7.0 slots and a third more time. So goals only hold what the tiles have.
+        # An H200 prefers small tiles with few registers, of which several programs share an SM, to the fewest slots:
+        # the forward kernel's 128 x 128 took 7.0 slots and a third more time. So goals only hold what the tiles have.
         ("attention_fwd_kernel", "(?:65|197|25[67])", "64", in_the_loop, 13.0),
         ("attention_fwd_kernel", r"(?:577|\d{4})", "64", in_the_loop, 9.0),
         ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.5),
