@@ -140,7 +140,7 @@ class GemmConfig:
     programs_per_sm: int = 0  # of a persistent grid, with operands by TMA; 0: one program a tile
 
 
-_SEVERAL_ROUNDS = 4 * 2 * 132  # tiles: four rounds of two programs on each SM of an H100 or H200
+_ROUND = 2 * 132  # tiles at a time: two programs on each SM of an H100 or H200
 
 
 def _tiles(m: int, n: int) -> int:
@@ -157,7 +157,8 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str, described: bool = Fal
     tiles, they are made smaller to fill the GPU. group_m is 1 where B fits in the L2 cache anyway.
 
     described: the kernel is linear_fwd_kernel, and TMA can copy its operands. Then a persistent grid of two programs an
-    SM takes 0.75 to 0.84 of the time of one program a tile, if each has four tiles or more (an H200, NOTES.md)."""
+    SM takes 0.75 to 0.84 of the time of one program a tile, if each has four tiles or more, and 0.95 to 0.98 if it has
+    one or two (an H200, NOTES.md)."""
     if tuned := _tuned.choice(arch, "gemm", _tuned.bucket(m), n, k, itemsize):
         *tile, max_registers, programs_per_sm = tuned
         return GemmConfig(*tile, max_registers or None, programs_per_sm if described else 0)
@@ -170,7 +171,7 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str, described: bool = Fal
         return GemmConfig(128, 128, 64, group_m, 8, 2)
     if arch != "sm_90":
         return GemmConfig(128, 128, 64, group_m, 8, 3)
-    if described and _tiles(m, n) >= _SEVERAL_ROUNDS:
+    if described and _tiles(m, n) >= _ROUND:
         return GemmConfig(128, 128, 64, group_m, 8, 3, 128, 2)
     if k >= 1536 and n % 256 == 0:
         return GemmConfig(128, 256, 64, group_m, 8, 4)
@@ -212,8 +213,8 @@ def use_triton_gemm(m: int, n: int, k: int, itemsize: int, backward: bool, arch:
         return True
     tiles = _tiles(m, n)
     if backward:
-        return tiles < 264  # two on each SM
-    return k < 1536 if tiles < 128 else n > k or tiles >= _SEVERAL_ROUNDS
+        return tiles < _ROUND
+    return k < 1536 if tiles < 128 else n > k or tiles >= 4 * _ROUND
 
 
 @dataclass(frozen=True)
