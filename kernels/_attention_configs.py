@@ -110,10 +110,10 @@ def _tile(
 def _with_loop(n: int, loop: int) -> int:
     """Return a width of the loop's tiles, at most `loop`, with which the loop runs, as long as n > 16.
 
-    In a forward kernel without a loop, ptxas 12.9 wrongly computes where the second part of the head dimension lies in
-    shared memory: it adds the low half of a 64-bit address to both halves, if the upper one is known to be zero. On an
-    H200 that was nonsense, or an illegal access, at d = 40, 48, 72, 80, 88 and 96. The report of compiled kernels finds
-    it in any kernel (benchmarks/codegen/wrong_sums.py)."""
+    In a forward kernel without a loop, ptxas 12.8 (of triton 3.6 and 3.7) wrongly computes where the second part of the
+    head dimension lies in shared memory: it adds the low half of a 64-bit address to both halves, if the upper one is
+    known to be zero. On an H200 that was nonsense, or an illegal access, at d = 40, 48, 72, 80, 88 and 96. The report
+    of compiled kernels finds it in any kernel (benchmarks/codegen/wrong_sums.py)."""
     while n <= loop and loop > 16:
         loop //= 2
     return loop

@@ -1,4 +1,4 @@
-"""Find what ptxas 12.9 compiles wrongly: additions to 64-bit addresses whose upper half is known to be zero.
+"""Find what ptxas 12.8, of triton 3.6 and 3.7, compiles wrongly: sums with 64-bit addresses whose upper half is zero.
 
 The addition takes two instructions, and for the upper half of the address ptxas may take the register of the lower one:
 

@@ -2,7 +2,8 @@
 
 Seconds since the start, for a GPU with 16 cores; a run of another length shrinks or stretches them all. A part that
 ends early gives its time to the next ones; one that reaches its limit is ended, and what it has found so far stays.
-The 1.3 s of a kernel are measured; the other times of single things are estimates that no GPU has confirmed yet.
+An H200 with 16 cores took less: machine 11 s, 677 kernels 42 s, all checks 45 s, tuning 28 s, rows 91 s, more 30 s. What
+torch.compile takes is an estimate.
 
 | part    | ends by | what it does, and why so long |
 | ------- | ------- | ----------------------------- |

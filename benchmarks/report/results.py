@@ -3,7 +3,8 @@
     pytest benchmarks --benchmark-only --benchmark-json benchmarks/results/cpu/float32.json
     python -m benchmarks.report.results
 
-In each folder: files of the benchmarks (all of one dtype are one table, with the best limits that any measured),
+In each folder: `results.jsonl` of benchmarks/gpu; files of the benchmarks (all of one dtype are one table, with the
+best limits that any measured),
 `families.json`, `dispatch.json`, `launch.json` and `low_precision.json` of the modules of those names, `graphs.json` of
 graph_models.py, `peers.json` of benchmarks/peers, and pictures of report/plot.py.
 """
@@ -16,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.codegen import compile_time
+from benchmarks.gpu import verdict
+from benchmarks.gpu.journal import Record
+from benchmarks.gpu.journal import read as read_journal
 from benchmarks.harness import conditions, families, table
 from benchmarks.harness.provenance import ROOT
 from benchmarks.host import dispatch, launch, low_precision
@@ -63,6 +67,10 @@ def _folder(folder: Path) -> Iterator[str]:
         "launch": launch.render, "low_precision": low_precision.render, "peers": peers.render,
         "compile_time": compile_time.render,
     }  # fmt: skip
+    if records := _last_records(folder):
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".md", ".txt"))
+        links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
+        yield f"## {folder.name}, first minutes\n\n{_fenced(verdict.lines(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
     for path in sorted(folder.glob("*.json")):
         if path.stem in special or path.name.startswith("tuned_") or not path.stat().st_size:  # empty: cut off
@@ -80,6 +88,12 @@ def _folder(folder: Path) -> Iterator[str]:
             yield f"## {folder.name}, {name.replace('_', ' ')}\n\n{_fenced(function(folder / f'{name}.json'))}"
 
 
+def _last_records(folder: Path) -> list[Record]:
+    """Return the last record of each result of `make gpu-first` in the folder; none without one."""
+    found: dict[tuple[str, str], Record] = {(r["kind"], r["name"]): r for r in read_journal(folder / "results.jsonl")}
+    return list(found.values())
+
+
 # ---- the table of the main README: op, its case in the result file, what is fused, what is saved ----
 
 _OPS = [
@@ -87,7 +101,6 @@ _OPS = [
      "none but the image"),
     ("attention_qkvpacked", ("attention", "B1 N1025 H12 d64"), "scores, softmax and values, without an N x N tensor",
      "4: qkv, out"),
-    ("layer_norm_linear", ("layer_norm_linear", "B1 N197 D768 out2304"), "LayerNorm or RMSNorm, linear", "1: x"),
     ("layer_norm_attention", ("layer_norm_attention", "B1 N197 D768 H12"),
      "norm, q, k and v, their norms, rotary positions, attention, norm, projection, LayerScale, DropPath, residual sum",
      "5: x, qkv, out"),
@@ -119,13 +132,36 @@ def ops_table() -> str:
     return "\n".join([*lines, "", f"Forward and backward. {where}, {versions}.{''.join(marks)}"])
 
 
+_OF_A_GPU = {"attention": "attention", "block": "Block", "model": "ViT-S/16 and ViT-B/16"}
+_GPU_HEAD = """\
+| NVIDIA H200, bfloat16: time of others / fastvit's | forward: SDPA flash | cuDNN | both passes: SDPA flash | cuDNN |
+|---|---|---|---|---|"""
+
+
+def gpu_table(folder: Path = RESULTS / "nvidia_h200") -> str:
+    """Return the table of attention, blocks and models on a GPU, by the GPU's time alone: least to most over shapes."""
+    rows = [r for r in _last_records(folder) if r["kind"] == "row" and r["status"] == "passed"]
+    lines = [_GPU_HEAD]
+    for op, name in _OF_A_GPU.items():
+        cells, of_op = [], [r for r in rows if r["op"] == op]
+        for mode in verdict.PASSES:
+            found = [verdict.ratios(r, "graph") for r in of_op if r["mode"] == mode]
+            cells += [_range([ratios[other] for ratios in found]) for other in ("flash", "cudnn")]
+        lines.append(f"| {' | '.join([f'{name}, {len(of_op) // 2} shapes', *cells])} |")
+    return "\n".join(lines)
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+
+
 def with_ops(readme: str) -> str:
-    """Return the README with the table between its two marks."""
+    """Return the README with the tables between its two marks."""
     before, mark, rest = readme.partition("<!-- ops -->\n")
     _, end, after = rest.partition("<!-- end -->")
     if not (mark and end):
         raise ValueError("README.md has no lines <!-- ops --> and <!-- end -->")
-    return f"{before}{mark}{ops_table()}\n{end}{after}"
+    return f"{before}{mark}{ops_table()}\n\n{gpu_table()}\n{end}{after}"
 
 
 def main(arguments: list[str] | None = None) -> None:
