@@ -64,10 +64,11 @@ _PLAIN: dict[str, _Rows] = {
     "float32": (Row(128, Tile(32, 32, 8)), Row(256, Tile(16, 16, 8))),
     "tf32": (Row(64, Tile(32, 32, 4)), Row(256, Tile(16, 16, 4))),
 }
-# (length, warps) up to which a whole head of at most 64 dimensions fits in one program, on sm_90 only. It takes a third
-# less traffic than two kernels, but all registers: with dropout only the first row fits. At 197 tokens two kernels were
-# as fast at 3,072 heads, and 28 % faster at 12, which fill no GPU.
-_SHORT_BACKWARD = ((64, 4), (128, 8))
+# (shortest, longest, warps): lengths at which a whole head of at most 64 dimensions fits in one program of sm_90. That
+# takes a third less traffic than two kernels, but all registers: with dropout only the first row fits. In between and
+# beyond, it was slower at few heads or at many (results/nvidia_h200/attention_short.txt): 65 tokens, 3,072 heads:
+# 175 us, two kernels 147; 197 tokens, 12 heads: 21, two kernels 15.
+_SHORT_BACKWARD = ((1, 64, 4), (97, 128, 8))
 
 
 def _instructions(itemsize: int, arch: str, tf32: bool) -> str:
@@ -241,8 +242,8 @@ def attention_bwd_short(
         return AttentionBackwardConfig(*tuned[1:3], True, 0, parts, *tuned[3:]) if tuned[0] else None
     if itemsize > 2 or arch != "sm_90":
         return None
-    for longest, num_warps in _SHORT_BACKWARD:
-        if head_dim <= 64 and n <= longest and not (has_dropout and longest > 64):
+    for shortest, longest, num_warps in _SHORT_BACKWARD:
+        if head_dim <= 64 and shortest <= n <= longest and not (has_dropout and longest > 64):
             return AttentionBackwardConfig(longest, 64, True, 0, parts, num_warps, 3)
     return None
 

@@ -75,8 +75,8 @@ def _attention() -> Iterator[Workload]:
     yield from rows("verify", B=2, N=[197, 577], H=3, d=64, dropout_p=0.1)
     for N, several in {197: [1, 32, 256], 1025: [1, 32], 4097: [1, 8]}.items():
         yield from rows("headline", B=several, N=N, H=12, d=64)
-    for N in (17, 65, 197, 256, 257, 577, 1024, 1025, 1370, 4097):
-        few = {65: "kernels", 197: "second kernels", 1024: "kernels", 1025: "second kernels"}.get(N, "")
+    for N in (17, 65, 128, 197, 256, 257, 577, 1024, 1025, 1370, 4097):
+        few = {128: "kernels", 197: "second kernels", 1024: "kernels", 1025: "second kernels"}.get(N, "")
         yield from rows(f"compile {few}", B=64, N=N, H=12, d=64)
     for d in (16, 32, 64, 72, 80, 88, 96, 104, 128, 256):  # one part; two: 64 + 8 to 64 + 32; one again; the largest
         few = {32: "second", 72: "second kernels", 96: "second", 128: "second", 256: "second"}.get(d, "")

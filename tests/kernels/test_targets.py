@@ -182,7 +182,7 @@ LONG = "(?:1024|1370)"  # d besides 64: 1024, whose last tile is as wide as the 
         ("attention_fwd_kernel", r"(?:577|\d{4})", "64", in_the_loop, 9.0),
         ("attention_bwd_dkdv_kernel", r"\d+", "64", in_the_loop, 11.5),
         ("attention_bwd_dq_kernel", r"\d+", "64", in_the_loop, 9.5),
-        ("attention_bwd_short_kernel", "65", "64", whole_program, 26.0),
+        ("attention_bwd_short_kernel", "128", "64", whole_program, 26.0),
         ("attention_fwd_kernel", LONG, "(?:72|80)", in_the_loop, 9.0),
         ("attention_fwd_kernel", LONG, "96", in_the_loop, 9.5),
         ("attention_fwd_kernel", LONG, "128", in_the_loop, 15.75),
