@@ -99,6 +99,8 @@ _AGAIN = {  # by kernel and argument: why one program loads an element again
     ("attention_bwd_dkdv_kernel", "mask"): "a row of all queries, by each query tile of a program",
     ("attention_bwd_dkdv_kernel", "statistics"): "by several threads of a tile, so that each loads one number",
     ("attention_bwd_mask_kernel", "mask"): "by each sample and head that share it",
+    ("linear_fwd_kernel", "x"): "by each column tile of a program of a persistent grid",
+    ("linear_fwd_kernel", "w"): "by each row tile of a program of a persistent grid",
     ("layer_norm_bwd_kernel", "b"): "by each row tile of a program",
     ("layer_norm_bwd_kernel", "layer_scale"): "by each row tile of a program",
     **{
