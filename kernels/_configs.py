@@ -152,13 +152,12 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str, described: bool = Fal
     """Configure the kernels of linear.py for [m, k] @ [k, n].
 
     128 x 128 x 64 with 3 stages takes 96 KiB of shared memory. With 128 registers a thread, two programs share an SM of
-    sm_90, and the epilogue of one overlaps the matmuls of the other. It needs 64 bytes of L2 per clock, though, and a
-    tile of twice the width 48: where k is long and so the epilogue short, one wide program is faster. If there are few
-    tiles, they are made smaller to fill the GPU. group_m is 1 where B fits in the L2 cache anyway.
+    sm_90, and the epilogue of one overlaps the matmuls of the other: no other tile was faster on an H200 (NOTES.md). If
+    there are few tiles, they are made smaller to fill the GPU. group_m is 1 where B fits in the L2 cache anyway.
 
     described: the kernel is linear_fwd_kernel, and TMA can copy its operands. Then a persistent grid of two programs an
     SM takes 0.75 to 0.84 of the time of one program a tile, if each has four tiles or more, and 0.95 to 0.98 if it has
-    one or two (an H200, NOTES.md)."""
+    one or two."""
     if tuned := _tuned.choice(arch, "gemm", _tuned.bucket(m), n, k, itemsize):
         *tile, max_registers, programs_per_sm = tuned
         return GemmConfig(*tile, max_registers or None, programs_per_sm if described else 0)
@@ -171,11 +170,7 @@ def gemm(m: int, n: int, k: int, itemsize: int, arch: str, described: bool = Fal
         return GemmConfig(128, 128, 64, group_m, 8, 2)
     if arch != "sm_90":
         return GemmConfig(128, 128, 64, group_m, 8, 3)
-    if described and _tiles(m, n) >= _ROUND:
-        return GemmConfig(128, 128, 64, group_m, 8, 3, 128, 2)
-    if k >= 1536 and n % 256 == 0:
-        return GemmConfig(128, 256, 64, group_m, 8, 4)
-    return GemmConfig(128, 128, 64, group_m, 8, 3, max_registers=128)
+    return GemmConfig(128, 128, 64, group_m, 8, 3, 128, 2 if described and _tiles(m, n) >= _ROUND else 0)
 
 
 def gated_gemm(m: int, n: int, k: int, itemsize: int, arch: str) -> GemmConfig:

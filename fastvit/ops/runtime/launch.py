@@ -136,13 +136,9 @@ class Launch:
     __slots__ = ("_direct", "constants", "kernel", "numbers", "programs", "unaligned")
 
     def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        numbers: tuple[float, ...],
-        constants: Constants,
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: Constants,
         unaligned: Launch | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
         self.unaligned = unaligned
         self._direct: Compiled | None = None  # for aligned tensors; the numbers before the constexprs
@@ -154,14 +150,16 @@ class Launch:
                 run, stream, device, function, metadata, rest, _ = self._direct
                 run(self.programs, 1, 1, stream(device), function, metadata, None, None, None, *pointers, *rest)
                 return
-        if self.unaligned is not None and any(
-            t is not None and not devices.is_fake(t) and t.data_ptr() & 15 for t in tensors
-        ):
+        if self.unaligned is not None and not all(map(_is_aligned, tensors)):
             self.unaligned(*tensors)
             return
         compiled = launch(self.kernel, self.programs, tensors, self.numbers, self.constants)
         if compiled is not None:
             self._direct = compiled._replace(constexprs=(*self.numbers, *compiled.constexprs))
+
+
+def _is_aligned(t: Tensor | None) -> bool:
+    return t is None or devices.is_fake(t) or t.data_ptr() & 15 == 0
 
 
 def cdiv(a: int, b: int) -> int:
