@@ -68,7 +68,9 @@ def _folder(folder: Path) -> Iterator[str]:
         "compile_time": compile_time.render,
     }  # fmt: skip
     if records := _last_records(folder):
-        others = sorted({path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md"})
+        others = sorted(
+            {path.name for path in folder.iterdir() if path.suffix in (".md", ".txt")} - {"README.md", "log.txt"}
+        )
         links = ", ".join(f"[{name}]({folder.name}/{name})" for name in others)
         yield f"## {folder.name}, first minutes\n\n{_fenced(verdict.lines(records))}\nAll of it: {links}.\n"
     runs: dict[str, list[Path]] = {}  # by dtype
