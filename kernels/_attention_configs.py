@@ -160,12 +160,14 @@ def attention_fwd(
         block_n = min(block_n, 32)
     if kind == "mask" and instructions == "wgmma" and head_dim <= 64 and block_m == 128:
         block_n = 64  # N = 1025 on an H200: padding 405 us, learnt biases 560; with 32 keys 503 and 507
-    if instructions == "wgmma" and _parts(head_dim, instructions)[1]:
-        block_n = _with_loop(n, block_n)
     tile = None if kind else _tuned.choice(arch, "attention_fwd", n, head_dim, itemsize, has_dropout, tf32)
     tile = tile or (block_m, block_n, num_warps, stages or _stages(itemsize, arch))
-    tails = key_tails(_last(n, tile[1]))
-    return AttentionForwardConfig(*tile[:2], n > tile[1], tails, _parts(head_dim, instructions), *tile[2:])
+    block_m, block_n, *rest = tile
+    parts = _parts(head_dim, instructions)
+    if instructions == "wgmma" and parts[1]:  # of a measured choice too
+        block_n = _with_loop(n, block_n)
+    tails = key_tails(_last(n, block_n))
+    return AttentionForwardConfig(block_m, block_n, n > block_n, tails, parts, *rest)
 
 
 @dataclass(frozen=True)

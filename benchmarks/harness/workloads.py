@@ -68,9 +68,8 @@ def _attention() -> Iterator[Workload]:
     yield from rows("verify", B=2, N=[197, 257, 1025], H=3, d=64)
     yield from rows("verify", B=1, N=4097, H=1, d=64)
     yield from rows("verify", B=2, N=[197, 1025], H=2, d=[32, 72, 80, 96, 128])
-    yield from rows(
-        "verify", B=2, N=[50, 128], H=2, d=[40, 72, 88]
-    )  # lengths of one tile: _attention_configs._with_loop
+    # lengths of one tile, and head dimensions in two parts: _attention_configs._with_loop
+    yield from rows("verify", B=2, N=[50, 128], H=2, d=[40, 72, 88])
     yield from rows("verify", B=2, N=[197, 577], H=3, d=64, separate=True)
     yield from rows("verify", B=2, N=[197, 577], H=3, d=64, dropout_p=0.1)
     for N, several in {197: [1, 32, 256], 1025: [1, 32], 4097: [1, 8]}.items():

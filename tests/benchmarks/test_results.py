@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import verdict
 from benchmarks.harness import provenance
 from benchmarks.harness.record import Provider, Record, environment
 from benchmarks.harness.timing import Ceilings
@@ -61,6 +62,23 @@ def test_the_ops_of_the_readme_are_those_of_the_result_file():
     assert len(readme.splitlines()) <= 170, "read in one sitting"
     with pytest.raises(ValueError, match="no lines"):
         results.with_ops("a page without marks")
+
+
+def test_the_gpu_figures_of_the_readme_are_those_of_the_result_file():
+    records = results._last_records(results.RESULTS / "nvidia_h200")
+    readme = " ".join((provenance.ROOT / "README.md").read_text().split())
+    checks = [r["status"] for r in records if r["kind"] == "correct"]
+    assert {*checks} == {"passed"}
+    assert f"All {len(checks)} checks are right" in readme
+    of_batch = {1: [], 32: [], 256: []}
+    for r in records:
+        words = r["name"].split()
+        if r["kind"] == "row" and r["op"] in ("attention", "block", "model") and {"N197", "px224"} & {*words}:
+            ratios = verdict.ratios(r, "called")
+            of_batch[int(next(word for word in words if word[1:].isdigit())[1:])] += [ratios["flash"], ratios["cudnn"]]
+    few, many = of_batch[1] + of_batch[32], of_batch[256]
+    assert f"{min(few):.1f} to {max(few):.1f} of fastvit's time at batch 1 and 32" in readme
+    assert f"{min(many):.1f} to {max(many):.1f} times at 256" in readme
 
 
 def test_the_low_precision_of_the_readme_is_that_of_the_result_file():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastvit import ops
-from fastvit.kernels import _attention_configs, _configs
+from fastvit.kernels import _attention_configs, _configs, _tuned
 from fastvit.ops.runtime import devices, dispatch, registry
 
 # a compiled target, and the GPUs with no less shared memory that have its configurations
@@ -158,6 +158,17 @@ def test_a_head_dimension_in_two_parts_has_a_loop(d, kind):
     for n in range(17, 300, 7):
         for has_dropout in (False, True):
             assert _attention_configs.attention_fwd(n, d, 2, has_dropout, "sm_90", False, kind).loop
+
+
+def test_a_measured_choice_has_that_loop_too(monkeypatch):
+    monkeypatch.setattr(_tuned, "choice", lambda *_: (128, 128, 8, 3))
+    _tuned.clear_caches()
+    try:
+        found = _attention_configs.attention_fwd(100, 80, 2, False, "sm_90")
+    finally:
+        monkeypatch.undo()
+        _tuned.clear_caches()
+    assert (found.block_m, found.block_n, found.loop) == (128, 64, True)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120", "gfx942"])

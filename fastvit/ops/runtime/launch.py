@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime import _allocation, driver
+from triton.runtime import driver
 
 from fastvit.ops.runtime import devices, dispatch, plans
 from fastvit.ops.runtime.dispatch import KernelUnsupported
@@ -30,6 +31,7 @@ from fastvit.ops.runtime.interpreter import warn_of_bfloat16
 
 # Versions in which `Compiled` is called as below, and a CUDA kernel depends on nothing outside the key of `launch`
 _DIRECT = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+_allocation: Any = importlib.import_module("triton.runtime._allocation") if _DIRECT else None
 OPTIONS = {"enable_fp_fusion": True}  # for every launch: Triton 3.9 warns that 3.10 will not fuse by default
 _runtime = triton.knobs.runtime
 _MOST = 50_000  # entries, some 500 bytes each; then the cache is cleared
